@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Remakes every folder of tests/fixtures (text.txt excepted, which is an input) with PyTorch; see tests/fixtures/README.md.
+# Usage: [PYTHON=python3] scripts/reference/make_fixtures.sh [NAME ...]
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+export TQDM_DISABLE=1
+fixtures="$(cd "$here/../../tests/fixtures" && pwd)"
+python="${PYTHON:-python3}"
+only=" $* "
+
+# fixture NAME CHECKPOINT_OPTION... -- TRAINING_OPTION...
+fixture() {
+    local name="$1" dir="$fixtures/$1" checkpoint=()
+    shift
+    [[ "$only" == "  " || "$only" == *" $name "* ]] || return 0
+    while [[ "$1" != "--" ]]; do checkpoint+=("$1"); shift; done
+    shift
+    rm -rf "$dir"
+    mkdir -p "$dir"
+    echo "== $name"
+    "$python" "$here/make_checkpoint.py" --out "$dir/model" --text "$fixtures/text.txt" --init-std 0.15 "${checkpoint[@]}"
+    "$python" "$here/train_reference.py" --model "$dir/model" --data "$fixtures/text.txt" --out "$dir/reference" \
+        --dump-grads --steps 10 --lr 1e-3 --warmup-steps 2 --weight-decay 0.1 "$@"
+    mv "$dir/reference/run.json" "$dir/run.json"
+    "$python" "$here/check_fixture.py" "$dir"
+}
+
+fixture gqa --seed 1 --vocab-size 307 --hidden-size 32 --intermediate-size 56 --layers 4 --heads 4 --kv-heads 2 \
+    -- --seq-len 32 --global-batch-size 8 --micro-batch-size 2 --max-grad-norm 1.0
+fixture wide --seed 2 --vocab-size 301 --hidden-size 32 --intermediate-size 44 --layers 8 --heads 8 --kv-heads 2 \
+    -- --seq-len 16 --global-batch-size 24 --micro-batch-size 3 --max-grad-norm 0.5
+fixture tied_bias --seed 3 --vocab-size 303 --hidden-size 36 --head-dim 8 --intermediate-size 45 --layers 5 --heads 6 --kv-heads 1 \
+    --tie --attention-bias --mlp-bias --rope llama3 --rms-norm-eps 1e-5 \
+    -- --seq-len 32 --global-batch-size 8 --micro-batch-size 2 --max-grad-norm 1.0
+fixture bf16_sharded --seed 4 --vocab-size 300 --hidden-size 32 --intermediate-size 64 --layers 3 --heads 4 --kv-heads 4 \
+    --dtype bf16 --rope linear --old-config --shard-size 24KB \
+    -- --seq-len 32 --global-batch-size 8 --micro-batch-size 4 --max-grad-norm 0.25
+fixture f16_tied --seed 5 --vocab-size 320 --hidden-size 48 --intermediate-size 96 --layers 2 --heads 4 --kv-heads 2 \
+    --dtype f16 --tie --rope-theta 500000 \
+    -- --seq-len 32 --global-batch-size 8 --micro-batch-size 1 --max-grad-norm 100
+
+bytes="$(find "$fixtures" -type f -printf '%s\n' | awk '{ n += $1 } END { print n }')"
+echo "== $bytes bytes in all"
+((bytes <= 4000000)) || { echo "tests/fixtures is over 4 MB"; exit 1; }
