@@ -1,0 +1,251 @@
+//! Causal softmax attention with grouped heads: `o_i = sum over j <= i of softmax_j(scale q_i . k_j) v_j`.
+//!
+//! Computed by blocks of rows as in FlashAttention (Dao et al. 2022, arXiv:2205.14135): a thread holds the scores of
+//! one block only, the backward recomputes them from the log-sum-exp of each row, and key/value heads are read where
+//! they are by each query head of their group. With `p` the probabilities and `g = do v^T`:
+//! `dv = p^T do`, `ds = p (g - sum_j p_j g_j)`, `dq = scale ds k`, `dk = scale ds^T q`.
+
+#![allow(unsafe_code)]
+
+use crate::HeadGroups;
+use crate::exp::exp;
+use crate::host::HostF32;
+use crate::matrix::{Matrix, MatrixMut, SharedBuffer};
+use crate::with_backward3;
+use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
+
+const NAME: &str = "causal_attention";
+/// Query rows worked on at a time.
+const BLOCK_ROWS: usize = 64;
+
+/// Sizes of one call.
+#[derive(Clone, Copy)]
+struct Dims {
+    b: usize,
+    t: usize,
+    hq: usize,
+    hkv: usize,
+    d: usize,
+    scale: f32,
+    groups: HeadGroups,
+}
+
+/// Attention of each position to itself and the positions before it.
+///
+/// Local query head `h` reads local key/value head `(groups.offset + h) / groups.size`. Key/value heads that no query
+/// head reads get a gradient of zeros.
+///
+/// # Shapes
+/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)`; f32. Memory beyond inputs, output and
+/// gradients: `b * hq * t` numbers, and 64 to 192 rows of scores per thread.
+///
+/// # Errors
+/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+pub fn causal_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<Tensor> {
+    let dims = Dims::new(q, k, v, scale, groups)?;
+    let q_host = HostF32::new(NAME, "q", q)?;
+    let k_host = HostF32::new(NAME, "k", k)?;
+    let v_host = HostF32::new(NAME, "v", v)?;
+    let (out, lse) = dims.forward(&q_host.read(), &k_host.read(), &v_host.read());
+    let tracked = [q.track_op(), k.track_op(), v.track_op()];
+    with_backward3(q, k, v, (out, q.shape()), NAME, move |grad| {
+        let grad = HostF32::new(NAME, "the gradient", grad)?;
+        let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
+        let [dq, dk, dv] = dims.backward(values, &lse, &grad.read());
+        let tensor = |tracked: bool, values: Vec<f32>, like: &HostF32| {
+            tracked.then(|| Tensor::from_vec(values, like.tensor().shape(), like.tensor().device()))
+        };
+        Ok((
+            tensor(tracked[0], dq, &q_host).transpose()?,
+            tensor(tracked[1], dk, &k_host).transpose()?,
+            tensor(tracked[2], dv, &v_host).transpose()?,
+        ))
+    })
+}
+
+impl Dims {
+    fn new(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, groups: HeadGroups) -> Result<Self> {
+        let (b, t, hq, d) = q.dims4()?;
+        let (_, _, hkv, _) = k.dims4()?;
+        if k.dims() != [b, t, hkv, d] || v.dims() != k.dims() {
+            bail!(
+                "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {:?}, k {:?}, v {:?}",
+                q.dims(),
+                k.dims(),
+                v.dims()
+            )
+        }
+        groups.validate(hq, hkv)?;
+        Ok(Self {
+            b,
+            t,
+            hq,
+            hkv,
+            d,
+            scale,
+            groups,
+        })
+    }
+
+    /// Where head `head` of `heads` starts at position `t` of sequence `b`.
+    fn start(&self, b: usize, t: usize, head: usize, heads: usize) -> usize {
+        ((b * self.t + t) * heads + head) * self.d
+    }
+
+    /// `rows` positions of one head from position `t` on.
+    fn head<'a>(
+        &self,
+        values: &'a [f32],
+        (b, t, rows): (usize, usize, usize),
+        (head, heads): (usize, usize),
+    ) -> Matrix<'a> {
+        Matrix::new(
+            &values[self.start(b, t, head, heads)..],
+            rows,
+            self.d,
+            heads * self.d,
+        )
+    }
+
+    fn is_empty(&self) -> bool {
+        self.b * self.t * self.hq * self.d == 0
+    }
+
+    /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
+    fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let mut out = vec![0f32; q.len()];
+        let mut lse = vec![0f32; self.b * self.hq * self.t];
+        if self.is_empty() {
+            return (out, lse);
+        }
+        let shared = SharedBuffer::new(&mut out);
+        lse.par_chunks_mut(self.t).enumerate().for_each(|(i, lse)| {
+            let (b, head) = (i / self.hq, i % self.hq);
+            lse.par_chunks_mut(BLOCK_ROWS)
+                .enumerate()
+                .for_each(|(block, lse)| {
+                    let (first, rows) = (block * BLOCK_ROWS, lse.len());
+                    let seen = first + rows;
+                    let kv = (self.groups.kv_head(head), self.hkv);
+                    let mut scores = vec![0f32; rows * seen];
+                    MatrixMut::new(&mut scores, rows, seen, seen).set_product(
+                        self.head(q, (b, first, rows), (head, self.hq)),
+                        self.head(k, (b, 0, seen), kv).t(),
+                    );
+                    for (row, lse) in lse.iter_mut().enumerate() {
+                        let (scores, future) =
+                            scores[row * seen..][..seen].split_at_mut(first + row + 1);
+                        *lse = softmax(scores, self.scale);
+                        future.fill(0.0);
+                    }
+                    let start = self.start(b, first, head, self.hq);
+                    // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
+                    let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
+                    let p = Matrix::new(&scores, rows, seen, seen);
+                    out.set_product(p, self.head(v, (b, 0, seen), kv));
+                });
+        });
+        (out, lse)
+    }
+
+    /// The gradients of q, k and v. Each (sequence, key/value head) is one task, which adds the contributions of its
+    /// query heads and their blocks in order: the same bits for any number of threads.
+    fn backward(&self, [q, k, v]: [&[f32]; 3], lse: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
+        let mut dq = vec![0f32; q.len()];
+        let (mut dk, mut dv) = (vec![0f32; k.len()], vec![0f32; k.len()]);
+        if self.is_empty() {
+            return [dq, dk, dv];
+        }
+        let [dq_all, dk_all, dv_all] = [&mut dq, &mut dk, &mut dv].map(|x| SharedBuffer::new(x));
+        (0..self.b * self.hkv).into_par_iter().for_each(|i| {
+            let (b, kv_head) = (i / self.hkv, i % self.hkv);
+            let kv = (kv_head, self.hkv);
+            let (mut p, mut ds) = (Vec::new(), Vec::new());
+            for head in self.groups.q_heads(kv_head, self.hq) {
+                for first in (0..self.t).step_by(BLOCK_ROWS) {
+                    let rows = BLOCK_ROWS.min(self.t - first);
+                    let seen = first + rows;
+                    let q = self.head(q, (b, first, rows), (head, self.hq));
+                    let grad = self.head(grad, (b, first, rows), (head, self.hq));
+                    let (k, v) = (
+                        self.head(k, (b, 0, seen), kv),
+                        self.head(v, (b, 0, seen), kv),
+                    );
+                    p.resize(rows * seen, 0.0);
+                    ds.resize(rows * seen, 0.0);
+                    MatrixMut::new(&mut p, rows, seen, seen).set_product(q, k.t());
+                    MatrixMut::new(&mut ds, rows, seen, seen).set_product(grad, v.t());
+                    let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
+                    for (row, lse) in lse.iter().enumerate() {
+                        let (p, p_future) = p[row * seen..][..seen].split_at_mut(first + row + 1);
+                        let (ds, ds_future) =
+                            ds[row * seen..][..seen].split_at_mut(first + row + 1);
+                        softmax_backward(p, ds, *lse, self.scale);
+                        p_future.fill(0.0);
+                        ds_future.fill(0.0);
+                    }
+                    let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
+                    let q_start = self.start(b, first, head, self.hq);
+                    let kv_start = self.start(b, 0, kv_head, self.hkv);
+                    // SAFETY: one task owns a (b, kv_head) and with it the query heads of its group, and its three
+                    // matrices lie in different buffers.
+                    let (dq, dk, dv) = unsafe {
+                        (
+                            dq_all.matrix(q_start, rows, self.d, q_step),
+                            dk_all.matrix(kv_start, seen, self.d, kv_step),
+                            dv_all.matrix(kv_start, seen, self.d, kv_step),
+                        )
+                    };
+                    let (p, ds) = (
+                        Matrix::new(&p, rows, seen, seen),
+                        Matrix::new(&ds, rows, seen, seen),
+                    );
+                    dv.add_product(p.t(), grad);
+                    dq.set_product(ds, k);
+                    dk.add_product(ds.t(), q);
+                }
+            }
+        });
+        [dq, dk, dv]
+    }
+}
+
+/// Turns scores into probabilities in place; returns `ln(sum exp(scale * score))`.
+fn softmax(scores: &mut [f32], scale: f32) -> f32 {
+    let mut max = f32::NEG_INFINITY;
+    for score in scores.iter_mut() {
+        *score *= scale;
+        max = if *score > max { *score } else { max };
+    }
+    let mut sum = 0f32;
+    for score in scores.iter_mut() {
+        *score = exp(*score - max);
+    }
+    for score in scores.iter() {
+        sum += score;
+    }
+    let inverse = 1.0 / sum;
+    for score in scores.iter_mut() {
+        *score *= inverse;
+    }
+    max + sum.ln()
+}
+
+/// Turns raw scores into probabilities and the gradient of the probabilities into that of the raw scores, in place.
+fn softmax_backward(p: &mut [f32], ds: &mut [f32], lse: f32, scale: f32) {
+    let mut along_p = 0f32;
+    for (p, ds) in p.iter_mut().zip(ds.iter()) {
+        *p = exp(*p * scale - lse);
+        along_p += *p * ds;
+    }
+    for (p, ds) in p.iter().zip(ds.iter_mut()) {
+        *ds = *p * (*ds - along_p) * scale;
+    }
+}

@@ -1,0 +1,72 @@
+//! Cutting a pass over memory into chunks for the cores, the same way whatever the number of threads.
+
+use rayon::prelude::*;
+
+/// Below this many elements of work, waking other threads costs more than it saves.
+const INLINE_ELEMENTS: usize = 1 << 14;
+/// Elements of work in a chunk: 32 KiB of f32, so that a chunk stays in the first-level cache.
+const CHUNK_ELEMENTS: usize = 1 << 13;
+/// Most partial sums kept for one reduction over rows.
+const MAX_PARTIALS: usize = 64;
+
+/// Rows of `row_len` elements in a chunk.
+pub(crate) fn rows_per_chunk(row_len: usize) -> usize {
+    (CHUNK_ELEMENTS / row_len.max(1)).max(1)
+}
+
+/// Rows in a chunk that leaves one partial sum behind: bounds the number of partial sums too.
+pub(crate) fn rows_per_partial(num_rows: usize, row_len: usize) -> usize {
+    rows_per_chunk(row_len).max(num_rows.div_ceil(MAX_PARTIALS))
+}
+
+/// Whether a pass over `work` elements is worth more than one thread.
+pub(crate) fn is_parallel(work: usize) -> bool {
+    work > INLINE_ELEMENTS
+}
+
+/// Calls `f(i, chunk)` on each chunk of `out`; `work` is the number of elements of the whole pass.
+pub(crate) fn for_each_chunk<T: Send>(
+    out: &mut [T],
+    chunk_len: usize,
+    work: usize,
+    f: impl Fn(usize, &mut [T]) + Send + Sync,
+) {
+    let chunk_len = chunk_len.max(1);
+    if is_parallel(work) {
+        out.par_chunks_mut(chunk_len)
+            .enumerate()
+            .for_each(|(i, chunk)| f(i, chunk));
+    } else {
+        out.chunks_mut(chunk_len)
+            .enumerate()
+            .for_each(|(i, chunk)| f(i, chunk));
+    }
+}
+
+/// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
+pub(crate) fn for_each_chunk2(
+    (a, a_len): (&mut [f32], usize),
+    (b, b_len): (&mut [f32], usize),
+    work: usize,
+    f: impl Fn(usize, &mut [f32], &mut [f32]) + Send + Sync,
+) {
+    let (a_len, b_len) = (a_len.max(1), b_len.max(1));
+    if is_parallel(work) {
+        let pairs = a.par_chunks_mut(a_len).zip(b.par_chunks_mut(b_len));
+        pairs.enumerate().for_each(|(i, (a, b))| f(i, a, b));
+    } else {
+        let pairs = a.chunks_mut(a_len).zip(b.chunks_mut(b_len));
+        pairs.enumerate().for_each(|(i, (a, b))| f(i, a, b));
+    }
+}
+
+/// The sum of the partial sums of length `len`, added in chunk order.
+pub(crate) fn sum_partials(partials: &[f32], len: usize) -> Vec<f32> {
+    let mut total = vec![0f32; len];
+    for partial in partials.chunks_exact(len.max(1)) {
+        for (sum, value) in total.iter_mut().zip(partial) {
+            *sum += value;
+        }
+    }
+    total
+}

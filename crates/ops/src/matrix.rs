@@ -1,0 +1,193 @@
+//! Strided f32 matrices inside larger buffers, and their product on one thread by the `gemm` crate.
+
+#![allow(unsafe_code)]
+
+use gemm::Parallelism;
+use std::marker::PhantomData;
+
+/// A matrix to read.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        let data = &data[..extent(rows, cols, row_stride)];
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride,
+            col_stride: 1,
+        }
+    }
+
+    /// The transpose, without moving anything.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+        }
+    }
+}
+
+/// A matrix to write.
+pub(crate) struct MatrixMut<'a> {
+    data: *mut f32,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    lifetime: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> MatrixMut<'a> {
+    /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
+    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        let data = data[..extent(rows, cols, row_stride)].as_mut_ptr();
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride,
+            lifetime: PhantomData,
+        }
+    }
+
+    /// `self = lhs * rhs`, on the calling thread.
+    pub(crate) fn set_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        self.product(false, lhs, rhs);
+    }
+
+    /// `self += lhs * rhs`, on the calling thread.
+    pub(crate) fn add_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        self.product(true, lhs, rhs);
+    }
+
+    fn product(self, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        // The pointers below are only as good as these shapes.
+        assert_eq!(
+            (self.rows, self.cols, lhs.cols),
+            (lhs.rows, rhs.cols, rhs.rows)
+        );
+        // SAFETY: each matrix was checked to lie inside its slice when it was made, the shapes fit (checked above),
+        // and `self` is the only access to its elements: it came from an exclusive borrow, or from
+        // `SharedBuffer::matrix`, whose caller vouches for it. Strides are at most a slice's length, so fit isize.
+        unsafe {
+            gemm::gemm(
+                self.rows,
+                self.cols,
+                lhs.cols,
+                self.data,
+                1,
+                self.row_stride as isize,
+                accumulate,
+                lhs.data.as_ptr(),
+                lhs.col_stride as isize,
+                lhs.row_stride as isize,
+                rhs.data.as_ptr(),
+                rhs.col_stride as isize,
+                rhs.row_stride as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
+        }
+    }
+}
+
+/// A buffer of which several threads write disjoint strided matrices, such as the heads of `(t, heads, d)`.
+pub(crate) struct SharedBuffer<'a> {
+    data: *mut f32,
+    len: usize,
+    lifetime: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the only access is through `matrix`, whose callers keep the matrices in use at one time disjoint.
+unsafe impl Sync for SharedBuffer<'_> {}
+
+impl<'a> SharedBuffer<'a> {
+    /// Borrows `data` for as long as threads write to it.
+    pub(crate) fn new(data: &'a mut [f32]) -> Self {
+        Self {
+            data: data.as_mut_ptr(),
+            len: data.len(),
+            lifetime: PhantomData,
+        }
+    }
+
+    /// `rows` rows of `cols` elements, `row_stride` apart, from element `start`.
+    ///
+    /// # Safety
+    /// No other matrix in use at the same time shares an element with this one.
+    pub(crate) unsafe fn matrix(
+        &self,
+        start: usize,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> MatrixMut<'_> {
+        let end = start + extent(rows, cols, row_stride);
+        assert!(
+            end <= self.len,
+            "matrix of {end} elements in a buffer of {}",
+            self.len
+        );
+        // SAFETY: `start <= end <= len` by the check above, so the pointer stays inside the buffer.
+        let data = unsafe { self.data.add(start) };
+        MatrixMut {
+            data,
+            rows,
+            cols,
+            row_stride,
+            lifetime: PhantomData,
+        }
+    }
+}
+
+/// Elements from the first to the last of a strided matrix.
+fn extent(rows: usize, cols: usize, row_stride: usize) -> usize {
+    if rows == 0 || cols == 0 {
+        0
+    } else {
+        (rows - 1) * row_stride + cols
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Matrix, MatrixMut, SharedBuffer};
+
+    #[test]
+    fn product_of_strided_matrices_touches_only_its_elements() {
+        // a = [[1, 2], [3, 4]] inside rows of 3, b = [[5, 6], [7, 8]] stored transposed.
+        let a = [1.0, 2.0, 9.0, 3.0, 4.0];
+        let b = [5.0, 7.0, 6.0, 8.0];
+        let mut out = [1.0f32; 7];
+        let (a, b) = (Matrix::new(&a, 2, 2, 3), Matrix::new(&b, 2, 2, 2).t());
+        MatrixMut::new(&mut out, 2, 2, 4).set_product(a, b);
+        assert_eq!(out, [19.0, 22.0, 1.0, 1.0, 43.0, 50.0, 1.0]);
+        MatrixMut::new(&mut out, 2, 2, 4).add_product(a, b);
+        assert_eq!(out, [38.0, 44.0, 1.0, 1.0, 86.0, 100.0, 1.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "in a buffer of 7")]
+    fn a_matrix_beyond_a_shared_buffer_is_refused() {
+        let mut out = [0f32; 7];
+        let shared = SharedBuffer::new(&mut out);
+        // SAFETY: it is the only matrix.
+        let _ = unsafe { shared.matrix(1, 2, 3, 4) };
+    }
+}

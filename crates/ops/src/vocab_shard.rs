@@ -1,0 +1,184 @@
+//! Cross-entropy over logits of which each rank holds some columns of the vocabulary: the pieces between which the
+//! ranks communicate (the maximum of the maxima, the sum of the sums), after Megatron-LM (arXiv:1909.08053).
+//!
+//! `loss = log_sum_exp - logit[target]`, `log_sum_exp = max + ln(sum exp(logit - max))`,
+//! `dlogit = (exp(logit - log_sum_exp) - onehot(target)) * grad`.
+
+use crate::IGNORE_INDEX;
+use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use crate::exp::exp;
+use crate::host::{HostF32, HostU32};
+use candle_core::{Result, Tensor, bail};
+
+/// Independent sums over a row, so that it fills vector registers; fixed, so that the bits are.
+const LANES: usize = 16;
+/// Columns summed in f32 before the sum goes on in f64.
+const BLOCK: usize = 1024;
+
+/// The maximum of each row; minus infinity where a row is empty.
+///
+/// # Shapes
+/// `logits (n, v)` -> `(n)`; f32, outside any graph.
+///
+/// # Errors
+/// When `logits` has not two dimensions or is not f32 on the CPU.
+pub fn row_max(logits: &Tensor) -> Result<Tensor> {
+    let (n, v) = logits.dims2()?;
+    let host = HostF32::new("row_max", "logits", logits)?;
+    let values = host.read();
+    let mut max = vec![f32::NEG_INFINITY; n];
+    let rows = rows_per_chunk(v);
+    for_each_chunk(&mut max, rows, values.len(), |chunk, max| {
+        for (i, max) in max.iter_mut().enumerate() {
+            *max = max_of(&values[(chunk * rows + i) * v..][..v]);
+        }
+    });
+    Tensor::from_vec(max, n, logits.device())
+}
+
+/// Per row: the sum of `exp(logit - max)` over the local columns, and the target's `logit - max` if it is local.
+///
+/// The local columns are the vocabulary `vocab_start .. vocab_start + v`; `targets` are ids of the whole vocabulary.
+/// Row 1 of the result is 0 where the target is not local, so that summing the results of all shards completes both.
+///
+/// # Shapes
+/// `logits (n, v)`, `max (n)` f32, `targets (n)` u32 -> `(2, n)`; f32, outside any graph.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor has another dtype or device.
+pub fn sum_exp_and_target_logit(
+    logits: &Tensor,
+    max: &Tensor,
+    targets: &Tensor,
+    vocab_start: usize,
+) -> Result<Tensor> {
+    let op = "sum_exp_and_target_logit";
+    let (n, v) = logits.dims2()?;
+    check_rows(op, n, &[("max", max), ("targets", targets)])?;
+    let device = logits.device();
+    let logits = HostF32::new(op, "logits", logits)?;
+    let max = HostF32::new(op, "max", max)?;
+    let targets = HostU32::new(op, "targets", targets)?;
+    let (logits, max, targets) = (logits.read(), max.read(), targets.read());
+    let mut out = vec![0f32; 2 * n];
+    let (sums, target_logits) = out.split_at_mut(n);
+    let rows = rows_per_chunk(v);
+    for_each_chunk2(
+        (sums, rows),
+        (target_logits, rows),
+        logits.len(),
+        |chunk, sums, hits| {
+            for (i, (sum, hit)) in sums.iter_mut().zip(hits).enumerate() {
+                let row = chunk * rows + i;
+                let values = &logits[row * v..][..v];
+                *sum = sum_exp(values, max[row]);
+                if let Some(column) = local_column(targets[row], vocab_start, v) {
+                    *hit = values[column] - max[row];
+                }
+            }
+        },
+    );
+    Tensor::from_vec(out, (2, n), device)
+}
+
+/// Gradient of the local logits: `(softmax - onehot(target)) * grad`, and 0 in rows with [`IGNORE_INDEX`].
+///
+/// # Shapes
+/// `logits (n, v)`, `log_sum_exp (n)` (over the whole vocabulary), `targets (n)` u32, `grad (n)` (of the rows'
+/// losses) -> `(n, v)`; f32, outside any graph.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor has another dtype or device.
+pub fn cross_entropy_grad(
+    logits: &Tensor,
+    log_sum_exp: &Tensor,
+    targets: &Tensor,
+    vocab_start: usize,
+    grad: &Tensor,
+) -> Result<Tensor> {
+    let op = "cross_entropy_grad";
+    let (n, v) = logits.dims2()?;
+    check_rows(
+        op,
+        n,
+        &[
+            ("log_sum_exp", log_sum_exp),
+            ("targets", targets),
+            ("grad", grad),
+        ],
+    )?;
+    let device = logits.device();
+    let logits = HostF32::new(op, "logits", logits)?;
+    let log_sum_exp = HostF32::new(op, "log_sum_exp", log_sum_exp)?;
+    let targets = HostU32::new(op, "targets", targets)?;
+    let grad = HostF32::new(op, "grad", grad)?;
+    let (logits, log_sum_exp) = (logits.read(), log_sum_exp.read());
+    let (targets, grad) = (targets.read(), grad.read());
+    let mut out = vec![0f32; n * v];
+    let rows = rows_per_chunk(v);
+    for_each_chunk(&mut out, rows * v, n * v, |chunk, out| {
+        for (i, out) in out.chunks_exact_mut(v).enumerate() {
+            let row = chunk * rows + i;
+            if targets[row] == IGNORE_INDEX {
+                continue;
+            }
+            let (log_sum_exp, grad) = (log_sum_exp[row], grad[row]);
+            for (out, logit) in out.iter_mut().zip(&logits[row * v..]) {
+                *out = exp(logit - log_sum_exp) * grad;
+            }
+            if let Some(column) = local_column(targets[row], vocab_start, v) {
+                out[column] -= grad;
+            }
+        }
+    });
+    Tensor::from_vec(out, (n, v), device)
+}
+
+fn check_rows(op: &str, n: usize, tensors: &[(&str, &Tensor)]) -> Result<()> {
+    for (what, tensor) in tensors {
+        if tensor.dims() != [n] {
+            bail!(
+                "{op}: expected {what} ({n}), one per row of logits, got {:?}",
+                tensor.dims()
+            )
+        }
+    }
+    Ok(())
+}
+
+fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
+    let column = (target as usize).checked_sub(vocab_start)?;
+    (target != IGNORE_INDEX && column < v).then_some(column)
+}
+
+/// The largest value, or NaN if there is one: a broken logit must not hide behind the others.
+fn max_of(values: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
+    let blocks = values.chunks_exact(LANES);
+    let rest = blocks
+        .remainder()
+        .iter()
+        .fold(f32::NEG_INFINITY, |max, &x| larger(max, x));
+    for block in blocks {
+        for (lane, &x) in lanes.iter_mut().zip(block) {
+            *lane = larger(*lane, x);
+        }
+    }
+    lanes.iter().fold(rest, |max, &x| larger(max, x))
+}
+
+fn sum_exp(values: &[f32], max: f32) -> f32 {
+    let sum_block = |block: &[f32]| {
+        let mut lanes = [0f32; LANES];
+        let parts = block.chunks_exact(LANES);
+        let rest: f32 = parts.remainder().iter().map(|x| exp(x - max)).sum();
+        for part in parts {
+            for (lane, x) in lanes.iter_mut().zip(part) {
+                *lane += exp(x - max);
+            }
+        }
+        f64::from(lanes.iter().sum::<f32>() + rest)
+    };
+    values.chunks(BLOCK).map(sum_block).sum::<f64>() as f32
+}
