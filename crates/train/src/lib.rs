@@ -1,1 +1,33 @@
-//! Placeholder.
+//! Configuration, data, schedules, metrics and the trainer.
+//!
+//! Data flows one way: [`Documents`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`Progress`] and [`Sampler`].
+
+#![forbid(unsafe_code)]
+
+pub mod hub;
+
+mod batches;
+mod documents;
+mod lr_schedule;
+mod metrics;
+mod progress;
+mod sample_order;
+mod sampler;
+mod samples;
+mod special_tokens;
+mod step_metrics;
+mod tokenizer;
+mod tokens;
+mod train_bpe;
+
+pub use batches::{BatchConfig, Batches};
+pub use documents::Documents;
+pub use lr_schedule::LrSchedule;
+pub use metrics::Metrics;
+pub use progress::Progress;
+pub use sampler::{Sampler, SamplingConfig};
+pub use samples::Samples;
+pub use step_metrics::StepMetrics;
+pub use tokenizer::Tokenizer;
+pub use tokens::Tokens;

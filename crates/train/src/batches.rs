@@ -1,0 +1,153 @@
+//! Batches: step s trains on positions `s*G .. s*G + G` of the endless sample order, G = global batch size.
+//!
+//! Each data-parallel rank takes a contiguous share of G / dp sequences and cuts it into micro-batches. Which sequences
+//! a step trains on therefore does not depend on the layout, and no state has to be saved to resume: a batch is a pure
+//! function of (configuration, step).
+
+use candle_core::{Device, Result, Tensor, bail};
+use candle_parallel::MicroBatch;
+use serde::{Deserialize, Serialize};
+
+use crate::sample_order::SampleOrder;
+use crate::{Samples, Tokens};
+
+/// How a data set is cut into batches. Sizes are in sequences, `seq_len` in tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchConfig {
+    /// Tokens per sequence, T.
+    pub seq_len: usize,
+    /// Sequences that go through the model together on one data-parallel rank.
+    pub micro_batch_size: usize,
+    /// Sequences per optimizer step, over all data-parallel ranks.
+    pub global_batch_size: usize,
+    /// Permute the samples anew each epoch; otherwise they are taken in the order of the text.
+    pub shuffle: bool,
+    /// Seed of the permutations.
+    pub seed: u64,
+}
+
+impl BatchConfig {
+    /// Checks the sizes for `dp_world_size` data-parallel ranks.
+    ///
+    /// # Errors
+    /// A size is zero, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size`.
+    pub fn validate(&self, dp_world_size: usize) -> Result<()> {
+        for (name, size) in [
+            ("seq_len", self.seq_len),
+            ("micro_batch_size", self.micro_batch_size),
+            ("global_batch_size", self.global_batch_size),
+            ("dp_world_size", dp_world_size),
+        ] {
+            if size == 0 {
+                bail!("{name} is 0, expected at least 1");
+            }
+        }
+        let (global, micro) = (self.global_batch_size, self.micro_batch_size);
+        // A product that overflows is larger than any global batch.
+        let unit = micro.saturating_mul(dp_world_size);
+        if global % unit != 0 {
+            bail!(
+                "global_batch_size({global}) % (micro_batch_size({micro}) * dp({dp_world_size}) = {unit}) = {} != 0\nhint: choose a global_batch_size that is a multiple of {unit}, or a smaller micro_batch_size",
+                global % unit
+            );
+        }
+        Ok(())
+    }
+}
+
+/// One data-parallel rank's batches.
+#[derive(Debug)]
+pub struct Batches {
+    samples: Samples,
+    order: SampleOrder,
+    config: BatchConfig,
+    dp_rank: usize,
+    local_batch_size: usize,
+    device: Device,
+}
+
+impl Batches {
+    /// The batches of rank `dp_rank` of `dp_world_size`, as tensors on `device`.
+    ///
+    /// # Errors
+    /// [`BatchConfig::validate`] fails, the rank is not below the world size, or the data is shorter than one sample.
+    pub fn new(
+        tokens: &Tokens,
+        config: BatchConfig,
+        dp_rank: usize,
+        dp_world_size: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        config.validate(dp_world_size)?;
+        if dp_rank >= dp_world_size {
+            bail!("dp_rank({dp_rank}) >= dp_world_size({dp_world_size})");
+        }
+        let samples = tokens.samples(config.seq_len)?;
+        Ok(Self {
+            order: SampleOrder::new(samples.len(), config.shuffle, config.seed),
+            samples,
+            dp_rank,
+            local_batch_size: config.global_batch_size / dp_world_size,
+            config,
+            device: device.clone(),
+        })
+    }
+
+    /// This rank's micro-batches of `step` (from 0), each with tokens and targets (micro_batch_size, seq_len) u32.
+    ///
+    /// # Errors
+    /// The device refuses the tensors, or the step is so large that its positions overflow.
+    pub fn batch(&self, step: usize) -> Result<Vec<MicroBatch>> {
+        let Some(first) = step
+            .checked_mul(self.config.global_batch_size)
+            .and_then(|first| first.checked_add(self.dp_rank * self.local_batch_size))
+        else {
+            bail!("step {step} of {} sequences each is out of range", self.config.global_batch_size);
+        };
+        (0..self.num_micro_batches())
+            .map(|m| self.micro_batch(first + m * self.config.micro_batch_size))
+            .collect()
+    }
+
+    fn micro_batch(&self, first: usize) -> Result<MicroBatch> {
+        let (b, t) = (self.config.micro_batch_size, self.config.seq_len);
+        let mut tokens = Vec::with_capacity(b * t);
+        let mut targets = Vec::with_capacity(b * t);
+        for position in first..first + b {
+            let ids = self.samples.get(self.order.sample(position));
+            tokens.extend_from_slice(&ids[..t]);
+            targets.extend_from_slice(&ids[1..]);
+        }
+        Ok(MicroBatch {
+            tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
+            targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
+        })
+    }
+
+    /// Micro-batches per step on this rank.
+    pub fn num_micro_batches(&self) -> usize {
+        self.local_batch_size / self.config.micro_batch_size
+    }
+
+    /// Steps until every sample has been seen once, rounded up: the last step of an epoch may take its remaining
+    /// sequences from the next epoch.
+    pub fn num_steps_per_epoch(&self) -> usize {
+        self.samples.len().div_ceil(self.config.global_batch_size)
+    }
+
+    /// Number of samples in one epoch.
+    pub fn num_samples(&self) -> usize {
+        self.samples.len()
+    }
+
+    /// Target tokens of one step, over all data-parallel ranks.
+    pub fn num_tokens_per_step(&self) -> usize {
+        self.config.global_batch_size * self.config.seq_len
+    }
+
+    /// The configuration these batches were made with.
+    pub fn config(&self) -> &BatchConfig {
+        &self.config
+    }
+}

@@ -1,0 +1,243 @@
+//! Single files from the hub into the cache, resumed and checked.
+
+use std::fs;
+use std::io::{self, IsTerminal};
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use candle_core::{Error, Result, bail};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError, Metadata};
+use hf_hub::{Cache, Repo, RepoType};
+
+use super::snapshot::Snapshots;
+use super::{HubConfig, RepoSpec};
+
+/// Tries per file; a try goes on where the last one was cut off.
+const NUM_TRIES: u32 = 3;
+/// Pause before the second try; it doubles with each further one.
+const RETRY_PAUSE: Duration = Duration::from_millis(300);
+
+/// Why a request failed.
+pub(super) enum Failure {
+    /// The hub answered with this HTTP status.
+    Status(u16),
+    /// Anything else: no connection, a connection that broke, a full disk, a file that is not whole.
+    Other(String),
+}
+
+impl Failure {
+    /// True when the same request may succeed later.
+    pub(super) fn is_transient(&self) -> bool {
+        matches!(self, Self::Other(_) | Self::Status(429 | 500..))
+    }
+}
+
+impl From<ApiError> for Failure {
+    fn from(error: ApiError) -> Self {
+        match &error {
+            ApiError::RequestError(e) => match **e {
+                ureq::Error::StatusCode(status) => Self::Status(status),
+                _ => Self::Other(error.to_string()),
+            },
+            _ => Self::Other(error.to_string()),
+        }
+    }
+}
+
+/// Fetches one repository's files.
+pub(super) struct Fetch<'a> {
+    config: &'a HubConfig,
+    spec: &'a RepoSpec,
+    snapshots: &'a Snapshots,
+    api: Api,
+    cache: Cache,
+    repo: Repo,
+}
+
+impl<'a> Fetch<'a> {
+    pub(super) fn new(config: &'a HubConfig, spec: &'a RepoSpec, snapshots: &'a Snapshots) -> Result<Self> {
+        let cache = Cache::new(config.cache_dir.clone());
+        let api = ApiBuilder::from_cache(cache.clone())
+            .with_endpoint(config.endpoint.clone())
+            .with_token(config.token.clone())
+            .with_progress(io::stderr().is_terminal())
+            .build();
+        let api = match api {
+            Ok(api) => api,
+            Err(e) => bail!("cannot set up the client of {}: {e}", config.endpoint),
+        };
+        let repo = Repo::with_revision(spec.repo_id.clone(), RepoType::Model, spec.revision.clone());
+        Ok(Self { config, spec, snapshots, api, cache, repo })
+    }
+
+    /// The commit that the revision names now, taken from the headers of `file`.
+    pub(super) fn commit(&self, file: &str) -> std::result::Result<String, Failure> {
+        Ok(self.metadata(file)?.commit_hash().to_string())
+    }
+
+    /// Makes `file` of `commit` be in the snapshot; `None` when the commit has no such file.
+    pub(super) fn file(&self, commit: &str, file: &str) -> Result<Option<PathBuf>> {
+        let path = self.snapshots.dir(commit).join(file);
+        if path.exists() {
+            return Ok(Some(path));
+        }
+        if self.snapshots.is_known_absent(commit, file) {
+            return Ok(None);
+        }
+        let mut num_tries = 1;
+        loop {
+            match self.try_file(commit, file, &path) {
+                Ok(()) => return Ok(Some(path)),
+                Err(Failure::Status(404)) => {
+                    self.snapshots.set_absent(commit, file);
+                    return Ok(None);
+                }
+                Err(failure) if failure.is_transient() && num_tries < NUM_TRIES => {
+                    std::thread::sleep(RETRY_PAUSE * 2u32.pow(num_tries - 1));
+                    num_tries += 1;
+                }
+                Err(failure) => return Err(self.error(file, failure)),
+            }
+        }
+    }
+
+    fn try_file(&self, commit: &str, file: &str, path: &Path) -> std::result::Result<(), Failure> {
+        let metadata = self.metadata(file)?;
+        if metadata.commit_hash() != commit {
+            return Err(Failure::Other(format!(
+                "the revision moved from commit {commit} to {} meanwhile; run again",
+                metadata.commit_hash()
+            )));
+        }
+        let size = metadata.size() as u64;
+        let blob = self.cache.repo(self.repo.clone()).blob_path(metadata.etag());
+        if blob.exists() {
+            // Another commit has the same file: nothing to transfer.
+            if file_len(&blob) == Some(size) && link(&blob, path).is_ok() {
+                return Ok(());
+            }
+            remove(&blob)?;
+        }
+        // A link whose target is gone would be in the way of the new one.
+        remove(path)?;
+        // A partial file that is not shorter than the whole cannot be continued.
+        let partial = blob.with_extension("part");
+        if file_len(&partial).is_some_and(|len| len >= size) {
+            remove(&partial)?;
+        }
+        self.announce(file, size);
+        self.api.repo(self.repo.clone()).download(file)?;
+        if let Err(reason) = check(path, size) {
+            remove(&blob)?;
+            remove(path)?;
+            return Err(Failure::Other(reason));
+        }
+        Ok(())
+    }
+
+    fn metadata(&self, file: &str) -> std::result::Result<Metadata, Failure> {
+        let metadata = self.api.metadata(&self.api.repo(self.repo.clone()).url(file))?;
+        // Both become parts of paths in the cache.
+        for (header, value) in [("ETag", metadata.etag()), ("X-Repo-Commit", metadata.commit_hash())] {
+            let is_plain = Path::new(value).components().all(|c| matches!(c, Component::Normal(_)));
+            if value.is_empty() || !is_plain {
+                return Err(Failure::Other(format!("the server sent the header {header}: {value:?}")));
+            }
+        }
+        Ok(metadata)
+    }
+
+    /// Where there is no terminal for a bar, a line says what is going on.
+    fn announce(&self, file: &str, size: u64) {
+        if is_weights(Path::new(file)) && !io::stderr().is_terminal() {
+            eprintln!("fetching {file} of {}, {:.1} MB", self.spec, size as f64 / 1e6);
+        }
+    }
+
+    /// The error of a request for `file`.
+    pub(super) fn error(&self, file: &str, failure: Failure) -> Error {
+        let HubConfig { endpoint, token, .. } = self.config;
+        let RepoSpec { repo_id, revision } = self.spec;
+        let what = format!("cannot fetch {file} of {repo_id} (revision {revision}) from {endpoint}");
+        let page = format!("{endpoint}/{repo_id}");
+        Error::msg(match failure {
+            Failure::Status(401) if token.is_none() => format!(
+                "{what}: the hub asks for a token (status 401): the model is gated or private, or does not exist, and there is no folder {repo_id:?} here\nhint: check the name; for a gated model accept its terms at {page} and set HF_TOKEN"
+            ),
+            Failure::Status(401) => format!(
+                "{what}: the hub does not accept the token (status 401)\nhint: HF_TOKEN (or the token file) must hold a valid token with read access to {page}"
+            ),
+            Failure::Status(403) => format!(
+                "{what}: access is denied (status 403): the model is gated\nhint: accept its terms at {page} and set HF_TOKEN to a token of that account"
+            ),
+            Failure::Status(404) => format!(
+                "{what}: there is no such model, revision or file (status 404), and no folder {repo_id:?} here\nhint: check the name and the revision at {page}; a private model needs HF_TOKEN"
+            ),
+            Failure::Status(status) => format!("{what}: the hub answered with status {status}\nhint: try again later"),
+            Failure::Other(reason) => format!(
+                "{what}: {reason}\nhint: check the network and HF_ENDPOINT and run again (a broken download is continued); HF_HUB_OFFLINE=1 uses what is in {:?}",
+                self.config.cache_dir
+            ),
+        })
+    }
+
+    /// Records in the cache that the revision names `commit`.
+    pub(super) fn set_commit(&self, commit: &str) -> Result<()> {
+        match self.cache.repo(self.repo.clone()).create_ref(commit) {
+            Ok(()) => Ok(()),
+            Err(e) => bail!("cannot write to the model cache {:?}: {e}", self.config.cache_dir),
+        }
+    }
+}
+
+fn is_weights(file: &Path) -> bool {
+    file.extension().is_some_and(|ending| ending == "safetensors")
+}
+
+fn file_len(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().map(|metadata| metadata.len())
+}
+
+fn remove(path: &Path) -> std::result::Result<(), Failure> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(Failure::Other(format!("cannot remove {path:?} from the cache: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether the file at `path` is whole. Weights have exactly `size` bytes; JSON may have been compressed on its way, so
+/// that `size` says little, but a part of it cannot be parsed.
+fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
+    if is_weights(path) {
+        return match file_len(path) {
+            Some(len) if len == size => Ok(()),
+            len => Err(format!("{} bytes arrived, expected {size}", len.unwrap_or(0))),
+        };
+    }
+    let bytes = fs::read(path).map_err(|e| e.to_string())?;
+    match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(format!("what arrived is not valid JSON: {e}")),
+    }
+}
+
+/// Links the snapshot's `path` to `blob`, which is two folders up in `blobs`.
+#[cfg(unix)]
+fn link(blob: &Path, path: &Path) -> io::Result<()> {
+    let (Some(dir), Some(name)) = (path.parent(), blob.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    fs::create_dir_all(dir)?;
+    if path.symlink_metadata().is_ok() {
+        fs::remove_file(path)?;
+    }
+    std::os::unix::fs::symlink(Path::new("../../blobs").join(name), path)
+}
+
+/// Links need special rights on this system: the file is fetched once per commit.
+#[cfg(not(unix))]
+fn link(_blob: &Path, _path: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}

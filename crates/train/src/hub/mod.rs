@@ -1,0 +1,21 @@
+//! Models by name: `org/name[@revision]` from a Hugging Face hub, or a folder that exists.
+//!
+//! Files lie in the standard Hugging Face cache, shared with Python: what one program has fetched the other does not
+//! fetch again. A run asks the hub which commit the revision names and fetches only what that commit's snapshot lacks;
+//! when the hub cannot be reached, a complete snapshot in the cache is used as it is.
+//!
+//! Built on the blocking client of `hf-hub` 0.5, whose TLS is `rustls` with bundled root certificates. The 1.x client is
+//! asynchronous: with its runtime, its transfer protocol and a cryptography library compiled from C it would more than
+//! double what has to be built, to fetch half a dozen files once. Of the environment variables, 0.5 knows two; all that
+//! matter here are read in [`HubConfig`].
+
+mod fetch;
+mod hub_config;
+mod repo_spec;
+mod resolve;
+mod snapshot;
+mod weight_index;
+
+pub use hub_config::HubConfig;
+pub use repo_spec::RepoSpec;
+pub use resolve::{resolve_model, resolve_model_with};

@@ -1,0 +1,120 @@
+//! From what the user typed to a folder with a checkpoint.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{Result, bail};
+
+use super::fetch::Fetch;
+use super::snapshot::{OPTIONAL_FILES, REQUIRED_FILES, Snapshots, WEIGHT_INDEX, WEIGHTS};
+use super::weight_index::read_shard_names;
+use super::{HubConfig, RepoSpec};
+
+/// [`resolve_model_with`] the settings of the process environment, which are read only when the hub is needed.
+///
+/// # Errors
+/// See [`resolve_model_with`] and [`HubConfig::from_env`].
+pub fn resolve_model(spec: &str) -> Result<PathBuf> {
+    match local_dir(spec)? {
+        Some(dir) => Ok(dir),
+        None => fetch_model(&parse(spec)?, &HubConfig::from_env()?),
+    }
+}
+
+/// The folder of the model `spec`: an existing folder is returned as it is, `org/name[@revision]` is fetched into the
+/// cache, unless it is there already.
+///
+/// Fetched are `config.json`, `tokenizer.json`, the weights (`model.safetensors`, or `model.safetensors.index.json` and
+/// the files it names) and, where the model has them, `tokenizer_config.json`, `generation_config.json` and
+/// `special_tokens_map.json`. Blocks until everything is there; call it on one rank per machine.
+///
+/// # Errors
+/// `spec` is neither form or a file; the hub does not have the model or a file, refuses access, or cannot be reached (and
+/// the cache has no complete copy); the connection breaks three times in a row: what has arrived is continued next time.
+pub fn resolve_model_with(spec: &str, config: &HubConfig) -> Result<PathBuf> {
+    match local_dir(spec)? {
+        Some(dir) => Ok(dir),
+        None => fetch_model(&parse(spec)?, config),
+    }
+}
+
+fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
+    let path = Path::new(spec);
+    if path.is_file() {
+        bail!(
+            "model {spec:?} is a file, expected the folder of a checkpoint\nhint: give the folder that holds config.json"
+        );
+    }
+    Ok(path.is_dir().then(|| path.to_path_buf()))
+}
+
+fn parse(spec: &str) -> Result<RepoSpec> {
+    match RepoSpec::parse(spec) {
+        Some(spec) => Ok(spec),
+        None => bail!(
+            "model {spec:?} is neither an existing folder nor the name of a model on a hub\nhint: give a folder with config.json, or org/name or org/name@revision"
+        ),
+    }
+}
+
+fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
+    let snapshots = Snapshots::new(&config.cache_dir, spec);
+    let cached = snapshots.complete(spec);
+    if config.offline {
+        return match cached {
+            Ok(dir) => Ok(dir),
+            Err(missing) => bail!(
+                "model {spec} is not complete in the cache {:?}: it lacks {missing}, there is no folder {:?} here, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run, or give the folder of a checkpoint",
+                config.cache_dir,
+                spec.repo_id
+            ),
+        };
+    }
+    if spec.is_commit()
+        && let Ok(dir) = cached
+    {
+        return Ok(dir);
+    }
+    let fetch = Fetch::new(config, spec, &snapshots)?;
+    let commit = match (fetch.commit(REQUIRED_FILES[0]), cached) {
+        (Ok(commit), _) => commit,
+        (Err(failure), Ok(dir)) if failure.is_transient() => {
+            tracing::warn!("cannot reach {}; using {spec} as it is in the cache", config.endpoint);
+            return Ok(dir);
+        }
+        (Err(failure), _) => return Err(fetch.error(REQUIRED_FILES[0], failure)),
+    };
+    fetch_snapshot(&fetch, spec, &commit)?;
+    if snapshots.commit(spec).as_ref() != Some(&commit) {
+        fetch.set_commit(&commit)?;
+    }
+    Ok(snapshots.dir(&commit))
+}
+
+/// Fetches what the snapshot of `commit` lacks, small files first: a model that cannot be used is found out before
+/// gigabytes have been moved.
+fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str) -> Result<()> {
+    for file in REQUIRED_FILES {
+        if fetch.file(commit, file)?.is_none() {
+            bail!(
+                "model {spec} has no {file}\nhint: only models with config.json, tokenizer.json and safetensors weights are supported; transformers' save_pretrained writes them"
+            );
+        }
+    }
+    for file in OPTIONAL_FILES {
+        fetch.file(commit, file)?;
+    }
+    if fetch.file(commit, WEIGHTS)?.is_some() {
+        return Ok(());
+    }
+    let Some(index) = fetch.file(commit, WEIGHT_INDEX)? else {
+        bail!(
+            "model {spec} has neither {WEIGHTS} nor {WEIGHT_INDEX}\nhint: only safetensors weights are supported; transformers' save_pretrained converts others"
+        );
+    };
+    for shard in read_shard_names(&index)? {
+        if fetch.file(commit, &shard)?.is_none() {
+            bail!("model {spec} has no {shard}, which its {WEIGHT_INDEX} names");
+        }
+    }
+    Ok(())
+}

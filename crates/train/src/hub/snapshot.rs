@@ -1,0 +1,83 @@
+//! One repository in the cache: which commits are there, and whether completely.
+//!
+//! Layout of the standard cache: `models--org--name/refs/REVISION` holds a commit, `snapshots/COMMIT/FILE` is a link into
+//! `blobs/`, and `.no_exist/COMMIT/FILE` records that the commit has no such file.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::repo_spec::{RepoSpec, is_name};
+use super::weight_index::read_shard_names;
+
+/// Files without which a model cannot be trained, fetched before the weights.
+pub(super) const REQUIRED_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
+/// Files that a model may lack.
+pub(super) const OPTIONAL_FILES: [&str; 3] =
+    ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"];
+/// Weights in one file.
+pub(super) const WEIGHTS: &str = "model.safetensors";
+/// Index of weights in several files.
+pub(super) const WEIGHT_INDEX: &str = "model.safetensors.index.json";
+
+/// A repository's folder in the cache.
+pub(super) struct Snapshots {
+    dir: PathBuf,
+}
+
+impl Snapshots {
+    pub(super) fn new(cache_dir: &Path, spec: &RepoSpec) -> Self {
+        Self { dir: cache_dir.join(format!("models--{}", spec.repo_id.replace('/', "--"))) }
+    }
+
+    /// Folder of `commit`'s files.
+    pub(super) fn dir(&self, commit: &str) -> PathBuf {
+        self.dir.join("snapshots").join(commit)
+    }
+
+    /// The commit that the revision named when the hub was last asked.
+    pub(super) fn commit(&self, spec: &RepoSpec) -> Option<String> {
+        if spec.is_commit() {
+            return Some(spec.revision.clone());
+        }
+        let commit = fs::read_to_string(self.dir.join("refs").join(&spec.revision)).ok()?;
+        Some(commit.trim().to_string()).filter(|commit| is_name(commit))
+    }
+
+    /// The revision's snapshot, or the name of the first file that it lacks.
+    pub(super) fn complete(&self, spec: &RepoSpec) -> Result<PathBuf, String> {
+        let Some(commit) = self.commit(spec) else {
+            return Err("any file of it".to_string());
+        };
+        let dir = self.dir(&commit);
+        let mut files: Vec<String> = REQUIRED_FILES.map(String::from).to_vec();
+        if !dir.join(WEIGHTS).exists() && dir.join(WEIGHT_INDEX).exists() {
+            let shards = read_shard_names(&dir.join(WEIGHT_INDEX));
+            files.extend(shards.map_err(|_| WEIGHT_INDEX.to_string())?);
+        } else {
+            files.push(WEIGHTS.to_string());
+        }
+        match files.into_iter().find(|file| !dir.join(file).exists()) {
+            None => Ok(dir),
+            Some(missing) => Err(missing),
+        }
+    }
+
+    /// True when the hub has said before that `commit` has no such file.
+    pub(super) fn is_known_absent(&self, commit: &str, file: &str) -> bool {
+        self.absence(commit, file).exists()
+    }
+
+    /// Records that `commit` has no such file. Failing to costs a request next time, nothing else.
+    pub(super) fn set_absent(&self, commit: &str, file: &str) {
+        let path = self.absence(commit, file);
+        if let Some(dir) = path.parent()
+            && fs::create_dir_all(dir).is_ok()
+        {
+            let _ = fs::write(path, "");
+        }
+    }
+
+    fn absence(&self, commit: &str, file: &str) -> PathBuf {
+        self.dir.join(".no_exist").join(commit).join(file)
+    }
+}
