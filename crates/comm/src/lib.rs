@@ -1,1 +1,47 @@
-//! Placeholder.
+//! Ranks talking to ranks: communicators, process groups, meshes and launching.
+//!
+//! A *rank* is one worker of a parallel run. Ranks of a [`ProcessGroup`] exchange tensors with collectives, each of
+//! which exists in a blocking form (`all_reduce`) and in a started form (`start_all_reduce`) that returns a
+//! [`Pending`] result, so that communication can run under computation. A [`Mesh`] splits the world into the groups
+//! of the pp, dp, cp and tp axes. Backends implement [`Communicator`]; the built-in one joins threads of one process:
+//!
+//! ```
+//! use candle_comm::{ReduceOp, launch};
+//! use candle_core::{Device, Tensor};
+//!
+//! let sums = launch::threads(4, |world| {
+//!     let mine = Tensor::new(&[world.rank() as f32], &Device::Cpu)?;
+//!     world.all_reduce(&mine, ReduceOp::Sum)?.to_vec1::<f32>()
+//! })?;
+//! assert_eq!(sums, vec![vec![6.0]; 4]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! Nothing hangs for ever: operations that do not match across ranks, ranks that fail, panic or leave early, and
+//! waits that outlast the deadline all become errors that name ranks, operations and call sites.
+#![forbid(unsafe_code)]
+
+mod call_site;
+mod communicator;
+mod counters;
+mod degrees;
+mod error;
+pub mod launch;
+mod local;
+mod mesh;
+mod p2p;
+mod pending;
+mod process_group;
+mod reduce_op;
+mod single;
+
+pub use communicator::Communicator;
+pub use counters::{Counters, OpCount};
+pub use degrees::Degrees;
+pub use error::Error;
+pub use local::LocalConfig;
+pub use mesh::Mesh;
+pub use p2p::P2p;
+pub use pending::Pending;
+pub use process_group::ProcessGroup;
+pub use reduce_op::ReduceOp;

@@ -1,0 +1,60 @@
+//! What a backend provides.
+
+use candle_core::{Device, Result, Tensor};
+
+use crate::{P2p, Pending, ReduceOp};
+
+/// One rank's end of a group: all that a backend provides.
+///
+/// Use it through [`ProcessGroup`](crate::ProcessGroup), which checks arguments, handles any dim, skips groups of
+/// one and counts. A backend may rely on those checks: tensors are contiguous, ranks are in range, sizes divide.
+///
+/// Collectives act on dim 0 of contiguous tensors and return as soon as they are started; the result, and any error
+/// about what the other ranks do, comes from [`Pending::wait`]. Every rank of the group must call the same
+/// operations in the same order, with the same shape and dtype. The caller must not write to an input before it has
+/// waited. Results are new storages, shared with nobody, without a gradient graph.
+pub trait Communicator: Send + Sync {
+    /// This rank's index in the group.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks in the group.
+    fn world_size(&self) -> usize;
+
+    /// The device on which this rank's tensors live.
+    fn device(&self) -> &Device;
+
+    /// `(n, ..) -> (n, ..)`: the elementwise reduction over the ranks, on every rank.
+    #[track_caller]
+    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>>;
+
+    /// `(n, ..) -> (world_size * n, ..)`: the ranks' tensors one after the other, on every rank.
+    #[track_caller]
+    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>>;
+
+    /// `(world_size * n, ..) -> (n, ..)`: this rank's slice of the elementwise reduction.
+    #[track_caller]
+    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>>;
+
+    /// `(n, ..) -> (n, ..)`: root's tensor on every rank. `xs` has the same shape and dtype on all ranks; its values
+    /// matter on the root only.
+    #[track_caller]
+    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>>;
+
+    /// `(world_size * n, ..) -> (world_size * n, ..)`: slice `j` goes to rank `j`; what came from rank `i` is slice `i`.
+    #[track_caller]
+    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>>;
+
+    /// Starts all sends and receives of `ops` together; the result holds the received tensors in the order of the
+    /// `Recv` entries.
+    #[track_caller]
+    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>>;
+
+    /// Returns once every rank of the group has called it.
+    #[track_caller]
+    fn barrier(&self) -> Result<()>;
+
+    /// Splits the group: the ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
+    /// Every rank of this group must call it.
+    #[track_caller]
+    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
+}

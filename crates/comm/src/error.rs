@@ -1,0 +1,103 @@
+//! What can go wrong between ranks.
+
+/// What can go wrong between ranks. Rank numbers are those of the world unless a group is named.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Error {
+    /// An argument that this rank alone can tell is wrong.
+    #[error("{0}")]
+    Argument(String),
+
+    /// Two ranks called different operations where the same one is needed.
+    #[error(
+        "ranks disagree in {group}, operation number {seq}:\n  rank {}: {}\n  rank {}: {}\nhint: every rank of a group \
+         must call the same operations in the same order, with the same shape and dtype",
+        first.0, first.1, second.0, second.1
+    )]
+    Mismatch {
+        /// The group's name.
+        group: String,
+        /// The operation's number in the group, from 0.
+        seq: u64,
+        /// One rank and what it called, where.
+        first: (usize, String),
+        /// Another rank and what it called, where.
+        second: (usize, String),
+    },
+
+    /// A received message is not what the receiver asked for.
+    #[error(
+        "a message does not match its receive, in {group}:\n  rank {}: {}\n  rank {}: {}\nhint: messages between two \
+         ranks arrive in the order in which they were sent",
+        sender.0, sender.1, receiver.0, receiver.1
+    )]
+    MessageMismatch {
+        /// The group's name.
+        group: String,
+        /// The sending rank and what it sent, where.
+        sender: (usize, String),
+        /// The receiving rank and what it asked for, where.
+        receiver: (usize, String),
+    },
+
+    /// A rank failed by itself or panicked: the root cause of a failed run.
+    #[error("rank {rank} failed: {message}")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error or panic message.
+        message: String,
+    },
+
+    /// An operation cannot complete because another rank failed.
+    #[error("{call} on rank {waiting} cannot complete: rank {rank} failed: {message}")]
+    PeerFailed {
+        /// The rank that reports this.
+        waiting: usize,
+        /// What it called, where.
+        call: String,
+        /// The rank that failed.
+        rank: usize,
+        /// That rank's error or panic message.
+        message: String,
+    },
+
+    /// An operation cannot complete because another rank returned without taking part.
+    #[error(
+        "{call} on rank {waiting} cannot complete: rank {rank} has left (it returned without taking part)\n{report}\n\
+         hint: every rank of a group must call the same operations in the same order"
+    )]
+    PeerLeft {
+        /// The rank that reports this.
+        waiting: usize,
+        /// What it called, where.
+        call: String,
+        /// The rank that left.
+        rank: usize,
+        /// Each rank's last operation.
+        report: String,
+    },
+
+    /// A wait lasted longer than the deadline.
+    #[error(
+        "{call} on rank {waiting} is not complete after {secs} s: not arrived: {missing}\n{report}\nhint: a rank may be \
+         stuck, or the ranks call operations in different orders; a slow machine may need a longer deadline"
+    )]
+    Deadline {
+        /// The rank that reports this.
+        waiting: usize,
+        /// What it called, where.
+        call: String,
+        /// The deadline in seconds.
+        secs: f64,
+        /// The ranks that have not arrived.
+        missing: String,
+        /// Each rank's last operation.
+        report: String,
+    },
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}

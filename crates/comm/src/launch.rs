@@ -1,0 +1,113 @@
+//! Starting ranks.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{Builder, scope};
+
+use candle_core::Result;
+
+use crate::local::{LocalCommunicator, World};
+use crate::{Error, LocalConfig, ProcessGroup};
+
+/// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
+/// return, in rank order. As [`threads_with`] with the defaults of [`LocalConfig`].
+///
+/// # Errors
+/// As [`threads_with`].
+pub fn threads<T: Send>(
+    world_size: usize,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    threads_with(LocalConfig::new(world_size), run)
+}
+
+/// Runs `run` on threads named `rank-0`, `rank-1`, .. and returns what they return, in rank order. It returns when all
+/// of them have ended; a rank that computes for ever cannot be stopped.
+///
+/// A rank may use rayon, but must not communicate from inside a rayon job.
+///
+/// # Errors
+/// If ranks fail: the error of the first one that failed by itself, as `rank N failed: ..`. A panic counts as a failure
+/// with the panic's message. The others, which notice within milliseconds, are not reported.
+pub fn threads_with<T: Send>(
+    config: LocalConfig,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if config.world_size == 0 {
+        return Err(
+            Error::Argument("a run needs at least one rank, got world_size 0".into()).into(),
+        );
+    }
+    let world = World::new(&config);
+    let results: Vec<Option<T>> = scope(|scope| {
+        let mut handles = Vec::new();
+        for rank in 0..config.world_size {
+            let thread = Builder::new()
+                .name(format!("rank-{rank}"))
+                .stack_size(config.stack_bytes);
+            let (thread_world, run) = (world.clone(), &run);
+            match thread.spawn_scoped(scope, move || run_rank(&thread_world, rank, run)) {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    world.fail(rank, format!("its thread could not be started: {error}"));
+                    break;
+                }
+            }
+        }
+        handles
+            .into_iter()
+            .map(|handle| handle.join().ok().flatten())
+            .collect()
+    });
+    if let Some(error) = world.failure() {
+        return Err(error.into());
+    }
+    let num_undelivered = world.num_undelivered();
+    if num_undelivered > 0 {
+        tracing::warn!("{num_undelivered} messages were sent to ranks that never received them");
+    }
+    let num_results = results.len();
+    let results: Vec<T> = results.into_iter().flatten().collect();
+    if results.len() < num_results {
+        candle_core::bail!(
+            "{} of {num_results} ranks ended without a result",
+            num_results - results.len()
+        );
+    }
+    Ok(results)
+}
+
+/// Runs one rank and tells the others how it ended.
+fn run_rank<T>(
+    world: &Arc<World>,
+    rank: usize,
+    run: impl Fn(ProcessGroup) -> Result<T>,
+) -> Option<T> {
+    let group = ProcessGroup::new(Box::new(LocalCommunicator::new(world.clone(), rank)));
+    // What a panicking rank leaves behind is never looked at: the run ends with its message.
+    match catch_unwind(AssertUnwindSafe(|| run(group))) {
+        Ok(Ok(value)) => {
+            world.leave(rank);
+            Some(value)
+        }
+        Ok(Err(error)) => {
+            world.fail(rank, error.to_string());
+            None
+        }
+        Err(panic) => {
+            world.fail(rank, format!("panicked: {}", panic_message(&*panic)));
+            None
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    if let Some(message) = panic.downcast_ref::<&str>() {
+        message
+    } else if let Some(message) = panic.downcast_ref::<String>() {
+        message
+    } else {
+        "(a value that is not a message)"
+    }
+}

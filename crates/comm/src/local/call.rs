@@ -1,0 +1,64 @@
+//! What a rank called, as compared across ranks and shown in messages.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use candle_core::{DType, Shape};
+
+use crate::ReduceOp;
+
+/// An operation and the arguments that all ranks must agree on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Operation {
+    AllReduce(ReduceOp),
+    AllGather,
+    ReduceScatter(ReduceOp),
+    Broadcast {
+        root: usize,
+    },
+    AllToAll,
+    Barrier,
+    Split,
+    /// Sends and receives, described.
+    Batch(Arc<str>),
+}
+
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::AllReduce(op) => write!(f, "all_reduce({op})"),
+            Self::AllGather => f.write_str("all_gather"),
+            Self::ReduceScatter(op) => write!(f, "reduce_scatter({op})"),
+            Self::Broadcast { root } => write!(f, "broadcast(root {root})"),
+            Self::AllToAll => f.write_str("all_to_all"),
+            Self::Barrier => f.write_str("barrier"),
+            Self::Split => f.write_str("split"),
+            Self::Batch(what) => write!(f, "batch_send_recv({what})"),
+        }
+    }
+}
+
+/// One rank's call: the operation, on what, from where.
+#[derive(Debug, Clone)]
+pub(super) struct Call {
+    pub operation: Operation,
+    pub tensor: Option<(Shape, DType)>,
+    pub site: &'static Location<'static>,
+}
+
+impl Call {
+    /// Whether two ranks called the same operation on the same kind of tensor, wherever they did.
+    pub fn agrees(&self, other: &Self) -> bool {
+        self.operation == other.operation && self.tensor == other.tensor
+    }
+}
+
+impl std::fmt::Display for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.operation)?;
+        if let Some((shape, dtype)) = &self.tensor {
+            write!(f, " of {} {:?}", dtype.as_str(), shape.dims())?;
+        }
+        write!(f, " at {}", self.site)
+    }
+}

@@ -1,0 +1,244 @@
+//! Starting collectives, doing their work, and waiting for them.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+
+use super::call::{Call, Operation};
+use super::element;
+use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
+use super::world::{Group, LastCall, Progress, State, World};
+use super::{LocalCommunicator, pieces};
+use crate::pending::Work;
+use crate::{Error, Pending, call_site};
+
+/// From this input size on, in bytes, the work goes to a rayon job: about where handing it over costs less than doing
+/// it while everybody waits.
+const BACKGROUND_BYTES: usize = 256 << 10;
+
+/// A rank's claim to its output of a started collective.
+pub(super) struct Ticket {
+    world: Arc<World>,
+    group: usize,
+    seq: u64,
+    rank: usize,
+    world_rank: usize,
+    call: Call,
+}
+
+impl LocalCommunicator {
+    #[track_caller]
+    pub(super) fn start_on_tensor(
+        &self,
+        operation: Operation,
+        xs: &Tensor,
+    ) -> Result<Pending<Tensor>> {
+        element::check(xs)?;
+        let tensor = Some((xs.shape().clone(), xs.dtype()));
+        let ticket = self.start(operation, tensor, Payload::Tensor(xs.detach()))?;
+        Ok(Pending::from_work(Box::new(ticket)))
+    }
+
+    /// Deposits this rank's part of a collective. The last rank to arrive does the work.
+    #[track_caller]
+    pub(super) fn start(
+        &self,
+        operation: Operation,
+        tensor: Option<(candle_core::Shape, candle_core::DType)>,
+        payload: Payload,
+    ) -> Result<Ticket> {
+        let call = Call {
+            operation,
+            tensor,
+            site: call_site::current(),
+        };
+        let world_rank = self.world_rank();
+        self.world.delay(world_rank);
+        let mut state = self.world.lock();
+        World::check_alive(&state, world_rank, &call)?;
+        let State { ranks, groups, .. } = &mut *state;
+        let group = &mut groups[self.group];
+        let seq = group.next_seq[self.rank];
+        group.next_seq[self.rank] += 1;
+        ranks[world_rank].last = Some(LastCall {
+            group: self.group,
+            seq: Some(seq),
+            call: call.clone(),
+        });
+        let slot = group
+            .slots
+            .entry(seq)
+            .or_insert_with(|| Slot::new(self.members.len()));
+        let mismatch = Mismatch {
+            members: &self.members,
+            seq,
+        };
+        let deposits = slot.deposit(
+            self.rank,
+            Deposit {
+                call: call.clone(),
+                payload,
+            },
+            mismatch,
+        );
+        let has_failed = slot.has_failed();
+        match deposits {
+            Some(deposits) if call.tensor.is_some() => {
+                drop(state);
+                self.work(seq, &call.operation, deposits);
+            }
+            Some(deposits) => {
+                let outputs = rendezvous(&mut state, self.group, &deposits);
+                drop(state);
+                self.world.finish(self.group, seq, Ok(outputs));
+            }
+            None if has_failed => self.world.notify(&self.members),
+            None => {}
+        }
+        Ok(Ticket {
+            world: self.world.clone(),
+            group: self.group,
+            seq,
+            rank: self.rank,
+            world_rank,
+            call,
+        })
+    }
+
+    /// Computes the outputs of all ranks, here or in the background.
+    fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) {
+        let inputs: Vec<Tensor> = deposits
+            .into_iter()
+            .filter_map(|deposit| match deposit.payload {
+                Payload::Tensor(xs) => Some(xs),
+                _ => None,
+            })
+            .collect();
+        let in_background = inputs
+            .iter()
+            .any(|xs| xs.elem_count() * xs.dtype().size_in_bytes() >= BACKGROUND_BYTES);
+        let (world, group, operation) = (self.world.clone(), self.group, operation.clone());
+        let job = move || {
+            // A panic must reach the waiting ranks as an error: in a rayon job it would abort the process.
+            let outputs = catch_unwind(AssertUnwindSafe(|| {
+                pieces::run(&operation, &inputs, in_background)
+            }));
+            let outputs = match outputs {
+                Ok(Ok(outputs)) => Ok(outputs.into_iter().map(Output::Tensor).collect()),
+                Ok(Err(error)) => Err(Error::Argument(format!("{operation}: {error}"))),
+                Err(_) => Err(Error::Argument(format!("{operation}: the work panicked"))),
+            };
+            drop(inputs);
+            world.finish(group, seq, outputs);
+        };
+        if in_background {
+            rayon::spawn(job)
+        } else {
+            job()
+        }
+    }
+}
+
+impl World {
+    fn finish(&self, group: usize, seq: u64, outputs: std::result::Result<Vec<Output>, Error>) {
+        let mut state = self.lock();
+        let group = &mut state.groups[group];
+        if let Some(slot) = group.slots.get_mut(&seq) {
+            slot.finish(outputs);
+            if slot.is_over() {
+                group.slots.remove(&seq);
+            }
+        }
+        let members = group.members.clone();
+        drop(state);
+        self.notify(&members);
+    }
+}
+
+/// The outputs of an operation without tensors: nothing for a barrier, a new group per color for a split.
+fn rendezvous(state: &mut State, group: usize, deposits: &[Deposit]) -> Vec<Output> {
+    let parent = state.groups[group].members.clone();
+    let mut colors: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+    for (rank, deposit) in deposits.iter().enumerate() {
+        if let Payload::Split { color, key } = deposit.payload {
+            colors.entry(color).or_default().push((key, rank));
+        }
+    }
+    let mut outputs: Vec<Output> = deposits.iter().map(|_| Output::Nothing).collect();
+    for mut ranks in colors.into_values() {
+        ranks.sort_unstable();
+        let members: Arc<[usize]> = ranks.iter().map(|(_, rank)| parent[*rank]).collect();
+        let group = state.groups.len();
+        for (new_rank, (_, rank)) in ranks.into_iter().enumerate() {
+            outputs[rank] = Output::Group {
+                group,
+                rank: new_rank,
+                members: members.clone(),
+            };
+        }
+        state.groups.push(Group::new(members));
+    }
+    outputs
+}
+
+impl Ticket {
+    pub(super) fn wait_for_output(&self) -> Result<Output> {
+        Ok(self
+            .world
+            .wait(self.world_rank, &self.call, |state| self.look(state))?)
+    }
+
+    fn look(&self, state: &mut State) -> Progress<Output> {
+        let group = &mut state.groups[self.group];
+        let Some(slot) = group.slots.get_mut(&self.seq) else {
+            return Progress::Failed(Error::Argument(format!(
+                "{}: the result has been taken already",
+                self.call
+            )));
+        };
+        let taken = slot.take(self.rank);
+        if slot.is_over() {
+            group.slots.remove(&self.seq);
+        }
+        match taken {
+            Taken::Output(output) => Progress::Ready(output),
+            Taken::Failed(error) => Progress::Failed(error),
+            Taken::Missing(ranks) => {
+                Progress::Missing(ranks.into_iter().map(|rank| group.members[rank]).collect())
+            }
+        }
+    }
+
+    fn look_to_release(&self, state: &mut State) -> Progress<()> {
+        let group = &mut state.groups[self.group];
+        let Some(slot) = group.slots.get_mut(&self.seq) else {
+            return Progress::Ready(());
+        };
+        if !slot.release(self.rank, |xs| pieces::copy(xs).ok()) {
+            return Progress::Missing(Vec::new());
+        }
+        if slot.is_over() {
+            group.slots.remove(&self.seq);
+        }
+        Progress::Ready(())
+    }
+}
+
+impl Work<Tensor> for Ticket {
+    fn wait(self: Box<Self>) -> Result<Tensor> {
+        match self.wait_for_output()? {
+            Output::Tensor(xs) => Ok(xs),
+            other => candle_core::bail!("{} gave {other:?} instead of a tensor", self.call),
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        if let Err(error) = self.world.wait(self.world_rank, &self.call, |state| {
+            self.look_to_release(state)
+        }) {
+            tracing::warn!("an operation whose result was dropped failed: {error}");
+        }
+    }
+}

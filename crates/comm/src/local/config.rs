@@ -1,0 +1,41 @@
+//! How to run ranks as threads.
+
+use std::time::Duration;
+
+/// How to run ranks as threads of this process; see [`launch::threads_with`](crate::launch::threads_with).
+#[derive(Debug, Clone)]
+pub struct LocalConfig {
+    /// Number of ranks.
+    pub world_size: usize,
+    /// How long one wait may last before it becomes an error. Default: 10 minutes, more than any step of a run on
+    /// one machine should take.
+    pub deadline: Duration,
+    /// With a seed: every rank sleeps 0 to 2 ms before each operation, so that tests meet many interleavings.
+    /// Default: none.
+    pub delays: Option<u64>,
+    /// Stack of each rank's thread in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks
+    /// and drops graphs recursively.
+    pub stack_bytes: usize,
+}
+
+impl LocalConfig {
+    /// The defaults for `world_size` ranks.
+    pub fn new(world_size: usize) -> Self {
+        Self {
+            world_size,
+            ..Self::default()
+        }
+    }
+}
+
+impl Default for LocalConfig {
+    /// One rank.
+    fn default() -> Self {
+        Self {
+            world_size: 1,
+            deadline: Duration::from_secs(600),
+            delays: None,
+            stack_bytes: 64 << 20,
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The element types that ranks exchange, and how their values are combined.
+
+use candle_core::{DType, Result, Tensor, WithDType};
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+
+use crate::{Error, ReduceOp};
+
+/// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
+const BLOCK: usize = 4096;
+
+/// An element type that ranks exchange.
+pub(super) trait Element: WithDType {
+    /// What sums are accumulated in.
+    type Acc: Copy + Default;
+    /// Zeroed memory, lazily where the system can.
+    fn zeros(len: usize) -> Vec<Self>;
+    fn widen(self) -> Self::Acc;
+    fn round(acc: Self::Acc) -> Self;
+    fn plus(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn larger(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+}
+
+macro_rules! element {
+    ($ty:ty, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $max:expr) => {
+        impl Element for $ty {
+            type Acc = $acc;
+            fn zeros(len: usize) -> Vec<Self> {
+                $zeros(len)
+            }
+            #[inline(always)]
+            fn widen(self) -> $acc {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn round(acc: $acc) -> Self {
+                $round(acc)
+            }
+            #[inline(always)]
+            fn plus(a: $acc, b: $acc) -> $acc {
+                $sum(a, b)
+            }
+            #[inline(always)]
+            fn larger(a: $acc, b: $acc) -> $acc {
+                $max(a, b)
+            }
+        }
+    };
+    (float $ty:ident) => {
+        element!($ty, $ty, |len| vec![0.0; len], |x| x, |x| x, |a, b| a + b, max_or_nan!($ty));
+    };
+    (half $ty:ident) => {
+        element!(
+            $ty,
+            f32,
+            |len| vec![0u16; len].reinterpret_into::<$ty>(),
+            $ty::to_f32,
+            $ty::from_f32,
+            |a, b| a + b,
+            max_or_nan!(f32)
+        );
+    };
+    (integer $($ty:ident),*) => {
+        $(element!($ty, $ty, |len| vec![0; len], |x| x, |x| x, $ty::wrapping_add, Ord::max);)*
+    };
+}
+
+/// `f32::max` would drop a NaN, and a NaN on one rank must be seen by all.
+macro_rules! max_or_nan {
+    ($ty:ident) => {
+        |a: $ty, b: $ty| if a > b || a.is_nan() { a } else { b }
+    };
+}
+
+element!(float f32);
+element!(float f64);
+element!(half bf16);
+element!(half f16);
+element!(integer u8, u32, i16, i32, i64);
+
+/// Calls `$run::<T>($arg, ..)` with the element type of `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $run:ident($($arg:expr),*)) => {
+        match $dtype {
+            candle_core::DType::F32 => $run::<f32>($($arg),*),
+            candle_core::DType::F64 => $run::<f64>($($arg),*),
+            candle_core::DType::BF16 => $run::<half::bf16>($($arg),*),
+            candle_core::DType::F16 => $run::<half::f16>($($arg),*),
+            candle_core::DType::U8 => $run::<u8>($($arg),*),
+            candle_core::DType::U32 => $run::<u32>($($arg),*),
+            candle_core::DType::I16 => $run::<i16>($($arg),*),
+            candle_core::DType::I32 => $run::<i32>($($arg),*),
+            candle_core::DType::I64 => $run::<i64>($($arg),*),
+            dtype => Err($crate::local::element::unsupported(dtype)),
+        }
+    };
+}
+pub(super) use with_element;
+
+pub(super) fn unsupported(dtype: DType) -> candle_core::Error {
+    Error::Argument(format!(
+        "the local backend exchanges f32, f64, bf16, f16, u8, u32, i16, i32 and i64, not {}",
+        dtype.as_str()
+    ))
+    .into()
+}
+
+/// An error unless the local backend can exchange `xs`.
+pub(super) fn check(xs: &Tensor) -> Result<()> {
+    fn known<T: Element>() -> Result<()> {
+        Ok(())
+    }
+    if !xs.device().is_cpu() {
+        let message = format!(
+            "the local backend exchanges tensors on the CPU, not on {:?}",
+            xs.device().location()
+        );
+        return Err(Error::Argument(message).into());
+    }
+    if !xs.is_contiguous() {
+        let message = format!(
+            "a communicator needs contiguous tensors, got shape {:?} with strides {:?}",
+            xs.dims(),
+            xs.stride()
+        );
+        return Err(Error::Argument(message).into());
+    }
+    with_element!(xs.dtype(), known())
+}
+
+/// Reduces the sources, in their order, into every destination. All have the same length. One source is copied bit by
+/// bit.
+pub(super) fn reduce<T: Element>(op: ReduceOp, sources: &[&[T]], destinations: &mut [&mut [T]]) {
+    match op {
+        ReduceOp::Sum => reduce_with(T::plus, sources, destinations),
+        ReduceOp::Max => reduce_with(T::larger, sources, destinations),
+    }
+}
+
+#[inline(always)]
+fn reduce_with<T: Element>(
+    combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
+    sources: &[&[T]],
+    destinations: &mut [&mut [T]],
+) {
+    let ([source, others @ ..], [destination, copies @ ..]) = (sources, destinations) else {
+        return;
+    };
+    let mut acc = [T::Acc::default(); BLOCK];
+    for (block, destination) in destination.chunks_mut(BLOCK).enumerate() {
+        let range = block * BLOCK..block * BLOCK + destination.len();
+        if others.is_empty() {
+            destination.copy_from_slice(&source[range.clone()]);
+        } else {
+            let acc = &mut acc[..destination.len()];
+            acc.iter_mut()
+                .zip(&source[range.clone()])
+                .for_each(|(acc, x)| *acc = x.widen());
+            for other in others {
+                acc.iter_mut()
+                    .zip(&other[range.clone()])
+                    .for_each(|(acc, x)| *acc = combine(*acc, x.widen()));
+            }
+            destination
+                .iter_mut()
+                .zip(&*acc)
+                .for_each(|(y, acc)| *y = T::round(*acc));
+        }
+        for copy in &mut *copies {
+            copy[range.clone()].copy_from_slice(destination);
+        }
+    }
+}

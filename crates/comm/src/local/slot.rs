@@ -1,0 +1,185 @@
+//! One collective operation of a group, from the first rank's arrival to the last one's departure.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::call::Call;
+use crate::Error;
+
+/// What a rank brings to an operation.
+#[derive(Debug)]
+pub(super) enum Payload {
+    Tensor(Tensor),
+    Split { color: usize, key: usize },
+    Nothing,
+}
+
+/// What a rank takes away from an operation.
+#[derive(Debug)]
+pub(super) enum Output {
+    Tensor(Tensor),
+    Group {
+        group: usize,
+        rank: usize,
+        members: Arc<[usize]>,
+    },
+    Nothing,
+}
+
+#[derive(Debug)]
+pub(super) struct Deposit {
+    pub call: Call,
+    pub payload: Payload,
+}
+
+enum Phase {
+    /// Some ranks have not arrived.
+    Gathering,
+    /// All have arrived; somebody is computing the outputs.
+    Working,
+    Done,
+    Failed(Error),
+}
+
+/// What [`Slot::take`] found.
+pub(super) enum Taken {
+    Output(Output),
+    Failed(Error),
+    /// Not complete; these group ranks have not arrived (none: the work is being done).
+    Missing(Vec<usize>),
+}
+
+/// One collective operation of a group.
+pub(super) struct Slot {
+    phase: Phase,
+    arrived: Vec<bool>,
+    deposits: Vec<Option<Deposit>>,
+    outputs: Vec<Option<Output>>,
+    /// Ranks that want nothing more from this slot.
+    released: Vec<bool>,
+}
+
+impl Slot {
+    pub fn new(world_size: usize) -> Self {
+        Self {
+            phase: Phase::Gathering,
+            arrived: vec![false; world_size],
+            deposits: (0..world_size).map(|_| None).collect(),
+            outputs: (0..world_size).map(|_| None).collect(),
+            released: vec![false; world_size],
+        }
+    }
+
+    /// Adds a rank's deposit. Two calls that differ fail the slot at once. The last rank to arrive gets all deposits,
+    /// in rank order, and must call [`finish`](Self::finish).
+    pub fn deposit(
+        &mut self,
+        rank: usize,
+        deposit: Deposit,
+        mismatch: Mismatch<'_>,
+    ) -> Option<Vec<Deposit>> {
+        self.arrived[rank] = true;
+        let other = self
+            .deposits
+            .iter()
+            .enumerate()
+            .find_map(|(r, other)| other.as_ref().map(|other| (r, &other.call)));
+        if let Some((other_rank, other)) = other
+            && matches!(self.phase, Phase::Gathering)
+            && !other.agrees(&deposit.call)
+        {
+            let mut pair = [
+                (mismatch.members[other_rank], other),
+                (mismatch.members[rank], &deposit.call),
+            ];
+            pair.sort_by_key(|(rank, _)| *rank);
+            let [first, second] = pair.map(|(rank, call)| (rank, call.to_string()));
+            let group = super::report::group_name(mismatch.members);
+            self.phase = Phase::Failed(Error::Mismatch {
+                group,
+                seq: mismatch.seq,
+                first,
+                second,
+            });
+        }
+        self.deposits[rank] = Some(deposit);
+        if !matches!(self.phase, Phase::Gathering) || !self.arrived.iter().all(|arrived| *arrived) {
+            return None;
+        }
+        self.phase = Phase::Working;
+        Some(self.deposits.iter_mut().filter_map(Option::take).collect())
+    }
+
+    /// Whether two ranks called different operations, or the work failed.
+    pub fn has_failed(&self) -> bool {
+        matches!(self.phase, Phase::Failed(_))
+    }
+
+    /// Sets the outputs, one per rank in rank order, or the error that all ranks get.
+    pub fn finish(&mut self, outputs: Result<Vec<Output>, Error>) {
+        match outputs {
+            Ok(outputs) => {
+                for ((slot, output), released) in
+                    self.outputs.iter_mut().zip(outputs).zip(&self.released)
+                {
+                    *slot = (!released).then_some(output);
+                }
+                self.phase = Phase::Done;
+            }
+            Err(error) => self.phase = Phase::Failed(error),
+        }
+    }
+
+    /// Takes a rank's output, if it is there.
+    pub fn take(&mut self, rank: usize) -> Taken {
+        match &self.phase {
+            Phase::Gathering => Taken::Missing(
+                (0..self.arrived.len())
+                    .filter(|r| !self.arrived[*r])
+                    .collect(),
+            ),
+            Phase::Working => Taken::Missing(Vec::new()),
+            Phase::Failed(error) => {
+                self.released[rank] = true;
+                Taken::Failed(error.clone())
+            }
+            Phase::Done => {
+                self.released[rank] = true;
+                Taken::Output(self.outputs[rank].take().unwrap_or(Output::Nothing))
+            }
+        }
+    }
+
+    /// Gives up a rank's output. While other ranks are missing, `copy` replaces the rank's input by one that nobody
+    /// else can write to. Returns whether the input is no longer read.
+    pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Option<Tensor>) -> bool {
+        if matches!(self.phase, Phase::Working) {
+            return false;
+        }
+        self.released[rank] = true;
+        self.outputs[rank] = None;
+        if matches!(self.phase, Phase::Gathering)
+            && let Some(Deposit {
+                payload: Payload::Tensor(xs),
+                ..
+            }) = &mut self.deposits[rank]
+            && let Some(copy) = copy(xs)
+        {
+            *xs = copy;
+        }
+        true
+    }
+
+    /// Whether nobody wants anything more from this slot.
+    pub fn is_over(&self) -> bool {
+        self.released.iter().all(|released| *released)
+            && matches!(self.phase, Phase::Done | Phase::Failed(_))
+    }
+}
+
+/// What a mismatch error says beside the calls.
+pub(super) struct Mismatch<'a> {
+    pub members: &'a [usize],
+    pub seq: u64,
+}

@@ -1,0 +1,212 @@
+//! What all ranks of a process share: groups, operations in flight, who failed, who left.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::LocalConfig;
+use super::call::Call;
+use super::channel::Channel;
+use super::report;
+use super::slot::Slot;
+use crate::Error;
+
+/// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
+/// condition variable of its own, so that an operation wakes the ranks of its group only.
+pub(crate) struct World {
+    deadline: Duration,
+    delays: Option<u64>,
+    num_delays: Vec<AtomicU64>,
+    state: Mutex<State>,
+    wake: Vec<Condvar>,
+}
+
+pub(super) struct State {
+    /// The first rank that failed, and why.
+    pub failure: Option<(usize, String)>,
+    pub ranks: Vec<RankState>,
+    pub groups: Vec<Group>,
+}
+
+#[derive(Default)]
+pub(super) struct RankState {
+    pub last: Option<LastCall>,
+    /// Whether the rank has returned.
+    pub left: bool,
+}
+
+pub(super) struct LastCall {
+    pub group: usize,
+    /// The number among the group's collectives; messages have none.
+    pub seq: Option<u64>,
+    pub call: Call,
+}
+
+pub(super) struct Group {
+    /// The world ranks, by group rank.
+    pub members: Arc<[usize]>,
+    /// The number of each rank's next collective.
+    pub next_seq: Vec<u64>,
+    pub slots: HashMap<u64, Slot>,
+    /// By (source, destination), group ranks.
+    pub channels: HashMap<(usize, usize), Channel>,
+}
+
+impl Group {
+    pub fn new(members: Arc<[usize]>) -> Self {
+        let next_seq = vec![0; members.len()];
+        Self {
+            members,
+            next_seq,
+            slots: HashMap::new(),
+            channels: HashMap::new(),
+        }
+    }
+}
+
+/// What a wait found when it looked.
+pub(super) enum Progress<T> {
+    Ready(T),
+    Failed(Error),
+    /// Not complete; these world ranks have not arrived.
+    Missing(Vec<usize>),
+}
+
+impl World {
+    pub(crate) fn new(config: &LocalConfig) -> Arc<Self> {
+        let ranks = 0..config.world_size;
+        let state = State {
+            failure: None,
+            ranks: ranks.clone().map(|_| RankState::default()).collect(),
+            groups: vec![Group::new(ranks.clone().collect())],
+        };
+        Arc::new(Self {
+            deadline: config.deadline,
+            delays: config.delays,
+            num_delays: ranks.clone().map(|_| AtomicU64::new(0)).collect(),
+            state: Mutex::new(state),
+            wake: ranks.map(|_| Condvar::new()).collect(),
+        })
+    }
+
+    pub(super) fn members(&self, group: usize) -> Arc<[usize]> {
+        self.lock().groups[group].members.clone()
+    }
+
+    /// The bookkeeping. No code panics while it holds the lock, so a poisoned lock still guards a sound state.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes these ranks look again.
+    pub(super) fn notify(&self, ranks: &[usize]) {
+        for rank in ranks {
+            self.wake[*rank].notify_all();
+        }
+    }
+
+    /// Records that a rank failed, which ends the waits of all others. Only the first failure counts: later ones are
+    /// its consequences.
+    pub(crate) fn fail(&self, rank: usize, message: String) {
+        self.lock().failure.get_or_insert((rank, message));
+        self.wake.iter().for_each(Condvar::notify_all);
+    }
+
+    /// Records that a rank has returned, which ends the waits of those that need it.
+    pub(crate) fn leave(&self, rank: usize) {
+        self.lock().ranks[rank].left = true;
+        self.wake.iter().for_each(Condvar::notify_all);
+    }
+
+    /// The first failure, if any rank failed.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.lock()
+            .failure
+            .clone()
+            .map(|(rank, message)| Error::RankFailed { rank, message })
+    }
+
+    /// The number of messages that were sent and never asked for.
+    pub(crate) fn num_undelivered(&self) -> u64 {
+        let state = self.lock();
+        state
+            .groups
+            .iter()
+            .flat_map(|group| group.channels.values())
+            .map(Channel::num_undelivered)
+            .sum()
+    }
+
+    /// An error if a rank has failed: nothing new starts after that.
+    pub(super) fn check_alive(state: &State, waiting: usize, call: &Call) -> Result<(), Error> {
+        match &state.failure {
+            None => Ok(()),
+            Some((rank, message)) => {
+                let (rank, message, call) = (*rank, message.clone(), call.to_string());
+                Err(Error::PeerFailed {
+                    waiting,
+                    call,
+                    rank,
+                    message,
+                })
+            }
+        }
+    }
+
+    /// Blocks world rank `rank` until `look` is ready, a rank fails, a rank that is needed leaves, or the deadline.
+    pub(super) fn wait<T>(
+        &self,
+        rank: usize,
+        call: &Call,
+        mut look: impl FnMut(&mut State) -> Progress<T>,
+    ) -> Result<T, Error> {
+        let started = Instant::now();
+        let mut state = self.lock();
+        loop {
+            let missing = match look(&mut state) {
+                Progress::Ready(value) => return Ok(value),
+                Progress::Failed(error) => return Err(error),
+                Progress::Missing(missing) => missing,
+            };
+            Self::check_alive(&state, rank, call)?;
+            if let Some(left) = missing.iter().find(|missing| state.ranks[**missing].left) {
+                let report = report::last_operations(&state);
+                return Err(Error::PeerLeft {
+                    waiting: rank,
+                    call: call.to_string(),
+                    rank: *left,
+                    report,
+                });
+            }
+            let Some(rest) = self.deadline.checked_sub(started.elapsed()) else {
+                return Err(Error::Deadline {
+                    waiting: rank,
+                    call: call.to_string(),
+                    secs: self.deadline.as_secs_f64(),
+                    missing: report::rank_list(&missing),
+                    report: report::last_operations(&state),
+                });
+            };
+            (state, _) = self.wake[rank]
+                .wait_timeout(state, rest)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
+    pub(super) fn delay(&self, rank: usize) {
+        let Some(seed) = self.delays else { return };
+        let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
+        let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
+        std::thread::sleep(Duration::from_micros(random % 2000));
+    }
+}
+
+/// The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit changes half of the output bits.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}

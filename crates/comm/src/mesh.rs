@@ -1,0 +1,95 @@
+//! The ranks of the world on the axes pp, dp, cp and tp.
+//!
+//! ```text
+//! rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+//! ```
+//! tp is innermost: its ranks are neighbours and get the fastest links (arXiv:2104.04473, section 3).
+
+use candle_core::Result;
+
+use crate::{Degrees, Error, ProcessGroup};
+
+/// This rank's process group along each axis; `mesh.tp.rank()` is its coordinate.
+#[derive(Debug, Clone)]
+pub struct Mesh {
+    /// All ranks.
+    pub world: ProcessGroup,
+    /// The ranks that hold the other stages of this rank's pipeline.
+    pub pp: ProcessGroup,
+    /// The ranks that hold the same parameters and other data.
+    pub dp: ProcessGroup,
+    /// The ranks that hold the other parts of the same sequences.
+    pub cp: ProcessGroup,
+    /// The ranks that hold the other parts of the same layers.
+    pub tp: ProcessGroup,
+    /// The size of each axis.
+    pub degrees: Degrees,
+}
+
+impl Mesh {
+    /// Splits `world` along the axes. Every rank must call it, with the same degrees.
+    ///
+    /// # Errors
+    /// A degree of 0, a product that is not the world size, or ranks that disagree about the degrees.
+    #[track_caller]
+    pub fn new(world: ProcessGroup, degrees: Degrees) -> Result<Self> {
+        let world_size = world.world_size();
+        let Degrees { pp, dp, cp, tp } = degrees;
+        if let Some((name, _)) = [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)]
+            .iter()
+            .find(|(_, d)| *d == 0)
+        {
+            return Err(argument(format!(
+                "{degrees}: {name} is 0\nhint: a degree is at least 1"
+            )));
+        }
+        match degrees.world_size() {
+            Some(product) if product == world_size => {}
+            Some(product) => {
+                return Err(argument(format!(
+                    "{degrees} = {product} != world_size({world_size})"
+                )));
+            }
+            None => {
+                return Err(argument(format!(
+                    "{degrees} overflows and is not world_size({world_size})"
+                )));
+            }
+        }
+        let said = world.exchange(degrees.to_string().as_bytes())?;
+        if let Some(other) = said.iter().position(|said| said != &said_by_me(&degrees)) {
+            let theirs = String::from_utf8_lossy(&said[other]);
+            return Err(argument(format!(
+                "ranks disagree about the mesh: rank {} says {degrees}, rank {other} says {theirs}",
+                world.rank()
+            )));
+        }
+        Ok(Self {
+            pp: axis(&world, pp, dp * cp * tp)?,
+            dp: axis(&world, dp, cp * tp)?,
+            cp: axis(&world, cp, tp)?,
+            tp: axis(&world, tp, 1)?,
+            world,
+            degrees,
+        })
+    }
+}
+
+fn said_by_me(degrees: &Degrees) -> Vec<u8> {
+    degrees.to_string().into_bytes()
+}
+
+/// The group of the ranks that differ from this one along one axis only: `degree` ranks, `stride` apart.
+#[track_caller]
+fn axis(world: &ProcessGroup, degree: usize, stride: usize) -> Result<ProcessGroup> {
+    let rank = world.rank();
+    if degree == 1 {
+        return Ok(ProcessGroup::single(world.device().clone()));
+    }
+    let color = rank / (stride * degree) * stride + rank % stride;
+    world.split(color, rank)
+}
+
+fn argument(message: String) -> candle_core::Error {
+    Error::Argument(message).into()
+}

@@ -1,0 +1,92 @@
+//! The result of an operation that has been started.
+
+use candle_core::Result;
+
+/// What a backend keeps for an operation in flight.
+pub(crate) trait Work<T>: Send {
+    /// Blocks until the operation is complete.
+    fn wait(self: Box<Self>) -> Result<T>;
+
+    /// Gives up the result. On return the operation no longer needs the caller's tensors, and the other ranks can
+    /// still complete it.
+    fn abandon(self: Box<Self>);
+}
+
+/// The result of a started operation; [`wait`](Pending::wait) returns it.
+///
+/// Dropping it without waiting loses the result only: the operation still takes place for the other ranks, and once
+/// the drop returns the inputs may be written to again.
+///
+/// `wait` blocks the thread. Never call it from a rayon worker (inside `par_iter`, `join` or `spawn`): the job that
+/// produces the result may be queued behind the one that waits for it.
+#[must_use = "an operation in flight must be waited for"]
+pub struct Pending<T> {
+    work: Option<Inner<T>>,
+}
+
+enum Inner<T> {
+    Ready(Result<T>),
+    Working(Box<dyn Work<T>>),
+}
+
+impl<T> Pending<T> {
+    /// A result that is there already.
+    pub fn ready(value: T) -> Self {
+        Self {
+            work: Some(Inner::Ready(Ok(value))),
+        }
+    }
+
+    /// A result that `wait` blocks for and returns. `wait` is called exactly once, also when the handle is dropped.
+    pub fn new(wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self
+    where
+        T: 'static,
+    {
+        Self::from_work(Box::new(wait))
+    }
+
+    pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
+        Self {
+            work: Some(Inner::Working(work)),
+        }
+    }
+
+    /// Blocks until the operation is complete and returns its result.
+    ///
+    /// # Errors
+    /// All that can go wrong with an operation: it does not match those of the other ranks, a rank failed, panicked or
+    /// left, or the deadline passed.
+    pub fn wait(mut self) -> Result<T> {
+        match self.work.take() {
+            Some(Inner::Ready(value)) => value,
+            Some(Inner::Working(work)) => work.wait(),
+            None => candle_core::bail!("this operation has been waited for already"),
+        }
+    }
+}
+
+impl<T> Drop for Pending<T> {
+    fn drop(&mut self) {
+        if let Some(Inner::Working(work)) = self.work.take() {
+            work.abandon();
+        }
+    }
+}
+
+impl<T> std::fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pending").finish_non_exhaustive()
+    }
+}
+
+impl<T, F: FnOnce() -> Result<T> + Send> Work<T> for F {
+    fn wait(self: Box<Self>) -> Result<T> {
+        self()
+    }
+
+    fn abandon(self: Box<Self>) {
+        if let Err(error) = self() {
+            tracing::warn!("an operation whose result was dropped failed: {error}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! A group of ranks as the rest of the code sees it.
+
+mod blocking;
+mod dims;
+mod started;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{Device, Result, Tensor};
+
+use crate::single::Single;
+use crate::{Communicator, Counters, Error};
+
+/// This rank's end of a group of ranks. Clones share the group and its counters.
+///
+/// It checks arguments, makes inputs contiguous, works along any dim, and counts calls and bytes. A group of one
+/// returns its input: no copy (the result shares the input's storage), nothing counted. In larger groups results are
+/// new storages. Results carry no gradient graph.
+///
+/// All ranks of a group must call the same operations in the same order. Calls block the thread, so they must not be
+/// made from rayon workers (see [`Pending`](crate::Pending)).
+#[derive(Clone)]
+pub struct ProcessGroup {
+    comm: Arc<dyn Communicator>,
+    counters: Arc<Mutex<Counters>>,
+}
+
+impl std::fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ProcessGroup")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ProcessGroup {
+    /// A group over a backend's communicator.
+    pub fn new(comm: Box<dyn Communicator>) -> Self {
+        Self {
+            comm: Arc::from(comm),
+            counters: Arc::default(),
+        }
+    }
+
+    /// A world of one rank.
+    pub fn single(device: Device) -> Self {
+        Self::new(Box::new(Single::new(device)))
+    }
+
+    /// This rank's index in the group.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// The number of ranks in the group.
+    pub fn world_size(&self) -> usize {
+        self.comm.world_size()
+    }
+
+    /// The device on which this rank's tensors live.
+    pub fn device(&self) -> &Device {
+        self.comm.device()
+    }
+
+    /// What has been counted since the group was made, or since [`reset_counters`](Self::reset_counters).
+    pub fn counters(&self) -> Counters {
+        self.lock_counters().clone()
+    }
+
+    /// Sets all counters to zero.
+    pub fn reset_counters(&self) {
+        *self.lock_counters() = Counters::default();
+    }
+
+    /// Splits the group: the ranks that pass the same `color` form a new group, ordered by `key`, then by rank. The
+    /// new group has counters of its own. Every rank of this group must call it.
+    ///
+    /// # Errors
+    /// As for every operation: see [`Pending::wait`](crate::Pending::wait).
+    #[track_caller]
+    pub fn split(&self, color: usize, key: usize) -> Result<Self> {
+        let site = std::panic::Location::caller();
+        Ok(Self::new(crate::call_site::scope(site, || {
+            self.comm.split(color, key)
+        })?))
+    }
+
+    fn is_single(&self) -> bool {
+        self.world_size() == 1
+    }
+
+    fn lock_counters(&self) -> MutexGuard<'_, Counters> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts `numerator * (N-1)/N * size_in_bytes` for one call.
+    fn count(&self, operation: &'static str, numerator: usize, size_in_bytes: usize) {
+        let n = self.world_size() as u128;
+        let bytes = numerator as u128 * (n - 1) * size_in_bytes as u128 / n;
+        self.lock_counters()
+            .add(operation, u64::try_from(bytes).unwrap_or(u64::MAX));
+    }
+
+    /// An error unless `rank` is in the group.
+    fn check_rank(&self, operation: &str, role: &str, rank: usize) -> Result<()> {
+        if rank < self.world_size() {
+            return Ok(());
+        }
+        let world_size = self.world_size();
+        Err(Error::Argument(format!(
+            "{operation}: {role} {rank} is not a rank of a group of world_size {world_size}"
+        ))
+        .into())
+    }
+}
+
+fn size_in_bytes(xs: &Tensor) -> usize {
+    xs.elem_count() * xs.dtype().size_in_bytes()
+}

@@ -1,0 +1,151 @@
+//! Blocking forms, along any dim.
+
+use candle_core::shape::Dim;
+use candle_core::{Result, Tensor};
+
+use super::{ProcessGroup, dims};
+use crate::{Error, P2p, ReduceOp};
+
+impl ProcessGroup {
+    /// `(..) -> (..)`: the elementwise reduction over the ranks, on every rank.
+    ///
+    /// # Errors
+    /// This and every blocking form fail as their started form and [`Pending::wait`](crate::Pending::wait) do.
+    #[track_caller]
+    pub fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Tensor> {
+        self.start_all_reduce(xs, op)?.wait()
+    }
+
+    /// `(.., n, ..) -> (.., world_size * n, ..)`: the ranks' tensors one after the other along `dim`, on every rank.
+    ///
+    /// # Errors
+    /// A dim that the tensor does not have; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_gather(&self, xs: &Tensor, dim: impl Dim) -> Result<Tensor> {
+        let dim = dim.to_index(xs.shape(), "all_gather")?;
+        let gathered = self.start_all_gather(xs)?.wait()?;
+        if dim == 0 || self.is_single() {
+            return Ok(gathered);
+        }
+        dims::front_to_dim(&gathered, dim, self.world_size())
+    }
+
+    /// `(.., world_size * n, ..) -> (.., n, ..)`: this rank's part, along `dim`, of the elementwise reduction.
+    ///
+    /// # Errors
+    /// A dim whose size the group does not divide; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp, dim: impl Dim) -> Result<Tensor> {
+        let dim = dim.to_index(xs.shape(), "reduce_scatter")?;
+        dims::check_divides("reduce_scatter", xs, dim, self.world_size())?;
+        if dim == 0 || self.is_single() {
+            return self.start_reduce_scatter(xs, op)?.wait();
+        }
+        self.start_reduce_scatter(&dims::split_to_front(xs, dim, self.world_size())?, op)?
+            .wait()
+    }
+
+    /// `(..) -> (..)`: root's tensor on every rank. `xs` has the same shape and dtype on all ranks; its values matter
+    /// on the root only.
+    ///
+    /// # Errors
+    /// A root outside the group; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Tensor> {
+        self.start_broadcast(xs, root)?.wait()
+    }
+
+    /// `(.., world_size * n, ..) -> (.., world_size * n, ..)`: part `j` along `dim` goes to rank `j`; what came from
+    /// rank `i` is part `i` of the result.
+    ///
+    /// # Errors
+    /// A dim whose size the group does not divide; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_to_all(&self, xs: &Tensor, dim: impl Dim) -> Result<Tensor> {
+        let dim = dim.to_index(xs.shape(), "all_to_all")?;
+        dims::check_divides("all_to_all", xs, dim, self.world_size())?;
+        if dim == 0 || self.is_single() {
+            return self.start_all_to_all(xs)?.wait();
+        }
+        let ys = self
+            .start_all_to_all(&dims::split_to_front(xs, dim, self.world_size())?)?
+            .wait()?;
+        dims::front_to_dim(&ys, dim, self.world_size())
+    }
+
+    /// Sends and receives a batch of messages; the result holds the received tensors in the order of the `Recv`
+    /// entries. Sends do not wait for their receiver.
+    ///
+    /// # Errors
+    /// A rank outside the group or this rank itself, a message of another shape or dtype than asked for; else as
+    /// [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Vec<Tensor>> {
+        self.start_batch_send_recv(ops)?.wait()
+    }
+
+    /// Returns once every rank of the group has called it.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        if self.is_single() {
+            return Ok(());
+        }
+        self.count("barrier", 1, 0);
+        crate::call_site::scope(std::panic::Location::caller(), || self.comm.barrier())
+    }
+
+    /// One byte string per rank, in rank order, of any lengths: for catalogs and errors rather than for tensors.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let all = self.exchange(bytes)?;
+        if !self.is_single() {
+            let longest = all.iter().map(Vec::len).max().unwrap_or(0);
+            self.count(
+                "all_gather_bytes",
+                1,
+                self.world_size() * (longest + size_of::<i64>()),
+            );
+        }
+        Ok(all)
+    }
+
+    /// [`all_gather_bytes`](Self::all_gather_bytes) without counting: lengths first, then the strings padded to the
+    /// longest one.
+    #[track_caller]
+    pub(crate) fn exchange(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        if self.is_single() {
+            return Ok(vec![bytes.to_vec()]);
+        }
+        crate::call_site::scope(std::panic::Location::caller(), || {
+            let length = Tensor::new(&[bytes.len() as i64], self.device())?;
+            let lengths = self.comm.all_gather(&length)?.wait()?.to_vec1::<i64>()?;
+            let longest = lengths.iter().max().map_or(0, |longest| *longest as usize);
+            if longest == 0 {
+                return Ok(vec![Vec::new(); self.world_size()]);
+            }
+            let mut padded = bytes.to_vec();
+            padded.resize(longest, 0);
+            let padded = Tensor::from_vec(padded, longest, self.device())?;
+            let all = self.comm.all_gather(&padded)?.wait()?.to_vec1::<u8>()?;
+            if all.len() != longest * lengths.len() {
+                return Err(Error::Argument(format!(
+                    "gathered {} bytes, expected {}",
+                    all.len(),
+                    longest * lengths.len()
+                ))
+                .into());
+            }
+            Ok(all
+                .chunks(longest)
+                .zip(&lengths)
+                .map(|(chunk, length)| chunk[..*length as usize].to_vec())
+                .collect())
+        })
+    }
+}

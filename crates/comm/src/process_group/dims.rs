@@ -1,0 +1,53 @@
+//! Moving any dim to dim 0 and back: collectives act on dim 0, where a part is one run of memory.
+
+use candle_core::{Result, Tensor};
+
+use crate::Error;
+
+/// An error unless `xs` has dim `dim`.
+pub(super) fn check_dim(operation: &str, xs: &Tensor, dim: usize) -> Result<()> {
+    if dim < xs.rank() {
+        return Ok(());
+    }
+    let message = format!(
+        "{operation} along dim {dim}: the tensor of shape {:?} has no such dim",
+        xs.dims()
+    );
+    Err(Error::Argument(message).into())
+}
+
+/// An error unless `num_parts` divides dim `dim` of `xs`.
+pub(super) fn check_divides(
+    operation: &str,
+    xs: &Tensor,
+    dim: usize,
+    num_parts: usize,
+) -> Result<()> {
+    check_dim(operation, xs, dim)?;
+    let size = xs.dims()[dim];
+    if size.is_multiple_of(num_parts) {
+        return Ok(());
+    }
+    Err(Error::Argument(format!(
+        "{operation} along dim {dim} of shape {:?}: {size} is not divisible by world_size({num_parts})",
+        xs.dims()
+    ))
+    .into())
+}
+
+/// `(a, num_parts * n, b) -> (num_parts * a, n, b)`: cuts dim `dim` into parts and puts them one after the other.
+pub(super) fn split_to_front(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
+    Tensor::cat(&parts(xs, dim, num_parts)?, 0)
+}
+
+/// `(num_parts * a, n, b) -> (a, num_parts * n, b)`: the inverse of [`split_to_front`].
+pub(super) fn front_to_dim(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
+    Tensor::cat(&parts(xs, 0, num_parts)?, dim)
+}
+
+fn parts(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Vec<Tensor>> {
+    let size = xs.dim(dim)? / num_parts;
+    (0..num_parts)
+        .map(|part| xs.narrow(dim, part * size, size))
+        .collect()
+}
