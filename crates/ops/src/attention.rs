@@ -8,12 +8,13 @@
 #![allow(unsafe_code)]
 
 use crate::HeadGroups;
+use crate::chunks::{for_each_chunk, for_each_index};
 use crate::exp::exp;
 use crate::host::HostF32;
+use crate::lanes;
 use crate::matrix::{Matrix, MatrixMut, SharedBuffer};
 use crate::with_backward3;
 use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
 
 const NAME: &str = "causal_attention";
 /// Query rows worked on at a time.
@@ -114,45 +115,53 @@ impl Dims {
         )
     }
 
-    fn is_empty(&self) -> bool {
-        self.b * self.t * self.hq * self.d == 0
+    /// Scores computed in one pass over all heads.
+    fn num_scores(&self) -> usize {
+        self.b * self.hq * self.t * self.t
     }
 
     /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
     fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f32>, Vec<f32>) {
         let mut out = vec![0f32; q.len()];
         let mut lse = vec![0f32; self.b * self.hq * self.t];
-        if self.is_empty() {
-            return (out, lse);
-        }
         let shared = SharedBuffer::new(&mut out);
-        lse.par_chunks_mut(self.t).enumerate().for_each(|(i, lse)| {
+        let work = self.num_scores();
+        for_each_chunk(&mut lse, self.t, work, |i, lse| {
             let (b, head) = (i / self.hq, i % self.hq);
-            lse.par_chunks_mut(BLOCK_ROWS)
-                .enumerate()
-                .for_each(|(block, lse)| {
-                    let (first, rows) = (block * BLOCK_ROWS, lse.len());
-                    let seen = first + rows;
-                    let kv = (self.groups.kv_head(head), self.hkv);
-                    let mut scores = vec![0f32; rows * seen];
-                    MatrixMut::new(&mut scores, rows, seen, seen).set_product(
-                        self.head(q, (b, first, rows), (head, self.hq)),
-                        self.head(k, (b, 0, seen), kv).t(),
-                    );
-                    for (row, lse) in lse.iter_mut().enumerate() {
-                        let (scores, future) =
-                            scores[row * seen..][..seen].split_at_mut(first + row + 1);
-                        *lse = softmax(scores, self.scale);
-                        future.fill(0.0);
-                    }
-                    let start = self.start(b, first, head, self.hq);
-                    // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
-                    let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
-                    let p = Matrix::new(&scores, rows, seen, seen);
-                    out.set_product(p, self.head(v, (b, 0, seen), kv));
-                });
+            for_each_chunk(lse, BLOCK_ROWS, work, |block, lse| {
+                let (first, rows) = (block * BLOCK_ROWS, lse.len());
+                let start = self.start(b, first, head, self.hq);
+                // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
+                let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
+                self.forward_block([q, k, v], (b, head, first), out, lse);
+            });
         });
         (out, lse)
+    }
+
+    /// The rows of `out` and `lse` from position `first` on, for one query head.
+    fn forward_block(
+        &self,
+        [q, k, v]: [&[f32]; 3],
+        (b, head, first): (usize, usize, usize),
+        out: MatrixMut<'_>,
+        lse: &mut [f32],
+    ) {
+        let kv = (self.groups.kv_head(head), self.hkv);
+        let rows = lse.len();
+        let seen = first + rows;
+        let mut scores = vec![0f32; rows * seen];
+        MatrixMut::new(&mut scores, rows, seen, seen).set_product(
+            self.head(q, (b, first, rows), (head, self.hq)),
+            self.head(k, (b, 0, seen), kv).t(),
+        );
+        for (row, lse) in lse.iter_mut().enumerate() {
+            let (past, future) = scores[row * seen..][..seen].split_at_mut(first + row + 1);
+            *lse = softmax(past, self.scale);
+            future.fill(0.0);
+        }
+        let p = Matrix::new(&scores, rows, seen, seen);
+        out.set_product(p, self.head(v, (b, 0, seen), kv));
     }
 
     /// The gradients of q, k and v. Each (sequence, key/value head) is one task, which adds the contributions of its
@@ -160,77 +169,83 @@ impl Dims {
     fn backward(&self, [q, k, v]: [&[f32]; 3], lse: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
         let mut dq = vec![0f32; q.len()];
         let (mut dk, mut dv) = (vec![0f32; k.len()], vec![0f32; k.len()]);
-        if self.is_empty() {
-            return [dq, dk, dv];
-        }
         let [dq_all, dk_all, dv_all] = [&mut dq, &mut dk, &mut dv].map(|x| SharedBuffer::new(x));
-        (0..self.b * self.hkv).into_par_iter().for_each(|i| {
+        for_each_index(self.b * self.hkv, self.num_scores(), |i| {
             let (b, kv_head) = (i / self.hkv, i % self.hkv);
-            let kv = (kv_head, self.hkv);
-            let (mut p, mut ds) = (Vec::new(), Vec::new());
+            let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
+            let mut scratch = (Vec::new(), Vec::new());
             for head in self.groups.q_heads(kv_head, self.hq) {
                 for first in (0..self.t).step_by(BLOCK_ROWS) {
                     let rows = BLOCK_ROWS.min(self.t - first);
-                    let seen = first + rows;
-                    let q = self.head(q, (b, first, rows), (head, self.hq));
-                    let grad = self.head(grad, (b, first, rows), (head, self.hq));
-                    let (k, v) = (
-                        self.head(k, (b, 0, seen), kv),
-                        self.head(v, (b, 0, seen), kv),
-                    );
-                    p.resize(rows * seen, 0.0);
-                    ds.resize(rows * seen, 0.0);
-                    MatrixMut::new(&mut p, rows, seen, seen).set_product(q, k.t());
-                    MatrixMut::new(&mut ds, rows, seen, seen).set_product(grad, v.t());
-                    let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
-                    for (row, lse) in lse.iter().enumerate() {
-                        let (p, p_future) = p[row * seen..][..seen].split_at_mut(first + row + 1);
-                        let (ds, ds_future) =
-                            ds[row * seen..][..seen].split_at_mut(first + row + 1);
-                        softmax_backward(p, ds, *lse, self.scale);
-                        p_future.fill(0.0);
-                        ds_future.fill(0.0);
-                    }
-                    let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
                     let q_start = self.start(b, first, head, self.hq);
                     let kv_start = self.start(b, 0, kv_head, self.hkv);
-                    // SAFETY: one task owns a (b, kv_head) and with it the query heads of its group, and its three
-                    // matrices lie in different buffers.
-                    let (dq, dk, dv) = unsafe {
-                        (
+                    // SAFETY: one task owns a (b, kv_head) and with it the query heads of its group; it makes these
+                    // three matrices, which lie in different buffers, anew for each block.
+                    let grads = unsafe {
+                        [
                             dq_all.matrix(q_start, rows, self.d, q_step),
-                            dk_all.matrix(kv_start, seen, self.d, kv_step),
-                            dv_all.matrix(kv_start, seen, self.d, kv_step),
-                        )
+                            dk_all.matrix(kv_start, first + rows, self.d, kv_step),
+                            dv_all.matrix(kv_start, first + rows, self.d, kv_step),
+                        ]
                     };
-                    let (p, ds) = (
-                        Matrix::new(&p, rows, seen, seen),
-                        Matrix::new(&ds, rows, seen, seen),
-                    );
-                    dv.add_product(p.t(), grad);
-                    dq.set_product(ds, k);
-                    dk.add_product(ds.t(), q);
+                    let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
+                    let at = (b, head, first);
+                    self.backward_block([q, k, v, grad], at, lse, grads, &mut scratch);
                 }
             }
         });
         [dq, dk, dv]
     }
+
+    /// What one block of rows of one query head contributes to the gradients.
+    fn backward_block(
+        &self,
+        [q, k, v, grad]: [&[f32]; 4],
+        (b, head, first): (usize, usize, usize),
+        lse: &[f32],
+        [dq, dk, dv]: [MatrixMut<'_>; 3],
+        (p, ds): &mut (Vec<f32>, Vec<f32>),
+    ) {
+        let rows = lse.len();
+        let seen = first + rows;
+        let kv = (self.groups.kv_head(head), self.hkv);
+        let q = self.head(q, (b, first, rows), (head, self.hq));
+        let grad = self.head(grad, (b, first, rows), (head, self.hq));
+        let (k, v) = (
+            self.head(k, (b, 0, seen), kv),
+            self.head(v, (b, 0, seen), kv),
+        );
+        p.resize(rows * seen, 0.0);
+        ds.resize(rows * seen, 0.0);
+        MatrixMut::new(p, rows, seen, seen).set_product(q, k.t());
+        MatrixMut::new(ds, rows, seen, seen).set_product(grad, v.t());
+        for (row, lse) in lse.iter().enumerate() {
+            let (p, p_future) = p[row * seen..][..seen].split_at_mut(first + row + 1);
+            let (ds, ds_future) = ds[row * seen..][..seen].split_at_mut(first + row + 1);
+            softmax_backward(p, ds, *lse, self.scale);
+            p_future.fill(0.0);
+            ds_future.fill(0.0);
+        }
+        let (p, ds) = (
+            Matrix::new(p, rows, seen, seen),
+            Matrix::new(ds, rows, seen, seen),
+        );
+        dv.add_product(p.t(), grad);
+        dq.set_product(ds, k);
+        dk.add_product(ds.t(), q);
+    }
 }
 
 /// Turns scores into probabilities in place; returns `ln(sum exp(scale * score))`.
 fn softmax(scores: &mut [f32], scale: f32) -> f32 {
-    let mut max = f32::NEG_INFINITY;
     for score in scores.iter_mut() {
         *score *= scale;
-        max = if *score > max { *score } else { max };
     }
-    let mut sum = 0f32;
+    let max = lanes::max(scores);
     for score in scores.iter_mut() {
         *score = exp(*score - max);
     }
-    for score in scores.iter() {
-        sum += score;
-    }
+    let sum = lanes::sum(scores, |x| x);
     let inverse = 1.0 / sum;
     for score in scores.iter_mut() {
         *score *= inverse;
@@ -240,11 +255,10 @@ fn softmax(scores: &mut [f32], scale: f32) -> f32 {
 
 /// Turns raw scores into probabilities and the gradient of the probabilities into that of the raw scores, in place.
 fn softmax_backward(p: &mut [f32], ds: &mut [f32], lse: f32, scale: f32) {
-    let mut along_p = 0f32;
-    for (p, ds) in p.iter_mut().zip(ds.iter()) {
+    for p in p.iter_mut() {
         *p = exp(*p * scale - lse);
-        along_p += *p * ds;
     }
+    let along_p = lanes::dot(p, ds);
     for (p, ds) in p.iter().zip(ds.iter_mut()) {
         *ds = *p * (*ds - along_p) * scale;
     }

@@ -20,7 +20,7 @@ pub(crate) fn rows_per_partial(num_rows: usize, row_len: usize) -> usize {
 }
 
 /// Whether a pass over `work` elements is worth more than one thread.
-pub(crate) fn is_parallel(work: usize) -> bool {
+fn is_parallel(work: usize) -> bool {
     work > INLINE_ELEMENTS
 }
 
@@ -57,6 +57,15 @@ pub(crate) fn for_each_chunk2(
     } else {
         let pairs = a.chunks_mut(a_len).zip(b.chunks_mut(b_len));
         pairs.enumerate().for_each(|(i, (a, b))| f(i, a, b));
+    }
+}
+
+/// Calls `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
+pub(crate) fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Send + Sync) {
+    if is_parallel(work) {
+        (0..count).into_par_iter().for_each(f);
+    } else {
+        (0..count).for_each(f);
     }
 }
 

@@ -14,6 +14,7 @@ mod embedding;
 mod exp;
 mod head_groups;
 mod host;
+mod lanes;
 mod linear;
 mod matrix;
 mod rms_norm;

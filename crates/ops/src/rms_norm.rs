@@ -4,12 +4,11 @@ use crate::chunks::{
     for_each_chunk, for_each_chunk2, rows_per_chunk, rows_per_partial, sum_partials,
 };
 use crate::host::HostF32;
+use crate::lanes::dot;
 use crate::with_backward2;
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rms_norm";
-/// Independent sums in a dot product, so that it fills vector registers; fixed, so that the bits are.
-const LANES: usize = 16;
 
 /// Normalises each row of `xs` by its root mean square and scales it by `weight`, as Hugging Face's Llama does.
 ///
@@ -39,23 +38,6 @@ pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         let dw = w_tracked.then(|| Tensor::from_vec(dw, h, dy.tensor().device()));
         Ok((dx.transpose()?, dw.transpose()?))
     })
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0f32; LANES];
-    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let rest: f32 = a
-        .remainder()
-        .iter()
-        .zip(b.remainder())
-        .map(|(a, b)| a * b)
-        .sum();
-    for (a, b) in a.zip(b) {
-        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
-            *lane += a * b;
-        }
-    }
-    lanes.iter().sum::<f32>() + rest
 }
 
 /// `1 / sqrt(mean(x^2) + eps)` of one row.

@@ -8,10 +8,9 @@ use crate::IGNORE_INDEX;
 use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
 use crate::exp::exp;
 use crate::host::{HostF32, HostU32};
+use crate::lanes;
 use candle_core::{Result, Tensor, bail};
 
-/// Independent sums over a row, so that it fills vector registers; fixed, so that the bits are.
-const LANES: usize = 16;
 /// Columns summed in f32 before the sum goes on in f64.
 const BLOCK: usize = 1024;
 
@@ -30,7 +29,7 @@ pub fn row_max(logits: &Tensor) -> Result<Tensor> {
     let rows = rows_per_chunk(v);
     for_each_chunk(&mut max, rows, values.len(), |chunk, max| {
         for (i, max) in max.iter_mut().enumerate() {
-            *max = max_of(&values[(chunk * rows + i) * v..][..v]);
+            *max = lanes::max(&values[(chunk * rows + i) * v..][..v]);
         }
     });
     Tensor::from_vec(max, n, logits.device())
@@ -151,34 +150,7 @@ fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
     (target != IGNORE_INDEX && column < v).then_some(column)
 }
 
-/// The largest value, or NaN if there is one: a broken logit must not hide behind the others.
-fn max_of(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
-    let blocks = values.chunks_exact(LANES);
-    let rest = blocks
-        .remainder()
-        .iter()
-        .fold(f32::NEG_INFINITY, |max, &x| larger(max, x));
-    for block in blocks {
-        for (lane, &x) in lanes.iter_mut().zip(block) {
-            *lane = larger(*lane, x);
-        }
-    }
-    lanes.iter().fold(rest, |max, &x| larger(max, x))
-}
-
 fn sum_exp(values: &[f32], max: f32) -> f32 {
-    let sum_block = |block: &[f32]| {
-        let mut lanes = [0f32; LANES];
-        let parts = block.chunks_exact(LANES);
-        let rest: f32 = parts.remainder().iter().map(|x| exp(x - max)).sum();
-        for part in parts {
-            for (lane, x) in lanes.iter_mut().zip(part) {
-                *lane += exp(x - max);
-            }
-        }
-        f64::from(lanes.iter().sum::<f32>() + rest)
-    };
+    let sum_block = |block| f64::from(lanes::sum(block, |x| exp(x - max)));
     values.chunks(BLOCK).map(sum_block).sum::<f64>() as f32
 }

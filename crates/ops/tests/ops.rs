@@ -1,0 +1,26 @@
+//! The fused operations against plain f64 loops, their determinism, their graphs and their errors.
+
+#[path = "ops/attention.rs"]
+mod attention;
+#[path = "ops/check.rs"]
+mod check;
+#[path = "ops/cross_entropy.rs"]
+mod cross_entropy;
+#[path = "ops/determinism.rs"]
+mod determinism;
+#[path = "ops/elementwise.rs"]
+mod elementwise;
+#[path = "ops/embedding.rs"]
+mod embedding;
+#[path = "ops/errors.rs"]
+mod errors;
+#[path = "ops/linear.rs"]
+mod linear;
+#[path = "ops/rms_norm.rs"]
+mod rms_norm;
+#[path = "ops/size_zero.rs"]
+mod size_zero;
+#[path = "ops/tracking.rs"]
+mod tracking;
+#[path = "ops/with_backward.rs"]
+mod with_backward;

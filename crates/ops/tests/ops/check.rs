@@ -1,0 +1,59 @@
+//! Random inputs, gradients and comparisons.
+
+use candle_core::{Device, Result, Shape, Tensor, Var};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Values in -1..1, a function of the seed and the shape.
+pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let values: Vec<f32> = (0..shape.elem_count())
+        .map(|_| rng.random_range(-1f32..1.0))
+        .collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+/// As `random`, as a variable.
+pub fn random_var(seed: u64, shape: impl Into<Shape>) -> Result<Var> {
+    Var::from_tensor(&random(seed, shape)?)
+}
+
+/// Ids below `bound`.
+pub fn random_ids(seed: u64, count: usize, bound: u32) -> Vec<u32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..count).map(|_| rng.random_range(0..bound)).collect()
+}
+
+pub fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
+    tensor.flatten_all()?.to_vec1()
+}
+
+pub fn doubles(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(floats(tensor)?.into_iter().map(f64::from).collect())
+}
+
+/// The gradients of `sum(y * dy)`.
+pub fn grads<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result<[Tensor; N]> {
+    let store = (y * dy)?.sum_all()?.backward()?;
+    Ok(vars.map(|var| {
+        store
+            .get(var)
+            .expect("a gradient for each variable")
+            .clone()
+    }))
+}
+
+/// Asserts that the L2 norm of the difference is at most `tolerance` times that of `want`.
+#[track_caller]
+pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
+    let got = doubles(got).expect("f32 values");
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    let difference: f64 = got.iter().zip(want).map(|(a, b)| (a - b).powi(2)).sum();
+    let norm: f64 = want.iter().map(|x| x.powi(2)).sum();
+    let error = difference.sqrt() / norm.sqrt().max(1e-30);
+    assert!(
+        error <= tolerance || difference == 0.0,
+        "{what}: relative error {error:e}"
+    );
+}

@@ -1,0 +1,81 @@
+//! The same bits on one thread and on three, for inputs large enough to be cut into chunks.
+
+use crate::check::{floats, grads, random, random_ids, random_var};
+use candle_core::{Device, Result, Tensor, Var};
+use candle_ops::{
+    HeadGroups, causal_attention, cross_entropy, embedding, linear, linear_bias_grad, rms_norm,
+    rope, swiglu,
+};
+
+/// Runs `f` in pools of 1 and 3 threads and compares every bit of what it returns.
+fn assert_same_bits(what: &str, f: impl Fn() -> Result<Vec<Tensor>> + Sync) -> Result<()> {
+    let bits = |num_threads: usize| -> Result<Vec<Vec<u32>>> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(num_threads)
+            .build();
+        let pool = pool.map_err(candle_core::Error::wrap)?;
+        let bits_of = |t: &Tensor| Ok(floats(t)?.into_iter().map(f32::to_bits).collect());
+        pool.install(|| f()?.iter().map(bits_of).collect())
+    };
+    assert!(
+        bits(1)? == bits(3)?,
+        "{what}: the bits depend on the number of threads"
+    );
+    Ok(())
+}
+
+/// The value and the gradients.
+fn value_and_grads<const N: usize>(y: Tensor, vars: [&Var; N]) -> Result<Vec<Tensor>> {
+    let dy = random(99, y.shape())?;
+    let grads = grads(&y, &dy, vars)?;
+    Ok([vec![y], grads.to_vec()].concat())
+}
+
+#[test]
+fn row_operations() -> Result<()> {
+    let (x, w) = (random_var(1, (1031, 48))?, random_var(2, 48)?);
+    assert_same_bits("rms_norm", || {
+        value_and_grads(rms_norm(&x, &w, 1e-6)?, [&x, &w])
+    })?;
+    let up = random_var(3, (1031, 48))?;
+    assert_same_bits("swiglu", || value_and_grads(swiglu(&x, &up)?, [&x, &up]))?;
+    let (heads, angles) = (random_var(4, (2, 127, 5, 48))?, random(5, (127, 24))?);
+    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    assert_same_bits("rope", || {
+        value_and_grads(rope(&heads, &cos, &sin)?, [&heads])
+    })
+}
+
+#[test]
+fn vocabulary_operations() -> Result<()> {
+    let logits = random_var(1, (33, 3001))?;
+    let ids = Tensor::new(random_ids(2, 33, 3001), &Device::Cpu)?;
+    assert_same_bits("cross_entropy", || {
+        value_and_grads(cross_entropy(&logits, &ids)?, [&logits])
+    })?;
+    let table = random_var(3, (301, 64))?;
+    let ids = Tensor::from_vec(random_ids(4, 1200, 301), (4, 300), &Device::Cpu)?;
+    assert_same_bits("embedding", || {
+        value_and_grads(embedding(&table, &ids)?, [&table])
+    })
+}
+
+#[test]
+fn matrix_operations() -> Result<()> {
+    let (x, w) = (random_var(1, (3, 211, 64))?, random_var(2, (97, 64))?);
+    let bias = random_var(3, 97)?;
+    assert_same_bits("linear", || {
+        value_and_grads(linear(&x, &w, Some(&bias))?, [&x, &w, &bias])
+    })?;
+    let dy = random(4, (5000, 33))?;
+    assert_same_bits("linear_bias_grad", || Ok(vec![linear_bias_grad(&dy)?]))?;
+    let q = random_var(5, (2, 127, 6, 48))?;
+    let (k, v) = (
+        random_var(6, (2, 127, 2, 48))?,
+        random_var(7, (2, 127, 2, 48))?,
+    );
+    assert_same_bits("causal_attention", || {
+        let out = causal_attention(&q, &k, &v, 0.2, HeadGroups::new(3))?;
+        value_and_grads(out, [&q, &k, &v])
+    })
+}

@@ -1,0 +1,107 @@
+//! What the operations say about arguments that do not fit.
+
+use crate::check::random;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::{
+    HeadGroups, causal_attention, cross_entropy, cross_entropy_grad, embedding, linear,
+    linear_weight_grad, rms_norm, rope, swiglu,
+};
+
+#[track_caller]
+fn assert_says(result: Result<Tensor>, parts: &[&str]) {
+    let message = result.expect_err("the arguments do not fit").to_string();
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is not in {message:?}");
+    }
+}
+
+#[test]
+fn shapes() -> Result<()> {
+    let x = random(1, (2, 3))?;
+    assert_says(
+        rms_norm(&x, &random(2, 4)?, 1e-6),
+        &["rms_norm", "[2, 3]", "[4]"],
+    );
+    assert_says(
+        swiglu(&x, &random(2, (3, 2))?),
+        &["swiglu", "[2, 3]", "[3, 2]"],
+    );
+    assert_says(
+        linear(&x, &random(2, (5, 4))?, None),
+        &["linear", "(.., 4)", "[2, 3]"],
+    );
+    assert_says(
+        linear(&x, &random(2, (5, 3))?, Some(&random(3, 4)?)),
+        &["linear", "bias (5)", "[4]"],
+    );
+    assert_says(
+        linear_weight_grad(&x, &random(2, (3, 3))?),
+        &["leading", "[2, 3]", "[3, 3]"],
+    );
+    let heads = random(1, (1, 4, 2, 6))?;
+    let table = random(2, (5, 3))?;
+    assert_says(
+        rope(&heads, &table, &table),
+        &["rope", "[4, 3]", "[5, 3]", "hint: "],
+    );
+    let odd = random(1, (1, 4, 2, 5))?;
+    assert_says(rope(&odd, &table, &table), &["rope", "even", "5"]);
+    let other = random(1, (1, 3, 2, 6))?;
+    assert_says(
+        causal_attention(&heads, &other, &other, 1.0, HeadGroups::new(1)),
+        &["causal_attention", "[1, 4, 2, 6]", "[1, 3, 2, 6]"],
+    );
+    assert_says(
+        embedding(&random(1, 3)?, &Tensor::new(&[1u32], &Device::Cpu)?),
+        &["embedding", "[3]"],
+    );
+    let ids = Tensor::new(&[1u32], &Device::Cpu)?;
+    let row = random(1, 2)?;
+    assert_says(
+        cross_entropy_grad(&x, &row, &ids, 0, &row),
+        &["targets (2)", "[1]"],
+    );
+    Ok(())
+}
+
+#[test]
+fn head_groups() -> Result<()> {
+    let (q, k) = (random(1, (1, 4, 5, 6))?, random(2, (1, 4, 2, 6))?);
+    let call = |size, offset| causal_attention(&q, &k, &k, 1.0, HeadGroups { size, offset });
+    assert_says(
+        call(2, 0),
+        &["query head 4 reads key/value head", "= 2", "there are 2"],
+    );
+    assert_says(call(0, 0), &["at least 1, got 0"]);
+    assert_says(call(3, 3), &["less than the group size 3, got 3"]);
+    assert!(call(3, 1).is_ok());
+    Ok(())
+}
+
+#[test]
+fn targets_outside_the_vocabulary() -> Result<()> {
+    let targets = Tensor::new(&[1u32, 7], &Device::Cpu)?;
+    assert_says(
+        cross_entropy(&random(1, (2, 7))?, &targets),
+        &["cross_entropy", "target 7", "vocabulary of 7", "hint: "],
+    );
+    Ok(())
+}
+
+#[test]
+fn dtypes() -> Result<()> {
+    let x = random(1, (2, 2))?;
+    let (half, long) = (x.to_dtype(DType::F16)?, x.to_dtype(DType::I64)?);
+    assert_says(
+        rms_norm(&half, &x.get(0)?, 1e-6),
+        &["rms_norm", "xs", "F32", "F16", "Cpu", "hint: "],
+    );
+    assert_says(swiglu(&x, &half), &["swiglu", "up", "F16"]);
+    assert_says(linear(&half, &half, None), &["linear", "xs", "F16"]);
+    assert_says(embedding(&x, &long), &["embedding", "ids", "U32", "I64"]);
+    assert_says(
+        cross_entropy(&x, &long.get(0)?),
+        &["cross_entropy", "targets", "U32", "I64"],
+    );
+    Ok(())
+}
