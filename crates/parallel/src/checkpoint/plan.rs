@@ -1,0 +1,152 @@
+//! Which tensor goes into which file, computed alike on every rank.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Result};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+
+use crate::checkpoint::WEIGHTS_FILE;
+use crate::parameters::Parameters;
+
+/// The files of a checkpoint to be written.
+pub(super) struct SavePlan {
+    pub files: Vec<PlannedFile>,
+}
+
+/// One safetensors file.
+pub(super) struct PlannedFile {
+    pub name: String,
+    pub tensors: Vec<PlannedTensor>,
+}
+
+/// One tensor of a file.
+pub(super) struct PlannedTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: Dtype,
+    pub content: Content,
+}
+
+/// Where a tensor's bytes come from.
+pub(super) enum Content {
+    /// Entry of the catalog, gathered from the ranks and converted to this type.
+    Parameter(usize, DType),
+    /// Bytes of the source checkpoint, as they are.
+    Verbatim,
+}
+
+impl PlannedTensor {
+    pub fn num_bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+}
+
+impl SavePlan {
+    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
+    pub fn new(params: &Parameters, dtype: Option<DType>, max_file_bytes: usize) -> Result<Self> {
+        let mut tensors = tensors(params, dtype)?;
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut files: Vec<Vec<PlannedTensor>> = vec![Vec::new()];
+        let mut num_bytes = 0;
+        for tensor in tensors {
+            let is_full = num_bytes > 0 && num_bytes + tensor.num_bytes() > max_file_bytes;
+            if is_full {
+                files.push(Vec::new());
+                num_bytes = 0;
+            }
+            num_bytes += tensor.num_bytes();
+            if let Some(file) = files.last_mut() {
+                file.push(tensor);
+            }
+        }
+        let num_files = files.len();
+        let name = |index: usize| match num_files {
+            1 => WEIGHTS_FILE.to_string(),
+            _ => format!("model-{:05}-of-{num_files:05}.safetensors", index + 1),
+        };
+        let files = files
+            .into_iter()
+            .enumerate()
+            .map(|(index, tensors)| PlannedFile {
+                name: name(index),
+                tensors,
+            });
+        Ok(Self {
+            files: files.collect(),
+        })
+    }
+
+    /// The index of a checkpoint of several files; `None` for a single one.
+    pub fn index(&self) -> Option<serde_json::Value> {
+        if self.files.len() == 1 {
+            return None;
+        }
+        let mut weight_map = BTreeMap::new();
+        let mut total_size = 0;
+        for file in &self.files {
+            for tensor in &file.tensors {
+                weight_map.insert(tensor.name.as_str(), file.name.as_str());
+                total_size += tensor.num_bytes();
+            }
+        }
+        Some(serde_json::json!({
+            "metadata": { "total_size": total_size },
+            "weight_map": weight_map,
+        }))
+    }
+}
+
+impl PlannedFile {
+    /// The safetensors header: names, types, shapes and offsets.
+    pub fn header(&self) -> Vec<(String, TensorInfo)> {
+        let mut offset = 0;
+        let info = |tensor: &PlannedTensor| {
+            let start = offset;
+            offset += tensor.num_bytes();
+            let info = TensorInfo {
+                dtype: tensor.dtype,
+                shape: tensor.shape.clone(),
+                data_offsets: (start, offset),
+            };
+            (tensor.name.clone(), info)
+        };
+        self.tensors.iter().map(info).collect()
+    }
+}
+
+fn tensors(params: &Parameters, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
+    let catalog = params.catalog();
+    let parameter = |name: &str, index: usize| -> Result<PlannedTensor> {
+        let entry = &catalog[index];
+        let dtype = dtype.unwrap_or(entry.stored_dtype);
+        Ok(PlannedTensor {
+            name: name.to_string(),
+            shape: entry.shape.clone(),
+            dtype: dtype.into(),
+            content: Content::Parameter(index, dtype),
+        })
+    };
+    let mut tensors = (0..catalog.len())
+        .map(|index| parameter(&catalog[index].name, index))
+        .collect::<Result<Vec<_>>>()?;
+    let Some(checkpoint) = params.checkpoint() else {
+        return Ok(tensors);
+    };
+    for (name, repeats) in params.extras() {
+        let repeated = repeats.and_then(|of| catalog.iter().position(|entry| entry.name == of));
+        tensors.push(match repeated {
+            Some(index) => parameter(&name, index)?,
+            None => {
+                let entry = checkpoint.entry(&name)?;
+                PlannedTensor {
+                    shape: entry.shape.clone(),
+                    dtype: entry.dtype,
+                    content: Content::Verbatim,
+                    name,
+                }
+            }
+        });
+    }
+    Ok(tensors)
+}

@@ -1,0 +1,269 @@
+//! Reads parts of tensors straight from memory-mapped safetensors files.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Result, bail};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use rayon::prelude::*;
+use safetensors::{Dtype, SafeTensors};
+
+use crate::shard::Shard;
+
+/// Name of the single weights file of a Hugging Face checkpoint.
+pub const WEIGHTS_FILE: &str = "model.safetensors";
+/// Name of the index of a sharded Hugging Face checkpoint.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// A Hugging Face checkpoint folder, opened: every file mapped, every header checked, no weight read yet.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    maps: Vec<(PathBuf, Mmap)>,
+    tensors: BTreeMap<String, TensorEntry>,
+}
+
+/// Where a tensor lies in a checkpoint.
+#[derive(Clone, Debug)]
+pub struct TensorEntry {
+    /// Global shape.
+    pub shape: Vec<usize>,
+    /// Storage type.
+    pub dtype: Dtype,
+    file: usize,
+    start: usize,
+    end: usize,
+}
+
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Opens `dir`, which holds `model.safetensors` or `model.safetensors.index.json` and the files that it names.
+    ///
+    /// Errors name the file and what is wrong with it: missing, truncated, not safetensors, or at odds with the index.
+    pub fn open(dir: &Path) -> Result<Self> {
+        if !dir.is_dir() {
+            bail!("checkpoint folder {} does not exist", dir.display());
+        }
+        let mut checkpoint = Self {
+            dir: dir.to_path_buf(),
+            maps: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
+        if dir.join(WEIGHTS_FILE).exists() {
+            checkpoint.map_file(&dir.join(WEIGHTS_FILE))?;
+        } else if dir.join(INDEX_FILE).exists() {
+            checkpoint.map_index(&dir.join(INDEX_FILE))?;
+        } else {
+            bail!(
+                "{} has neither {WEIGHTS_FILE} nor {INDEX_FILE}\nhint: only safetensors weights are read; convert \
+                 pytorch_model.bin files first",
+                dir.display()
+            );
+        }
+        Ok(checkpoint)
+    }
+
+    fn map_index(&mut self, path: &Path) -> Result<()> {
+        let text = std::fs::read_to_string(path).map_err(|err| {
+            candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
+        })?;
+        let index: Index = serde_json::from_str(&text).map_err(|err| {
+            candle_core::Error::msg(format!(
+                "{} is not a safetensors index: {err}",
+                path.display()
+            ))
+        })?;
+        let mut files: Vec<&String> = index.weight_map.values().collect();
+        files.sort();
+        files.dedup();
+        for file in files {
+            let is_plain = Path::new(file).components().count() == 1 && !file.starts_with('.');
+            if !is_plain {
+                bail!(
+                    "{} names the file {file:?}; expected plain file names in the same folder",
+                    path.display()
+                );
+            }
+            let shard_path = self.dir.join(file);
+            if !shard_path.exists() {
+                bail!(
+                    "{} names {file}, which does not exist in {}\nhint: the download may be incomplete",
+                    path.display(),
+                    self.dir.display()
+                );
+            }
+            self.map_file(&shard_path)?;
+        }
+        for (name, file) in &index.weight_map {
+            let found = self.tensors.get(name).map(|entry| &self.maps[entry.file].0);
+            if found.and_then(|path| path.file_name()) != Some(file.as_ref()) {
+                bail!(
+                    "{} says that tensor {name} is in {file}, but it is not",
+                    path.display()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn map_file(&mut self, path: &Path) -> Result<()> {
+        let map = map(path)?;
+        let fail = |err: &dyn std::fmt::Display| {
+            candle_core::Error::msg(format!(
+                "{} ({} bytes) is not a complete safetensors file: {err}\nhint: the file may be truncated or corrupt; \
+                 fetch it again",
+                path.display(),
+                map.len()
+            ))
+        };
+        let (header_len, _) = SafeTensors::read_metadata(&map).map_err(|err| fail(&err))?;
+        let tensors = SafeTensors::deserialize(&map).map_err(|err| fail(&err))?;
+        let file = self.maps.len();
+        let base = map.as_ptr() as usize;
+        for (name, view) in tensors.iter() {
+            let start = view.data().as_ptr() as usize - base;
+            debug_assert!(start >= header_len);
+            let entry = TensorEntry {
+                shape: view.shape().to_vec(),
+                dtype: view.dtype(),
+                file,
+                start,
+                end: start + view.data().len(),
+            };
+            if let Some(earlier) = self.tensors.insert(name.to_string(), entry) {
+                bail!(
+                    "tensor {name} is in both {} and {}",
+                    self.maps[earlier.file].0.display(),
+                    path.display()
+                );
+            }
+        }
+        self.maps.push((path.to_path_buf(), map));
+        Ok(())
+    }
+
+    /// The folder that was opened.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    /// The bytes of a tensor as they are in the file.
+    pub fn bytes(&self, name: &str) -> Result<&[u8]> {
+        let entry = self.entry(name)?;
+        Ok(&self.maps[entry.file].1[entry.start..entry.end])
+    }
+
+    /// Where tensor `name` lies; an error that suggests similar names if it is nowhere.
+    pub fn entry(&self, name: &str) -> Result<&TensorEntry> {
+        let Some(entry) = self.tensors.get(name) else {
+            bail!(
+                "tensor {name} is missing from the checkpoint in {} ({} tensors){}",
+                self.dir.display(),
+                self.tensors.len(),
+                self.similar(name)
+            );
+        };
+        Ok(entry)
+    }
+
+    fn similar(&self, name: &str) -> String {
+        let last = name.rsplit('.').take(2).collect::<Vec<_>>();
+        let matches = |other: &&String| other.rsplit('.').take(2).collect::<Vec<_>>() == last;
+        match self.tensors.keys().find(matches) {
+            Some(other) => format!("\nhint: it does have {other}"),
+            None => String::new(),
+        }
+    }
+
+    /// The type that a tensor is stored in, if it is one that can be trained: f32, f16 or bf16.
+    pub fn dtype(&self, name: &str) -> Result<DType> {
+        match self.entry(name)?.dtype {
+            Dtype::F32 => Ok(DType::F32),
+            Dtype::F16 => Ok(DType::F16),
+            Dtype::BF16 => Ok(DType::BF16),
+            other => bail!(
+                "tensor {name} in {} is stored as {other:?}; expected F32, F16 or BF16",
+                self.dir.display()
+            ),
+        }
+    }
+
+    /// The rank's part of a tensor, converted to f32, row-major. Only the bytes of the part are touched.
+    pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
+        let entry = self.entry(name)?;
+        if entry.shape != shape {
+            bail!(
+                "tensor {name} in {} has shape {:?}; expected {shape:?} from the configuration",
+                self.maps[entry.file].0.display(),
+                entry.shape
+            );
+        }
+        let dtype = self.dtype(name)?;
+        let bytes = self.bytes(name)?;
+        let (outer, stride, inner) = match shard {
+            None => (1, 0, 0..shape.iter().product()),
+            Some(shard) => {
+                let inner: usize = shape[shard.dim + 1..].iter().product();
+                let outer: usize = shape[..shard.dim].iter().product();
+                let range = shard.range.start * inner..shard.range.end * inner;
+                (outer, shard.global * inner, range)
+            }
+        };
+        let mut values = vec![0f32; outer * inner.len()];
+        if values.is_empty() {
+            return Ok(values);
+        }
+        let size = dtype.size_in_bytes();
+        values
+            .par_chunks_mut(inner.len())
+            .enumerate()
+            .for_each(|(row, values)| {
+                let start = (row * stride + inner.start) * size;
+                decode(dtype, &bytes[start..start + inner.len() * size], values);
+            });
+        Ok(values)
+    }
+}
+
+fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
+    match dtype {
+        DType::F16 => {
+            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
+                *value = f16::from_le_bytes([b[0], b[1]]).to_f32();
+            }
+        }
+        DType::BF16 => {
+            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
+                *value = bf16::from_le_bytes([b[0], b[1]]).to_f32();
+            }
+        }
+        _ => {
+            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(4)) {
+                *value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            }
+        }
+    }
+}
+
+#[allow(unsafe_code)]
+fn map(path: &Path) -> Result<Mmap> {
+    let fail = |err: std::io::Error| {
+        candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
+    };
+    let file = File::open(path).map_err(fail)?;
+    // SAFETY: the map is read-only and its length is that of the file when it was opened. A file that another process
+    // truncates while it is mapped would fault, as with every reader of memory-mapped weights; our own writer never
+    // touches a file in place, it renames a new one over it, which leaves this map intact.
+    unsafe { Mmap::map(&file) }.map_err(fail)
+}

@@ -1,0 +1,285 @@
+//! Writes a Hugging Face checkpoint folder. Nothing that existed is touched before everything new is safely on disk.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use candle_comm::Mesh;
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
+use tempfile::NamedTempFile;
+
+use super::gather::gather_full;
+use super::plan::{Content, PlannedFile, PlannedTensor, SavePlan};
+use crate::checkpoint::{Checkpoint, INDEX_FILE};
+use crate::parameters::Parameters;
+
+/// What to write beside the weights, and how.
+#[derive(Clone, Debug)]
+pub struct HfSave {
+    /// The folder; made if it does not exist.
+    pub output: PathBuf,
+    /// Files that make the folder complete, such as config.json and the tokenizer's: (name, content).
+    pub sidecars: Vec<(String, Vec<u8>)>,
+    /// Storage type; `None`: each tensor's own in the checkpoint it came from.
+    pub dtype: Option<DType>,
+    /// Weights are cut into files of at most this size.
+    pub max_file_bytes: usize,
+}
+
+impl HfSave {
+    /// Files of at most 5 GB, each tensor in the type it came in.
+    pub fn new(output: impl Into<PathBuf>, sidecars: Vec<(String, Vec<u8>)>) -> Self {
+        Self {
+            output: output.into(),
+            sidecars,
+            dtype: None,
+            max_file_bytes: 5_000_000_000,
+        }
+    }
+}
+
+/// The files of a checkpoint folder that are not weights: configuration, tokenizer, licence and the like.
+pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let fail = |path: &Path, err: std::io::Error| {
+        candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
+    };
+    let mut sidecars = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(|err| fail(dir, err))? {
+        let path = entry.map_err(|err| fail(dir, err))?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        let is_sidecar = matches!(extension, Some("json" | "txt" | "model" | "jinja" | "md"))
+            || name.starts_with("LICENSE");
+        let is_index = name.ends_with(".index.json");
+        if is_sidecar && !is_index && path.is_file() {
+            let content = std::fs::read(&path).map_err(|err| fail(&path, err))?;
+            sidecars.push((name.to_string(), content));
+        }
+    }
+    sidecars.sort();
+    Ok(sidecars)
+}
+
+/// Checks that a checkpoint can be written to `output`, without changing anything that exists.
+pub fn check_writable(output: &Path) -> Result<()> {
+    std::fs::create_dir_all(output)
+        .and_then(|()| NamedTempFile::new_in(output))
+        .and_then(|mut file| file.write_all(b"test"))
+        .map_err(|err| {
+            candle_core::Error::msg(format!(
+                "cannot write to the output folder {}: {err}",
+                output.display()
+            ))
+        })
+}
+
+/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads. Every rank must call it.
+///
+/// Tensors pass through rank 0 one at a time. All files are written under temporary names and flushed to disk before the
+/// first one gets its name, so that a full disk or a crash leaves the previous checkpoint as it was. An error of rank 0 is
+/// returned on every rank.
+pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
+    let plan = SavePlan::new(params, save.dtype, save.max_file_bytes)?;
+    let is_writer = mesh.world.rank() == 0;
+    let mut failure = None;
+    let mut written = Vec::new();
+    for file in &plan.files {
+        // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
+        let mut writer = None;
+        if is_writer && failure.is_none() {
+            match FileWriter::create(&save.output, file) {
+                Ok(created) => writer = Some(created),
+                Err(err) => failure = Some(err),
+            }
+        }
+        for tensor in &file.tensors {
+            let values = match tensor.content {
+                Content::Verbatim => None,
+                Content::Parameter(index, dtype) => {
+                    let entry = &params.catalog()[index];
+                    let local = |index: usize| Ok(params.get(index).var.as_detached_tensor());
+                    gather_full(params, mesh, entry, local)?
+                        .map(|values| values.to_device(&Device::Cpu)?.to_dtype(dtype))
+                        .transpose()?
+                }
+            };
+            if let (Some(open), None) = (&mut writer, &failure) {
+                failure = open.write(tensor, values, params.checkpoint()).err();
+            }
+        }
+        if let (Some(writer), None) = (writer, &failure) {
+            match writer.finish() {
+                Ok(temp) => written.push((file.name.clone(), temp)),
+                Err(err) => failure = Some(err),
+            }
+        }
+    }
+    if is_writer && failure.is_none() {
+        failure = finish(&plan, save, written).err();
+    }
+    agree(mesh, failure)
+}
+
+/// Returns rank 0's error on every rank.
+fn agree(mesh: &Mesh, failure: Option<candle_core::Error>) -> Result<()> {
+    let message = failure
+        .as_ref()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let all = mesh.world.all_gather_bytes(message.as_bytes())?;
+    match (failure, all.first()) {
+        (Some(err), _) => Err(err),
+        (None, Some(message)) if !message.is_empty() => {
+            bail!(
+                "rank 0 could not save: {}",
+                String::from_utf8_lossy(message)
+            )
+        }
+        _ => Ok(()),
+    }
+}
+
+fn write_error(path: &Path, err: impl std::fmt::Display) -> candle_core::Error {
+    candle_core::Error::msg(format!(
+        "cannot save to {}: {err}\nhint: nothing that was there before has been changed",
+        path.display()
+    ))
+}
+
+/// Writes the small files, then gives every file its name: weights first, the index after them, stale weights removed last.
+fn finish(plan: &SavePlan, save: &HfSave, mut written: Vec<(String, NamedTempFile)>) -> Result<()> {
+    let output = &save.output;
+    let mut small = save.sidecars.clone();
+    if let Some(index) = plan.index() {
+        let text = serde_json::to_vec_pretty(&index).map_err(candle_core::Error::msg)?;
+        small.push((INDEX_FILE.to_string(), text));
+    }
+    for (name, content) in small {
+        let write = || -> std::io::Result<NamedTempFile> {
+            let mut temp = temp_file(output)?;
+            temp.write_all(&content)?;
+            temp.as_file().sync_all()?;
+            Ok(temp)
+        };
+        written.push((
+            name.clone(),
+            write().map_err(|err| write_error(&output.join(&name), err))?,
+        ));
+    }
+    let names: Vec<String> = written.iter().map(|(name, _)| name.clone()).collect();
+    for (name, temp) in written {
+        let path = output.join(&name);
+        temp.persist(&path)
+            .map_err(|err| write_error(&path, err.error))?;
+    }
+    for entry in std::fs::read_dir(output).map_err(|err| write_error(output, err))? {
+        let entry = entry.map_err(|err| write_error(output, err))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_weights =
+            name.starts_with("model") && name.ends_with(".safetensors") || name == INDEX_FILE;
+        if is_weights && !names.contains(&name) {
+            std::fs::remove_file(entry.path()).map_err(|err| write_error(&entry.path(), err))?;
+        }
+    }
+    let sync = File::open(output).and_then(|dir| dir.sync_all());
+    sync.map_err(|err| write_error(output, err))
+}
+
+fn temp_file(dir: &Path) -> std::io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".saving-");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        builder.permissions(std::fs::Permissions::from_mode(0o644));
+    }
+    builder.tempfile_in(dir)
+}
+
+/// A safetensors file that is filled tensor by tensor.
+struct FileWriter {
+    path: PathBuf,
+    out: BufWriter<NamedTempFile>,
+}
+
+impl FileWriter {
+    fn create(output: &Path, file: &PlannedFile) -> Result<Self> {
+        let path = output.join(&file.name);
+        let metadata = [("format".to_string(), "pt".to_string())].into();
+        let header = safetensors::tensor::Metadata::new(Some(metadata), file.header())?;
+        let mut header = serde_json::to_vec(&header).map_err(candle_core::Error::msg)?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let create = || -> std::io::Result<BufWriter<NamedTempFile>> {
+            std::fs::create_dir_all(output)?;
+            let mut out = BufWriter::new(temp_file(output)?);
+            out.write_all(&(header.len() as u64).to_le_bytes())?;
+            out.write_all(&header)?;
+            Ok(out)
+        };
+        let out = create().map_err(|err| write_error(&path, err))?;
+        Ok(Self { path, out })
+    }
+
+    fn write(
+        &mut self,
+        tensor: &PlannedTensor,
+        values: Option<Tensor>,
+        source: Option<&Checkpoint>,
+    ) -> Result<()> {
+        let bytes = match (values, source) {
+            (Some(values), _) => to_le_bytes(&values)?,
+            (None, Some(source)) => source.bytes(&tensor.name)?.to_vec(),
+            (None, None) => bail!("there is nothing to write for tensor {}", tensor.name),
+        };
+        if bytes.len() != tensor.num_bytes() {
+            bail!(
+                "tensor {} has {} bytes; expected {} from its shape {:?}",
+                tensor.name,
+                bytes.len(),
+                tensor.num_bytes(),
+                tensor.shape
+            );
+        }
+        self.out
+            .write_all(&bytes)
+            .map_err(|err| write_error(&self.path, err))
+    }
+
+    fn finish(self) -> Result<NamedTempFile> {
+        let path = self.path;
+        let temp = self
+            .out
+            .into_inner()
+            .map_err(|err| write_error(&path, err))?;
+        temp.as_file()
+            .sync_all()
+            .map_err(|err| write_error(&path, err))?;
+        Ok(temp)
+    }
+}
+
+fn to_le_bytes(values: &Tensor) -> Result<Vec<u8>> {
+    let values = values.contiguous()?;
+    let (storage, layout) = values.storage_and_layout();
+    let range = match layout.contiguous_offsets() {
+        Some((start, end)) => start..end,
+        None => bail!("cannot save a tensor that is not contiguous"),
+    };
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(v)) => {
+            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
+        }
+        Storage::Cpu(CpuStorage::F16(v)) => {
+            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
+        }
+        Storage::Cpu(CpuStorage::BF16(v)) => {
+            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
+        }
+        _ => bail!(
+            "cannot save a tensor of type {:?}; expected f32, f16 or bf16",
+            values.dtype()
+        ),
+    }
+}

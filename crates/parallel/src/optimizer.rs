@@ -1,0 +1,369 @@
+//! AdamW under data parallelism, with its state whole on every rank (ZeRO-0) or divided over them (ZeRO-1,
+//! arXiv:1910.02054). Both move 2Ψ(N−1)/N values a step over N data-parallel ranks.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use candle_comm::{Mesh, ReduceOp};
+use candle_core::{Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::adamw::{AdamWConfig, AdamWUpdate};
+use crate::flat_buffer::{FlatBuffer, sum_of_squares};
+use crate::gradients::{Bucket, BucketLayout, Gradients};
+use crate::parameters::Parameters;
+
+/// What data-parallel ranks divide between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ZeroStage {
+    /// Nothing: gradients are all-reduced, every rank updates everything.
+    Zero,
+    /// Optimizer state: gradients are reduce-scattered, each rank updates its slice, weights are all-gathered.
+    One,
+}
+
+/// The optimizer of one rank.
+pub struct Optimizer {
+    params: Parameters,
+    mesh: Mesh,
+    zero: ZeroStage,
+    config: AdamWConfig,
+    layout: BucketLayout,
+    moments: Vec<Moments>,
+    num_steps: usize,
+}
+
+struct Moments {
+    exp_avg: Mutex<Vec<f32>>,
+    exp_avg_sq: Mutex<Vec<f32>>,
+}
+
+/// The moments of the part of a parameter that a rank updates.
+#[derive(Clone, Debug)]
+pub struct ParamMoments {
+    /// Hugging Face name.
+    pub name: String,
+    /// Row-major offsets into the rank's local values of the parameter.
+    pub offsets: Range<usize>,
+    /// Average of the gradients, m.
+    pub exp_avg: Vec<f32>,
+    /// Average of the squared gradients, v.
+    pub exp_avg_sq: Vec<f32>,
+}
+
+/// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them (ZeRO-1).
+pub struct ReducedGradients {
+    buckets: Vec<FlatBuffer>,
+    norm: f64,
+}
+
+impl ReducedGradients {
+    /// Global L2 norm, before clipping; each value of the model counts once.
+    pub fn norm(&self) -> f64 {
+        self.norm
+    }
+}
+
+impl Optimizer {
+    /// An optimizer for the trainable ones of `params`.
+    pub fn new(
+        params: &Parameters,
+        mesh: &Mesh,
+        zero: ZeroStage,
+        config: AdamWConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        let layout = BucketLayout::new(params, mesh.dp.world_size());
+        if layout.buckets.is_empty() && params.is_empty() {
+            bail!(
+                "there is no parameter to optimize on rank {}",
+                mesh.world.rank()
+            );
+        }
+        let mut optimizer = Self {
+            params: params.clone(),
+            mesh: mesh.clone(),
+            zero,
+            config,
+            layout,
+            moments: Vec::new(),
+            num_steps: 0,
+        };
+        let buckets = &optimizer.layout.buckets;
+        let lens = buckets
+            .iter()
+            .map(|bucket| optimizer.own_range(bucket).len());
+        optimizer.moments = lens
+            .map(|len| Moments {
+                exp_avg: Mutex::new(vec![0.0; len]),
+                exp_avg_sq: Mutex::new(vec![0.0; len]),
+            })
+            .collect();
+        Ok(optimizer)
+    }
+
+    /// Number of updates made.
+    pub fn num_steps(&self) -> usize {
+        self.num_steps
+    }
+
+    /// The part of a bucket that this rank updates.
+    fn own_range(&self, bucket: &Bucket) -> Range<usize> {
+        match self.zero {
+            ZeroStage::Zero => 0..bucket.len,
+            ZeroStage::One => {
+                let len = bucket.len / self.mesh.dp.world_size();
+                let rank = self.mesh.dp.rank();
+                rank * len..(rank + 1) * len
+            }
+        }
+    }
+
+    /// Reduces the gradients, clips them to the global norm `max_norm` and updates the parameters with learning rate `lr`.
+    ///
+    /// Returns the norm before clipping. The gradients are cleared. A norm that is not finite is an error on every rank,
+    /// which names the first parameter to blame, and nothing is updated.
+    pub fn step(
+        &mut self,
+        gradients: &mut Gradients,
+        lr: f64,
+        max_norm: Option<f64>,
+    ) -> Result<f64> {
+        let reduced = self.reduce(gradients)?;
+        self.check_finite(&reduced)?;
+        self.apply(&reduced, lr, max_norm)?;
+        Ok(reduced.norm)
+    }
+
+    /// Sums the gradients over all ranks and computes their norm. The gradients are cleared; what is returned may share
+    /// their buffers and must be used before the next backward pass.
+    pub fn reduce(&self, gradients: &mut Gradients) -> Result<ReducedGradients> {
+        gradients.check_complete()?;
+        gradients.sum_shared(&self.mesh)?;
+        let dp = &self.mesh.dp;
+        let started = gradients.buckets().iter().map(|bucket| match self.zero {
+            ZeroStage::Zero => dp.start_all_reduce(bucket.tensor(), ReduceOp::Sum),
+            ZeroStage::One => dp.start_reduce_scatter(bucket.tensor(), ReduceOp::Sum),
+        });
+        let started = started.collect::<Result<Vec<_>>>()?;
+        let buckets = started
+            .into_iter()
+            .map(|started| FlatBuffer::new(started.wait()?))
+            .collect::<Result<Vec<_>>>()?;
+        gradients.clear();
+        let norm = self.norm(&buckets)?;
+        Ok(ReducedGradients { buckets, norm })
+    }
+
+    fn norm(&self, buckets: &[FlatBuffer]) -> Result<f64> {
+        let mut sum = 0.0;
+        if self.zero == ZeroStage::One || self.mesh.dp.rank() == 0 {
+            for (bucket, flat) in self.layout.buckets.iter().zip(buckets) {
+                let own = self.own_range(bucket);
+                sum += flat.read(|values| {
+                    let slots = bucket.slots.iter();
+                    let counted = slots.flat_map(|(index, range)| {
+                        let counted = self.params.counted(*index).iter();
+                        counted.map(|c| range.start + c.start..range.start + c.end)
+                    });
+                    counted
+                        .map(|range| intersect(&range, &own))
+                        .map(|range| {
+                            sum_of_squares(&values[range.start - own.start..range.end - own.start])
+                        })
+                        .sum::<f64>()
+                })?;
+            }
+        }
+        let sum = Tensor::new(&[sum], self.mesh.world.device())?;
+        let sum = self.mesh.world.all_reduce(&sum, ReduceOp::Sum)?;
+        Ok(sum.to_vec1::<f64>()?[0].sqrt())
+    }
+
+    /// An error on every rank if the norm is not finite; it names the first parameter, in name order, that has a NaN or
+    /// infinite gradient.
+    pub fn check_finite(&self, reduced: &ReducedGradients) -> Result<()> {
+        if reduced.norm.is_finite() {
+            return Ok(());
+        }
+        let mut first: Option<&str> = None;
+        for (bucket, flat) in self.layout.buckets.iter().zip(&reduced.buckets) {
+            let own = self.own_range(bucket);
+            for (index, range) in &bucket.slots {
+                let range = intersect(range, &own);
+                let is_finite = flat.read(|values| {
+                    let values = &values[range.start - own.start..range.end - own.start];
+                    values.iter().all(|value| value.is_finite())
+                })?;
+                let name = self.params.get(*index).name.as_str();
+                if !is_finite && first.is_none_or(|first| name < first) {
+                    first = Some(name);
+                }
+            }
+        }
+        let all = self
+            .mesh
+            .world
+            .all_gather_bytes(first.unwrap_or_default().as_bytes())?;
+        let names = all
+            .iter()
+            .map(|name| String::from_utf8_lossy(name).into_owned());
+        let first = names.filter(|name| !name.is_empty()).min();
+        match first {
+            Some(name) => bail!(
+                "the gradient norm is {}; the first parameter with a NaN or infinite gradient is {name}\nhint: a lower \
+                 learning rate, more warm-up steps or gradient clipping may help; the weights were not updated",
+                reduced.norm
+            ),
+            None => bail!(
+                "the gradient norm is {} though every gradient is finite: it overflows",
+                reduced.norm
+            ),
+        }
+    }
+
+    /// Updates the parameters from reduced gradients, scaled by min(1, max_norm / (norm + 1e-6)).
+    pub fn apply(
+        &mut self,
+        reduced: &ReducedGradients,
+        lr: f64,
+        max_norm: Option<f64>,
+    ) -> Result<()> {
+        self.num_steps += 1;
+        let grad_scale =
+            max_norm.map_or(1.0, |max_norm| (max_norm / (reduced.norm + 1e-6)).min(1.0));
+        let mut gathered = Vec::new();
+        for ((bucket, flat), moments) in self
+            .layout
+            .buckets
+            .iter()
+            .zip(&reduced.buckets)
+            .zip(&self.moments)
+        {
+            let own = self.own_range(bucket);
+            for (index, range) in &bucket.slots {
+                let mine = intersect(range, &own);
+                if mine.is_empty() {
+                    continue;
+                }
+                let param = self.params.get(*index);
+                let is_matrix = param.global_shape.rank() >= 2;
+                let update = AdamWUpdate {
+                    exp_avg: &moments.exp_avg,
+                    exp_avg_sq: &moments.exp_avg_sq,
+                    offset: mine.start - own.start,
+                    config: self.config,
+                    weight_decay: if is_matrix {
+                        self.config.weight_decay
+                    } else {
+                        0.0
+                    },
+                    lr,
+                    grad_scale,
+                    step: self.num_steps,
+                };
+                let values = param.var.as_detached_tensor().flatten_all()?;
+                let values = values.narrow(0, mine.start - range.start, mine.len())?;
+                let grads = flat.view(mine.start - own.start, mine.len())?;
+                values
+                    .inplace_op2(&grads, &update)
+                    .map_err(|err| err.context(format!("updating parameter {}", param.name)))?;
+            }
+            if self.zero == ZeroStage::One && self.mesh.dp.world_size() > 1 {
+                gathered.push(self.mesh.dp.start_all_gather(&self.pack(bucket, &own)?)?);
+            }
+        }
+        for (bucket, started) in self.layout.buckets.iter().zip(gathered) {
+            self.unpack(bucket, &started.wait()?)?;
+        }
+        Ok(())
+    }
+
+    /// This rank's slice of a bucket's parameters, flat.
+    fn pack(&self, bucket: &Bucket, own: &Range<usize>) -> Result<Tensor> {
+        let slice = FlatBuffer::zeros(own.len(), self.mesh.world.device())?;
+        for (index, range) in &bucket.slots {
+            let mine = intersect(range, own);
+            if !mine.is_empty() {
+                let values = self
+                    .params
+                    .get(*index)
+                    .var
+                    .as_detached_tensor()
+                    .flatten_all()?;
+                let values = values.narrow(0, mine.start - range.start, mine.len())?;
+                slice.write(mine.start - own.start, &values)?;
+            }
+        }
+        Ok(slice.tensor().clone())
+    }
+
+    /// Writes a bucket's parameters, gathered from all slices.
+    fn unpack(&self, bucket: &Bucket, flat: &Tensor) -> Result<()> {
+        for (index, range) in &bucket.slots {
+            if range.is_empty() {
+                continue;
+            }
+            let var = &self.params.get(*index).var;
+            let values = flat
+                .narrow(0, range.start, range.len())?
+                .reshape(var.dims())?;
+            var.set(&values.to_dtype(var.dtype())?)?;
+        }
+        Ok(())
+    }
+
+    /// The moments that this rank keeps, by parameter name.
+    pub fn moments(&self) -> Vec<ParamMoments> {
+        let mut all = BTreeMap::new();
+        for (bucket, moments) in self.layout.buckets.iter().zip(&self.moments) {
+            let own = self.own_range(bucket);
+            let exp_avg = moments
+                .exp_avg
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let exp_avg_sq = moments
+                .exp_avg_sq
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            for (index, range) in &bucket.slots {
+                let mine = intersect(range, &own);
+                if mine.is_empty() {
+                    continue;
+                }
+                let local = mine.start - own.start..mine.end - own.start;
+                let moments = ParamMoments {
+                    name: self.params.get(*index).name.clone(),
+                    offsets: mine.start - range.start..mine.end - range.start,
+                    exp_avg: exp_avg[local.clone()].to_vec(),
+                    exp_avg_sq: exp_avg_sq[local].to_vec(),
+                };
+                all.insert(moments.name.clone(), moments);
+            }
+        }
+        all.into_values().collect()
+    }
+
+    /// Local gradients out of reduced ones, for inspection: the whole local gradient of each trainable parameter, by its
+    /// index. With ZeRO-1 the slices are gathered over the data-parallel ranks, which all must call this.
+    pub fn local_gradients(&self, reduced: &ReducedGradients) -> Result<BTreeMap<usize, Tensor>> {
+        let mut grads = BTreeMap::new();
+        for (bucket, flat) in self.layout.buckets.iter().zip(&reduced.buckets) {
+            let whole = match self.zero {
+                ZeroStage::Zero => flat.tensor().clone(),
+                ZeroStage::One => self.mesh.dp.all_gather(flat.tensor(), 0)?,
+            };
+            for (index, range) in &bucket.slots {
+                let grad = whole.narrow(0, range.start, range.len())?;
+                let dims = self.params.get(*index).var.dims();
+                grads.insert(*index, grad.reshape(dims)?.copy()?);
+            }
+        }
+        Ok(grads)
+    }
+}
+
+fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    a.start.clamp(b.start, b.end)..a.end.clamp(b.start, b.end)
+}

@@ -1,0 +1,209 @@
+//! Runs a schedule: the one train-step engine of every layout.
+
+use std::collections::HashMap;
+
+use candle_comm::{P2p, ProcessGroup};
+use candle_core::{Result, Shape, Tensor, bail};
+
+use crate::gradients::Gradients;
+use crate::micro_batch::MicroBatch;
+use crate::schedule::{Instruction, Schedule};
+use crate::stage::{Stage, Tape};
+
+/// Interprets a [`Schedule`] over the ranks of a pipeline group. Without a pipeline the group has one rank.
+pub struct Pipeline {
+    schedule: Schedule,
+    pp: ProcessGroup,
+}
+
+/// What is in flight on a stage; keys are micro-batch indices.
+#[derive(Default)]
+struct InFlight {
+    inputs: HashMap<usize, Tensor>,
+    outputs: HashMap<usize, Tensor>,
+    tapes: HashMap<usize, Tape>,
+    upstream: HashMap<usize, Tensor>,
+    input_grads: HashMap<usize, Tensor>,
+}
+
+impl Pipeline {
+    /// A pipeline over the ranks of `pp`, one stage each.
+    pub fn new(schedule: Schedule, pp: ProcessGroup) -> Self {
+        Self { schedule, pp }
+    }
+
+    /// Forward and backward passes of all micro-batches of a step.
+    ///
+    /// The loss is the sum over this replica's targets divided by `num_global_targets`, their number over all replicas, so
+    /// that summing gradients over data-parallel ranks gives those of the mean over the global batch. Every stage must be
+    /// given the same micro-batches. Returns the sum of the losses, not divided, on the last stage and `None` elsewhere.
+    pub fn forward_backward(
+        &self,
+        stage: &Stage,
+        micro_batches: &[MicroBatch],
+        num_global_targets: usize,
+        gradients: &mut Gradients,
+    ) -> Result<Option<f64>> {
+        if num_global_targets == 0 {
+            bail!("the global batch has no targets: there is nothing to learn from");
+        }
+        let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
+        let instructions = self
+            .schedule
+            .instructions(rank, num_stages, micro_batches.len());
+        let mut flight = InFlight::default();
+        let mut losses = vec![0f64; micro_batches.len()];
+        let mut next = 0;
+        while next < instructions.len() {
+            let is_compute = |instruction: &Instruction| {
+                matches!(
+                    instruction,
+                    Instruction::Forward(_) | Instruction::Backward(_)
+                )
+            };
+            match instructions[next] {
+                Instruction::Forward(index) => {
+                    let input = flight.inputs.remove(&index);
+                    let (output, tape) = stage.forward(input, &micro_batches[index])?;
+                    flight.tapes.insert(index, tape);
+                    if stage.is_last() {
+                        losses[index] = scalar_loss(&output)?;
+                        let scale =
+                            Tensor::full(1.0 / num_global_targets as f64, (), output.device())?;
+                        flight
+                            .upstream
+                            .insert(index, scale.to_dtype(output.dtype())?);
+                    } else {
+                        flight.outputs.insert(index, output);
+                    }
+                    next += 1;
+                }
+                Instruction::Backward(index) => {
+                    let tape = take(&mut flight.tapes, index, "forward pass")?;
+                    let upstream = take(&mut flight.upstream, index, "gradient of the output")?;
+                    if let Some(grad) = stage.backward(tape, upstream, gradients)? {
+                        flight.input_grads.insert(index, grad);
+                    }
+                    next += 1;
+                }
+                _ => {
+                    let rest = &instructions[next..];
+                    let len = rest.iter().position(is_compute).unwrap_or(rest.len());
+                    self.send_recv(stage, micro_batches, &rest[..len], &mut flight)?;
+                    next += len;
+                }
+            }
+        }
+        Ok(stage.is_last().then(|| losses.iter().sum()))
+    }
+
+    /// Issues neighbouring sends and receives as one batch. One at a time they can wait for each other in a circle.
+    fn send_recv(
+        &self,
+        stage: &Stage,
+        micro_batches: &[MicroBatch],
+        batch: &[Instruction],
+        flight: &mut InFlight,
+    ) -> Result<()> {
+        let rank = self.pp.rank();
+        let mut sent = Vec::new();
+        for &instruction in batch {
+            match instruction {
+                Instruction::SendForward(index) => {
+                    let output = take(&mut flight.outputs, index, "output")?;
+                    sent.push((output.contiguous()?, rank + 1));
+                }
+                Instruction::SendBackward(index) => {
+                    let grad = take(&mut flight.input_grads, index, "gradient of the input")?;
+                    sent.push((grad.contiguous()?, rank - 1));
+                }
+                _ => {}
+            }
+        }
+        let mut sends = sent.iter();
+        let mut ops = Vec::with_capacity(batch.len());
+        for &instruction in batch {
+            ops.push(match instruction {
+                Instruction::RecvForward(index) => recv(stage, &micro_batches[index], rank - 1)?,
+                Instruction::RecvBackward(index) => recv(stage, &micro_batches[index], rank + 1)?,
+                _ => match sends.next() {
+                    Some((xs, dst)) => P2p::Send { xs, dst: *dst },
+                    None => bail!("{instruction:?} is neither a send nor a receive"),
+                },
+            });
+        }
+        let mut received = self.pp.batch_send_recv(&ops)?.into_iter();
+        for &instruction in batch {
+            match instruction {
+                Instruction::RecvForward(index) => {
+                    flight.inputs.extend(received.next().map(|xs| (index, xs)));
+                }
+                Instruction::RecvBackward(index) => {
+                    flight
+                        .upstream
+                        .extend(received.next().map(|xs| (index, xs)));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Forward pass of one micro-batch without a backward pass; the last stage applies `pick` to what the last block gives
+    /// and all stages return the result.
+    ///
+    /// `shape` is that of the result, which the other stages need to receive it.
+    pub fn infer(
+        &self,
+        stage: &Stage,
+        batch: &MicroBatch,
+        shape: impl Into<Shape>,
+        pick: impl Fn(Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
+        let input = match rank {
+            0 => None,
+            _ => {
+                let ops = [recv(stage, batch, rank - 1)?];
+                self.pp.batch_send_recv(&ops)?.pop()
+            }
+        };
+        let output = stage.infer(input, batch)?.contiguous()?;
+        if rank + 1 < num_stages {
+            let (xs, dst) = (&output, rank + 1);
+            self.pp.batch_send_recv(&[P2p::Send { xs, dst }])?;
+        }
+        let result = match stage.is_last() {
+            true => pick(output)?.contiguous()?,
+            false => Tensor::zeros(shape, stage.dtype(), stage.device())?,
+        };
+        self.pp.broadcast(&result, num_stages - 1)
+    }
+}
+
+fn recv<'a>(stage: &Stage, batch: &MicroBatch, src: usize) -> Result<P2p<'a>> {
+    Ok(P2p::Recv {
+        shape: Shape::from(stage.boundary_shape(batch)?),
+        dtype: stage.dtype(),
+        src,
+    })
+}
+
+fn take<T>(values: &mut HashMap<usize, T>, index: usize, what: &str) -> Result<T> {
+    match values.remove(&index) {
+        Some(value) => Ok(value),
+        None => {
+            bail!("the schedule asks for the {what} of micro-batch {index}, which is not there")
+        }
+    }
+}
+
+fn scalar_loss(output: &Tensor) -> Result<f64> {
+    if output.rank() != 0 {
+        bail!(
+            "the last block returned shape {:?}; expected a scalar, the sum of the losses of the micro-batch",
+            output.shape()
+        );
+    }
+    output.to_dtype(candle_core::DType::F64)?.to_scalar::<f64>()
+}

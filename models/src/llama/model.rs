@@ -1,0 +1,83 @@
+//! A Llama model as a chain of blocks, of which each pipeline stage builds its own.
+
+use std::sync::Arc;
+
+use candle_comm::{Mesh, ProcessGroup};
+use candle_core::{Result, Tensor};
+use candle_parallel::{
+    Block, HeadPartition, MicroBatch, ParamBuilder, Shard, Stage, VocabParallelEmbedding,
+    stage_blocks, vocab_parallel_embedding,
+};
+
+use super::config::LlamaConfig;
+use super::decoder_layer::DecoderLayer;
+use super::head::Head;
+use super::rotary::RotaryTable;
+
+/// The Llama family.
+pub struct Llama;
+
+struct Embedding(VocabParallelEmbedding);
+
+impl Block for Embedding {
+    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        self.0.forward(tokens)
+    }
+}
+
+impl Llama {
+    /// This rank's stage of the model: its pipeline stage's blocks, with its tensor-parallel part of their parameters.
+    ///
+    /// Degrees that do not fit the model are errors with the numbers, before any weight is read.
+    pub fn stage(config: &LlamaConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
+        config.validate()?;
+        Self::check_degrees(config, mesh)?;
+        let store = vb.store();
+        store.allow_unused(".rotary_emb.inv_freq");
+        if config.tie_word_embeddings {
+            store.allow_alias("lm_head.weight", "model.embed_tokens.weight");
+        }
+        let rotary = Arc::new(RotaryTable::new(config, vb.device()));
+        let num_blocks = config.num_hidden_layers + 2;
+        Stage::build(mesh, vb, num_blocks, config.hidden_size, |index, vb| {
+            Self::block(config, index, &rotary, &mesh.tp, vb)
+        })
+    }
+
+    fn block(
+        config: &LlamaConfig,
+        index: usize,
+        rotary: &Arc<RotaryTable>,
+        tp: &ProcessGroup,
+        vb: ParamBuilder,
+    ) -> Result<Box<dyn Block>> {
+        let model = vb.pp("model");
+        if index == 0 {
+            let vb = model.pp("embed_tokens");
+            let embedding =
+                vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?;
+            Ok(Box::new(Embedding(embedding)))
+        } else if index <= config.num_hidden_layers {
+            let vb = model.pp("layers").pp(index - 1);
+            Ok(Box::new(DecoderLayer::new(config, rotary.clone(), tp, vb)?))
+        } else {
+            Ok(Box::new(Head::new(config, tp, vb)?))
+        }
+    }
+
+    fn check_degrees(config: &LlamaConfig, mesh: &Mesh) -> Result<()> {
+        stage_blocks(
+            config.num_hidden_layers + 2,
+            mesh.pp.rank(),
+            mesh.pp.world_size(),
+        )?;
+        HeadPartition::new(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            &mesh.tp,
+        )?;
+        Shard::even(0, config.intermediate_size, &mesh.tp)?;
+        Shard::even(0, config.vocab_size, &mesh.tp)?;
+        Ok(())
+    }
+}
