@@ -9,6 +9,7 @@ pub mod hub;
 
 mod batches;
 mod documents;
+mod generate;
 mod lr_schedule;
 mod metrics;
 mod progress;
@@ -20,9 +21,12 @@ mod step_metrics;
 mod tokenizer;
 mod tokens;
 mod train_bpe;
+mod train_config;
+mod trainer;
 
 pub use batches::{BatchConfig, Batches};
 pub use documents::Documents;
+pub use generate::{GenerateConfig, generate};
 pub use lr_schedule::LrSchedule;
 pub use metrics::Metrics;
 pub use progress::Progress;
@@ -31,3 +35,5 @@ pub use samples::Samples;
 pub use step_metrics::StepMetrics;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
+pub use train_config::TrainConfig;
+pub use trainer::Trainer;

@@ -1,0 +1,37 @@
+//! What a training run needs to know beside the model, the data and the mesh.
+
+use candle_core::{Result, bail};
+use candle_parallel::{AdamWConfig, Schedule, ZeroStage};
+use serde::{Deserialize, Serialize};
+
+use crate::lr_schedule::LrSchedule;
+
+/// Configuration of a [`crate::Trainer`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Learning rate of each step.
+    pub lr_schedule: LrSchedule,
+    /// Constants of the optimizer.
+    pub adamw: AdamWConfig,
+    /// Gradients are scaled down to this global L2 norm; `None`: never.
+    pub max_grad_norm: Option<f64>,
+    /// What data-parallel ranks divide between them.
+    pub zero: ZeroStage,
+    /// Order of the micro-batches in the pipeline.
+    pub schedule: Schedule,
+}
+
+impl TrainConfig {
+    /// An error that names the first field which is out of its range.
+    pub fn validate(&self) -> Result<()> {
+        self.lr_schedule.validate()?;
+        self.adamw.validate()?;
+        match self.max_grad_norm {
+            Some(norm) if !(norm > 0.0 && norm.is_finite()) => {
+                bail!("max_grad_norm is {norm}; expected a positive number")
+            }
+            _ => Ok(()),
+        }
+    }
+}
