@@ -97,7 +97,8 @@ pub enum Error {
 }
 
 impl From<Error> for candle_core::Error {
+    /// Wraps the error without a backtrace: messages name the call sites on all ranks already.
     fn from(error: Error) -> Self {
-        candle_core::Error::wrap(error)
+        candle_core::Error::Wrapped(Box::new(error))
     }
 }

@@ -50,7 +50,8 @@ pub fn threads_with<T: Send>(
             match thread.spawn_scoped(scope, move || run_rank(&thread_world, rank, run)) {
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
-                    world.fail(rank, format!("its thread could not be started: {error}"));
+                    let message = format!("its thread could not be started: {error}");
+                    world.fail(rank, &Error::Argument(message).into());
                     break;
                 }
             }
@@ -60,7 +61,7 @@ pub fn threads_with<T: Send>(
             .map(|handle| handle.join().ok().flatten())
             .collect()
     });
-    if let Some(error) = world.failure() {
+    if let Some(error) = world.take_failure() {
         return Err(error.into());
     }
     let num_undelivered = world.num_undelivered();
@@ -92,11 +93,12 @@ fn run_rank<T>(
             Some(value)
         }
         Ok(Err(error)) => {
-            world.fail(rank, error.to_string());
+            world.fail(rank, &error);
             None
         }
         Err(panic) => {
-            world.fail(rank, format!("panicked: {}", panic_message(&*panic)));
+            let message = format!("panicked: {}", panic_message(&*panic));
+            world.fail(rank, &Error::Argument(message).into());
             None
         }
     }

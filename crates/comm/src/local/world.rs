@@ -23,10 +23,18 @@ pub(crate) struct World {
 }
 
 pub(super) struct State {
-    /// The first rank that failed, and why.
-    pub failure: Option<(usize, String)>,
+    /// The first rank that failed.
+    pub failure: Option<Failure>,
     pub ranks: Vec<RankState>,
     pub groups: Vec<Group>,
+}
+
+pub(super) struct Failure {
+    rank: usize,
+    /// What the other ranks say about it.
+    message: String,
+    /// What the launcher says about it: with the backtrace, if one was taken.
+    details: String,
 }
 
 #[derive(Default)]
@@ -108,8 +116,13 @@ impl World {
 
     /// Records that a rank failed, which ends the waits of all others. Only the first failure counts: later ones are
     /// its consequences.
-    pub(crate) fn fail(&self, rank: usize, message: String) {
-        self.lock().failure.get_or_insert((rank, message));
+    pub(crate) fn fail(&self, rank: usize, error: &candle_core::Error) {
+        let (message, details) = (without_backtrace(error), error.to_string());
+        self.lock().failure.get_or_insert(Failure {
+            rank,
+            message,
+            details,
+        });
         self.wake.iter().for_each(Condvar::notify_all);
     }
 
@@ -119,12 +132,13 @@ impl World {
         self.wake.iter().for_each(Condvar::notify_all);
     }
 
-    /// The first failure, if any rank failed.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        self.lock()
-            .failure
-            .clone()
-            .map(|(rank, message)| Error::RankFailed { rank, message })
+    /// The first failure, if any rank failed. To be called once, when all ranks have ended.
+    pub(crate) fn take_failure(&self) -> Option<Error> {
+        let failure = self.lock().failure.take()?;
+        Some(Error::RankFailed {
+            rank: failure.rank,
+            message: failure.details,
+        })
     }
 
     /// The number of messages that were sent and never asked for.
@@ -142,12 +156,12 @@ impl World {
     pub(super) fn check_alive(state: &State, waiting: usize, call: &Call) -> Result<(), Error> {
         match &state.failure {
             None => Ok(()),
-            Some((rank, message)) => {
-                let (rank, message, call) = (*rank, message.clone(), call.to_string());
+            Some(Failure { rank, message, .. }) => {
+                let (call, message) = (call.to_string(), message.clone());
                 Err(Error::PeerFailed {
                     waiting,
                     call,
-                    rank,
+                    rank: *rank,
                     message,
                 })
             }
@@ -200,6 +214,20 @@ impl World {
         let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
         let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
         std::thread::sleep(Duration::from_micros(random % 2000));
+    }
+}
+
+/// An error's message without the backtraces that candle adds when `RUST_BACKTRACE` is set.
+fn without_backtrace(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => without_backtrace(inner),
+        candle_core::Error::Context { inner, context } => {
+            format!("{context}\n{}", without_backtrace(inner))
+        }
+        candle_core::Error::WithPath { inner, path } => {
+            format!("path: {path:?} {}", without_backtrace(inner))
+        }
+        other => other.to_string(),
     }
 }
 

@@ -37,17 +37,26 @@ pub(super) fn check_divides(
 
 /// `(a, num_parts * n, b) -> (num_parts * a, n, b)`: cuts dim `dim` into parts and puts them one after the other.
 pub(super) fn split_to_front(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
-    Tensor::cat(&parts(xs, dim, num_parts)?, 0)
+    rearrange(xs, dim, 0, num_parts)
 }
 
 /// `(num_parts * a, n, b) -> (a, num_parts * n, b)`: the inverse of [`split_to_front`].
 pub(super) fn front_to_dim(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
-    Tensor::cat(&parts(xs, 0, num_parts)?, dim)
+    rearrange(xs, 0, dim, num_parts)
 }
 
-fn parts(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Vec<Tensor>> {
-    let size = xs.dim(dim)? / num_parts;
-    (0..num_parts)
-        .map(|part| xs.narrow(dim, part * size, size))
-        .collect()
+/// Cuts dim `from` into parts and puts them one after the other along dim `to`.
+fn rearrange(xs: &Tensor, from: usize, to: usize, num_parts: usize) -> Result<Tensor> {
+    let size = xs.dim(from)? / num_parts;
+    if xs.elem_count() == 0 {
+        // candle's cat panics on tensors without elements.
+        let mut dims = xs.dims().to_vec();
+        dims[from] = size;
+        dims[to] *= num_parts;
+        return xs.reshape(dims);
+    }
+    let parts = (0..num_parts)
+        .map(|part| xs.narrow(from, part * size, size))
+        .collect::<Result<Vec<_>>>()?;
+    Tensor::cat(&parts, to)
 }

@@ -1,0 +1,16 @@
+//! The tests of candle-comm. `conformance` holds what every backend must pass, as functions over a way to launch ranks.
+
+#[path = "comm/conformance.rs"]
+mod conformance;
+#[path = "comm/determinism.rs"]
+mod determinism;
+#[path = "comm/failures.rs"]
+mod failures;
+#[path = "comm/local.rs"]
+mod local;
+#[path = "comm/mesh.rs"]
+mod mesh;
+#[path = "comm/mismatches.rs"]
+mod mismatches;
+#[path = "comm/reference.rs"]
+mod reference;

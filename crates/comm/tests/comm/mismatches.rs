@@ -1,0 +1,272 @@
+//! Operations that do not fit together, and arguments that cannot be right, are errors that name everything.
+
+use candle_comm::{LocalConfig, P2p, ProcessGroup, ReduceOp, launch};
+use candle_core::{DType, Device, Result, Tensor};
+
+fn zeros(dims: &[usize], dtype: DType) -> Tensor {
+    Tensor::zeros(dims, dtype, &Device::Cpu).unwrap()
+}
+
+/// Each rank's error from `run`, which must fail on all ranks.
+fn errors(world_size: usize, run: impl Fn(&ProcessGroup) -> Result<()> + Sync) -> Vec<String> {
+    launch::threads_with(
+        LocalConfig {
+            delays: Some(5),
+            ..LocalConfig::new(world_size)
+        },
+        |world| {
+            let error = run(&world).map(|()| format!("rank {} did not fail", world.rank()));
+            // The group is still usable: all ranks failed in the same operation.
+            world.barrier()?;
+            Ok(error.unwrap_or_else(|error| error.to_string()))
+        },
+    )
+    .unwrap()
+}
+
+#[track_caller]
+fn assert_all_say(errors: &[String], words: &[&str]) {
+    for (rank, error) in errors.iter().enumerate() {
+        for word in words {
+            assert!(
+                error.contains(word),
+                "rank {rank} should say {word:?}: {error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn different_operations() {
+    let got = errors(2, |world| {
+        let xs = zeros(&[2, 3], DType::F32);
+        match world.rank() {
+            0 => world.all_reduce(&xs, ReduceOp::Sum).map(|_| ()),
+            _ => world.all_gather(&xs, 0).map(|_| ()),
+        }
+    });
+    let words = ["ranks disagree in group [0, 1], operation number 0"];
+    assert_all_say(&got, &words);
+    assert_all_say(
+        &got,
+        &[
+            "rank 0: all_reduce(sum) of f32 [2, 3] at ",
+            "rank 1: all_gather of f32 [2, 3] at ",
+        ],
+    );
+    assert_all_say(&got, &["mismatches.rs:", "hint: "]);
+}
+
+#[test]
+fn different_shapes_dtypes_roots_and_reductions() {
+    let shapes = errors(3, |world| {
+        let dims = [[2, 3], [2, 3], [2, 4]][world.rank()];
+        world
+            .all_reduce(&zeros(&dims, DType::F32), ReduceOp::Sum)
+            .map(|_| ())
+    });
+    assert_all_say(
+        &shapes,
+        &[
+            "all_reduce(sum) of f32 [2, 3]",
+            "rank 2: all_reduce(sum) of f32 [2, 4]",
+        ],
+    );
+    let dtypes = errors(2, |world| {
+        let dtype = [DType::BF16, DType::F16][world.rank()];
+        world.all_gather(&zeros(&[2], dtype), 0).map(|_| ())
+    });
+    assert_all_say(
+        &dtypes,
+        &[
+            "rank 0: all_gather of bf16 [2]",
+            "rank 1: all_gather of f16 [2]",
+        ],
+    );
+    let roots = errors(2, |world| {
+        world
+            .broadcast(&zeros(&[2], DType::F32), world.rank())
+            .map(|_| ())
+    });
+    assert_all_say(
+        &roots,
+        &[
+            "rank 0: broadcast(root 0) of f32",
+            "rank 1: broadcast(root 1) of f32",
+        ],
+    );
+    let ops = errors(2, |world| {
+        let op = [ReduceOp::Sum, ReduceOp::Max][world.rank()];
+        world
+            .reduce_scatter(&zeros(&[2], DType::F32), op, 0)
+            .map(|_| ())
+    });
+    assert_all_say(
+        &ops,
+        &["rank 0: reduce_scatter(sum)", "rank 1: reduce_scatter(max)"],
+    );
+    let kinds = errors(2, |world| match world.rank() {
+        0 => world.barrier(),
+        _ => world.split(0, 0).map(|_| ()),
+    });
+    assert_all_say(&kinds, &["rank 0: barrier at", "rank 1: split at"]);
+}
+
+#[test]
+fn started_operations_fail_at_the_wait() {
+    let got = errors(2, |world| {
+        let good = world.start_all_reduce(&zeros(&[3], DType::F32), ReduceOp::Sum)?;
+        let bad = world.start_all_reduce(&zeros(&[3 + world.rank()], DType::F32), ReduceOp::Sum)?;
+        let also_good = world.start_all_gather(&zeros(&[1], DType::U8))?;
+        assert_eq!(also_good.wait()?.dims(), [2]);
+        good.wait()?;
+        bad.wait().map(|_| ())
+    });
+    assert_all_say(&got, &["operation number 1", "f32 [3]", "f32 [4]"]);
+}
+
+#[test]
+fn a_mismatch_is_found_before_the_last_rank_arrives() {
+    // Rank 2 arrives only after the others have reported their errors to it.
+    let got = errors(3, |world| {
+        let xs = zeros(&[1 + world.rank()], DType::F32);
+        if world.rank() == 2 {
+            let done = || P2p::Recv {
+                shape: 1.into(),
+                dtype: DType::F32,
+                src: 0,
+            };
+            world.batch_send_recv(&[
+                done(),
+                P2p::Recv {
+                    shape: 1.into(),
+                    dtype: DType::F32,
+                    src: 1,
+                },
+            ])?;
+            return world.all_reduce(&xs, ReduceOp::Sum).map(|_| ());
+        }
+        let result = world.all_reduce(&xs, ReduceOp::Sum).map(|_| ());
+        world.batch_send_recv(&[P2p::Send {
+            xs: &zeros(&[1], DType::F32),
+            dst: 2,
+        }])?;
+        result
+    });
+    assert_all_say(
+        &got,
+        &[
+            "rank 0: all_reduce(sum) of f32 [1]",
+            "rank 1: all_reduce(sum) of f32 [2]",
+        ],
+    );
+}
+
+#[test]
+fn a_split_group_names_world_ranks() {
+    let error = launch::threads(4, |world| {
+        let pair = world.split(world.rank() % 2, 0)?;
+        let size = if world.rank() == 3 { 5 } else { 4 };
+        pair.all_reduce(&zeros(&[size], DType::F32), ReduceOp::Sum)?;
+        world.barrier()
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.starts_with("rank 1 failed: ") || error.starts_with("rank 3 failed: "),
+        "{error}"
+    );
+    for word in [
+        "group [1, 3]",
+        "rank 1: all_reduce(sum) of f32 [4]",
+        "rank 3: all_reduce(sum) of f32 [5]",
+    ] {
+        assert!(error.contains(word), "{error}");
+    }
+}
+
+#[test]
+fn messages_of_another_shape_or_dtype() {
+    for (dims, dtype, expected) in [
+        (vec![3], DType::F32, "receives f32 [3] at"),
+        (vec![2, 1], DType::U8, "receives u8 [2, 1] at"),
+    ] {
+        let error = launch::threads(2, |world| {
+            if world.rank() == 0 {
+                world.batch_send_recv(&[P2p::Send {
+                    xs: &zeros(&[2, 1], DType::F32),
+                    dst: 1,
+                }])?;
+                return Ok(());
+            }
+            let recv = P2p::Recv {
+                shape: dims.as_slice().into(),
+                dtype,
+                src: 0,
+            };
+            world.batch_send_recv(&[recv]).map(|_| ())
+        });
+        let error = error.unwrap_err().to_string();
+        for word in [
+            "rank 1 failed: ",
+            "group [0, 1]",
+            "rank 0: sent f32 [2, 1] at",
+            expected,
+            "mismatches.rs:",
+        ] {
+            assert!(error.contains(word), "{word}: {error}");
+        }
+    }
+}
+
+#[test]
+fn arguments() {
+    let message = |run: &(dyn Fn(&ProcessGroup, &Tensor) -> Result<()> + Sync)| {
+        let said = errors(3, |world| run(world, &zeros(&[4, 2], DType::F32)));
+        said[0].clone()
+    };
+    let said = message(&|world, xs| world.reduce_scatter(xs, ReduceOp::Sum, 0).map(|_| ()));
+    assert_eq!(
+        said,
+        "reduce_scatter along dim 0 of shape [4, 2]: 4 is not divisible by world_size(3)"
+    );
+    let said = message(&|world, xs| world.all_to_all(xs, 1).map(|_| ()));
+    assert_eq!(
+        said,
+        "all_to_all along dim 1 of shape [4, 2]: 2 is not divisible by world_size(3)"
+    );
+    let said = message(&|world, xs| world.broadcast(xs, 3).map(|_| ()));
+    assert_eq!(
+        said,
+        "broadcast: root 3 is not a rank of a group of world_size 3"
+    );
+    let said = message(&|world, xs| {
+        world
+            .batch_send_recv(&[P2p::Send { xs, dst: 7 }])
+            .map(|_| ())
+    });
+    assert_eq!(
+        said,
+        "batch_send_recv: dst 7 is not a rank of a group of world_size 3"
+    );
+    let said = message(&|world, xs| {
+        world
+            .batch_send_recv(&[P2p::Send {
+                xs,
+                dst: world.rank(),
+            }])
+            .map(|_| ())
+    });
+    assert_eq!(said, "batch_send_recv: dst 0 is this rank itself");
+    let said = message(&|world, xs| world.all_gather(xs, 2).map(|_| ()));
+    assert!(said.contains("[4, 2]") && said.contains('2'), "{said}");
+    let said = message(&|world, _| world.start_all_gather(&zeros(&[], DType::F32)).map(|_| ()));
+    assert!(
+        said.contains("all_gather along dim 0: the tensor of shape [] has no such dim"),
+        "{said}"
+    );
+    let said = message(&|world, _| {
+        let xs = zeros(&[4], DType::F32).to_dtype(DType::F8E4M3)?;
+        world.all_reduce(&xs, ReduceOp::Sum).map(|_| ())
+    });
+    assert!(said.contains("not f8e4m3"), "{said}");
+}
