@@ -103,7 +103,10 @@ impl Batches {
             .checked_mul(self.config.global_batch_size)
             .and_then(|first| first.checked_add(self.dp_rank * self.local_batch_size))
         else {
-            bail!("step {step} of {} sequences each is out of range", self.config.global_batch_size);
+            bail!(
+                "step {step} of {} sequences each is out of range",
+                self.config.global_batch_size
+            );
         };
         (0..self.num_micro_batches())
             .map(|m| self.micro_batch(first + m * self.config.micro_batch_size))

@@ -32,7 +32,10 @@ impl Documents {
                 "cannot open data {path:?}: {e}\nhint: give a UTF-8 text file that ends in .txt, or a folder of them"
             ),
         };
-        let texts = files.iter().map(|file| read_text(file)).collect::<Result<_>>()?;
+        let texts = files
+            .iter()
+            .map(|file| read_text(file))
+            .collect::<Result<_>>()?;
         Ok(Self { texts })
     }
 
@@ -63,7 +66,8 @@ impl Documents {
 }
 
 fn is_text_file(path: &Path) -> bool {
-    path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("txt"))
+    path.extension()
+        .is_some_and(|ending| ending.eq_ignore_ascii_case("txt"))
 }
 
 /// The `.txt` files directly in `dir`, sorted by name.

@@ -27,10 +27,16 @@ impl LrSchedule {
     /// `lr` is negative or not finite, or `min_lr_ratio` is outside 0..=1.
     pub fn validate(&self) -> Result<()> {
         if !self.lr.is_finite() || self.lr < 0.0 {
-            bail!("lr is {}, expected a finite number that is not negative", self.lr);
+            bail!(
+                "lr is {}, expected a finite number that is not negative",
+                self.lr
+            );
         }
         if !(0.0..=1.0).contains(&self.min_lr_ratio) {
-            bail!("min_lr_ratio is {}, expected a fraction from 0 to 1", self.min_lr_ratio);
+            bail!(
+                "min_lr_ratio is {}, expected a fraction from 0 to 1",
+                self.min_lr_ratio
+            );
         }
         Ok(())
     }

@@ -26,8 +26,17 @@ impl Metrics {
     /// The file cannot be written. Call this before training, so that the error comes before the work.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        match OpenOptions::new().write(true).create(true).truncate(false).open(&path) {
-            Ok(file) => Ok(Self { path, file, started: false }),
+        match OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+        {
+            Ok(file) => Ok(Self {
+                path,
+                file,
+                started: false,
+            }),
             Err(e) => bail!(
                 "cannot write the metrics file {path:?}: {e}\nhint: its folder must exist and be writable"
             ),

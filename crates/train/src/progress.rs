@@ -38,16 +38,28 @@ impl Progress {
         }
         let bar = ProgressBar::new(num_steps as u64);
         // The template is a constant; should indicatif ever refuse it, its own style still shows the progress.
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len} {msg} eta {eta}") {
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len} {msg} eta {eta}")
+        {
             bar.set_style(style);
         }
-        Self { num_steps, view: View::Bar(bar) }
+        Self {
+            num_steps,
+            view: View::Bar(bar),
+        }
     }
 
     /// Plain lines to `out`: for the first and the last step, every tenth of the run and every 5 seconds.
     pub fn to_writer(num_steps: usize, out: Box<dyn Write + Send>) -> Self {
-        let lines = Lines { out, start: Instant::now(), first_step: None, last_line: None };
-        Self { num_steps, view: View::Lines(lines) }
+        let lines = Lines {
+            out,
+            start: Instant::now(),
+            first_step: None,
+            last_line: None,
+        };
+        Self {
+            num_steps,
+            view: View::Lines(lines),
+        }
     }
 
     /// Shows a finished step. A terminal that cannot be written to does not end a run: errors are ignored.
@@ -89,8 +101,10 @@ impl Lines {
         let num_done = step + 1;
         let tenth = num_steps.div_ceil(NUM_LINES).max(1);
         let is_due = num_done >= num_steps
-            || num_done % tenth == 0
-            || self.last_line.is_none_or(|last| last.elapsed() >= LINE_INTERVAL);
+            || num_done.is_multiple_of(tenth)
+            || self
+                .last_line
+                .is_none_or(|last| last.elapsed() >= LINE_INTERVAL);
         if !is_due {
             return;
         }
@@ -99,7 +113,10 @@ impl Lines {
         let left_secs = secs_per_step * num_steps.saturating_sub(num_done) as f64;
         let left = HumanDuration(Duration::try_from_secs_f64(left_secs).unwrap_or(Duration::MAX));
         // See `Progress::update`: a closed log is no reason to stop training.
-        let _ = writeln!(self.out, "step {num_done}/{num_steps} {message} eta {left:#}");
+        let _ = writeln!(
+            self.out,
+            "step {num_done}/{num_steps} {message} eta {left:#}"
+        );
         let _ = self.out.flush();
     }
 }

@@ -21,13 +21,22 @@ pub(crate) struct SampleOrder {
 impl SampleOrder {
     /// The order of `num_samples` >= 1 samples.
     pub(crate) fn new(num_samples: usize, shuffle: bool, seed: u64) -> Self {
-        Self { num_samples, shuffle, seed, last: Mutex::new(None) }
+        Self {
+            num_samples,
+            shuffle,
+            seed,
+            last: Mutex::new(None),
+        }
     }
 
     /// The sample at `position`.
     pub(crate) fn sample(&self, position: usize) -> usize {
         let (epoch, within) = (position / self.num_samples, position % self.num_samples);
-        if self.shuffle { self.permutation(epoch)[within] } else { within }
+        if self.shuffle {
+            self.permutation(epoch)[within]
+        } else {
+            within
+        }
     }
 
     fn permutation(&self, epoch: usize) -> Arc<[usize]> {
@@ -35,7 +44,8 @@ impl SampleOrder {
         match &*last {
             Some((known, permutation)) if *known == epoch => permutation.clone(),
             _ => {
-                let permutation: Arc<[usize]> = permutation(self.num_samples, self.seed, epoch as u64).into();
+                let permutation: Arc<[usize]> =
+                    permutation(self.num_samples, self.seed, epoch as u64).into();
                 *last = Some((epoch, permutation.clone()));
                 permutation
             }

@@ -22,10 +22,16 @@ impl SamplingConfig {
     /// `temperature` is negative or not finite, or `top_p` is not above 0 and at most 1.
     pub fn validate(&self) -> Result<()> {
         if !self.temperature.is_finite() || self.temperature < 0.0 {
-            bail!("temperature is {}, expected a finite number of at least 0", self.temperature);
+            bail!(
+                "temperature is {}, expected a finite number of at least 0",
+                self.temperature
+            );
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            bail!("top_p is {}, expected a probability above 0 and at most 1", self.top_p);
+            bail!(
+                "top_p is {}, expected a probability above 0 and at most 1",
+                self.top_p
+            );
         }
         Ok(())
     }
@@ -53,7 +59,10 @@ impl Sampler {
     /// # Errors
     /// There are no logits, one of them is NaN or +inf, or all are -inf.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
-        if let Some(id) = logits.iter().position(|l| l.is_nan() || *l == f32::INFINITY) {
+        if let Some(id) = logits
+            .iter()
+            .position(|l| l.is_nan() || *l == f32::INFINITY)
+        {
             bail!(
                 "the logit of token {id} is {}, expected finite numbers\nhint: the weights have diverged; lower the learning rate",
                 logits[id]
@@ -66,7 +75,10 @@ impl Sampler {
             }
         }
         if logits.get(best).is_none_or(|max| *max == f32::NEG_INFINITY) {
-            bail!("none of the {} tokens has a logit above -inf, so there is nothing to choose", logits.len());
+            bail!(
+                "none of the {} tokens has a logit above -inf, so there is nothing to choose",
+                logits.len()
+            );
         }
         if self.config.temperature == 0.0 {
             return Ok(best as u32);

@@ -30,7 +30,11 @@ impl Samples {
                 ids.len().saturating_sub(1).max(1)
             );
         }
-        Ok(Self { ids, seq_len, num_samples })
+        Ok(Self {
+            ids,
+            seq_len,
+            num_samples,
+        })
     }
 
     /// Sample `index % len()`, the `seq_len + 1` ids of its inputs and targets.

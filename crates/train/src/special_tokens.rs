@@ -18,7 +18,10 @@ const SPELLING_FILES: [&str; 2] = ["tokenizer_config.json", "special_tokens_map.
 const ID_FILES: [&str; 2] = ["config.json", "generation_config.json"];
 
 /// Reads the special tokens of the checkpoint in `dir`.
-pub(crate) fn read_special_tokens(dir: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<SpecialTokens> {
+pub(crate) fn read_special_tokens(
+    dir: &Path,
+    tokenizer: &tokenizers::Tokenizer,
+) -> Result<SpecialTokens> {
     let files = Files::read(dir)?;
     let bos_id = files.find("bos", tokenizer)?;
     match files.find("eos", tokenizer)? {
@@ -48,7 +51,10 @@ impl Files {
             }
             Ok(files)
         };
-        Ok(Self { spelling: read(SPELLING_FILES)?, id: read(ID_FILES)? })
+        Ok(Self {
+            spelling: read(SPELLING_FILES)?,
+            id: read(ID_FILES)?,
+        })
     }
 
     /// The id of the token `kind` (eos or bos).
@@ -58,7 +64,9 @@ impl Files {
             if let Some(token) = token.as_str().or_else(|| token["content"].as_str()) {
                 return match tokenizer.token_to_id(token) {
                     Some(id) => Ok(Some(id)),
-                    None => bail!("{name} has {kind}_token {token:?}, which tokenizer.json does not have"),
+                    None => bail!(
+                        "{name} has {kind}_token {token:?}, which tokenizer.json does not have"
+                    ),
                 };
             }
         }
@@ -67,7 +75,9 @@ impl Files {
             if let Some(id) = ids.as_u64().or_else(|| ids[0].as_u64()) {
                 return match u32::try_from(id) {
                     Ok(id) if tokenizer.id_to_token(id).is_some() => Ok(Some(id)),
-                    _ => bail!("{name} has {kind}_token_id {id}, which tokenizer.json does not have"),
+                    _ => {
+                        bail!("{name} has {kind}_token_id {id}, which tokenizer.json does not have")
+                    }
                 };
             }
         }

@@ -29,7 +29,10 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let bytes = match std::fs::read(&path) {
             Ok(bytes) => bytes,
-            Err(e) => bail!("cannot read the tokenizer {path:?}: {e}\nhint: {}", missing_file_hint(dir)),
+            Err(e) => bail!(
+                "cannot read the tokenizer {path:?}: {e}\nhint: {}",
+                missing_file_hint(dir)
+            ),
         };
         let mut tokenizer = match tokenizers::Tokenizer::from_bytes(&bytes) {
             Ok(tokenizer) => tokenizer,
@@ -47,7 +50,11 @@ impl Tokenizer {
 
     pub(crate) fn new(tokenizer: tokenizers::Tokenizer, special: SpecialTokens) -> Result<Self> {
         match tokenizer.get_vocab(true).into_values().max() {
-            Some(max_id) => Ok(Self { tokenizer, special, max_id }),
+            Some(max_id) => Ok(Self {
+                tokenizer,
+                special,
+                max_id,
+            }),
             None => bail!("the tokenizer has an empty vocabulary"),
         }
     }

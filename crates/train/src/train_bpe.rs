@@ -37,7 +37,10 @@ impl Tokenizer {
     ///
     /// # Errors
     /// `vocab_size` has no room for the bytes and special tokens, or the trainer fails.
-    pub fn train_bpe<'a>(texts: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self> {
+    pub fn train_bpe<'a>(
+        texts: impl Iterator<Item = &'a str> + Send,
+        vocab_size: usize,
+    ) -> Result<Self> {
         let min_size = NUM_BYTES + SPECIAL_TOKENS.len();
         if vocab_size < min_size {
             bail!(
@@ -52,15 +55,28 @@ impl Tokenizer {
         let mut trainer = TrainerWrapper::from(
             BpeTrainerBuilder::new()
                 .vocab_size(vocab_size)
-                .special_tokens(SPECIAL_TOKENS.map(|token| AddedToken::from(token, true)).to_vec())
+                .special_tokens(
+                    SPECIAL_TOKENS
+                        .map(|token| AddedToken::from(token, true))
+                        .to_vec(),
+                )
                 .initial_alphabet(HashSet::from_iter(ByteLevel::alphabet()))
                 .show_progress(false)
                 .build(),
         );
-        if let Err(e) = tokenizer.train(&mut trainer, texts.flat_map(|text| text.split_inclusive('\n'))) {
+        if let Err(e) = tokenizer.train(
+            &mut trainer,
+            texts.flat_map(|text| text.split_inclusive('\n')),
+        ) {
             bail!("cannot train a BPE tokenizer: {e}");
         }
-        Self::new(tokenizer, SpecialTokens { eos_id: EOS_ID, bos_id: Some(BOS_ID) })
+        Self::new(
+            tokenizer,
+            SpecialTokens {
+                eos_id: EOS_ID,
+                bos_id: Some(BOS_ID),
+            },
+        )
     }
 
     /// Writes `tokenizer.json` and `tokenizer_config.json` into `dir`, which must exist, for transformers'

@@ -55,7 +55,11 @@ pub(super) struct Fetch<'a> {
 }
 
 impl<'a> Fetch<'a> {
-    pub(super) fn new(config: &'a HubConfig, spec: &'a RepoSpec, snapshots: &'a Snapshots) -> Result<Self> {
+    pub(super) fn new(
+        config: &'a HubConfig,
+        spec: &'a RepoSpec,
+        snapshots: &'a Snapshots,
+    ) -> Result<Self> {
         let cache = Cache::new(config.cache_dir.clone());
         let api = ApiBuilder::from_cache(cache.clone())
             .with_endpoint(config.endpoint.clone())
@@ -66,8 +70,16 @@ impl<'a> Fetch<'a> {
             Ok(api) => api,
             Err(e) => bail!("cannot set up the client of {}: {e}", config.endpoint),
         };
-        let repo = Repo::with_revision(spec.repo_id.clone(), RepoType::Model, spec.revision.clone());
-        Ok(Self { config, spec, snapshots, api, cache, repo })
+        let repo =
+            Repo::with_revision(spec.repo_id.clone(), RepoType::Model, spec.revision.clone());
+        Ok(Self {
+            config,
+            spec,
+            snapshots,
+            api,
+            cache,
+            repo,
+        })
     }
 
     /// The commit that the revision names now, taken from the headers of `file`.
@@ -110,7 +122,10 @@ impl<'a> Fetch<'a> {
             )));
         }
         let size = metadata.size() as u64;
-        let blob = self.cache.repo(self.repo.clone()).blob_path(metadata.etag());
+        let blob = self
+            .cache
+            .repo(self.repo.clone())
+            .blob_path(metadata.etag());
         if blob.exists() {
             // Another commit has the same file: nothing to transfer.
             if file_len(&blob) == Some(size) && link(&blob, path).is_ok() {
@@ -136,12 +151,21 @@ impl<'a> Fetch<'a> {
     }
 
     fn metadata(&self, file: &str) -> std::result::Result<Metadata, Failure> {
-        let metadata = self.api.metadata(&self.api.repo(self.repo.clone()).url(file))?;
+        let metadata = self
+            .api
+            .metadata(&self.api.repo(self.repo.clone()).url(file))?;
         // Both become parts of paths in the cache.
-        for (header, value) in [("ETag", metadata.etag()), ("X-Repo-Commit", metadata.commit_hash())] {
-            let is_plain = Path::new(value).components().all(|c| matches!(c, Component::Normal(_)));
+        for (header, value) in [
+            ("ETag", metadata.etag()),
+            ("X-Repo-Commit", metadata.commit_hash()),
+        ] {
+            let is_plain = Path::new(value)
+                .components()
+                .all(|c| matches!(c, Component::Normal(_)));
             if value.is_empty() || !is_plain {
-                return Err(Failure::Other(format!("the server sent the header {header}: {value:?}")));
+                return Err(Failure::Other(format!(
+                    "the server sent the header {header}: {value:?}"
+                )));
             }
         }
         Ok(metadata)
@@ -150,15 +174,22 @@ impl<'a> Fetch<'a> {
     /// Where there is no terminal for a bar, a line says what is going on.
     fn announce(&self, file: &str, size: u64) {
         if is_weights(Path::new(file)) && !io::stderr().is_terminal() {
-            eprintln!("fetching {file} of {}, {:.1} MB", self.spec, size as f64 / 1e6);
+            eprintln!(
+                "fetching {file} of {}, {:.1} MB",
+                self.spec,
+                size as f64 / 1e6
+            );
         }
     }
 
     /// The error of a request for `file`.
     pub(super) fn error(&self, file: &str, failure: Failure) -> Error {
-        let HubConfig { endpoint, token, .. } = self.config;
+        let HubConfig {
+            endpoint, token, ..
+        } = self.config;
         let RepoSpec { repo_id, revision } = self.spec;
-        let what = format!("cannot fetch {file} of {repo_id} (revision {revision}) from {endpoint}");
+        let what =
+            format!("cannot fetch {file} of {repo_id} (revision {revision}) from {endpoint}");
         let page = format!("{endpoint}/{repo_id}");
         Error::msg(match failure {
             Failure::Status(401) if token.is_none() => format!(
@@ -173,7 +204,9 @@ impl<'a> Fetch<'a> {
             Failure::Status(404) => format!(
                 "{what}: there is no such model, revision or file (status 404), and no folder {repo_id:?} here\nhint: check the name and the revision at {page}; a private model needs HF_TOKEN"
             ),
-            Failure::Status(status) => format!("{what}: the hub answered with status {status}\nhint: try again later"),
+            Failure::Status(status) => {
+                format!("{what}: the hub answered with status {status}\nhint: try again later")
+            }
             Failure::Other(reason) => format!(
                 "{what}: {reason}\nhint: check the network and HF_ENDPOINT and run again (a broken download is continued); HF_HUB_OFFLINE=1 uses what is in {:?}",
                 self.config.cache_dir
@@ -185,13 +218,17 @@ impl<'a> Fetch<'a> {
     pub(super) fn set_commit(&self, commit: &str) -> Result<()> {
         match self.cache.repo(self.repo.clone()).create_ref(commit) {
             Ok(()) => Ok(()),
-            Err(e) => bail!("cannot write to the model cache {:?}: {e}", self.config.cache_dir),
+            Err(e) => bail!(
+                "cannot write to the model cache {:?}: {e}",
+                self.config.cache_dir
+            ),
         }
     }
 }
 
 fn is_weights(file: &Path) -> bool {
-    file.extension().is_some_and(|ending| ending == "safetensors")
+    file.extension()
+        .is_some_and(|ending| ending == "safetensors")
 }
 
 fn file_len(path: &Path) -> Option<u64> {
@@ -200,9 +237,9 @@ fn file_len(path: &Path) -> Option<u64> {
 
 fn remove(path: &Path) -> std::result::Result<(), Failure> {
     match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            Err(Failure::Other(format!("cannot remove {path:?} from the cache: {e}")))
-        }
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Failure::Other(format!(
+            "cannot remove {path:?} from the cache: {e}"
+        ))),
         _ => Ok(()),
     }
 }
@@ -213,7 +250,10 @@ fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
     if is_weights(path) {
         return match file_len(path) {
             Some(len) if len == size => Ok(()),
-            len => Err(format!("{} bytes arrived, expected {size}", len.unwrap_or(0))),
+            len => Err(format!(
+                "{} bytes arrived, expected {size}",
+                len.unwrap_or(0)
+            )),
         };
     }
     let bytes = fs::read(path).map_err(|e| e.to_string())?;

@@ -33,23 +33,38 @@ impl HubConfig {
     /// # Errors
     /// No cache folder follows from them: neither a home folder nor one of the cache variables is set.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let var = |name: &str| var(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
+        let var = |name: &str| {
+            var(name)
+                .map(|v| v.trim().to_string())
+                .filter(|v| !v.is_empty())
+        };
         let home = var("HF_HOME").map(PathBuf::from).or_else(|| {
             let cache = var("XDG_CACHE_HOME").map(PathBuf::from);
-            let user = var("HOME").or_else(|| var("USERPROFILE")).map(PathBuf::from);
-            Some(cache.or(user.map(|user| user.join(".cache")))?.join("huggingface"))
+            let user = var("HOME")
+                .or_else(|| var("USERPROFILE"))
+                .map(PathBuf::from);
+            Some(
+                cache
+                    .or(user.map(|user| user.join(".cache")))?
+                    .join("huggingface"),
+            )
         });
         let cache = var("HF_HUB_CACHE").map(PathBuf::from);
         let Some(cache_dir) = cache.or(home.as_ref().map(|home| home.join("hub"))) else {
-            bail!("no folder for models from the hub: none of HF_HUB_CACHE, HF_HOME and HOME is set\nhint: set HF_HOME");
+            bail!(
+                "no folder for models from the hub: none of HF_HUB_CACHE, HF_HOME and HOME is set\nhint: set HF_HOME"
+            );
         };
-        let token_file = var("HF_TOKEN_PATH").map(PathBuf::from).or(home.map(|home| home.join("token")));
+        let token_file = var("HF_TOKEN_PATH")
+            .map(PathBuf::from)
+            .or(home.map(|home| home.join("token")));
         let token = var("HF_TOKEN").or_else(|| {
             let token = std::fs::read_to_string(token_file?).ok()?;
             Some(token.trim().to_string()).filter(|token| !token.is_empty())
         });
         let endpoint = var("HF_ENDPOINT").unwrap_or("https://huggingface.co".to_string());
-        let is_on = |value: String| matches!(value.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
+        let is_on =
+            |value: String| matches!(value.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
         Ok(Self {
             endpoint: endpoint.trim_end_matches('/').to_string(),
             cache_dir,

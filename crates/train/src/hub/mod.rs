@@ -5,9 +5,8 @@
 //! when the hub cannot be reached, a complete snapshot in the cache is used as it is.
 //!
 //! Built on the blocking client of `hf-hub` 0.5, whose TLS is `rustls` with bundled root certificates. The 1.x client is
-//! asynchronous: with its runtime, its transfer protocol and a cryptography library compiled from C it would more than
-//! double what has to be built, to fetch half a dozen files once. Of the environment variables, 0.5 knows two; all that
-//! matter here are read in [`HubConfig`].
+//! asynchronous: with its runtime and its own transfer protocol it would double the number of crates to build, to fetch
+//! half a dozen files once. Of the environment variables 0.5 knows two; all that matter here are read by [`HubConfig`].
 
 mod fetch;
 mod hub_config;

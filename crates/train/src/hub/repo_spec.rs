@@ -19,7 +19,10 @@ impl RepoSpec {
         let (repo_id, revision) = spec.split_once('@').unwrap_or((spec, "main"));
         let (org, name) = repo_id.split_once('/')?;
         let is_valid = is_name(org) && is_name(name) && revision.split('/').all(is_name);
-        is_valid.then(|| Self { repo_id: repo_id.to_string(), revision: revision.to_string() })
+        is_valid.then(|| Self {
+            repo_id: repo_id.to_string(),
+            revision: revision.to_string(),
+        })
     }
 
     /// True when the revision is a full commit id, which never changes its meaning.
@@ -37,5 +40,7 @@ impl fmt::Display for RepoSpec {
 /// One part of a path that stays inside its folder.
 pub(super) fn is_name(name: &str) -> bool {
     name.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
 }

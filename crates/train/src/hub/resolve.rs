@@ -78,7 +78,10 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
     let commit = match (fetch.commit(REQUIRED_FILES[0]), cached) {
         (Ok(commit), _) => commit,
         (Err(failure), Ok(dir)) if failure.is_transient() => {
-            tracing::warn!("cannot reach {}; using {spec} as it is in the cache", config.endpoint);
+            tracing::warn!(
+                "cannot reach {}; using {spec} as it is in the cache",
+                config.endpoint
+            );
             return Ok(dir);
         }
         (Err(failure), _) => return Err(fetch.error(REQUIRED_FILES[0], failure)),

@@ -12,8 +12,11 @@ use super::weight_index::read_shard_names;
 /// Files without which a model cannot be trained, fetched before the weights.
 pub(super) const REQUIRED_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Files that a model may lack.
-pub(super) const OPTIONAL_FILES: [&str; 3] =
-    ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"];
+pub(super) const OPTIONAL_FILES: [&str; 3] = [
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+];
 /// Weights in one file.
 pub(super) const WEIGHTS: &str = "model.safetensors";
 /// Index of weights in several files.
@@ -26,7 +29,9 @@ pub(super) struct Snapshots {
 
 impl Snapshots {
     pub(super) fn new(cache_dir: &Path, spec: &RepoSpec) -> Self {
-        Self { dir: cache_dir.join(format!("models--{}", spec.repo_id.replace('/', "--"))) }
+        Self {
+            dir: cache_dir.join(format!("models--{}", spec.repo_id.replace('/', "--"))),
+        }
     }
 
     /// Folder of `commit`'s files.

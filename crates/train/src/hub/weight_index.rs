@@ -22,12 +22,18 @@ pub(super) fn read_shard_names(path: &Path) -> Result<BTreeSet<String>> {
         Ok(index) => index,
         Err(e) => bail!("the index of the weights {path:?} is not valid JSON: {e}"),
     };
-    let Some(map) = index["weight_map"].as_object().filter(|map| !map.is_empty()) else {
+    let Some(map) = index["weight_map"]
+        .as_object()
+        .filter(|map| !map.is_empty())
+    else {
         bail!("the index of the weights {path:?} has no `weight_map`, or an empty one");
     };
     let mut names = BTreeSet::new();
     for (tensor, file) in map {
-        match file.as_str().filter(|name| is_name(name) && name.ends_with(".safetensors")) {
+        match file
+            .as_str()
+            .filter(|name| is_name(name) && name.ends_with(".safetensors"))
+        {
             Some(name) => names.insert(name.to_string()),
             None => bail!(
                 "the index of the weights {path:?} puts tensor {tensor:?} into {file}, expected the name of a .safetensors file beside it"

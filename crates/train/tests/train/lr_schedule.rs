@@ -1,0 +1,67 @@
+use candle_train::LrSchedule;
+
+use crate::assert_error;
+
+#[test]
+fn warm_up_then_cosine() {
+    let schedule = LrSchedule {
+        lr: 1e-3,
+        min_lr_ratio: 0.1,
+        warmup_steps: 2,
+        num_steps: 10,
+    };
+    // From Python: lr*(s+1)/w, then lo + (lr - lo) * (1 + math.cos(math.pi * (s - w) / max(1, steps - w))) / 2.
+    let expected = [
+        0.0005,
+        0.001,
+        0.001,
+        9.65745789630079e-4,
+        0.0008681980515339465,
+        0.0007222075445642905,
+        0.00055,
+        3.777924554357096e-4,
+        0.0002318019484660536,
+        1.34254210369921e-4,
+    ];
+    for (step, expected) in expected.into_iter().enumerate() {
+        assert!(
+            (schedule.at(step) - expected).abs() < 1e-15,
+            "step {step}: {}",
+            schedule.at(step)
+        );
+    }
+    assert_eq!(schedule.at(10), 1e-4);
+    assert_eq!(schedule.at(1000), 1e-4);
+}
+
+#[test]
+fn corner_cases() {
+    let schedule = |warmup_steps, num_steps| LrSchedule {
+        lr: 2.0,
+        min_lr_ratio: 0.0,
+        warmup_steps,
+        num_steps,
+    };
+    assert_eq!(schedule(0, 1).at(0), 2.0);
+    assert_eq!(schedule(4, 3).at(2), 1.5);
+    assert_eq!(schedule(3, 3).at(3), 2.0);
+    assert_eq!(schedule(0, 0).at(0), 2.0);
+}
+
+#[test]
+fn impossible_numbers_are_refused() {
+    let schedule = |lr, min_lr_ratio| {
+        LrSchedule {
+            lr,
+            min_lr_ratio,
+            warmup_steps: 0,
+            num_steps: 1,
+        }
+        .validate()
+    };
+    schedule(1e-3, 1.0).unwrap();
+    assert_error(schedule(f64::NAN, 0.1), &["lr is NaN"]);
+    assert_error(schedule(-1.0, 0.1), &["lr is -1"]);
+    assert_error(schedule(1.0, 1.5), &["min_lr_ratio is 1.5"]);
+    assert_error(schedule(1.0, f64::NAN), &["min_lr_ratio is NaN"]);
+}

@@ -1,0 +1,80 @@
+use std::fs;
+
+use candle_train::{Metrics, StepMetrics};
+
+use crate::assert_error;
+
+pub fn step(step: usize) -> StepMetrics {
+    StepMetrics {
+        step,
+        loss: 2.5,
+        grad_norm: 0.75,
+        learning_rate: 1e-3,
+        num_tokens: 512,
+        tokens_per_sec: 2048.0,
+        step_secs: 0.25,
+    }
+}
+
+#[test]
+fn one_json_object_per_step_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let mut metrics = Metrics::create(&path).unwrap();
+    for num_lines in 1..4 {
+        metrics.log(&step(num_lines - 1)).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().count(), num_lines);
+        assert!(text.ends_with('\n'));
+        let last = text.lines().last().unwrap();
+        assert_eq!(
+            serde_json::from_str::<StepMetrics>(last).unwrap(),
+            step(num_lines - 1)
+        );
+    }
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(
+        text.lines().next().unwrap(),
+        r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25}"#
+    );
+}
+
+#[test]
+fn an_old_file_lasts_until_the_first_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    fs::write(
+        &path,
+        "numbers of an earlier run, longer than one line of the new one\n".repeat(9),
+    )
+    .unwrap();
+    let mut metrics = Metrics::create(&path).unwrap();
+    assert!(fs::read_to_string(&path).unwrap().starts_with("numbers"));
+    metrics.log(&step(0)).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap(), step(0));
+}
+
+#[test]
+fn an_unwritable_path_is_an_error_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_error(
+        Metrics::create(dir.path()),
+        &["cannot write the metrics file", "hint:"],
+    );
+    let missing = dir.path().join("missing/metrics.jsonl");
+    assert_error(
+        Metrics::create(missing),
+        &["missing/metrics.jsonl", "folder must exist"],
+    );
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_an_error_and_devices_work() {
+    assert_error(
+        Metrics::create("/dev/full").unwrap().log(&step(3)),
+        &["step 3", "/dev/full"],
+    );
+    Metrics::create("/dev/null").unwrap().log(&step(0)).unwrap();
+}

@@ -1,0 +1,178 @@
+use std::fs;
+use std::path::Path;
+
+use candle_train::{Documents, Tokenizer, Tokens};
+use serde_json::{Value, json};
+
+use crate::assert_error;
+
+const TEXT: &str = "the cat sat on the mat\nand the cat ate the rat\n\nthat sat on the mat\n";
+
+fn trained() -> Tokenizer {
+    Tokenizer::train_bpe([TEXT].into_iter(), 280).unwrap()
+}
+
+/// A saved tokenizer, and a way to change its files.
+fn saved() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    trained().save(dir.path()).unwrap();
+    dir
+}
+
+fn write(dir: &Path, name: &str, value: Value) {
+    fs::write(dir.join(name), value.to_string()).unwrap();
+}
+
+#[test]
+fn any_text_survives_encoding_and_decoding() {
+    let tokenizer = trained();
+    assert_eq!(tokenizer.vocab_size(), 280);
+    assert_eq!((tokenizer.bos_id(), tokenizer.eos_id()), (Some(0), 1));
+    for text in [TEXT, "  naïve \r\n\t漢字 🦀", "\u{feff}x"] {
+        let ids = tokenizer.encode(text).unwrap();
+        assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+    }
+    assert!(tokenizer.encode(TEXT).unwrap().len() < TEXT.len() / 2);
+    assert_eq!(
+        tokenizer.encode("a<|end_of_text|>").unwrap().last(),
+        Some(&1)
+    );
+    assert_eq!(tokenizer.decode(&[1]).unwrap(), "");
+    assert_eq!(tokenizer.token(1).unwrap(), "<|end_of_text|>");
+    assert_error(
+        Tokenizer::train_bpe([TEXT].into_iter(), 260),
+        &["vocab_size(260)", "261"],
+    );
+    let few = Tokenizer::train_bpe(["ab"].into_iter(), 1000).unwrap();
+    assert_eq!(few.vocab_size(), 262);
+}
+
+#[test]
+fn saved_and_read_again_it_is_the_same() {
+    let dir = saved();
+    let (saved, read) = (trained(), Tokenizer::from_dir(dir.path()).unwrap());
+    assert_eq!(read.encode(TEXT).unwrap(), saved.encode(TEXT).unwrap());
+    assert_eq!(
+        (read.eos_id(), read.bos_id(), read.vocab_size()),
+        (1, Some(0), 280)
+    );
+    let mut names: Vec<_> = fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["tokenizer.json", "tokenizer_config.json"]);
+    assert_error(
+        saved.save(dir.path().join("missing")),
+        &["missing", "tokenizer.json"],
+    );
+}
+
+#[test]
+fn documents_end_with_eos() {
+    let tokenizer = trained();
+    let documents = Documents::from_texts(vec!["the cat".into(), "mat".into()]);
+    let tokens = Tokens::encode(&documents, &tokenizer).unwrap();
+    let mut expected = tokenizer.encode("the cat").unwrap();
+    expected.push(1);
+    expected.extend(tokenizer.encode("mat").unwrap());
+    expected.push(1);
+    assert_eq!(tokens.ids(), expected);
+}
+
+#[test]
+fn the_file_may_not_cut_or_pad_texts() {
+    let dir = saved();
+    let path = dir.path().join("tokenizer.json");
+    let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    file["truncation"] =
+        json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+    file["padding"] = json!({"strategy": {"Fixed": 500}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|begin_of_text|>"});
+    write(dir.path(), "tokenizer.json", file);
+    let read = Tokenizer::from_dir(dir.path()).unwrap();
+    assert_eq!(read.encode(TEXT).unwrap(), trained().encode(TEXT).unwrap());
+}
+
+#[test]
+fn eos_is_looked_for_in_four_files() {
+    let dir = saved();
+    let dir = dir.path();
+    let eos = || Tokenizer::from_dir(dir).map(|t| t.eos_id());
+    write(
+        dir,
+        "generation_config.json",
+        json!({"eos_token_id": [3, 4]}),
+    );
+    write(dir, "config.json", json!({"eos_token_id": 4}));
+    write(
+        dir,
+        "special_tokens_map.json",
+        json!({"eos_token": {"content": "<|start_header_id|>"}}),
+    );
+    assert_eq!(eos().unwrap(), 1);
+    write(
+        dir,
+        "tokenizer_config.json",
+        json!({"eos_token": {"content": "<|eot_id|>", "lstrip": false}}),
+    );
+    assert_eq!(eos().unwrap(), 4);
+    write(dir, "tokenizer_config.json", json!({"eos_token": null}));
+    assert_eq!(eos().unwrap(), 2);
+    fs::remove_file(dir.join("special_tokens_map.json")).unwrap();
+    assert_eq!(eos().unwrap(), 4);
+    write(
+        dir,
+        "config.json",
+        json!({"eos_token_id": [2, 3], "bos_token_id": 0}),
+    );
+    assert_eq!(eos().unwrap(), 2);
+    assert_eq!(Tokenizer::from_dir(dir).unwrap().bos_id(), Some(0));
+    write(dir, "config.json", json!({}));
+    assert_eq!(eos().unwrap(), 3);
+    assert_eq!(Tokenizer::from_dir(dir).unwrap().bos_id(), None);
+    write(dir, "generation_config.json", json!({"eos_token_id": 9999}));
+    assert_error(eos(), &["generation_config.json", "9999"]);
+    write(dir, "generation_config.json", json!([]));
+    assert_error(eos(), &["no end-of-sequence token", "hint:"]);
+    write(dir, "tokenizer_config.json", json!({"eos_token": "</s>"}));
+    assert_error(eos(), &["tokenizer_config.json", "</s>"]);
+    fs::write(dir.join("tokenizer_config.json"), "{").unwrap();
+    assert_error(eos(), &["tokenizer_config.json", "not valid JSON"]);
+}
+
+#[test]
+fn missing_and_foreign_files_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let read = || Tokenizer::from_dir(dir.path());
+    assert_error(
+        read(),
+        &["tokenizer.json", "hint: only tokenizer.json is supported"],
+    );
+    fs::write(dir.path().join("tokenizer.model"), "").unwrap();
+    assert_error(
+        read(),
+        &["tokenizer.json", "hint: tokenizer.model is not read"],
+    );
+    for foreign in [
+        "",
+        "{}",
+        "\u{0}\u{1}",
+        r#"{"version": "1.0", "model": {"type": "Other"}}"#,
+    ] {
+        fs::write(dir.path().join("tokenizer.json"), foreign).unwrap();
+        assert_error(read(), &["tokenizer.json", "is not a tokenizer", "hint:"]);
+    }
+}
+
+#[test]
+fn a_token_beyond_the_model_is_named() {
+    let tokenizer = trained();
+    tokenizer.check_vocab(280).unwrap();
+    tokenizer.check_vocab(300).unwrap();
+    let token = tokenizer.token(279).unwrap();
+    assert_error(
+        tokenizer.check_vocab(279),
+        &["token id 279", &token, "vocab_size 280", "model has 279"],
+    );
+}
