@@ -73,16 +73,16 @@ pub fn causal_attention(
 
 impl Dims {
     fn new(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, groups: HeadGroups) -> Result<Self> {
-        let (b, t, hq, d) = q.dims4()?;
-        let (_, _, hkv, _) = k.dims4()?;
-        if k.dims() != [b, t, hkv, d] || v.dims() != k.dims() {
-            bail!(
-                "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {:?}, k {:?}, v {:?}",
-                q.dims(),
-                k.dims(),
-                v.dims()
-            )
-        }
+        let (b, t, hq, hkv, d) = match (q.dims(), k.dims(), v.dims()) {
+            (&[b, t, hq, d], &[kb, kt, hkv, kd], v)
+                if [b, t, d] == [kb, kt, kd] && v == k.dims() =>
+            {
+                (b, t, hq, hkv, d)
+            }
+            (q, k, v) => bail!(
+                "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {q:?}, k {k:?}, v {v:?}"
+            ),
+        };
         groups.validate(hq, hkv)?;
         Ok(Self {
             b,

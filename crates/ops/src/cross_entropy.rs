@@ -17,7 +17,9 @@ const NAME: &str = "cross_entropy";
 /// # Errors
 /// When a target is not an id of the vocabulary, the shapes do not fit, or a tensor has another dtype or device.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let (n, v) = logits.dims2()?;
+    let &[n, v] = logits.dims() else {
+        bail!("{NAME}: expected logits (n, v), got {:?}", logits.dims())
+    };
     let (logits_value, targets) = (logits.detach(), targets.detach());
     let ids = HostU32::new(NAME, "targets", &targets)?;
     if let Some(id) = ids

@@ -41,9 +41,9 @@ impl HeadGroups {
         Ok(())
     }
 
-    /// The key/value head that query head `head` reads.
+    /// The key/value head that query head `head` reads, for groups that passed [`HeadGroups::validate`].
     pub fn kv_head(&self, head: usize) -> usize {
-        (self.offset + head) / self.size
+        (self.offset + head) / self.size.max(1)
     }
 
     /// The query heads, of `num_q_heads`, that read `kv_head`.

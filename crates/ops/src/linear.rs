@@ -58,7 +58,7 @@ pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32 on the CPU.
 pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let (num_out, num_in) = weight.dims2()?;
+    let (num_out, num_in) = weight_dims("linear_input_grad", weight)?;
     let (rows, mut dims) = rows_of("linear_input_grad", "dy", dy, num_out)?;
     dims.push(num_in);
     let dy2 = HostF32::new("linear_input_grad", "dy", dy)?
@@ -129,7 +129,7 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f32>, Vec<usize>)> {
-    let (num_out, num_in) = weight.dims2()?;
+    let (num_out, num_in) = weight_dims(NAME, weight)?;
     let (rows, mut dims) = rows_of(NAME, "xs", xs, num_in)?;
     dims.push(num_out);
     let x2 = HostF32::new(NAME, "xs", xs)?
@@ -153,6 +153,13 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f
         });
     }
     Ok((y, dims))
+}
+
+fn weight_dims(op: &str, weight: &Tensor) -> Result<(usize, usize)> {
+    match *weight.dims() {
+        [num_out, num_in] => Ok((num_out, num_in)),
+        ref dims => bail!("{op}: expected weight (out, in), got {dims:?}"),
+    }
 }
 
 /// Number of rows of `tensor (.., len)`, and its leading dimensions.

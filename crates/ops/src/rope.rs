@@ -20,7 +20,9 @@ const NAME: &str = "rope";
 /// # Errors
 /// When the shapes do not fit, `d` is odd, or a tensor is not f32 on the CPU.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let (_b, t, h, d) = xs.dims4()?;
+    let &[_b, t, h, d] = xs.dims() else {
+        bail!("{NAME}: expected xs (b, t, h, d), got {:?}", xs.dims())
+    };
     if d % 2 != 0 {
         bail!(
             "{NAME}: the head dimension must be even, got {d} in xs {:?}",

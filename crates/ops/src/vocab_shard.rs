@@ -22,7 +22,7 @@ const BLOCK: usize = 1024;
 /// # Errors
 /// When `logits` has not two dimensions or is not f32 on the CPU.
 pub fn row_max(logits: &Tensor) -> Result<Tensor> {
-    let (n, v) = logits.dims2()?;
+    let (n, v) = rows_of("row_max", logits)?;
     let host = HostF32::new("row_max", "logits", logits)?;
     let values = host.read();
     let mut max = vec![f32::NEG_INFINITY; n];
@@ -52,7 +52,7 @@ pub fn sum_exp_and_target_logit(
     vocab_start: usize,
 ) -> Result<Tensor> {
     let op = "sum_exp_and_target_logit";
-    let (n, v) = logits.dims2()?;
+    let (n, v) = rows_of(op, logits)?;
     check_rows(op, n, &[("max", max), ("targets", targets)])?;
     let device = logits.device();
     let logits = HostF32::new(op, "logits", logits)?;
@@ -96,7 +96,7 @@ pub fn cross_entropy_grad(
     grad: &Tensor,
 ) -> Result<Tensor> {
     let op = "cross_entropy_grad";
-    let (n, v) = logits.dims2()?;
+    let (n, v) = rows_of(op, logits)?;
     check_rows(
         op,
         n,
@@ -131,6 +131,14 @@ pub fn cross_entropy_grad(
         }
     });
     Tensor::from_vec(out, (n, v), device)
+}
+
+/// Rows and columns of the logits.
+fn rows_of(op: &str, logits: &Tensor) -> Result<(usize, usize)> {
+    match *logits.dims() {
+        [n, v] => Ok((n, v)),
+        ref dims => bail!("{op}: expected logits (n, v), got {dims:?}"),
+    }
 }
 
 fn check_rows(op: &str, n: usize, tensors: &[(&str, &Tensor)]) -> Result<()> {

@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 /// The computed value of an operation on its way into the graph.
 ///
 /// Built from a `Tensor` (copied once if it enters a graph, because candle does not let a storage out of a tensor) or
-/// from a `(CpuStorage, Shape)`, which is moved.
+/// from a `(CpuStorage, Shape)`, contiguous and of exactly as many elements, which is moved.
 pub struct OpOutput(Value);
 
 enum Value {

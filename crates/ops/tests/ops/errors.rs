@@ -4,7 +4,7 @@ use crate::check::random;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     HeadGroups, causal_attention, cross_entropy, cross_entropy_grad, embedding, linear,
-    linear_weight_grad, rms_norm, rope, swiglu,
+    linear_weight_grad, rms_norm, rope, row_max, swiglu,
 };
 
 #[track_caller]
@@ -55,7 +55,25 @@ fn shapes() -> Result<()> {
         embedding(&random(1, 3)?, &Tensor::new(&[1u32], &Device::Cpu)?),
         &["embedding", "[3]"],
     );
+    let row = random(1, 2)?;
+    assert_says(
+        linear(&x, &row, None),
+        &["linear", "weight (out, in)", "[2]"],
+    );
+    assert_says(
+        rope(&x, &table, &table),
+        &["rope", "xs (b, t, h, d)", "[2, 3]"],
+    );
+    assert_says(
+        causal_attention(&x, &heads, &heads, 1.0, HeadGroups::new(1)),
+        &["causal_attention", "q [2, 3]"],
+    );
     let ids = Tensor::new(&[1u32], &Device::Cpu)?;
+    assert_says(
+        cross_entropy(&row, &ids),
+        &["cross_entropy", "logits (n, v)", "[2]"],
+    );
+    assert_says(row_max(&row), &["row_max", "logits (n, v)", "[2]"]);
     let row = random(1, 2)?;
     assert_says(
         cross_entropy_grad(&x, &row, &ids, 0, &row),
