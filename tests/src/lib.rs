@@ -1,1 +1,2 @@
-//! Placeholder.
+//! End-to-end tests of the workspace; see `tests/end_to_end.rs`.
+#![forbid(unsafe_code)]

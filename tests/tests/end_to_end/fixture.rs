@@ -1,0 +1,131 @@
+//! A checkpoint of `tests/fixtures` with PyTorch's numbers for it.
+
+use std::path::PathBuf;
+
+use candle_parallel::{AdamWConfig, Schedule, ZeroStage};
+use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
+use serde::Deserialize;
+
+use crate::tensors::{Tensors, read_tensors};
+
+pub const ALL: [&str; 5] = ["gqa", "wide", "tied_bias", "bf16_sharded", "f16_tied"];
+
+pub struct Fixture {
+    dir: PathBuf,
+    pub run: Run,
+}
+
+/// Hyper-parameters of the reference run.
+#[derive(Clone, Deserialize)]
+pub struct Run {
+    pub seq_len: usize,
+    pub global_batch_size: usize,
+    pub micro_batch_size: usize,
+    pub steps: usize,
+    pub lr: f64,
+    pub min_lr_ratio: f64,
+    pub warmup_steps: usize,
+    pub weight_decay: f64,
+    pub max_grad_norm: f64,
+}
+
+#[derive(Deserialize)]
+pub struct ReferenceStep {
+    pub step: usize,
+    pub loss: f64,
+    pub grad_norm: f64,
+    pub learning_rate: f64,
+    pub num_tokens: usize,
+}
+
+impl Fixture {
+    pub fn new(name: &str) -> Self {
+        let dir = root().join(name);
+        let text = std::fs::read_to_string(dir.join("run.json")).unwrap();
+        let run = serde_json::from_str(&text).unwrap();
+        Self { dir, run }
+    }
+
+    pub fn model_dir(&self) -> PathBuf {
+        self.dir.join("model")
+    }
+
+    pub fn metrics(&self) -> Vec<ReferenceStep> {
+        let text = std::fs::read_to_string(self.dir.join("reference/metrics.jsonl")).unwrap();
+        let lines = text.lines();
+        lines
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    }
+
+    pub fn first_gradients(&self) -> Tensors {
+        read_tensors(&self.dir.join("reference/grads.safetensors"))
+    }
+
+    pub fn final_weights(&self) -> Tensors {
+        read_tensors(&self.dir.join("reference/weights.safetensors"))
+    }
+}
+
+impl Run {
+    pub fn batch_config(&self) -> BatchConfig {
+        BatchConfig {
+            seq_len: self.seq_len,
+            micro_batch_size: self.micro_batch_size,
+            global_batch_size: self.global_batch_size,
+            shuffle: false,
+            seed: 0,
+        }
+    }
+
+    pub fn train_config(&self, zero: ZeroStage, schedule: Schedule) -> TrainConfig {
+        TrainConfig {
+            lr_schedule: LrSchedule {
+                lr: self.lr,
+                min_lr_ratio: self.min_lr_ratio,
+                warmup_steps: self.warmup_steps,
+                num_steps: self.steps,
+            },
+            adamw: AdamWConfig {
+                weight_decay: self.weight_decay,
+                ..AdamWConfig::default()
+            },
+            max_grad_norm: Some(self.max_grad_norm),
+            zero,
+            schedule,
+        }
+    }
+}
+
+impl ReferenceStep {
+    pub fn assert_matches(&self, ours: &StepMetrics, tolerance: f64, what: &str) {
+        let close = |a: f64, b: f64| (a - b).abs() <= tolerance * b.abs();
+        let step = self.step;
+        assert!(
+            close(ours.loss, self.loss),
+            "{what}, step {step}: loss {} instead of {}",
+            ours.loss,
+            self.loss
+        );
+        assert!(
+            close(ours.grad_norm, self.grad_norm),
+            "{what}, step {step}: norm {} instead of {}",
+            ours.grad_norm,
+            self.grad_norm
+        );
+        assert!(
+            close(ours.learning_rate, self.learning_rate),
+            "{what}, step {step}: learning rate"
+        );
+        assert_eq!(ours.num_tokens, self.num_tokens, "{what}, step {step}");
+    }
+}
+
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+/// The text of every reference run.
+pub fn text_file() -> PathBuf {
+    root().join("text.txt")
+}

@@ -1,0 +1,109 @@
+//! Every layout against one rank.
+
+use candle_parallel::{Schedule, ZeroStage};
+
+use crate::fixture::{ALL, Fixture, Run};
+use crate::run::{Layout, Outcome, train};
+use crate::tensors::assert_close;
+
+fn assert_same(ours: &Outcome, one_rank: &Outcome, what: &str) {
+    assert_eq!(ours.metrics.len(), one_rank.metrics.len());
+    for (a, b) in ours.metrics.iter().zip(&one_rank.metrics) {
+        let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+        assert!(
+            close(a.loss, b.loss),
+            "{what}, step {}: loss {} instead of {}",
+            b.step,
+            a.loss,
+            b.loss
+        );
+        assert!(
+            close(a.grad_norm, b.grad_norm),
+            "{what}, step {}: norm {} instead of {}",
+            b.step,
+            a.grad_norm,
+            b.grad_norm
+        );
+    }
+    assert_close(&ours.first_gradients, &one_rank.first_gradients, 1e-4, what);
+    assert_close(&ours.final_weights, &one_rank.final_weights, 1e-4, what);
+}
+
+/// All (pp, dp, tp) with pp * dp * tp <= 8.
+fn layouts() -> Vec<Layout> {
+    let mut layouts = Vec::new();
+    for pp in 1..=8 {
+        for dp in 1..=8 / pp {
+            for tp in 1..=8 / (pp * dp) {
+                layouts.push(Layout::new(pp, dp, tp));
+            }
+        }
+    }
+    layouts
+}
+
+const KINDS: [(ZeroStage, Schedule); 4] = [
+    (ZeroStage::Zero, Schedule::OneForwardOneBackward),
+    (ZeroStage::One, Schedule::OneForwardOneBackward),
+    (ZeroStage::Zero, Schedule::GPipe),
+    (ZeroStage::One, Schedule::GPipe),
+];
+
+/// A shorter run whose global batch fits `dp` replicas.
+fn run_for(fixture: &Fixture, dp: usize) -> Run {
+    let multiple = 2 * dp;
+    Run {
+        steps: 3,
+        seq_len: 8,
+        micro_batch_size: 1,
+        global_batch_size: multiple.max(4).next_multiple_of(multiple),
+        ..fixture.run.clone()
+    }
+}
+
+#[test]
+fn every_layout_equals_one_rank() {
+    let fixture = Fixture::new("wide");
+    for layout in layouts() {
+        let run = run_for(&fixture, layout.dp);
+        let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
+        for (zero, schedule) in KINDS {
+            let layout = Layout {
+                zero,
+                schedule,
+                ..layout
+            };
+            let ours = train(&fixture, &run, layout).unwrap();
+            assert_same(&ours, &one_rank, &format!("{layout:?}"));
+        }
+    }
+}
+
+#[test]
+fn every_fixture_equals_one_rank() {
+    for name in ALL {
+        let fixture = Fixture::new(name);
+        let run = run_for(&fixture, 2);
+        let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
+        for (pp, dp, tp) in [
+            (1, 1, 2),
+            (1, 1, 3),
+            (1, 1, 4),
+            (2, 1, 1),
+            (2, 2, 2),
+            (2, 1, 4),
+            (2, 1, 3),
+            (1, 2, 4),
+        ] {
+            for (zero, schedule) in KINDS {
+                let layout = Layout {
+                    zero,
+                    schedule,
+                    ..Layout::new(pp, dp, tp)
+                };
+                let ours = train(&fixture, &run, layout).unwrap();
+                assert_same(&ours, &one_rank, &format!("{name} {layout:?}"));
+            }
+        }
+    }
+}

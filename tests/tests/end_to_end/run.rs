@@ -1,0 +1,152 @@
+//! One training run of a fixture on a layout, with everything that can be compared.
+
+use std::sync::Mutex;
+
+use candle_comm::launch::threads_with;
+use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
+use candle_core::{DType, Result, Tensor};
+use candle_parallel::checkpoint::gather_full;
+use candle_parallel::{Gradients, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage};
+use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
+use candle_train_models::llama::{Llama, LlamaConfig};
+
+use crate::fixture::{Fixture, Run, text_file};
+use crate::tensors::Tensors;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    pub pp: usize,
+    pub dp: usize,
+    pub tp: usize,
+    pub zero: ZeroStage,
+    pub schedule: Schedule,
+    /// Seed of random delays before each operation.
+    pub delays: Option<u64>,
+}
+
+impl Layout {
+    pub fn new(pp: usize, dp: usize, tp: usize) -> Self {
+        Self {
+            pp,
+            dp,
+            tp,
+            zero: ZeroStage::Zero,
+            schedule: Schedule::OneForwardOneBackward,
+            delays: None,
+        }
+    }
+
+    pub fn world_size(&self) -> usize {
+        self.pp * self.dp * self.tp
+    }
+
+    pub fn degrees(&self) -> Degrees {
+        Degrees {
+            pp: self.pp,
+            dp: self.dp,
+            cp: 1,
+            tp: self.tp,
+        }
+    }
+}
+
+/// What a run gave.
+pub struct Outcome {
+    pub metrics: Vec<StepMetrics>,
+    pub first_gradients: Tensors,
+    pub final_weights: Tensors,
+}
+
+/// Trains the fixture's model as its reference was trained, on this layout.
+pub fn train(fixture: &Fixture, run: &Run, layout: Layout) -> Result<Outcome> {
+    let outcome = Mutex::new(None);
+    launch(layout, |world| {
+        let mesh = Mesh::new(world, layout.degrees())?;
+        let result = train_rank(fixture, run, layout, &mesh)?;
+        if mesh.world.rank() == 0 {
+            *outcome.lock().unwrap() = Some(result);
+        }
+        Ok(())
+    })?;
+    Ok(outcome.into_inner().unwrap().unwrap())
+}
+
+pub fn launch(layout: Layout, rank: impl Fn(ProcessGroup) -> Result<()> + Sync) -> Result<()> {
+    let config = LocalConfig {
+        delays: layout.delays,
+        ..LocalConfig::new(layout.world_size())
+    };
+    threads_with(config, rank)?;
+    Ok(())
+}
+
+fn train_rank(fixture: &Fixture, run: &Run, layout: Layout, mesh: &Mesh) -> Result<Outcome> {
+    let stage = load(fixture, mesh)?;
+    let batches = batches(fixture, run, mesh)?;
+    let config = run.train_config(layout.zero, layout.schedule);
+
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let optimizer = Optimizer::new(stage.params(), mesh, layout.zero, config.adamw)?;
+    let pipeline = Pipeline::new(layout.schedule, mesh.pp.clone());
+    let num_targets = run.global_batch_size * run.seq_len;
+    pipeline.forward_backward(&stage, &batches.batch(0)?, num_targets, &mut gradients)?;
+    let reduced = optimizer.reduce(&mut gradients)?;
+    let local = optimizer.local_gradients(&reduced)?;
+    let first_gradients = gather(&stage, mesh, |index| Ok(local[&index].clone()))?;
+
+    let mut trainer = Trainer::new(config, mesh, stage)?;
+    let mut metrics = Vec::new();
+    trainer.train(&batches, |step| {
+        metrics.push(step.clone());
+        Ok(())
+    })?;
+    let stage = trainer.stage();
+    let final_weights = gather(stage, mesh, |index| {
+        Ok(stage.params().get(index).var.as_detached_tensor())
+    })?;
+    Ok(Outcome {
+        metrics,
+        first_gradients,
+        final_weights,
+    })
+}
+
+/// This rank's stage of the fixture's model.
+pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
+    let config = LlamaConfig::from_file(fixture.model_dir().join("config.json"))?;
+    let store = ParamStore::from_pretrained(fixture.model_dir())?;
+    Llama::stage(
+        &config,
+        mesh,
+        &store.builder(DType::F32, mesh.world.device()),
+    )
+}
+
+pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
+    let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
+    let tokens = Tokens::encode(&Documents::read(text_file())?, &tokenizer)?;
+    let (rank, world_size) = (mesh.dp.rank(), mesh.dp.world_size());
+    Batches::new(
+        &tokens,
+        run.batch_config(),
+        rank,
+        world_size,
+        mesh.world.device(),
+    )
+}
+
+/// Whole tensors by name, on rank 0.
+pub fn gather(
+    stage: &Stage,
+    mesh: &Mesh,
+    local: impl Fn(usize) -> Result<Tensor>,
+) -> Result<Tensors> {
+    let mut tensors = Tensors::new();
+    for entry in stage.params().catalog() {
+        if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
+            assert_eq!(whole.dims(), entry.shape);
+            tensors.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
+        }
+    }
+    Ok(tensors)
+}
