@@ -1,6 +1,6 @@
 //! The tests of candle-comm. `conformance` holds what every backend must pass, as functions over a way to launch ranks.
 
-#[path = "comm/conformance.rs"]
+#[path = "comm/conformance/mod.rs"]
 mod conformance;
 #[path = "comm/determinism.rs"]
 mod determinism;

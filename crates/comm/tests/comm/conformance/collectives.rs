@@ -1,0 +1,130 @@
+//! Each collective on its own.
+
+use candle_comm::ReduceOp;
+use candle_core::{D, DType, Result};
+
+use super::{Launch, for_all};
+use crate::reference::{assert_same, cat, input, inputs, part, reduce};
+
+const OPS: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Max];
+
+pub fn all_reduce(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 7] = [&[], &[0], &[1], &[7], &[3, 5], &[2, 0, 3], &[4099]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        for op in OPS {
+            let all = inputs(1, world.world_size(), dims, dtype)?;
+            let got = world.all_reduce(&all[world.rank()], op)?;
+            assert_same(
+                &format!("all_reduce({op}) {dims:?}"),
+                &got,
+                &reduce(&all, op)?,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+pub fn all_gather(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 6] = [&[0], &[1], &[7], &[3, 5], &[2, 1, 3], &[2, 0, 3]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        for dim in 0..dims.len() {
+            let all = inputs(2, world.world_size(), dims, dtype)?;
+            let got = world.all_gather(&all[world.rank()], dim)?;
+            assert_same(
+                &format!("all_gather {dims:?} dim {dim}"),
+                &got,
+                &cat(&all, dim)?,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+pub fn reduce_scatter(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 5] = [&[0], &[1], &[3, 5], &[2, 1, 3], &[2, 0, 3]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        for (dim, op) in (0..dims.len()).flat_map(|dim| OPS.map(|op| (dim, op))) {
+            let mut dims = dims.to_vec();
+            dims[dim] *= world.world_size();
+            let all = inputs(3, world.world_size(), &dims, dtype)?;
+            let got = world.reduce_scatter(&all[world.rank()], op, dim)?;
+            let expected = part(&reduce(&all, op)?, dim, world.rank(), world.world_size())?;
+            assert_same(
+                &format!("reduce_scatter({op}) {dims:?} dim {dim}"),
+                &got,
+                &expected,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+pub fn broadcast(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 5] = [&[], &[0], &[7], &[3, 5], &[4099]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        for root in 0..world.world_size() {
+            let mine = input(4, world.rank(), dims, dtype)?;
+            let got = world.broadcast(&mine, root)?;
+            assert_same(
+                &format!("broadcast {dims:?} root {root}"),
+                &got,
+                &input(4, root, dims, dtype)?,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+pub fn all_to_all(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 5] = [&[0], &[1], &[3, 5], &[2, 1, 3], &[2, 0, 3]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        for dim in 0..dims.len() {
+            let n = world.world_size();
+            let mut dims = dims.to_vec();
+            dims[dim] *= n;
+            let all = inputs(5, n, &dims, dtype)?;
+            let got = world.all_to_all(&all[world.rank()], dim)?;
+            let parts = all
+                .iter()
+                .map(|xs| part(xs, dim, world.rank(), n))
+                .collect::<Result<Vec<_>>>()?;
+            assert_same(
+                &format!("all_to_all {dims:?} dim {dim}"),
+                &got,
+                &cat(&parts, dim)?,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+/// Large enough for the work to be shared out or done in the background, with sizes that nothing divides.
+pub fn large(launch: &impl Launch) -> Result<()> {
+    for (world_size, dtype) in [(2, DType::F32), (3, DType::BF16), (5, DType::F32)] {
+        launch.run(world_size, |world| {
+            let (rank, n) = (world.rank(), world_size);
+            let all = inputs(7, n, &[n * 60_013, 3], dtype)?;
+            let sum = reduce(&all, ReduceOp::Sum)?;
+            let mine = &all[rank];
+            assert_same("all_reduce", &world.all_reduce(mine, ReduceOp::Sum)?, &sum)?;
+            assert_same(
+                "reduce_scatter",
+                &world.reduce_scatter(mine, ReduceOp::Sum, 0)?,
+                &part(&sum, 0, rank, n)?,
+            )?;
+            assert_same("all_gather", &world.all_gather(mine, 0)?, &cat(&all, 0)?)?;
+            assert_same(
+                "all_gather dim 1",
+                &world.all_gather(mine, D::Minus1)?,
+                &cat(&all, 1)?,
+            )?;
+            let parts = all
+                .iter()
+                .map(|xs| part(xs, 0, rank, n))
+                .collect::<Result<Vec<_>>>()?;
+            assert_same("all_to_all", &world.all_to_all(mine, 0)?, &cat(&parts, 0)?)?;
+            assert_same("broadcast", &world.broadcast(mine, n - 1)?, &all[n - 1])
+        })?;
+    }
+    Ok(())
+}

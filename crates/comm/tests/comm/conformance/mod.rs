@@ -1,0 +1,45 @@
+//! What every backend must pass: each operation against its naive reference, as functions over a way to run ranks.
+
+mod collectives;
+mod groups;
+mod messages;
+
+use candle_comm::ProcessGroup;
+use candle_core::{DType, Result};
+
+pub use collectives::*;
+pub use groups::*;
+pub use messages::*;
+
+use crate::reference::DTYPES;
+
+/// A way to run ranks.
+pub trait Launch {
+    fn run<T: Send>(
+        &self,
+        world_size: usize,
+        run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+    ) -> Result<Vec<T>>;
+}
+
+pub(super) const WORLD_SIZES: [usize; 5] = [1, 2, 3, 4, 5];
+
+/// Calls `check(world, dims, dtype)` for every world size, dtype and small shape.
+pub(super) fn for_all(
+    launch: &impl Launch,
+    shapes: &[&[usize]],
+    check: impl Fn(&ProcessGroup, &[usize], DType) -> Result<()> + Sync,
+) -> Result<()> {
+    for world_size in WORLD_SIZES {
+        launch.run(world_size, |world| {
+            assert_eq!(world.world_size(), world_size);
+            for dtype in DTYPES {
+                for dims in shapes {
+                    check(&world, dims, dtype)?;
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
