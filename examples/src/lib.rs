@@ -1,1 +1,16 @@
-//! Placeholder.
+//! What the example programs share: the flags of a training run, and the loop with its progress and metrics.
+#![forbid(unsafe_code)]
+
+mod choices;
+mod config_dtype;
+mod fit;
+mod output;
+mod sample;
+mod training_args;
+
+pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
+pub use config_dtype::with_config_dtype;
+pub use fit::fit;
+pub use output::exit_with;
+pub use sample::{SampleArgs, SampleWriter};
+pub use training_args::TrainingArgs;

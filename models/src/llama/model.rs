@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, Tensor};
+use candle_comm::{Degrees, Mesh, ProcessGroup};
+use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    Block, HeadPartition, MicroBatch, ParamBuilder, Shard, Stage, VocabParallelEmbedding,
-    stage_blocks, vocab_parallel_embedding,
+    Block, MicroBatch, ParamBuilder, Stage, VocabParallelEmbedding, stage_blocks,
+    vocab_parallel_embedding,
 };
 
 use super::config::LlamaConfig;
@@ -31,7 +31,7 @@ impl Llama {
     /// Degrees that do not fit the model are errors with the numbers, before any weight is read.
     pub fn stage(config: &LlamaConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
         config.validate()?;
-        Self::check_degrees(config, mesh)?;
+        Self::check_degrees(config, &mesh.degrees)?;
         let store = vb.store();
         store.allow_unused(".rotary_emb.inv_freq");
         if config.tie_word_embeddings {
@@ -65,19 +65,22 @@ impl Llama {
         }
     }
 
-    fn check_degrees(config: &LlamaConfig, mesh: &Mesh) -> Result<()> {
-        stage_blocks(
-            config.num_hidden_layers + 2,
-            mesh.pp.rank(),
-            mesh.pp.world_size(),
-        )?;
-        HeadPartition::new(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            &mesh.tp,
-        )?;
-        Shard::even(0, config.intermediate_size, &mesh.tp)?;
-        Shard::even(0, config.vocab_size, &mesh.tp)?;
+    /// An error with the numbers if these degrees do not fit the model.
+    pub fn check_degrees(config: &LlamaConfig, degrees: &Degrees) -> Result<()> {
+        stage_blocks(config.num_hidden_layers + 2, 0, degrees.pp.max(1))?;
+        let widths = [
+            ("num_attention_heads", config.num_attention_heads),
+            ("intermediate_size", config.intermediate_size),
+            ("vocab_size", config.vocab_size),
+        ];
+        for (name, width) in widths {
+            if degrees.tp > width {
+                bail!(
+                    "tp({}) > {name}({width}): each tensor-parallel rank needs at least one\nhint: use tp <= {width}",
+                    degrees.tp
+                );
+            }
+        }
         Ok(())
     }
 }

@@ -1,0 +1,61 @@
+//! Values of flags that are names.
+
+use candle_core::DType;
+use candle_parallel::Schedule;
+use clap::ValueEnum;
+
+/// `--schedule`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ScheduleChoice {
+    /// One forward, one backward: stage s of p holds at most p - s micro-batches
+    #[value(name = "1f1b")]
+    OneForwardOneBackward,
+    /// All forward passes, then all backward passes
+    #[value(name = "gpipe")]
+    GPipe,
+}
+
+impl From<ScheduleChoice> for Schedule {
+    fn from(choice: ScheduleChoice) -> Self {
+        match choice {
+            ScheduleChoice::OneForwardOneBackward => Schedule::OneForwardOneBackward,
+            ScheduleChoice::GPipe => Schedule::GPipe,
+        }
+    }
+}
+
+/// `--dtype`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum DTypeChoice {
+    /// 32-bit floats
+    F32,
+}
+
+impl From<DTypeChoice> for DType {
+    fn from(choice: DTypeChoice) -> Self {
+        match choice {
+            DTypeChoice::F32 => DType::F32,
+        }
+    }
+}
+
+/// `--save-dtype`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum StorageChoice {
+    /// 32-bit floats
+    F32,
+    /// 16-bit floats
+    F16,
+    /// 16-bit floats with the range of f32
+    Bf16,
+}
+
+impl From<StorageChoice> for DType {
+    fn from(choice: StorageChoice) -> Self {
+        match choice {
+            StorageChoice::F32 => DType::F32,
+            StorageChoice::F16 => DType::F16,
+            StorageChoice::Bf16 => DType::BF16,
+        }
+    }
+}
