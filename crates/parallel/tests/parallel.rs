@@ -1,0 +1,19 @@
+//! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
+
+#[path = "parallel/chain.rs"]
+mod chain;
+#[path = "parallel/check.rs"]
+mod check;
+
+#[path = "parallel/cross_entropy.rs"]
+mod cross_entropy;
+#[path = "parallel/embedding.rs"]
+mod embedding;
+#[path = "parallel/head_partition.rs"]
+mod head_partition;
+#[path = "parallel/linear.rs"]
+mod linear;
+#[path = "parallel/regions.rs"]
+mod regions;
+#[path = "parallel/schedule.rs"]
+mod schedule;

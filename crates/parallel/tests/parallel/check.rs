@@ -1,0 +1,102 @@
+//! Random inputs, ranks on a mesh, and comparisons.
+
+use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
+use candle_core::{Device, Result, Shape, Tensor, Var};
+use candle_parallel::part;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Relative L2 error that a sum of f32 in another order may make.
+pub const TOLERANCE: f64 = 2e-6;
+
+/// Values in -1..1, a function of the seed and the shape.
+pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let values: Vec<f32> = (0..shape.elem_count())
+        .map(|_| rng.random_range(-1f32..1.0))
+        .collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+pub fn var(xs: &Tensor) -> Result<Var> {
+    Var::from_tensor(xs)
+}
+
+/// Ids below `bound`.
+pub fn random_ids(seed: u64, count: usize, bound: usize) -> Vec<u32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..count)
+        .map(|_| rng.random_range(0..bound as u32))
+        .collect()
+}
+
+pub fn floats(xs: &Tensor) -> Result<Vec<f32>> {
+    xs.flatten_all()?.to_vec1()
+}
+
+/// The part of dim `dim` that this rank of the group holds.
+pub fn own_part(xs: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+    let range = part(xs.dim(dim)?, group.rank(), group.world_size());
+    xs.narrow(dim, range.start, range.len())?.contiguous()
+}
+
+/// The gradients of `sum(ys * weights)`.
+pub fn grads<const N: usize>(
+    ys: &Tensor,
+    weights: &Tensor,
+    vars: [&Tensor; N],
+) -> Result<[Tensor; N]> {
+    let store = (ys * weights)?.sum_all()?.backward()?;
+    Ok(vars.map(|var| store.get(var).expect("a gradient").clone()))
+}
+
+#[track_caller]
+pub fn assert_close(what: &str, got: &Tensor, want: &Tensor) {
+    assert_eq!(got.dims(), want.dims(), "{what}: shape");
+    assert_values_close(what, &floats(got).unwrap(), &floats(want).unwrap());
+}
+
+/// Asserts that the L2 norm of the difference is at most [`TOLERANCE`] times that of `want`.
+#[track_caller]
+pub fn assert_values_close(what: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}: number of values");
+    let square = |x: f32| f64::from(x).powi(2);
+    let difference: f64 = got.iter().zip(want).map(|(a, b)| square(a - b)).sum();
+    let norm: f64 = want.iter().map(|b| square(*b)).sum();
+    let error = difference.sqrt() / norm.sqrt().max(1e-30);
+    assert!(
+        error <= TOLERANCE || difference == 0.0,
+        "{what}: relative error {error:e}"
+    );
+}
+
+/// Runs every rank of a mesh of (pp, dp, tp); results in rank order.
+pub fn on_mesh<T: Send>(
+    (pp, dp, tp): (usize, usize, usize),
+    run: impl Fn(Mesh) -> Result<T> + Sync,
+) -> Vec<T> {
+    let degrees = Degrees { pp, dp, cp: 1, tp };
+    launch::threads(pp * dp * tp, |world| run(Mesh::new(world, degrees)?)).unwrap()
+}
+
+/// A mesh of this thread alone.
+pub fn single_mesh() -> Mesh {
+    Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default()).unwrap()
+}
+
+/// The message of something that must fail, without the backtrace that candle may add.
+#[track_caller]
+pub fn message<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("this must fail"),
+        Err(err) => err.to_string(),
+    }
+}
+
+#[track_caller]
+pub fn assert_says(message: &str, words: &[&str]) {
+    for word in words {
+        assert!(message.contains(word), "{word:?} is not in: {message}");
+    }
+}
