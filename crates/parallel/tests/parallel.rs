@@ -13,7 +13,17 @@ mod embedding;
 mod head_partition;
 #[path = "parallel/linear.rs"]
 mod linear;
+#[path = "parallel/non_finite.rs"]
+mod non_finite;
+#[path = "parallel/optimizer.rs"]
+mod optimizer;
+#[path = "parallel/param_store.rs"]
+mod param_store;
 #[path = "parallel/regions.rs"]
 mod regions;
 #[path = "parallel/schedule.rs"]
 mod schedule;
+#[path = "parallel/stage.rs"]
+mod stage;
+#[path = "parallel/traffic.rs"]
+mod traffic;

@@ -1,0 +1,48 @@
+//! NaN and infinite gradients: the first parameter is named on every rank, and no weight moves.
+
+use candle_core::{Device, Tensor};
+use candle_parallel::{AdamWConfig, Gradients, Optimizer, ParamStore, ZeroStage};
+
+use crate::chain::{Chain, local_bits};
+use crate::check::{assert_says, message, on_mesh, random};
+
+#[test]
+fn the_first_parameter_in_name_order_is_named_on_every_rank() {
+    for zero in [ZeroStage::Zero, ZeroStage::One] {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let said = on_mesh((2, 3, 2), |mesh| {
+                let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+                let before = local_bits(&stage);
+                let config = AdamWConfig::default();
+                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                for (index, param) in stage.params().iter().enumerate() {
+                    let mut grad = random(index as u64, param.var.shape())?;
+                    // One replica, one tensor-parallel rank, the last stage; two parameters, the last value of one.
+                    let is_bad = mesh.dp.rank() == 1
+                        && mesh.tp.rank() == 1
+                        && ["layers.2.up.weight", "layers.2.down.weight"]
+                            .contains(&param.name.as_str());
+                    if is_bad {
+                        let mut values = grad.flatten_all()?.to_vec1::<f32>()?;
+                        *values.last_mut().unwrap() = value;
+                        grad = Tensor::from_vec(values, grad.shape(), &Device::Cpu)?;
+                    }
+                    gradients.accumulate(index, &grad)?;
+                }
+                let said = message(optimizer.step(&mut gradients, 0.1, Some(1.0)));
+                assert_eq!(local_bits(&stage), before, "the weights moved");
+                assert_eq!(optimizer.num_steps(), 0);
+                // The next step works.
+                for (index, param) in stage.params().iter().enumerate() {
+                    gradients.accumulate(index, &random(1, param.var.shape())?)?;
+                }
+                optimizer.step(&mut gradients, 0.1, Some(1.0))?;
+                Ok(said)
+            });
+            for said in said {
+                assert_says(&said, &["gradient norm is", "layers.2.down.weight", "hint"]);
+            }
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! AdamW against plain f64 loops, clipping, and ZeRO-1 against ZeRO-0.
+
+use std::collections::BTreeMap;
+
+use candle_comm::Mesh;
+use candle_core::Result;
+use candle_parallel::{AdamWConfig, Gradients, Optimizer, ParamStore, Stage, ZeroStage};
+
+use crate::chain::{Chain, local_bits};
+use crate::check::{assert_says, message, on_mesh, random, single_mesh};
+
+const LR: f64 = 0.01;
+const STEPS: usize = 5;
+
+/// This data-parallel rank's gradient of parameter `index` in step `step`; the same on tensor-parallel ranks.
+fn gradient(stage: &Stage, dp_rank: usize, step: usize, index: usize) -> candle_core::Tensor {
+    let seed = (1000 * step + 100 * dp_rank + index) as u64;
+    random(seed, stage.params().get(index).var.shape()).unwrap()
+}
+
+fn accumulate(stage: &Stage, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
+    for index in 0..stage.params().len() {
+        let grad = gradient(stage, mesh.dp.rank(), step, index);
+        gradients.accumulate(index, &grad)?;
+    }
+    Ok(())
+}
+
+/// One parameter of the reference.
+struct Reference {
+    values: Vec<f64>,
+    m: Vec<f64>,
+    v: Vec<f64>,
+    is_matrix: bool,
+}
+
+fn references(stage: &Stage) -> Vec<Reference> {
+    let params = stage.params().iter();
+    params
+        .map(|param| {
+            let values = param.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let values: Vec<f64> = values.into_iter().map(f64::from).collect();
+            Reference {
+                m: vec![0.0; values.len()],
+                v: vec![0.0; values.len()],
+                values,
+                is_matrix: param.global_shape.rank() >= 2,
+            }
+        })
+        .collect()
+}
+
+/// One step of AdamW in f64 on the sum over the replicas' gradients; the norm before clipping.
+fn reference_step(
+    stage: &Stage,
+    params: &mut [Reference],
+    config: AdamWConfig,
+    max_norm: Option<f64>,
+    (step, dp): (usize, usize),
+) -> f64 {
+    let grads: Vec<Vec<f64>> = (0..params.len())
+        .map(|index| {
+            let mut sum = vec![0f64; params[index].values.len()];
+            for rank in 0..dp {
+                let grad = gradient(stage, rank, step, index).flatten_all().unwrap();
+                let grad = grad.to_vec1::<f32>().unwrap();
+                sum.iter_mut()
+                    .zip(grad)
+                    .for_each(|(s, g)| *s += f64::from(g));
+            }
+            sum
+        })
+        .collect();
+    let norm = grads.iter().flatten().map(|g| g * g).sum::<f64>().sqrt();
+    let scale = max_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0));
+    let AdamWConfig {
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+    } = config;
+    let t = step as i32 + 1;
+    for (param, grads) in params.iter_mut().zip(grads) {
+        let decay = if param.is_matrix { weight_decay } else { 0.0 };
+        for (i, g) in grads.into_iter().enumerate() {
+            let g = g * scale;
+            param.m[i] = beta1 * param.m[i] + (1.0 - beta1) * g;
+            param.v[i] = beta2 * param.v[i] + (1.0 - beta2) * g * g;
+            let (m, v) = (
+                param.m[i] / (1.0 - beta1.powi(t)),
+                param.v[i] / (1.0 - beta2.powi(t)),
+            );
+            param.values[i] -= LR * decay * param.values[i];
+            param.values[i] -= LR * m / (v.sqrt() + eps);
+        }
+    }
+    norm
+}
+
+fn assert_near(what: &str, got: &[f32], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    for (a, b) in got.iter().zip(want) {
+        let error = (f64::from(*a) - b).abs();
+        assert!(error <= 1e-6 * b.abs().max(0.1), "{what}: {a} not {b}");
+    }
+}
+
+#[test]
+fn equals_plain_loops_with_and_without_clipping() {
+    for (dp, max_norm) in [(1, None), (1, Some(2.0)), (3, Some(3.0)), (2, Some(1e9))] {
+        for zero in [ZeroStage::Zero, ZeroStage::One] {
+            on_mesh((1, dp, 1), |mesh| {
+                let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+                let mut expected = references(&stage);
+                let config = AdamWConfig {
+                    weight_decay: 0.3,
+                    ..AdamWConfig::default()
+                };
+                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                for step in 0..STEPS {
+                    accumulate(&stage, &mesh, step, &mut gradients)?;
+                    let norm = optimizer.step(&mut gradients, LR, max_norm)?;
+                    let of = (step, dp);
+                    let want = reference_step(&stage, &mut expected, config, max_norm, of);
+                    assert!((norm - want).abs() < 1e-6 * want, "norm {norm} not {want}");
+                }
+                assert_eq!(optimizer.num_steps(), STEPS);
+                for (param, expected) in stage.params().iter().zip(&expected) {
+                    let values = param.var.flatten_all()?.to_vec1::<f32>()?;
+                    assert_near(&param.name, &values, &expected.values);
+                }
+                for moments in optimizer.moments() {
+                    let is_it = |param: &candle_parallel::Param| param.name == moments.name;
+                    let index = stage.params().iter().position(is_it).unwrap();
+                    let range = moments.offsets.clone();
+                    let want = &expected[index];
+                    assert_near(&moments.name, &moments.exp_avg, &want.m[range.clone()]);
+                    assert_near(&moments.name, &moments.exp_avg_sq, &want.v[range]);
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+/// Weights' bits and moments of each rank after a few steps.
+fn trained(
+    layout: (usize, usize, usize),
+    zero: ZeroStage,
+) -> Vec<(
+    BTreeMap<String, Vec<u32>>,
+    Vec<candle_parallel::ParamMoments>,
+)> {
+    on_mesh(layout, |mesh| {
+        let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+        let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        for step in 0..STEPS {
+            accumulate(&stage, &mesh, step, &mut gradients)?;
+            optimizer.step(&mut gradients, LR, Some(1.0))?;
+        }
+        Ok((local_bits(&stage), optimizer.moments()))
+    })
+}
+
+#[test]
+fn zero_1_has_the_weights_of_zero_0_and_a_part_of_its_state() {
+    for (pp, dp, tp) in [(1, 2, 1), (1, 3, 1), (1, 4, 2), (2, 3, 1)] {
+        let whole = trained((pp, dp, tp), ZeroStage::Zero);
+        let divided = trained((pp, dp, tp), ZeroStage::One);
+        for (rank, ((bits, all), (bits_1, part))) in whole.iter().zip(&divided).enumerate() {
+            for (name, values) in bits {
+                let floats = |bits: &[u32]| -> Vec<f32> {
+                    bits.iter().map(|b| f32::from_bits(*b)).collect()
+                };
+                let want: Vec<f64> = floats(values).into_iter().map(f64::from).collect();
+                assert_near(name, &floats(&bits_1[name]), &want);
+            }
+            let len = |moments: &[candle_parallel::ParamMoments]| {
+                moments.iter().map(|m| m.exp_avg.len()).sum::<usize>()
+            };
+            // One bucket per block, each padded to a multiple of dp.
+            let num_buckets = 5;
+            assert!(len(part) <= len(all) / dp + num_buckets, "rank {rank}");
+        }
+        // The parts of the replicas that hold the same weights are the whole.
+        let num_values = |moments: &candle_parallel::ParamMoments| moments.exp_avg.len();
+        for (rank, (_, all)) in whole.iter().enumerate().filter(|(r, _)| (r / tp) % dp == 0) {
+            for want in all {
+                assert_eq!(want.offsets, 0..num_values(want));
+                let parts = (0..dp).flat_map(|d| &divided[rank + d * tp].1);
+                let mut next = 0;
+                for part in parts.filter(|part| part.name == want.name) {
+                    assert_eq!(part.offsets.start, next, "{}", want.name);
+                    next = part.offsets.end;
+                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs().max(1e-3);
+                    let of_whole = &want.exp_avg[part.offsets.clone()];
+                    assert!(part.exp_avg.iter().zip(of_whole).all(close));
+                    let of_whole = &want.exp_avg_sq[part.offsets.clone()];
+                    assert!(part.exp_avg_sq.iter().zip(of_whole).all(close));
+                }
+                assert_eq!(next, num_values(want), "{}", want.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn replicas_keep_the_same_bits() {
+    for zero in [ZeroStage::Zero, ZeroStage::One] {
+        let ranks = trained((1, 3, 1), zero);
+        assert!(ranks.iter().all(|(bits, _)| *bits == ranks[0].0));
+    }
+}
+
+#[test]
+fn constants_out_of_range_are_errors() {
+    let mesh = single_mesh();
+    let stage = Chain::default().stage(&mesh, &ParamStore::init(1)).unwrap();
+    let default = AdamWConfig::default();
+    let cases = [
+        (
+            AdamWConfig {
+                beta1: 1.0,
+                ..default
+            },
+            "beta1 is 1",
+        ),
+        (
+            AdamWConfig {
+                beta2: -0.1,
+                ..default
+            },
+            "beta2 is -0.1",
+        ),
+        (
+            AdamWConfig {
+                eps: 0.0,
+                ..default
+            },
+            "eps is 0",
+        ),
+        (
+            AdamWConfig {
+                weight_decay: f64::NAN,
+                ..default
+            },
+            "weight_decay is NaN",
+        ),
+    ];
+    for (config, words) in cases {
+        let made = Optimizer::new(stage.params(), &mesh, ZeroStage::Zero, config);
+        assert_says(&message(made), &[words, "expected"]);
+    }
+}
+
+#[test]
+fn a_step_without_gradients_or_with_wrong_shapes_is_an_error() {
+    let mesh = single_mesh();
+    let stage = Chain::default().stage(&mesh, &ParamStore::init(1)).unwrap();
+    let config = AdamWConfig::default();
+    let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::Zero, config).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let said = message(optimizer.step(&mut gradients, LR, None));
+    assert_says(&said, &["parameter embed.weight got no gradient"]);
+    let said = message(gradients.accumulate(0, &random(1, 3).unwrap()));
+    assert_says(&said, &["embed.weight", "[3]", "[13, 6]"]);
+}

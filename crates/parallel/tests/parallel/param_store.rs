@@ -1,0 +1,187 @@
+//! Initial values on every layout, frozen parameters, candle's own layers.
+
+use candle_comm::Mesh;
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{Init, Linear};
+use candle_parallel::{
+    AdamWConfig, Block, Gradients, MicroBatch, Optimizer, ParamStore, Pipeline, Schedule, Shard,
+    Stage, ZeroStage,
+};
+
+use crate::chain::{Chain, HIDDEN, Values, gather_gradients, gather_weights, local_bits};
+use crate::check::{assert_says, assert_values_close, message, on_mesh, single_mesh};
+
+fn initial(seed: u64, layout: (usize, usize, usize)) -> Values {
+    let chain = Chain::default();
+    let all = on_mesh(layout, |mesh| {
+        gather_weights(&chain.stage(&mesh, &ParamStore::init(seed))?, &mesh)
+    });
+    all.into_iter().next().unwrap()
+}
+
+#[test]
+fn initial_values_do_not_depend_on_the_layout() {
+    let expected = initial(5, (1, 1, 1));
+    assert_eq!(expected.len(), 2 + 3 * 5);
+    for layout in [(1, 1, 2), (1, 1, 3), (1, 1, 4), (3, 1, 2), (2, 2, 1)] {
+        assert_eq!(initial(5, layout), expected, "{layout:?}");
+    }
+}
+
+#[test]
+fn names_and_seeds_give_different_values() {
+    let values = initial(5, (1, 1, 1));
+    assert_ne!(
+        values["layers.0.up.weight"], values["layers.1.up.weight"],
+        "same shape, other name"
+    );
+    assert_ne!(
+        initial(6, (1, 1, 1))["embed.weight"],
+        values["embed.weight"]
+    );
+    assert!(values["layers.0.norm.weight"].iter().all(|x| *x == 1.0));
+    assert!(values["layers.0.up.bias"].iter().all(|x| *x == 0.0));
+}
+
+#[test]
+fn weights_have_the_standard_deviation_of_llama() {
+    let store = ParamStore::init(1);
+    let vb = store.builder(DType::F32, &Device::Cpu);
+    let weight = vb
+        .get((200, 100), "w", candle_parallel::WEIGHT_INIT)
+        .unwrap();
+    let values = weight.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let mean = values.iter().sum::<f32>() / 2e4;
+    let variance = values.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / 2e4;
+    assert!(mean.abs() < 1e-3 && (variance.sqrt() - 0.02).abs() < 5e-4);
+}
+
+fn train(mesh: &Mesh, stage: &Stage, chain: &Chain, steps: u64) -> Result<()> {
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let config = AdamWConfig::default();
+    let mut optimizer = Optimizer::new(stage.params(), mesh, ZeroStage::One, config)?;
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+    for step in 0..steps {
+        let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 2)?;
+        let num_targets = 12 * mesh.dp.world_size();
+        pipeline.forward_backward(stage, &batches, num_targets, &mut gradients)?;
+        optimizer.step(&mut gradients, 0.01, Some(1.0))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_frozen_does_not_move_on_any_layout() {
+    let chain = Chain::default();
+    let mut trained = Vec::new();
+    for layout in [(1, 1, 1), (2, 1, 2), (3, 2, 1)] {
+        let all = on_mesh(layout, |mesh| {
+            let store = ParamStore::init(5).freeze(|name| !name.contains("norm"));
+            let stage = chain.stage(&mesh, &store)?;
+            let before = local_bits(&stage);
+            train(&mesh, &stage, &chain, 3)?;
+            for (name, bits) in local_bits(&stage) {
+                assert_eq!(bits != before[&name], name.contains("norm"), "{name}");
+            }
+            let gradients = Gradients::new(stage.params(), &mesh)?;
+            for (index, param) in stage.params().iter().enumerate() {
+                assert_eq!(param.trainable, param.name.contains("norm"));
+                assert_says(&message(gradients.get(index)), &[&param.name]);
+            }
+            gather_weights(&stage, &mesh)
+        });
+        trained.extend(all.into_iter().next());
+    }
+    // Other replicas of (3, 2, 1) see other data: only the layouts of one replica agree.
+    for (name, values) in &trained[0] {
+        assert_values_close(name, &trained[1][name], values);
+    }
+}
+
+#[test]
+fn a_frozen_parameter_takes_no_gradient() {
+    let chain = Chain::default();
+    let mesh = single_mesh();
+    let store = ParamStore::init(5).freeze(|name| name == "embed.weight");
+    let stage = chain.stage(&mesh, &store).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let grad = stage.params().get(0).var.as_detached_tensor();
+    assert_eq!(stage.params().get(0).name, "embed.weight");
+    let said = message(gradients.accumulate(0, &grad));
+    assert_says(&said, &["embed.weight", "frozen"]);
+}
+
+#[test]
+fn a_parameter_asked_for_twice_must_be_the_same() {
+    let store = ParamStore::init(1);
+    let vb = store.builder(DType::F32, &Device::Cpu);
+    let init = Init::Const(1.0);
+    vb.get((2, 3), "a", init).unwrap();
+    vb.get((2, 3), "a", init).unwrap();
+    let said = message(vb.get((3, 2), "a", init));
+    assert_says(
+        &said,
+        &["parameter a is asked for twice", "[2, 3]", "[3, 2]"],
+    );
+    let shard = Shard {
+        dim: 0,
+        range: 1..4,
+        owned: 1..4,
+        global: 5,
+    };
+    let said = message(vb.get_shard((4, 3), "b", shard, init));
+    assert_says(&said, &["parameter b", "[4, 3]"]);
+}
+
+/// First block: a learned table, by candle's embedding. Last block: candle's linear layer.
+enum Plain {
+    First(candle_nn::Embedding),
+    Last(Linear),
+}
+
+impl Block for Plain {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        match self {
+            Self::First(embedding) => embedding.forward(xs),
+            Self::Last(linear) => linear.forward(xs)?.sqr()?.sum_all(),
+        }
+    }
+}
+
+#[test]
+fn layers_of_candle_take_their_parameters_from_the_store() {
+    let chain = Chain::default();
+    for tp in [1, 2] {
+        let all = on_mesh((1, 1, tp), |mesh| {
+            let vb = ParamStore::init(3).builder(DType::F32, &Device::Cpu);
+            let stage = Stage::build(&mesh, &vb, 2, HIDDEN, |index, vb| {
+                let vb = vb.var_builder();
+                Ok(Box::new(match index {
+                    0 => Plain::First(candle_nn::embedding(chain.vocab, HIDDEN, vb.pp("embed"))?),
+                    _ => Plain::Last(candle_nn::linear(HIDDEN, 4, vb.pp("out"))?),
+                }))
+            })?;
+            let names: Vec<_> = stage.params().iter().map(|p| p.name.as_str()).collect();
+            assert_eq!(names, ["embed.weight", "out.bias", "out.weight"]);
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let pipeline = Pipeline::new(Schedule::GPipe, mesh.pp.clone());
+            let batches = chain.micro_batches(1, 2)?;
+            pipeline.forward_backward(&stage, &batches, 12, &mut gradients)?;
+            let values = gather_gradients(&stage, &mesh, &gradients)?;
+            assert_eq!(stage.params().num_global_values(), (13 * 6) + 4 * 6 + 4);
+            Optimizer::new(
+                stage.params(),
+                &mesh,
+                ZeroStage::Zero,
+                AdamWConfig::default(),
+            )?
+            .step(&mut gradients, 0.1, None)
+            .map(|norm| (norm, values))
+        });
+        let (norm, gradients) = &all[0];
+        let squares = gradients.values().flatten().map(|x| f64::from(*x).powi(2));
+        let expected = squares.sum::<f64>().sqrt();
+        // What every rank of the group holds counts once.
+        assert!((norm - expected).abs() < 1e-9 * expected, "tp {tp}");
+    }
+}

@@ -1,0 +1,107 @@
+//! Bytes that a step moves over data-parallel ranks, read from the counters: 2Ψ(N−1)/N values for ZeRO-0 and ZeRO-1.
+
+use std::collections::BTreeMap;
+
+use candle_parallel::{
+    AdamWConfig, Gradients, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+};
+
+use crate::chain::Chain;
+use crate::check::on_mesh;
+
+const BYTES: usize = 4;
+
+/// Values of this rank's buckets: one per block, padded to a multiple of the number of replicas.
+fn padded_values(stage: &Stage, dp: usize) -> Vec<usize> {
+    let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
+    for param in stage.params().iter() {
+        *by_block.entry(param.blocks[0]).or_default() += param.num_values();
+    }
+    let lens = by_block.into_values();
+    lens.map(|len| len.next_multiple_of(dp)).collect()
+}
+
+#[test]
+fn bytes_per_step_equal_the_formula() {
+    let chain = Chain::default();
+    for (pp, dp, tp) in [
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 3, 1),
+        (1, 4, 2),
+        (2, 3, 1),
+        (2, 1, 2),
+    ] {
+        for zero in [ZeroStage::Zero, ZeroStage::One] {
+            on_mesh((pp, dp, tp), |mesh| {
+                let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+                let config = AdamWConfig::default();
+                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+                let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
+                mesh.dp.reset_counters();
+                pipeline.forward_backward(&stage, &batches, 12 * dp, &mut gradients)?;
+                assert_eq!(mesh.dp.counters().total().bytes, 0, "before the optimizer");
+                optimizer.step(&mut gradients, 0.1, Some(1.0))?;
+
+                let counters = mesh.dp.counters();
+                let buckets = padded_values(&stage, dp);
+                let num_values: usize = buckets.iter().sum();
+                let once = (num_values * BYTES / dp * (dp - 1)) as u64;
+                let calls = if dp == 1 { 0 } else { buckets.len() as u64 };
+                let what = format!("pp {pp} dp {dp} tp {tp} {zero:?}");
+                assert_eq!(counters.total().bytes, 2 * once, "{what}");
+                match zero {
+                    ZeroStage::Zero => {
+                        assert_eq!(counters.bytes("all_reduce"), 2 * once, "{what}");
+                        assert_eq!(counters.calls("all_reduce"), calls, "{what}");
+                    }
+                    ZeroStage::One => {
+                        for operation in ["reduce_scatter", "all_gather"] {
+                            assert_eq!(counters.bytes(operation), once, "{what}");
+                            assert_eq!(counters.calls(operation), calls, "{what}");
+                        }
+                    }
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn one_rank_moves_nothing() {
+    on_mesh((1, 1, 1), |mesh| {
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let config = AdamWConfig::default();
+        let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::One, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+        let batches = chain.micro_batches(1, 2)?;
+        pipeline.forward_backward(&stage, &batches, 12, &mut gradients)?;
+        optimizer.step(&mut gradients, 0.1, Some(1.0))?;
+        for group in [&mesh.world, &mesh.pp, &mesh.dp, &mesh.cp, &mesh.tp] {
+            assert_eq!(group.counters().total(), Default::default());
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_pipeline_moves_one_activation_and_one_gradient_per_border_and_micro_batch() {
+    let bytes = on_mesh((3, 1, 1), |mesh| {
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+        let batches = chain.micro_batches(1, 5)?;
+        mesh.pp.reset_counters();
+        pipeline.forward_backward(&stage, &batches, 30, &mut gradients)?;
+        Ok(mesh.pp.counters().bytes("batch_send_recv"))
+    });
+    // 5 micro-batches of (2, 3, 6) f32: the ends of the pipeline send one way, the middle both.
+    let one_way = 5 * 2 * 3 * 6 * 4;
+    assert_eq!(bytes, [one_way, 2 * one_way, one_way]);
+}
