@@ -10,7 +10,7 @@ use tempfile::NamedTempFile;
 
 use super::gather::gather_full;
 use super::plan::{Content, PlannedFile, PlannedTensor, SavePlan};
-use crate::checkpoint::{Checkpoint, INDEX_FILE};
+use crate::checkpoint::{Checkpoint, INDEX_FILE, WEIGHTS_FILE};
 use crate::parameters::Parameters;
 
 /// What to write beside the weights, and how.
@@ -148,6 +148,15 @@ fn write_error(path: &Path, err: impl std::fmt::Display) -> candle_core::Error {
     ))
 }
 
+/// An error after the first file got its name.
+fn rename_error(path: &Path, err: impl std::fmt::Display) -> candle_core::Error {
+    candle_core::Error::msg(format!(
+        "cannot finish the checkpoint at {}: {err}\nhint: every new file is complete, but files of the checkpoint before \
+         may lie beside them; save again",
+        path.display()
+    ))
+}
+
 /// Writes the small files, then gives every file its name: weights first, the index after them, stale weights removed last.
 fn finish(plan: &SavePlan, save: &HfSave, mut written: Vec<(String, NamedTempFile)>) -> Result<()> {
     let output = &save.output;
@@ -169,22 +178,37 @@ fn finish(plan: &SavePlan, save: &HfSave, mut written: Vec<(String, NamedTempFil
         ));
     }
     let names: Vec<String> = written.iter().map(|(name, _)| name.clone()).collect();
+    // Renaming over a folder fails: found now, it costs nothing; found half-way, it would leave two checkpoints mixed.
+    if let Some(name) = names.iter().find(|name| output.join(name).is_dir()) {
+        return Err(write_error(&output.join(name), "a folder has that name"));
+    }
     for (name, temp) in written {
         let path = output.join(&name);
         temp.persist(&path)
-            .map_err(|err| write_error(&path, err.error))?;
+            .map_err(|err| rename_error(&path, err.error))?;
     }
-    for entry in std::fs::read_dir(output).map_err(|err| write_error(output, err))? {
-        let entry = entry.map_err(|err| write_error(output, err))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let is_weights =
-            name.starts_with("model") && name.ends_with(".safetensors") || name == INDEX_FILE;
-        if is_weights && !names.contains(&name) {
-            std::fs::remove_file(entry.path()).map_err(|err| write_error(&entry.path(), err))?;
+    for entry in std::fs::read_dir(output).map_err(|err| rename_error(output, err))? {
+        let path = entry.map_err(|err| rename_error(output, err))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if is_weights_name(&name) && !names.iter().any(|new| *new == name) && !path.is_dir() {
+            std::fs::remove_file(&path).map_err(|err| rename_error(&path, err))?;
         }
     }
     let sync = File::open(output).and_then(|dir| dir.sync_all());
-    sync.map_err(|err| write_error(output, err))
+    sync.map_err(|err| rename_error(output, err))
+}
+
+/// Whether a file of this name is part of a checkpoint's weights, whatever number of files it had.
+fn is_weights_name(name: &str) -> bool {
+    let is_number =
+        |digits: &str| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let number = name
+        .strip_prefix("model-")
+        .and_then(|name| name.strip_suffix(".safetensors"));
+    let is_numbered = number
+        .and_then(|number| number.split_once("-of-"))
+        .is_some_and(|(index, count)| is_number(index) && is_number(count));
+    is_numbered || name == WEIGHTS_FILE || name == INDEX_FILE
 }
 
 fn temp_file(dir: &Path) -> std::io::Result<NamedTempFile> {
