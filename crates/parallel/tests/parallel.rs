@@ -9,6 +9,8 @@ mod check;
 mod cross_entropy;
 #[path = "parallel/embedding.rs"]
 mod embedding;
+#[path = "parallel/folder.rs"]
+mod folder;
 #[path = "parallel/head_partition.rs"]
 mod head_partition;
 #[path = "parallel/linear.rs"]
@@ -19,8 +21,14 @@ mod non_finite;
 mod optimizer;
 #[path = "parallel/param_store.rs"]
 mod param_store;
+#[path = "parallel/reader.rs"]
+mod reader;
 #[path = "parallel/regions.rs"]
 mod regions;
+#[path = "parallel/save.rs"]
+mod save;
+#[path = "parallel/save_failures.rs"]
+mod save_failures;
 #[path = "parallel/schedule.rs"]
 mod schedule;
 #[path = "parallel/stage.rs"]
