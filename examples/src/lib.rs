@@ -1,6 +1,7 @@
 //! What the example programs share: the flags of a training run, and the loop with its progress and metrics.
 #![forbid(unsafe_code)]
 
+mod allocator;
 mod choices;
 mod config_dtype;
 mod fit;

@@ -17,6 +17,10 @@ use candle_comm::{ReduceOp, launch};
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
+/// As in the example programs: memory is kept, not given back to the system and faulted in again.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const WORLD_SIZE: usize = 4;
 const NUM_ELEMENTS: usize = (64 << 20) / size_of::<f32>();
 const CHUNK: usize = 16 << 10;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::thread::{Builder, scope};
 
 use candle_core::Result;
+use rayon::ThreadPoolBuilder;
 
-use crate::local::{LocalCommunicator, World};
+use crate::local::{LocalCommunicator, World, num_cores};
 use crate::{Error, LocalConfig, ProcessGroup};
 
 /// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
@@ -25,7 +26,8 @@ pub fn threads<T: Send>(
 /// Runs `run` on threads named `rank-0`, `rank-1`, .. and returns what they return, in rank order. It returns when all
 /// of them have ended; a rank that computes for ever cannot be stopped.
 ///
-/// A rank may use rayon, but must not communicate from inside a rayon job.
+/// Each rank runs inside a rayon pool of its own, so that ranks do not queue behind each other and parallel iterators cost
+/// a rank with one thread nothing. A rank must not communicate from inside a rayon job that it starts.
 ///
 /// # Errors
 /// If ranks fail: the error of the first one that failed by itself, as `rank N failed: ..`. A panic counts as a failure
@@ -40,14 +42,24 @@ pub fn threads_with<T: Send>(
         );
     }
     let world = World::new(&config);
+    let threads_per_rank = config
+        .threads_per_rank
+        .unwrap_or(num_cores() / config.world_size)
+        .max(1);
     let results: Vec<Option<T>> = scope(|scope| {
         let mut handles = Vec::new();
         for rank in 0..config.world_size {
-            let thread = Builder::new()
-                .name(format!("rank-{rank}"))
-                .stack_size(config.stack_bytes);
+            let pool = ThreadPoolBuilder::new()
+                .num_threads(threads_per_rank)
+                .thread_name(move |_| format!("rank-{rank}"))
+                .stack_size(config.stack_bytes)
+                .build();
             let (thread_world, run) = (world.clone(), &run);
-            match thread.spawn_scoped(scope, move || run_rank(&thread_world, rank, run)) {
+            let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
+                let rank_main = move || pool.install(|| run_rank(&thread_world, rank, run));
+                Builder::new().spawn_scoped(scope, rank_main)
+            });
+            match spawned {
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
                     let message = format!("its thread could not be started: {error}");
@@ -83,7 +95,7 @@ pub fn threads_with<T: Send>(
 fn run_rank<T>(
     world: &Arc<World>,
     rank: usize,
-    run: impl Fn(ProcessGroup) -> Result<T>,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Option<T> {
     let group = ProcessGroup::new(Box::new(LocalCommunicator::new(world.clone(), rank)));
     // What a panicking rank leaves behind is never looked at: the run ends with its message.

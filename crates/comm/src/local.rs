@@ -1,7 +1,7 @@
 //! The `local` backend: the ranks are threads of one process, on the CPU.
 //!
 //! Starting an operation deposits the input and returns. The last rank to arrive does the work for everybody: small
-//! operations on the spot, large ones in a rayon job, so that they progress while the ranks compute. One pass reads
+//! operations on the spot, large ones in a background job, so that they progress while the ranks compute. One pass reads
 //! the inputs in rank order and writes one output per rank.
 //!
 //! All waiting is on condition variables over one lock that guards the bookkeeping of the whole world; data is never
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 pub use config::LocalConfig;
-pub(crate) use world::World;
+pub(crate) use world::{World, num_cores};
 
 use crate::{Communicator, P2p, Pending, ReduceOp};
 use call::Operation;

@@ -14,7 +14,7 @@ use super::{LocalCommunicator, pieces};
 use crate::pending::Work;
 use crate::{Error, Pending, call_site};
 
-/// From this input size on, in bytes, the work goes to a rayon job: about where handing it over costs less than doing
+/// From this input size on, in bytes, the work goes to a background job: about where handing it over costs less than doing
 /// it while everybody waits.
 const BACKGROUND_BYTES: usize = 256 << 10;
 
@@ -121,7 +121,7 @@ impl LocalCommunicator {
             .any(|xs| xs.elem_count() * xs.dtype().size_in_bytes() >= BACKGROUND_BYTES);
         let (world, group, operation) = (self.world.clone(), self.group, operation.clone());
         let job = move || {
-            // A panic must reach the waiting ranks as an error: in a rayon job it would abort the process.
+            // A panic must reach the waiting ranks as an error: in a background job it would abort the process.
             let outputs = catch_unwind(AssertUnwindSafe(|| {
                 pieces::run(&operation, &inputs, in_background)
             }));
@@ -134,7 +134,7 @@ impl LocalCommunicator {
             world.finish(group, seq, outputs);
         };
         if in_background {
-            rayon::spawn(job)
+            self.world.spawn(job)
         } else {
             job()
         }

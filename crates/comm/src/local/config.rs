@@ -13,6 +13,9 @@ pub struct LocalConfig {
     /// With a seed: every rank sleeps 0 to 2 ms before each operation, so that tests meet many interleavings.
     /// Default: none.
     pub delays: Option<u64>,
+    /// Threads on which a rank computes, with those of its own rayon pool counted in. Default: the cores (or
+    /// RAYON_NUM_THREADS) divided evenly over the ranks, at least one each.
+    pub threads_per_rank: Option<usize>,
     /// Stack of each rank's thread in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks
     /// and drops graphs recursively.
     pub stack_bytes: usize,
@@ -35,6 +38,7 @@ impl Default for LocalConfig {
             world_size: 1,
             deadline: Duration::from_secs(600),
             delays: None,
+            threads_per_rank: None,
             stack_bytes: 64 << 20,
         }
     }

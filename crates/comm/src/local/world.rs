@@ -2,8 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
 use super::call::Call;
@@ -11,6 +13,12 @@ use super::channel::Channel;
 use super::report;
 use super::slot::Slot;
 use crate::Error;
+
+/// Threads that compute at once: the size of rayon's global pool, which honours RAYON_NUM_THREADS.
+pub(crate) fn num_cores() -> usize {
+    static NUM_CORES: OnceLock<usize> = OnceLock::new();
+    *NUM_CORES.get_or_init(rayon::current_num_threads)
+}
 
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
@@ -20,6 +28,9 @@ pub(crate) struct World {
     num_delays: Vec<AtomicU64>,
     state: Mutex<State>,
     wake: Vec<Condvar>,
+    /// Threads for the work of large operations. Not those of a rank's own pool: a rank may be blocked in a wait on them.
+    /// `None` if the system gives no more threads.
+    jobs: OnceLock<Option<ThreadPool>>,
 }
 
 pub(super) struct State {
@@ -95,7 +106,22 @@ impl World {
             num_delays: ranks.clone().map(|_| AtomicU64::new(0)).collect(),
             state: Mutex::new(state),
             wake: ranks.map(|_| Condvar::new()).collect(),
+            jobs: OnceLock::new(),
         })
+    }
+
+    /// Runs `job` in the background.
+    pub(super) fn spawn(&self, job: impl FnOnce() + Send + 'static) {
+        let jobs = self.jobs.get_or_init(|| {
+            let pool = ThreadPoolBuilder::new().num_threads(num_cores());
+            pool.thread_name(|index| format!("comm-{index}"))
+                .build()
+                .ok()
+        });
+        match jobs {
+            Some(jobs) => jobs.spawn(job),
+            None => job(),
+        }
     }
 
     pub(super) fn members(&self, group: usize) -> Arc<[usize]> {
