@@ -67,9 +67,9 @@ fn run(args: &Args) -> Result<()> {
     let config = LlamaConfig::from_file(model.join("config.json"))?;
     Llama::check_degrees(&config, &training.degrees())?;
     let tokenizer = Tokenizer::from_dir(&model)?;
-    tokenizer.check_vocab(config.vocab_size)?;
     let data = args.data.as_deref().unwrap_or(Path::new(BUNDLED_DATA));
     let tokens = Tokens::encode(&Documents::read(data)?, &tokenizer)?;
+    tokenizer.check_vocab(tokens.ids(), config.vocab_size)?;
     let train = training.train_config(&tokens)?;
     if training.seq_len > config.max_position_embeddings {
         bail!(

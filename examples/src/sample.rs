@@ -62,7 +62,9 @@ impl SampleWriter<'_> {
     /// Checks the flags.
     pub fn validate(&self) -> Result<()> {
         self.args.sampling(self.seed).validate()?;
-        if self.args.sample_tokens > 0 && self.tokenizer.encode(&self.args.prompt)?.is_empty() {
+        let prompt = self.tokenizer.encode(&self.args.prompt)?;
+        self.tokenizer.check_vocab(&prompt, self.vocab_size)?;
+        if self.args.sample_tokens > 0 && prompt.is_empty() {
             bail!(
                 "--prompt {:?} has no tokens; expected some text",
                 self.args.prompt

@@ -96,18 +96,20 @@ impl Tokenizer {
         self.special.bos_id
     }
 
-    /// Checks that a model with `model_vocab_size` embedding rows has one for every token.
+    /// Checks that a model with `model_vocab_size` embedding rows has one for each of `ids`.
+    ///
+    /// A tokenizer may well know more tokens than the model has rows (an added padding token, say), as long as no text uses
+    /// them.
     ///
     /// # Errors
-    /// The highest token id is not below `model_vocab_size`.
-    pub fn check_vocab(&self, model_vocab_size: usize) -> Result<()> {
-        if self.vocab_size() <= model_vocab_size {
+    /// An id is not below `model_vocab_size`.
+    pub fn check_vocab(&self, ids: &[u32], model_vocab_size: usize) -> Result<()> {
+        let Some(id) = ids.iter().find(|&&id| id as usize >= model_vocab_size) else {
             return Ok(());
-        }
-        let id = self.max_id;
+        };
         bail!(
-            "token id {id} ({:?}) is beyond the model's vocabulary: the tokenizer needs vocab_size {}, the model has {model_vocab_size}\nhint: tokenizer.json and config.json belong to different models",
-            self.token(id),
+            "token id {id} ({:?}) is beyond the model's vocabulary: the tokenizer has {} tokens, the model {model_vocab_size}\nhint: tokenizer.json and config.json belong to different models",
+            self.token(*id).unwrap_or_default(),
             self.vocab_size()
         )
     }

@@ -168,11 +168,11 @@ fn missing_and_foreign_files_are_named() {
 #[test]
 fn a_token_beyond_the_model_is_named() {
     let tokenizer = trained();
-    tokenizer.check_vocab(280).unwrap();
-    tokenizer.check_vocab(300).unwrap();
+    tokenizer.check_vocab(&[0, 279], 280).unwrap();
+    tokenizer.check_vocab(&[0, 278], 279).unwrap();
     let token = tokenizer.token(279).unwrap();
     assert_error(
-        tokenizer.check_vocab(279),
-        &["token id 279", &token, "vocab_size 280", "model has 279"],
+        tokenizer.check_vocab(&[0, 279], 279),
+        &["token id 279", &token, "has 280 tokens", "the model 279"],
     );
 }
