@@ -7,7 +7,17 @@ mod run;
 #[path = "end_to_end/tensors.rs"]
 mod tensors;
 
+#[path = "end_to_end/degrees.rs"]
+mod degrees;
+#[path = "end_to_end/determinism.rs"]
+mod determinism;
+#[path = "end_to_end/edge_cases.rs"]
+mod edge_cases;
+#[path = "end_to_end/faults.rs"]
+mod faults;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
 #[path = "end_to_end/reference.rs"]
 mod reference;
+#[path = "end_to_end/saving.rs"]
+mod saving;

@@ -1,6 +1,6 @@
 //! A checkpoint of `tests/fixtures` with PyTorch's numbers for it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_parallel::{AdamWConfig, Schedule, ZeroStage};
 use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
@@ -16,7 +16,7 @@ pub struct Fixture {
 }
 
 /// Hyper-parameters of the reference run.
-#[derive(Clone, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 pub struct Run {
     pub seq_len: usize,
     pub global_batch_size: usize,
@@ -44,6 +44,14 @@ impl Fixture {
         let text = std::fs::read_to_string(dir.join("run.json")).unwrap();
         let run = serde_json::from_str(&text).unwrap();
         Self { dir, run }
+    }
+
+    /// The model in `dir/model`, with the hyper-parameters of this one.
+    pub fn moved_to(&self, dir: &Path) -> Self {
+        Self {
+            dir: dir.to_path_buf(),
+            run: self.run.clone(),
+        }
     }
 
     pub fn model_dir(&self) -> PathBuf {

@@ -6,7 +6,7 @@ use crate::fixture::{ALL, Fixture, Run};
 use crate::run::{Layout, Outcome, train};
 use crate::tensors::assert_close;
 
-fn assert_same(ours: &Outcome, one_rank: &Outcome, what: &str) {
+pub fn assert_same(ours: &Outcome, one_rank: &Outcome, what: &str) {
     assert_eq!(ours.metrics.len(), one_rank.metrics.len());
     for (a, b) in ours.metrics.iter().zip(&one_rank.metrics) {
         let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
@@ -42,7 +42,7 @@ fn layouts() -> Vec<Layout> {
     layouts
 }
 
-const KINDS: [(ZeroStage, Schedule); 4] = [
+pub const KINDS: [(ZeroStage, Schedule); 4] = [
     (ZeroStage::Zero, Schedule::OneForwardOneBackward),
     (ZeroStage::One, Schedule::OneForwardOneBackward),
     (ZeroStage::Zero, Schedule::GPipe),

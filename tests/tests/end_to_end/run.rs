@@ -5,8 +5,11 @@ use std::sync::Mutex;
 use candle_comm::launch::threads_with;
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
 use candle_core::{DType, Result, Tensor};
+use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
-use candle_parallel::{Gradients, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage};
+use candle_parallel::{
+    Gradients, MicroBatch, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+};
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::llama::{Llama, LlamaConfig};
 
@@ -57,12 +60,20 @@ pub struct Outcome {
     pub final_weights: Tensors,
 }
 
+/// Whether position `.1` of sequence `.0` of a global batch has no target.
+pub type Mask = fn(usize, usize) -> bool;
+
 /// Trains the fixture's model as its reference was trained, on this layout.
 pub fn train(fixture: &Fixture, run: &Run, layout: Layout) -> Result<Outcome> {
+    train_masked(fixture, run, layout, |_, _| false)
+}
+
+/// As [`train`], without the targets that `mask` ignores.
+pub fn train_masked(fixture: &Fixture, run: &Run, layout: Layout, mask: Mask) -> Result<Outcome> {
     let outcome = Mutex::new(None);
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let result = train_rank(fixture, run, layout, &mesh)?;
+        let result = train_rank(fixture, run, layout, mask, &mesh)?;
         if mesh.world.rank() == 0 {
             *outcome.lock().unwrap() = Some(result);
         }
@@ -80,7 +91,13 @@ pub fn launch(layout: Layout, rank: impl Fn(ProcessGroup) -> Result<()> + Sync) 
     Ok(())
 }
 
-fn train_rank(fixture: &Fixture, run: &Run, layout: Layout, mesh: &Mesh) -> Result<Outcome> {
+fn train_rank(
+    fixture: &Fixture,
+    run: &Run,
+    layout: Layout,
+    mask: Mask,
+    mesh: &Mesh,
+) -> Result<Outcome> {
     let stage = load(fixture, mesh)?;
     let batches = batches(fixture, run, mesh)?;
     let config = run.train_config(layout.zero, layout.schedule);
@@ -88,18 +105,19 @@ fn train_rank(fixture: &Fixture, run: &Run, layout: Layout, mesh: &Mesh) -> Resu
     let mut gradients = Gradients::new(stage.params(), mesh)?;
     let optimizer = Optimizer::new(stage.params(), mesh, layout.zero, config.adamw)?;
     let pipeline = Pipeline::new(layout.schedule, mesh.pp.clone());
-    let num_targets = run.global_batch_size * run.seq_len;
-    pipeline.forward_backward(&stage, &batches.batch(0)?, num_targets, &mut gradients)?;
+    let (num_sequences, t) = (run.global_batch_size, run.seq_len);
+    let targets = (0..num_sequences).flat_map(|s| (0..t).map(move |p| (s, p)));
+    let num_targets = targets.filter(|&(s, p)| !mask(s, p)).count();
+    let micro_batches = masked(&batches, 0, mask, mesh)?;
+    pipeline.forward_backward(&stage, &micro_batches, num_targets, &mut gradients)?;
     let reduced = optimizer.reduce(&mut gradients)?;
     let local = optimizer.local_gradients(&reduced)?;
     let first_gradients = gather(&stage, mesh, |index| Ok(local[&index].clone()))?;
 
     let mut trainer = Trainer::new(config, mesh, stage)?;
-    let mut metrics = Vec::new();
-    trainer.train(&batches, |step| {
-        metrics.push(step.clone());
-        Ok(())
-    })?;
+    let metrics = (0..run.steps)
+        .map(|step| trainer.train_step(&masked(&batches, step, mask, mesh)?))
+        .collect::<Result<Vec<_>>>()?;
     let stage = trainer.stage();
     let final_weights = gather(stage, mesh, |index| {
         Ok(stage.params().get(index).var.as_detached_tensor())
@@ -109,6 +127,27 @@ fn train_rank(fixture: &Fixture, run: &Run, layout: Layout, mesh: &Mesh) -> Resu
         first_gradients,
         final_weights,
     })
+}
+
+/// This rank's micro-batches of a step, with the ignored targets marked.
+fn masked(batches: &Batches, step: usize, mask: Mask, mesh: &Mesh) -> Result<Vec<MicroBatch>> {
+    let mut sequence = mesh.dp.rank() * batches.config().global_batch_size / mesh.dp.world_size();
+    let mut micro_batches = batches.batch(step)?;
+    for batch in &mut micro_batches {
+        let (b, t) = batch.dims()?;
+        let Some(targets) = &batch.targets else {
+            continue;
+        };
+        let mut ids = targets.flatten_all()?.to_vec1::<u32>()?;
+        for (i, id) in ids.iter_mut().enumerate() {
+            if mask(sequence + i / t, i % t) {
+                *id = IGNORE_INDEX;
+            }
+        }
+        batch.targets = Some(Tensor::from_vec(ids, (b, t), targets.device())?);
+        sequence += b;
+    }
+    Ok(micro_batches)
 }
 
 /// This rank's stage of the fixture's model.

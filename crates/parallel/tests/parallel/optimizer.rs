@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use candle_comm::Mesh;
 use candle_core::Result;
-use candle_parallel::{AdamWConfig, Gradients, Optimizer, ParamStore, Stage, ZeroStage};
+use candle_parallel::{
+    AdamWConfig, Gradients, Optimizer, Param, ParamMoments, ParamStore, Stage, ZeroStage,
+};
 
 use crate::chain::{Chain, local_bits};
 use crate::check::{assert_says, message, on_mesh, random, single_mesh};
@@ -131,7 +133,7 @@ fn equals_plain_loops_with_and_without_clipping() {
                     assert_near(&param.name, &values, &expected.values);
                 }
                 for moments in optimizer.moments() {
-                    let is_it = |param: &candle_parallel::Param| param.name == moments.name;
+                    let is_it = |param: &Param| param.name == moments.name;
                     let index = stage.params().iter().position(is_it).unwrap();
                     let range = moments.offsets.clone();
                     let want = &expected[index];
@@ -144,14 +146,11 @@ fn equals_plain_loops_with_and_without_clipping() {
     }
 }
 
-/// Weights' bits and moments of each rank after a few steps.
-fn trained(
-    layout: (usize, usize, usize),
-    zero: ZeroStage,
-) -> Vec<(
-    BTreeMap<String, Vec<u32>>,
-    Vec<candle_parallel::ParamMoments>,
-)> {
+/// A rank's weights, bit by bit, and its optimizer state.
+type Trained = (BTreeMap<String, Vec<u32>>, Vec<ParamMoments>);
+
+/// What each rank has after a few steps.
+fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
     on_mesh(layout, |mesh| {
         let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
         let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, AdamWConfig::default())?;
@@ -177,15 +176,14 @@ fn zero_1_has_the_weights_of_zero_0_and_a_part_of_its_state() {
                 let want: Vec<f64> = floats(values).into_iter().map(f64::from).collect();
                 assert_near(name, &floats(&bits_1[name]), &want);
             }
-            let len = |moments: &[candle_parallel::ParamMoments]| {
-                moments.iter().map(|m| m.exp_avg.len()).sum::<usize>()
-            };
+            let len =
+                |moments: &[ParamMoments]| moments.iter().map(|m| m.exp_avg.len()).sum::<usize>();
             // One bucket per block, each padded to a multiple of dp.
             let num_buckets = 5;
             assert!(len(part) <= len(all) / dp + num_buckets, "rank {rank}");
         }
         // The parts of the replicas that hold the same weights are the whole.
-        let num_values = |moments: &candle_parallel::ParamMoments| moments.exp_avg.len();
+        let num_values = |moments: &ParamMoments| moments.exp_avg.len();
         for (rank, (_, all)) in whole.iter().enumerate().filter(|(r, _)| (r / tp) % dp == 0) {
             for want in all {
                 assert_eq!(want.offsets, 0..num_values(want));

@@ -1,0 +1,160 @@
+//! Saved checkpoints: an untrained one is what was loaded, a trained one is what candle's own Llama computes with.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_comm::Mesh;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+use candle_parallel::checkpoint::{Checkpoint, HfSave, save_hf, sidecar_files};
+use candle_parallel::{MicroBatch, Pipeline, Schedule, Stage};
+use candle_train::Trainer;
+use candle_transformers::models::llama;
+use safetensors::Dtype;
+use tempfile::tempdir;
+
+use crate::fixture::{ALL, Fixture};
+use crate::run::{Layout, batches, launch, load};
+
+type Raw = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// Every tensor of a checkpoint folder, as it is stored.
+fn raw_tensors(dir: &Path) -> Raw {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let tensors = checkpoint.tensors().iter();
+    tensors
+        .map(|(name, entry)| {
+            let bytes = checkpoint.bytes(name).unwrap().to_vec();
+            (name.clone(), (entry.dtype, entry.shape.clone(), bytes))
+        })
+        .collect()
+}
+
+/// What the layouts of this test need: layers and query heads.
+fn sizes(fixture: &Fixture) -> (usize, usize) {
+    let text = std::fs::read_to_string(fixture.model_dir().join("config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let size = |name: &str| config[name].as_u64().unwrap() as usize;
+    (size("num_hidden_layers"), size("num_attention_heads"))
+}
+
+fn save(fixture: &Fixture, stage: &Stage, mesh: &Mesh, to: &Path, max_bytes: usize) -> Result<()> {
+    let to = HfSave {
+        max_file_bytes: max_bytes,
+        ..HfSave::new(to, sidecar_files(&fixture.model_dir())?)
+    };
+    save_hf(stage.params(), mesh, &to)
+}
+
+#[test]
+fn an_untrained_checkpoint_is_saved_as_it_was_loaded() {
+    let layouts = [
+        (1, 1, 1),
+        (2, 2, 2),
+        (3, 1, 2),
+        (1, 1, 3),
+        (2, 1, 4),
+        (1, 1, 8),
+    ];
+    for name in ALL {
+        let fixture = Fixture::new(name);
+        let (num_layers, num_heads) = sizes(&fixture);
+        let expected = raw_tensors(&fixture.model_dir());
+        let fits = |(pp, _, tp): &(usize, usize, usize)| *pp <= num_layers && *tp <= num_heads;
+        for (pp, dp, tp) in layouts.into_iter().filter(fits) {
+            for max_file_bytes in [20_000, 5_000_000_000] {
+                let output = tempdir().unwrap();
+                let layout = Layout::new(pp, dp, tp);
+                launch(layout, |world| {
+                    let mesh = Mesh::new(world, layout.degrees())?;
+                    let stage = load(&fixture, &mesh)?;
+                    save(&fixture, &stage, &mesh, output.path(), max_file_bytes)
+                })
+                .unwrap();
+                let what = format!("{name} {layout:?}");
+                assert!(raw_tensors(output.path()) == expected, "{what}");
+                let sidecars = |dir: &Path| sidecar_files(dir).unwrap();
+                assert!(
+                    sidecars(output.path()) == sidecars(&fixture.model_dir()),
+                    "{what}: the files beside the weights"
+                );
+            }
+        }
+    }
+}
+
+/// Logits of the last position of `ids`, by this library's model.
+fn our_logits(stage: &Stage, mesh: &Mesh, ids: &[u32], vocab_size: usize) -> Result<Vec<f32>> {
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+    let batch = MicroBatch {
+        tokens: Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?,
+        targets: None,
+    };
+    let last = |logits: Tensor| logits.get(0)?.get(ids.len() - 1);
+    pipeline.infer(stage, &batch, vocab_size, last)?.to_vec1()
+}
+
+/// The same by candle's own Llama.
+fn candle_logits(dir: &Path, ids: &[u32]) -> Result<Vec<f32>> {
+    let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+    let config: llama::LlamaConfig = serde_json::from_str(&text).unwrap();
+    let config = config.into_config(false);
+    let mut tensors = std::collections::HashMap::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            tensors.extend(candle_core::safetensors::load(path, &Device::Cpu)?);
+        }
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let model = llama::Llama::load(vb, &config)?;
+    let mut cache = llama::Cache::new(false, DType::F32, &config, &Device::Cpu)?;
+    let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
+    model.forward(&ids, 0, &mut cache)?.squeeze(0)?.to_vec1()
+}
+
+#[test]
+fn a_trained_checkpoint_gives_the_same_logits_in_candle_transformers() {
+    let ids = [0u32, 17, 250, 33, 99, 4, 4, 180, 71];
+    // candle's Llama has neither biases nor a head_dim of its own.
+    for (name, vocab_size, max_file_bytes) in [("gqa", 307, 5_000_000_000), ("wide", 301, 60_000)] {
+        let fixture = Fixture::new(name);
+        let before = candle_logits(&fixture.model_dir(), &ids).unwrap();
+        let output = tempdir().unwrap();
+        let layout = Layout::new(2, 1, 2);
+        let run = crate::fixture::Run {
+            steps: 3,
+            ..fixture.run.clone()
+        };
+        let ours = std::sync::Mutex::new(Vec::new());
+        launch(layout, |world| {
+            let mesh = Mesh::new(world, layout.degrees())?;
+            let config = run.train_config(layout.zero, layout.schedule);
+            let mut trainer = Trainer::new(config, &mesh, load(&fixture, &mesh)?)?;
+            trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
+            let logits = our_logits(trainer.stage(), &mesh, &ids, vocab_size)?;
+            ours.lock().unwrap().push(logits);
+            save(
+                &fixture,
+                trainer.stage(),
+                &mesh,
+                output.path(),
+                max_file_bytes,
+            )
+        })
+        .unwrap();
+        let ours = ours.into_inner().unwrap();
+        assert_eq!(ours.len(), 4);
+        let theirs = candle_logits(output.path(), &ids).unwrap();
+        assert_eq!(theirs.len(), vocab_size);
+        let largest = |a: &[f32], b: &[f32]| {
+            let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+            differences.fold(0f32, f32::max)
+        };
+        for logits in &ours {
+            let difference = largest(logits, &theirs);
+            assert!(difference < 1e-4, "{name}: logits off by {difference}");
+        }
+        assert!(largest(&before, &theirs) > 1e-2, "training changed nothing");
+    }
+}
