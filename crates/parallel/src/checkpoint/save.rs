@@ -253,7 +253,10 @@ impl FileWriter {
         source: Option<&Checkpoint>,
     ) -> Result<()> {
         let bytes = match (values, source) {
-            (Some(values), _) => to_le_bytes(&values)?,
+            (Some(values), _) => {
+                check_finite(&tensor.name, &values)?;
+                to_le_bytes(&values)?
+            }
             (None, Some(source)) => source.bytes(&tensor.name)?.to_vec(),
             (None, None) => bail!("there is nothing to write for tensor {}", tensor.name),
         };
@@ -282,6 +285,26 @@ impl FileWriter {
             .map_err(|err| write_error(&path, err))?;
         Ok(temp)
     }
+}
+
+/// The loss and the gradients of a run cannot show what its last update did to the weights, nor what does not fit a type
+/// with a smaller range: such weights must not replace those of an earlier checkpoint.
+fn check_finite(name: &str, values: &Tensor) -> Result<()> {
+    let (storage, _) = values.storage_and_layout();
+    let is_finite = match &*storage {
+        Storage::Cpu(CpuStorage::F32(v)) => v.iter().all(|x| x.is_finite()),
+        Storage::Cpu(CpuStorage::F16(v)) => v.iter().all(|x| x.is_finite()),
+        Storage::Cpu(CpuStorage::BF16(v)) => v.iter().all(|x| x.is_finite()),
+        _ => true,
+    };
+    if !is_finite {
+        bail!(
+            "parameter {name} has values that are NaN or infinite in {:?}: nothing was saved\nhint: if the training has \
+             diverged, lower the learning rate; if the values do not fit the type, save in f32 or bf16",
+            values.dtype()
+        );
+    }
+    Ok(())
 }
 
 fn to_le_bytes(values: &Tensor) -> Result<Vec<u8>> {
