@@ -12,7 +12,8 @@ use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
 use candle_train_examples::{
-    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, with_config_dtype,
+    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, print_line,
+    with_config_dtype,
 };
 use candle_train_models::llama::{Llama, LlamaConfig};
 use clap::Parser;
@@ -93,7 +94,8 @@ fn run(args: &Args) -> Result<()> {
         ..HfSave::new(&args.output, sidecars)
     };
     check_writable(&args.output)?;
-    println!(
+    training.check_metrics()?;
+    print_line(&format!(
         "{} on {}: {} tokens, {} steps of {} sequences of {} tokens; {world_size} ranks as threads: pp {} x dp {} x tp {}, ZeRO-{}",
         model.display(),
         data.display(),
@@ -105,7 +107,7 @@ fn run(args: &Args) -> Result<()> {
         training.dp,
         training.tp,
         training.zero
-    );
+    ));
     let job = Job {
         args,
         model: &model,
@@ -116,7 +118,7 @@ fn run(args: &Args) -> Result<()> {
         save: &save,
     };
     launch::threads(world_size, |world| finetune(&job, world))?;
-    println!("saved to {}", args.output.display());
+    print_line(&format!("saved to {}", args.output.display()));
     Ok(())
 }
 

@@ -11,7 +11,8 @@ use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
 use candle_train_examples::{
-    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, with_config_dtype,
+    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, print_line,
+    with_config_dtype,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -111,12 +112,13 @@ fn run(args: &Args) -> Result<()> {
     };
     samples.validate()?;
     check_writable(&args.output)?;
+    training.check_metrics()?;
     let dtype = Some(args.save_dtype.into());
     let save = HfSave {
         dtype,
         ..HfSave::new(&args.output, sidecars(args, &tokenizer, &config, dtype)?)
     };
-    println!(
+    print_line(&format!(
         "{} tokens of {}, vocabulary {}; {} steps of {} sequences of {} tokens on {world_size} ranks",
         tokens.len(),
         args.data.display(),
@@ -124,7 +126,7 @@ fn run(args: &Args) -> Result<()> {
         train.lr_schedule.num_steps,
         training.global_batch_size,
         training.seq_len,
-    );
+    ));
     let job = Job {
         args,
         config: &config,
@@ -134,7 +136,7 @@ fn run(args: &Args) -> Result<()> {
         save: &save,
     };
     launch::threads(world_size, |world| pretrain(&job, world))?;
-    println!("saved to {}", args.output.display());
+    print_line(&format!("saved to {}", args.output.display()));
     Ok(())
 }
 
@@ -187,7 +189,10 @@ fn pretrain(job: &Job, world: ProcessGroup) -> Result<()> {
     let vb = store.builder(training.dtype.into(), mesh.world.device());
     let stage = Llama::stage(job.config, &mesh, &vb)?;
     if mesh.world.rank() == 0 {
-        println!("{} parameters", stage.params().num_global_values());
+        print_line(&format!(
+            "{} parameters",
+            stage.params().num_global_values()
+        ));
     }
     let trainer = fit(training, job.train, &mesh, stage, job.tokens)?;
     job.samples.print("sample", &mesh, trainer.stage())?;

@@ -1,4 +1,4 @@
-//! What the example programs share: the flags of a training run, and the loop with its progress and metrics.
+//! What the example programs share: the flags of a training run, the loop with its progress and metrics, and output.
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -12,6 +12,6 @@ mod training_args;
 pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
 pub use config_dtype::with_config_dtype;
 pub use fit::fit;
-pub use output::exit_with;
+pub use output::{exit_with, print_line};
 pub use sample::{SampleArgs, SampleWriter};
 pub use training_args::TrainingArgs;

@@ -1,16 +1,39 @@
-//! How a program ends.
+//! What a program prints, and how it ends.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use candle_core::Result;
 
-/// Prints an error as a sentence and turns it into a non-zero exit code.
+/// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
+pub fn print_line(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+/// Prints an error as a sentence, with its hints below, and turns it into a non-zero exit code.
 pub fn exit_with(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
-            eprintln!("error: {err}");
+            let _ = writeln!(std::io::stderr(), "error: {}", sentence(&err.to_string()));
             ExitCode::FAILURE
         }
     }
+}
+
+/// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented
+/// details stay below it.
+fn sentence(message: &str) -> String {
+    let mut sentence = String::new();
+    let mut is_detail = false;
+    for line in message.lines() {
+        is_detail |= line.starts_with("hint:") || line.starts_with(char::is_whitespace);
+        match (sentence.is_empty(), is_detail) {
+            (true, _) => {}
+            (false, true) => sentence.push('\n'),
+            (false, false) => sentence.push_str(": "),
+        }
+        sentence.push_str(line);
+    }
+    sentence
 }

@@ -6,6 +6,8 @@ use candle_parallel::Stage;
 use candle_train::{GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use clap::Args;
 
+use crate::output::print_line;
+
 /// Flags of the samples.
 #[derive(Args, Clone, Debug)]
 pub struct SampleArgs {
@@ -62,15 +64,17 @@ impl SampleWriter<'_> {
     /// Checks the flags.
     pub fn validate(&self) -> Result<()> {
         self.args.sampling(self.seed).validate()?;
+        if self.args.sample_tokens == 0 {
+            return Ok(());
+        }
         let prompt = self.tokenizer.encode(&self.args.prompt)?;
-        self.tokenizer.check_vocab(&prompt, self.vocab_size)?;
-        if self.args.sample_tokens > 0 && prompt.is_empty() {
+        if prompt.is_empty() {
             bail!(
                 "--prompt {:?} has no tokens; expected some text",
                 self.args.prompt
             );
         }
-        Ok(())
+        self.tokenizer.check_vocab(&prompt, self.vocab_size)
     }
 
     /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
@@ -89,7 +93,7 @@ impl SampleWriter<'_> {
         let ids = generate(stage, &mesh.pp, &prompt, &config, &mut sampler)?;
         if mesh.world.rank() == 0 {
             let text = self.tokenizer.decode(&[prompt, ids].concat())?;
-            println!("--- {title}\n{}\n---", text.trim_end());
+            print_line(&format!("--- {title}\n{}\n---", text.trim_end()));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_comm::Degrees;
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrSchedule, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
 use clap::Args;
 
 use crate::choices::{DTypeChoice, ScheduleChoice};
@@ -71,7 +71,7 @@ pub struct TrainingArgs {
         help_heading = "Batches"
     )]
     pub seq_len: usize,
-    /// Optimizer steps; wins over --epochs
+    /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, value_name = "STEPS", help_heading = "Batches")]
     pub steps: Option<usize>,
     /// Passes over the data
@@ -130,7 +130,7 @@ pub struct TrainingArgs {
     )]
     pub max_grad_norm: f64,
 
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub metrics: Option<PathBuf>,
 }
@@ -163,6 +163,12 @@ impl TrainingArgs {
                 self.tp
             ),
         }
+    }
+
+    /// Checks that the metrics can be written, without changing what the file holds.
+    pub fn check_metrics(&self) -> Result<()> {
+        self.metrics.as_ref().map(Metrics::create).transpose()?;
+        Ok(())
     }
 
     /// How batches are cut from the data.
