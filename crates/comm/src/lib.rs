@@ -34,6 +34,7 @@ mod pending;
 mod process_group;
 mod reduce_op;
 mod single;
+mod waited;
 
 pub use communicator::Communicator;
 pub use counters::{Counters, OpCount};
@@ -45,3 +46,4 @@ pub use p2p::P2p;
 pub use pending::Pending;
 pub use process_group::ProcessGroup;
 pub use reduce_op::ReduceOp;
+pub use waited::waited;

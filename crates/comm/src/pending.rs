@@ -2,6 +2,8 @@
 
 use candle_core::Result;
 
+use crate::waited::counted;
+
 /// What a backend keeps for an operation in flight.
 pub(crate) trait Work<T>: Send {
     /// Blocks until the operation is complete.
@@ -59,7 +61,7 @@ impl<T> Pending<T> {
     pub fn wait(mut self) -> Result<T> {
         match self.work.take() {
             Some(Inner::Ready(value)) => value,
-            Some(Inner::Working(work)) => work.wait(),
+            Some(Inner::Working(work)) => counted(|| work.wait()),
             None => candle_core::bail!("this operation has been waited for already"),
         }
     }
