@@ -33,7 +33,7 @@ fn a_small_file_that_does_not_fit_leaves_the_old_checkpoint_too() {
             !name.starts_with("model.layers.") || name.starts_with("model.layers.0.")
         });
     });
-    fs::write(workspace.model("LICENSE.txt"), "x".repeat(100_000)).unwrap();
+    fs::write(workspace.model("LICENSE.txt"), "x".repeat(200_000)).unwrap();
     let program = workspace
         .finetune()
         .flag("--pp", 1)
