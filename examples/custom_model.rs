@@ -111,9 +111,10 @@ fn main() -> Result<()> {
             for batch in &batches {
                 num_targets += batch.num_targets()? * mesh.dp.world_size();
             }
-            let loss = pipeline.forward_backward(&stage, &batches, num_targets, &mut gradients)?;
+            let report =
+                pipeline.forward_backward(&stage, &batches, num_targets, &mut gradients)?;
             let norm = optimizer.step(&mut gradients, 3e-3, Some(1.0))?;
-            if let Some(loss) = loss {
+            if let Some(loss) = report.loss_sum {
                 // The last stages have the sum of their replica's losses.
                 let sum = mesh
                     .dp

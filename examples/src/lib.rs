@@ -6,6 +6,7 @@ mod choices;
 mod config_dtype;
 mod fit;
 mod output;
+mod resource_usage;
 mod sample;
 mod training_args;
 
@@ -13,5 +14,6 @@ pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
 pub use config_dtype::with_config_dtype;
 pub use fit::fit;
 pub use output::{exit_with, print_line};
+pub use resource_usage::{page_faults, peak_rss_bytes};
 pub use sample::{SampleArgs, SampleWriter};
 pub use training_args::TrainingArgs;

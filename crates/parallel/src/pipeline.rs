@@ -7,6 +7,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::gradients::Gradients;
 use crate::micro_batch::MicroBatch;
+use crate::pass_report::{ComputeTimer, PassReport};
 use crate::schedule::{Instruction, Schedule};
 use crate::stage::{Stage, Tape};
 
@@ -36,14 +37,14 @@ impl Pipeline {
     ///
     /// The loss is the sum over this replica's targets divided by `num_global_targets`, their number over all replicas, so
     /// that summing gradients over data-parallel ranks gives those of the mean over the global batch. Every stage must be
-    /// given the same micro-batches. Returns the sum of the losses, not divided, on the last stage and `None` elsewhere.
+    /// given the same micro-batches.
     pub fn forward_backward(
         &self,
         stage: &Stage,
         micro_batches: &[MicroBatch],
         num_global_targets: usize,
         gradients: &mut Gradients,
-    ) -> Result<Option<f64>> {
+    ) -> Result<PassReport> {
         if num_global_targets == 0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
@@ -52,6 +53,7 @@ impl Pipeline {
             .schedule
             .instructions(rank, num_stages, micro_batches.len());
         let mut flight = InFlight::default();
+        let mut report = PassReport::default();
         let mut losses = vec![0f64; micro_batches.len()];
         let mut next = 0;
         while next < instructions.len() {
@@ -63,6 +65,7 @@ impl Pipeline {
             };
             match instructions[next] {
                 Instruction::Forward(index) => {
+                    let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
                     let (output, tape) = stage.forward(input, &micro_batches[index])?;
                     flight.tapes.insert(index, tape);
@@ -76,14 +79,17 @@ impl Pipeline {
                     } else {
                         flight.outputs.insert(index, output);
                     }
+                    report.forward_secs += timer.secs();
                     next += 1;
                 }
                 Instruction::Backward(index) => {
+                    let timer = ComputeTimer::start();
                     let tape = take(&mut flight.tapes, index, "forward pass")?;
                     let upstream = take(&mut flight.upstream, index, "gradient of the output")?;
                     if let Some(grad) = stage.backward(tape, upstream, gradients)? {
                         flight.input_grads.insert(index, grad);
                     }
+                    report.backward_secs += timer.secs();
                     next += 1;
                 }
                 _ => {
@@ -94,7 +100,8 @@ impl Pipeline {
                 }
             }
         }
-        Ok(stage.is_last().then(|| losses.iter().sum()))
+        report.loss_sum = stage.is_last().then(|| losses.iter().sum());
+        Ok(report)
     }
 
     /// Issues neighbouring sends and receives as one batch. One at a time they can wait for each other in a circle.

@@ -8,6 +8,7 @@ use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
 
 use crate::batches::Batches;
 use crate::step_metrics::StepMetrics;
+use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
 
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
@@ -19,6 +20,7 @@ pub struct Trainer {
     gradients: Gradients,
     optimizer: Optimizer,
     step: usize,
+    times: StepTimes,
 }
 
 impl Trainer {
@@ -33,6 +35,7 @@ impl Trainer {
             config,
             stage,
             step: 0,
+            times: StepTimes::default(),
         })
     }
 
@@ -62,14 +65,16 @@ impl Trainer {
     fn run_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let start = Instant::now();
         let num_tokens = self.num_global_targets(micro_batches)?;
-        let loss_sum = self.pipeline.forward_backward(
+        let waited = candle_comm::waited();
+        let passes = self.pipeline.forward_backward(
             &self.stage,
             micro_batches,
             num_tokens,
             &mut self.gradients,
         )?;
+        let optimizer_timer = (Instant::now(), candle_comm::waited());
         let reduced = self.optimizer.reduce(&mut self.gradients)?;
-        let loss = self.global_sum(loss_sum)? / num_tokens as f64;
+        let loss = self.global_sum(passes.loss_sum)? / num_tokens as f64;
         if !loss.is_finite() {
             let blame = self.optimizer.check_finite(&reduced);
             let message = format!("the loss is {loss}");
@@ -84,6 +89,17 @@ impl Trainer {
         let learning_rate = self.config.lr_schedule.at(self.step);
         self.optimizer
             .apply(&reduced, learning_rate, self.config.max_grad_norm)?;
+        let (optimizer_start, optimizer_waited) = optimizer_timer;
+        let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
+        self.times = StepTimes {
+            forward_secs: passes.forward_secs,
+            backward_secs: passes.backward_secs,
+            communication_secs: candle_comm::waited().saturating_sub(waited).as_secs_f64(),
+            optimizer_secs: optimizer_start
+                .elapsed()
+                .saturating_sub(in_optimizer)
+                .as_secs_f64(),
+        };
         let step_secs = start.elapsed().as_secs_f64();
         let metrics = StepMetrics {
             step: self.step,
@@ -126,6 +142,11 @@ impl Trainer {
     /// The step that comes next, from 0.
     pub fn step(&self) -> usize {
         self.step
+    }
+
+    /// Where the time of the last step went on this rank.
+    pub fn times(&self) -> StepTimes {
+        self.times
     }
 
     /// This rank's part of the model.

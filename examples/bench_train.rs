@@ -1,0 +1,235 @@
+//! Times training steps of a Llama with random weights on random tokens, and prints one JSON line.
+//!
+//! The model, tape and optimizer are those of `finetune_llama`. A step is forward, backward, clipping and AdamW.
+
+use std::process::ExitCode;
+
+use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
+use candle_core::{DType, Result, bail};
+use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
+use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
+use candle_train_examples::{DTypeChoice, exit_with, page_faults, peak_rss_bytes};
+use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
+use clap::Parser;
+
+/// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
+#[derive(Parser, Debug)]
+#[command(name = "bench_train")]
+struct Args {
+    /// Width of the residual stream
+    #[arg(long, default_value_t = 512)]
+    hidden_size: usize,
+    /// Width of the MLP
+    #[arg(long, default_value_t = 1376)]
+    intermediate_size: usize,
+    /// Number of layers
+    #[arg(long, default_value_t = 8)]
+    layers: usize,
+    /// Number of query heads
+    #[arg(long, default_value_t = 8)]
+    heads: usize,
+    /// Number of key/value heads
+    #[arg(long, default_value_t = 4)]
+    kv_heads: usize,
+    /// Number of tokens of the vocabulary
+    #[arg(long, default_value_t = 8192)]
+    vocab_size: usize,
+    /// Length of a sequence
+    #[arg(long, default_value_t = 256, value_name = "TOKENS")]
+    seq_len: usize,
+    /// Sequences of a step, over all replicas
+    #[arg(long, default_value_t = 4, value_name = "SEQUENCES")]
+    batch_size: usize,
+    /// Measured steps, after two that warm up
+    #[arg(long, default_value_t = 6)]
+    steps: usize,
+    /// Threads that compute, over all ranks; 0: one per core
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Type of weights and activations
+    #[arg(long, default_value = "f32")]
+    dtype: DTypeChoice,
+    /// Use the embedding's weight in the head
+    #[arg(long)]
+    tie: bool,
+    /// Tensor-parallel degree
+    #[arg(long, default_value_t = 1)]
+    tp: usize,
+    /// Pipeline-parallel degree; the batch is cut into as many micro-batches
+    #[arg(long, default_value_t = 1)]
+    pp: usize,
+    /// Data-parallel degree
+    #[arg(long, default_value_t = 1)]
+    dp: usize,
+}
+
+const NUM_WARM_UP_STEPS: usize = 2;
+
+/// What the first rank measured.
+struct Measured {
+    step_secs: Vec<f64>,
+    times: Vec<StepTimes>,
+    num_parameters: usize,
+    page_faults_per_step: u64,
+}
+
+fn main() -> ExitCode {
+    exit_with(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let config = model_config(args);
+    let degrees = Degrees {
+        pp: args.pp,
+        dp: args.dp,
+        cp: 1,
+        tp: args.tp,
+    };
+    let Some(world_size) = degrees.world_size().filter(|&ranks| ranks > 0) else {
+        bail!("{degrees}: expected degrees of at least 1");
+    };
+    config.validate()?;
+    Llama::check_degrees(&config, &degrees)?;
+    let batch_config = batch_config(args)?;
+    batch_config.validate(args.dp)?;
+    let local = LocalConfig {
+        threads_per_rank: (args.threads > 0).then(|| args.threads.div_ceil(world_size)),
+        ..LocalConfig::new(world_size)
+    };
+    let ranks = launch::threads_with(local, |world| {
+        bench(args, &config, &batch_config, degrees, world)
+    })?;
+    let Some(mut first) = ranks.into_iter().next() else {
+        bail!("no rank measured anything");
+    };
+    print(args, &mut first)
+}
+
+fn model_config(args: &Args) -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: args.vocab_size,
+        hidden_size: args.hidden_size,
+        intermediate_size: args.intermediate_size,
+        num_hidden_layers: args.layers,
+        num_attention_heads: args.heads,
+        num_key_value_heads: args.kv_heads,
+        head_dim: args.hidden_size / args.heads.max(1),
+        rms_norm_eps: 1e-6,
+        rope_theta: 10000.0,
+        rope: RopeKind::Default,
+        max_position_embeddings: args.seq_len.max(2048),
+        tie_word_embeddings: args.tie,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+    }
+}
+
+/// One micro-batch per replica and stage, so that pipelines have something to overlap.
+fn batch_config(args: &Args) -> Result<BatchConfig> {
+    let parts = args.dp * args.pp;
+    if !args.batch_size.is_multiple_of(parts) || args.batch_size == 0 {
+        bail!(
+            "--batch-size {} is not a multiple of dp({}) * pp({}) = {parts}",
+            args.batch_size,
+            args.dp,
+            args.pp
+        );
+    }
+    Ok(BatchConfig {
+        seq_len: args.seq_len,
+        micro_batch_size: args.batch_size / parts,
+        global_batch_size: args.batch_size,
+        shuffle: false,
+        seed: 0,
+    })
+}
+
+fn bench(
+    args: &Args,
+    config: &LlamaConfig,
+    batch_config: &BatchConfig,
+    degrees: Degrees,
+    world: ProcessGroup,
+) -> Result<Measured> {
+    let mesh = Mesh::new(world, degrees)?;
+    let dtype: DType = args.dtype.into();
+    let vb = ParamStore::init(0).builder(dtype, mesh.world.device());
+    let stage = Llama::stage(config, &mesh, &vb)?;
+    let num_parameters = stage.params().num_global_values();
+    let num_steps = NUM_WARM_UP_STEPS + args.steps;
+    let train = TrainConfig {
+        lr_schedule: LrSchedule {
+            lr: 1e-4,
+            min_lr_ratio: 1.0,
+            warmup_steps: 0,
+            num_steps,
+        },
+        adamw: AdamWConfig::default(),
+        max_grad_norm: Some(1.0),
+        zero: ZeroStage::One,
+        schedule: Schedule::OneForwardOneBackward,
+    };
+    // A multiplicative generator modulo 2^31 - 1: any tokens do, they only have to be spread over the vocabulary.
+    let next = |id: &u64| Some(id * 48271 % 0x7fff_ffff);
+    let ids =
+        std::iter::successors(Some(1u64), next).map(|id| (id % args.vocab_size as u64) as u32);
+    let num_ids = args.batch_size * args.seq_len + 1;
+    let tokens = Tokens::from_ids(ids.take(num_ids).collect());
+    let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
+    let batches = Batches::new(
+        &tokens,
+        batch_config.clone(),
+        dp_rank,
+        dp,
+        mesh.world.device(),
+    )?;
+    let mut trainer = Trainer::new(train, &mesh, stage)?;
+    let mut measured = Measured {
+        step_secs: Vec::new(),
+        times: Vec::new(),
+        num_parameters,
+        page_faults_per_step: 0,
+    };
+    let mut faults_before = 0;
+    for step in 0..num_steps {
+        if step == NUM_WARM_UP_STEPS {
+            faults_before = page_faults();
+        }
+        let report = trainer.train_step(&batches.batch(step)?)?;
+        if step >= NUM_WARM_UP_STEPS {
+            measured.step_secs.push(report.step_secs);
+            measured.times.push(trainer.times());
+        }
+    }
+    measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
+    Ok(measured)
+}
+
+fn print(args: &Args, measured: &mut Measured) -> Result<()> {
+    let steps = &mut measured.step_secs;
+    if steps.is_empty() {
+        bail!("--steps is 0: nothing was measured");
+    }
+    let times = &measured.times;
+    let mean = |of: fn(&StepTimes) -> f64| times.iter().map(of).sum::<f64>() / times.len() as f64;
+    steps.sort_by(f64::total_cmp);
+    let step_secs = steps[steps.len() / 2];
+    let line = serde_json::json!({
+        "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
+        "dtype": "f32",
+        "step_secs": step_secs,
+        "min_step_secs": steps[0],
+        "tokens_per_sec": (args.batch_size * args.seq_len) as f64 / step_secs,
+        "parameters": measured.num_parameters,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "page_faults_per_step": measured.page_faults_per_step,
+        "forward_secs": mean(|t| t.forward_secs),
+        "backward_secs": mean(|t| t.backward_secs),
+        "communication_secs": mean(|t| t.communication_secs),
+        "optimizer_secs": mean(|t| t.optimizer_secs),
+    });
+    println!("{line}");
+    Ok(())
+}
