@@ -51,24 +51,84 @@ pub fn causal_attention(
     groups: HeadGroups,
 ) -> Result<Tensor> {
     let dims = Dims::new(q, k, v, scale, groups)?;
-    let q_host = HostF32::new(NAME, "q", q)?;
-    let k_host = HostF32::new(NAME, "k", k)?;
-    let v_host = HostF32::new(NAME, "v", v)?;
-    let (out, lse) = dims.forward(&q_host.read(), &k_host.read(), &v_host.read());
-    let tracked = [q.track_op(), k.track_op(), v.track_op()];
+    let (out, lse) = dims.forward_tensors([q, k, v])?;
+    let lse = Tensor::from_vec(lse, (dims.b, dims.hq, dims.t), q.device())?;
+    let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
+    let tracked = [q, k, v].map(Tensor::track_op);
     with_backward3(q, k, v, (out, q.shape()), NAME, move |grad| {
-        let grad = HostF32::new(NAME, "the gradient", grad)?;
-        let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
-        let [dq, dk, dv] = dims.backward(values, &lse, &grad.read());
-        let tensor = |tracked: bool, values: Vec<f32>, like: &HostF32| {
-            tracked.then(|| Tensor::from_vec(values, like.tensor().shape(), like.tensor().device()))
-        };
+        let (dq, dk, dv) =
+            attention_backward(&q_value, &k_value, &v_value, &lse, grad, scale, groups)?;
         Ok((
-            tensor(tracked[0], dq, &q_host).transpose()?,
-            tensor(tracked[1], dk, &k_host).transpose()?,
-            tensor(tracked[2], dv, &v_host).transpose()?,
+            tracked[0].then_some(dq),
+            tracked[1].then_some(dk),
+            tracked[2].then_some(dv),
         ))
     })
+}
+
+/// [`causal_attention`] outside any graph: the output, and the log-sum-exp of each row of scaled scores.
+///
+/// # Shapes
+/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)` and `(b, hq, t)`; f32.
+///
+/// # Errors
+/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+pub fn attention_forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<(Tensor, Tensor)> {
+    let dims = Dims::new(q, k, v, scale, groups)?;
+    let (out, lse) = dims.forward_tensors([q, k, v])?;
+    Ok((
+        Tensor::from_vec(out, q.shape(), q.device())?,
+        Tensor::from_vec(lse, (dims.b, dims.hq, dims.t), q.device())?,
+    ))
+}
+
+/// Gradients of `q`, `k` and `v` from that of the output and the log-sum-exp that [`attention_forward`] returned;
+/// outside any graph.
+///
+/// # Shapes
+/// `q` and `grad` `(b, t, hq, d)`, `k` and `v` `(b, t, hkv, d)`, `lse (b, hq, t)` -> those of `q`, `k` and `v`; f32.
+///
+/// # Errors
+/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+pub fn attention_backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    lse: &Tensor,
+    grad: &Tensor,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let dims = Dims::new(q, k, v, scale, groups)?;
+    if grad.dims() != q.dims() || lse.dims() != [dims.b, dims.hq, dims.t] {
+        bail!(
+            "{NAME}: expected a gradient of the shape of q {:?} and lse [{}, {}, {}], got {:?} and {:?}",
+            q.dims(),
+            dims.b,
+            dims.hq,
+            dims.t,
+            grad.dims(),
+            lse.dims()
+        )
+    }
+    let inputs = [("q", q), ("k", k), ("v", v), ("the gradient", grad)];
+    let [q_host, k_host, v_host, grad] =
+        inputs.map(|(what, tensor)| HostF32::new(NAME, what, tensor));
+    let (q_host, k_host, v_host, grad) = (q_host?, k_host?, v_host?, grad?);
+    let lse = HostF32::new(NAME, "lse", lse)?;
+    let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
+    let [dq, dk, dv] = dims.backward(values, &lse.read(), &grad.read());
+    Ok((
+        Tensor::from_vec(dq, q.shape(), q.device())?,
+        Tensor::from_vec(dk, k.shape(), k.device())?,
+        Tensor::from_vec(dv, v.shape(), v.device())?,
+    ))
 }
 
 impl Dims {
@@ -118,6 +178,13 @@ impl Dims {
     /// Scores computed in one pass over all heads.
     fn num_scores(&self) -> usize {
         self.b * self.hq * self.t * self.t
+    }
+
+    fn forward_tensors(&self, [q, k, v]: [&Tensor; 3]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let q = HostF32::new(NAME, "q", q)?;
+        let k = HostF32::new(NAME, "k", k)?;
+        let v = HostF32::new(NAME, "v", v)?;
+        Ok(self.forward(&q.read(), &k.read(), &v.read()))
     }
 
     /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.

@@ -69,13 +69,14 @@ pub(crate) fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Send
     }
 }
 
-/// The sum of the partial sums of length `len`, added in chunk order.
-pub(crate) fn sum_partials(partials: &[f32], len: usize) -> Vec<f32> {
-    let mut total = vec![0f32; len];
-    for partial in partials.chunks_exact(len.max(1)) {
-        for (sum, value) in total.iter_mut().zip(partial) {
+/// Writes, or adds if `add`, the sum of the partial sums, each as long as `dst` and added in chunk order.
+pub(crate) fn sum_partials(dst: &mut [f32], add: bool, partials: &[f32]) {
+    if !add {
+        dst.fill(0.0);
+    }
+    for partial in partials.chunks_exact(dst.len().max(1)) {
+        for (sum, value) in dst.iter_mut().zip(partial) {
             *sum += value;
         }
     }
-    total
 }

@@ -18,19 +18,65 @@ const NAME: &str = "embedding";
 /// # Errors
 /// When `weight` has not two dimensions, or a tensor has another dtype or device.
 pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    let &[v, h] = weight.dims() else {
+    let (y, dims) = forward(weight, ids)?;
+    let (table, ids) = (weight.shape().clone(), ids.detach());
+    with_backward1(weight, (y, dims), NAME, move |dy| {
+        let mut dw = vec![0f32; table.elem_count()];
+        embedding_grad_into(&mut dw, true, &ids, dy)?;
+        Ok(Some(Tensor::from_vec(dw, &table, dy.device())?))
+    })
+}
+
+/// [`embedding`] outside any graph.
+///
+/// # Shapes
+/// `weight (v, h)` f32, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.
+///
+/// # Errors
+/// When `weight` has not two dimensions, or a tensor has another dtype or device.
+pub fn embedding_forward(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let (y, dims) = forward(weight, ids)?;
+    Tensor::from_vec(y, dims, weight.device())
+}
+
+/// Writes, or adds if `add`, the gradient of the table to `dst`; outside any graph.
+///
+/// Ids that are no row of the table are skipped; without `add`, rows that no id names become zeros.
+///
+/// # Shapes
+/// `dst` the `v * h` values of the table, row by row, `ids (b, t)` u32 (any rank), `dy (b, t, h)` f32.
+///
+/// # Errors
+/// When the shapes do not fit, or a tensor has another dtype or device.
+pub fn embedding_grad_into(dst: &mut [f32], add: bool, ids: &Tensor, dy: &Tensor) -> Result<()> {
+    let h = match dy.dims() {
+        [leading @ .., h] if leading == ids.dims() => *h,
+        dims => bail!(
+            "{NAME}: expected a gradient (.., h) for ids {:?}, got {dims:?}",
+            ids.dims()
+        ),
+    };
+    if !dst.len().is_multiple_of(h.max(1)) {
+        bail!(
+            "{NAME}: expected a gradient buffer of rows of {h}, got {} values",
+            dst.len()
+        )
+    }
+    let dy = HostF32::new(NAME, "the gradient", dy)?;
+    let ids = HostU32::new(NAME, "ids", ids)?;
+    scatter_add(dst, add, &dy.read(), &ids.read(), h);
+    Ok(())
+}
+
+fn forward(weight: &Tensor, ids: &Tensor) -> Result<(Vec<f32>, Vec<usize>)> {
+    let &[_v, h] = weight.dims() else {
         bail!("{NAME}: expected weight (v, h), got {:?}", weight.dims())
     };
     let table = HostF32::new(NAME, "weight", weight)?;
-    let ids_host = HostU32::new(NAME, "ids", ids)?;
-    let mut dims = ids.dims().to_vec();
-    dims.push(h);
-    let y = gather(&table.read(), &ids_host.read(), h);
-    with_backward1(weight, (y, dims), NAME, move |dy| {
-        let dy = HostF32::new(NAME, "the gradient", dy)?;
-        let dw = scatter_add(&dy.read(), &ids_host.read(), v, h);
-        Ok(Some(Tensor::from_vec(dw, (v, h), dy.tensor().device())?))
-    })
+    let ids = HostU32::new(NAME, "ids", ids)?;
+    let dims = [ids.tensor().dims(), &[h]].concat();
+    let y = gather(&table.read(), &ids.read(), h);
+    Ok((y, dims))
 }
 
 fn gather(table: &[f32], ids: &[u32], h: usize) -> Vec<f32> {
@@ -52,27 +98,29 @@ fn gather(table: &[f32], ids: &[u32], h: usize) -> Vec<f32> {
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.
-fn scatter_add(dy: &[f32], ids: &[u32], v: usize, h: usize) -> Vec<f32> {
-    let mut dw = vec![0f32; v * h];
+fn scatter_add(dst: &mut [f32], add: bool, dy: &[f32], ids: &[u32], h: usize) {
     if h == 0 {
-        return dw;
+        return;
     }
     let mut by_id: Vec<(u32, usize)> = ids.iter().copied().zip(0..).collect();
     by_id.sort_unstable();
     let rows = rows_per_chunk(h);
-    for_each_chunk(&mut dw, rows * h, dy.len(), |chunk, dw| {
+    let work = dy.len() + if add { 0 } else { dst.len() };
+    for_each_chunk(dst, rows * h, work, |chunk, dst| {
+        if !add {
+            dst.fill(0.0);
+        }
         let first_row = chunk * rows;
+        let last_row = first_row + dst.len() / h;
         let start = by_id.partition_point(|&(id, _)| (id as usize) < first_row);
-        let last_row = first_row + dw.len() / h;
         for &(id, i) in by_id[start..]
             .iter()
             .take_while(|(id, _)| (*id as usize) < last_row)
         {
-            let row = &mut dw[(id as usize - first_row) * h..][..h];
-            for (dw, dy) in row.iter_mut().zip(&dy[i * h..][..h]) {
-                *dw += dy;
+            let row = &mut dst[(id as usize - first_row) * h..][..h];
+            for (dst, dy) in row.iter_mut().zip(&dy[i * h..][..h]) {
+                *dst += dy;
             }
         }
     });
-    dw
 }

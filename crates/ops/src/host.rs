@@ -32,6 +32,10 @@ impl HostF32 {
         &self.0
     }
 
+    pub(crate) fn into_tensor(self) -> Tensor {
+        self.0
+    }
+
     /// Locks the values for reading.
     pub(crate) fn read(&self) -> Values<'_, f32> {
         Values::new(&self.0, |storage| match storage {
@@ -45,6 +49,10 @@ impl HostU32 {
     /// Checks `tensor`, the argument `what` of the operation `op`; copies it only if it is not contiguous.
     pub(crate) fn new(op: &str, what: &str, tensor: &Tensor) -> Result<Self> {
         Ok(Self(checked(op, what, tensor, DType::U32)?))
+    }
+
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.0
     }
 
     /// Locks the values for reading.

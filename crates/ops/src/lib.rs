@@ -14,8 +14,10 @@ mod embedding;
 mod exp;
 mod head_groups;
 mod host;
+mod in_place;
 mod lanes;
 mod linear;
+mod linear_grad;
 mod matrix;
 mod rms_norm;
 mod rope;
@@ -23,15 +25,21 @@ mod swiglu;
 mod vocab_shard;
 mod with_backward;
 
-pub use attention::causal_attention;
+pub use attention::{attention_backward, attention_forward, causal_attention};
 pub use cross_entropy::cross_entropy;
-pub use embedding::embedding;
+pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use head_groups::HeadGroups;
-pub use linear::{linear, linear_bias_grad, linear_forward, linear_input_grad, linear_weight_grad};
-pub use rms_norm::rms_norm;
-pub use rope::rope;
-pub use swiglu::swiglu;
-pub use vocab_shard::{cross_entropy_grad, row_max, sum_exp_and_target_logit};
+pub use linear::{linear, linear_forward, linear_forward_add};
+pub use linear_grad::{
+    add_into, linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into,
+};
+pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
+pub use rope::{RopeDirection, rope, rope_in_place};
+pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
+pub use vocab_shard::{
+    cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,
+};
 pub use with_backward::{OpOutput, with_backward1, with_backward2, with_backward3};
 
 /// Target id that marks a position without a target: it adds nothing to the loss and gets no gradient.

@@ -1,13 +1,14 @@
-//! Linear layer `y = x W^T + b` on the rows of `x`, and its pieces for layers that communicate in between.
+//! Linear layer `y = x W^T + b` on the rows of `x`.
 //!
-//! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`. Compared with candle's matmul under candle's backward: no
-//! gradient for frozen weights, and no zeros and additions per edge.
+//! Compared with candle's matmul under candle's backward: no gradient for frozen weights, no zeros and additions per
+//! edge, and no transposed copies.
 
-use crate::chunks::{for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::host::HostF32;
+use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
+use crate::matrix::{Matrix, MatrixMut};
 use crate::{with_backward2, with_backward3};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "linear";
 
@@ -50,93 +51,33 @@ pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     Tensor::from_vec(y, shape, xs.device())
 }
 
-/// Gradient of the input: `dx = dy W`, outside any graph.
+/// `residual + xs W^T` outside any graph: the product is accumulated onto a copy of `residual`.
 ///
 /// # Shapes
-/// `dy (.., out)`, `weight (out, in)` -> `(.., in)`; f32.
+/// `residual (.., out)`, `xs (.., in)` with the same leading dimensions, `weight (out, in)` -> `(.., out)`; f32.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32 on the CPU.
-pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let (num_out, num_in) = weight_dims("linear_input_grad", weight)?;
-    let (rows, mut dims) = rows_of("linear_input_grad", "dy", dy, num_out)?;
-    dims.push(num_in);
-    let dy2 = HostF32::new("linear_input_grad", "dy", dy)?
-        .tensor()
-        .reshape((rows, num_out))?;
-    let w = HostF32::new("linear_input_grad", "weight", weight)?;
-    Tensor::from_vec(product(&dy2, w.tensor())?, dims, dy.device())
-}
-
-/// Gradient of the weight: `dW = dy^T x`, outside any graph.
-///
-/// # Shapes
-/// `dy (.., out)`, `xs (.., in)` with the same leading dimensions -> `(out, in)`; f32.
-///
-/// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
-pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
-    let op = "linear_weight_grad";
-    let (&[.., num_out], &[.., num_in]) = (dy.dims(), xs.dims()) else {
+pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let op = "linear_forward_add";
+    let product = Rows::new(op, xs, weight)?;
+    if residual.dims() != product.dims {
         bail!(
-            "{op}: expected dy (.., out) and xs (.., in), got {:?} and {:?}",
-            dy.dims(),
-            xs.dims()
-        )
-    };
-    let (rows, dy_dims) = rows_of(op, "dy", dy, num_out)?;
-    let (_, xs_dims) = rows_of(op, "xs", xs, num_in)?;
-    if dy_dims != xs_dims {
-        bail!(
-            "{op}: expected dy and xs with the same leading dimensions, got dy {:?} and xs {:?}",
-            dy.dims(),
-            xs.dims()
+            "{op}: expected residual {:?}, got {:?}",
+            product.dims,
+            residual.dims()
         )
     }
-    let dy2 = HostF32::new(op, "dy", dy)?
-        .tensor()
-        .reshape((rows, num_out))?;
-    let x2 = HostF32::new(op, "xs", xs)?
-        .tensor()
-        .reshape((rows, num_in))?;
-    Tensor::from_vec(product(&dy2.t()?, &x2)?, (num_out, num_in), dy.device())
-}
-
-/// Gradient of the bias: the sum of `dy` over its rows, outside any graph.
-///
-/// # Shapes
-/// `dy (.., out)` -> `(out)`; f32.
-///
-/// # Errors
-/// When `dy` has no dimension or is not f32 on the CPU.
-pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
-    let &[.., num_out] = dy.dims() else {
-        bail!("linear_bias_grad: expected dy (.., out), got a scalar")
-    };
-    let values = HostF32::new("linear_bias_grad", "dy", dy)?;
-    let values = values.read();
-    let rows = rows_per_partial(values.len() / num_out.max(1), num_out);
-    let mut partials = vec![0f32; values.len().div_ceil((rows * num_out).max(1)) * num_out];
-    for_each_chunk(&mut partials, num_out, values.len(), |chunk, sum| {
-        let chunk = values.chunks(rows * num_out).nth(chunk).unwrap_or_default();
-        for dy in chunk.chunks_exact(num_out) {
-            for (sum, dy) in sum.iter_mut().zip(dy) {
-                *sum += dy;
-            }
-        }
-    });
-    Tensor::from_vec(sum_partials(&partials, num_out), num_out, dy.device())
+    let mut y = HostF32::new(op, "residual", residual)?.read().to_vec();
+    product.write(&mut y, true);
+    Tensor::from_vec(y, product.dims, xs.device())
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f32>, Vec<usize>)> {
-    let (num_out, num_in) = weight_dims(NAME, weight)?;
-    let (rows, mut dims) = rows_of(NAME, "xs", xs, num_in)?;
-    dims.push(num_out);
-    let x2 = HostF32::new(NAME, "xs", xs)?
-        .tensor()
-        .reshape((rows, num_in))?;
-    let w = HostF32::new(NAME, "weight", weight)?;
-    let mut y = product(&x2, &w.tensor().t()?)?;
+    let product = Rows::new(NAME, xs, weight)?;
+    let num_out = product.num_out;
+    let mut y = vec![0f32; product.rows * num_out];
+    product.write(&mut y, false);
     if let Some(bias) = bias {
         if bias.dims() != [num_out] {
             bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
@@ -152,10 +93,53 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f
             }
         });
     }
-    Ok((y, dims))
+    Ok((y, product.dims))
 }
 
-fn weight_dims(op: &str, weight: &Tensor) -> Result<(usize, usize)> {
+/// `x W^T`, checked and ready to be computed.
+struct Rows {
+    xs: HostF32,
+    weight: HostF32,
+    rows: usize,
+    num_in: usize,
+    num_out: usize,
+    /// Shape of the result.
+    dims: Vec<usize>,
+}
+
+impl Rows {
+    fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
+        let (num_out, num_in) = weight_dims(op, weight)?;
+        let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
+        Ok(Self {
+            xs: HostF32::new(op, "xs", xs)?,
+            weight: HostF32::new(op, "weight", weight)?,
+            rows,
+            num_in,
+            num_out,
+            dims: [leading, &[num_out]].concat(),
+        })
+    }
+
+    /// Writes the product to `y`, or adds it.
+    fn write(&self, y: &mut [f32], add: bool) {
+        let Self {
+            rows,
+            num_in,
+            num_out,
+            ..
+        } = *self;
+        let (xs, weight) = (self.xs.read(), self.weight.read());
+        MatrixMut::new(y, rows, num_out, num_out).parallel_product(
+            add,
+            Matrix::new(&xs, rows, num_in, num_in),
+            Matrix::new(&weight, num_out, num_in, num_in).t(),
+        );
+    }
+}
+
+/// `(out, in)` of a weight.
+pub(crate) fn weight_dims(op: &str, weight: &Tensor) -> Result<(usize, usize)> {
     match *weight.dims() {
         [num_out, num_in] => Ok((num_out, num_in)),
         ref dims => bail!("{op}: expected weight (out, in), got {dims:?}"),
@@ -163,28 +147,14 @@ fn weight_dims(op: &str, weight: &Tensor) -> Result<(usize, usize)> {
 }
 
 /// Number of rows of `tensor (.., len)`, and its leading dimensions.
-fn rows_of(op: &str, what: &str, tensor: &Tensor, len: usize) -> Result<(usize, Vec<usize>)> {
+pub(crate) fn rows_of<'a>(
+    op: &str,
+    what: &str,
+    tensor: &'a Tensor,
+    len: usize,
+) -> Result<(usize, &'a [usize])> {
     match tensor.dims() {
-        [leading @ .., last] if *last == len => Ok((leading.iter().product(), leading.to_vec())),
+        [leading @ .., last] if *last == len => Ok((leading.iter().product(), leading)),
         dims => bail!("{op}: expected {what} (.., {len}), got {dims:?}"),
-    }
-}
-
-/// `a (m, k)` times `b (k, n)` by candle's matmul, as the bare values: a tensor would not give them up.
-fn product(a: &Tensor, b: &Tensor) -> Result<Vec<f32>> {
-    let ((m, k), (_, n)) = (a.dims2()?, b.dims2()?);
-    if m == 0 || n == 0 || k == 0 {
-        return Ok(vec![0f32; m * n]);
-    }
-    let ((a_guard, a_layout), (b_guard, b_layout)) =
-        (a.storage_and_layout(), b.storage_and_layout());
-    match (&*a_guard, &*b_guard) {
-        (Storage::Cpu(a), Storage::Cpu(b)) => {
-            match a.matmul(b, (1, m, n, k), a_layout, b_layout)? {
-                CpuStorage::F32(values) => Ok(values),
-                other => bail!("{NAME}: expected an f32 product, got {:?}", other.dtype()),
-            }
-        }
-        _ => bail!("{NAME}: expected tensors on the CPU"),
     }
 }

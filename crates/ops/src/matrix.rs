@@ -1,9 +1,15 @@
-//! Strided f32 matrices inside larger buffers, and their product on one thread by the `gemm` crate.
+//! Strided f32 matrices inside larger buffers, and their products by the `gemm` crate.
+//!
+//! gemm cuts the rows and columns of a product among threads, never the sum over `k`: the bits are the same for any
+//! number of threads.
 
 #![allow(unsafe_code)]
 
 use gemm::Parallelism;
 use std::marker::PhantomData;
+
+/// Products of fewer multiplications than this stay on the calling thread: waking the others would cost more.
+const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
 
 /// A matrix to read.
 #[derive(Clone, Copy)]
@@ -64,15 +70,27 @@ impl<'a> MatrixMut<'a> {
 
     /// `self = lhs * rhs`, on the calling thread.
     pub(crate) fn set_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.product(false, lhs, rhs);
+        self.product(false, lhs, rhs, Parallelism::None);
     }
 
     /// `self += lhs * rhs`, on the calling thread.
     pub(crate) fn add_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.product(true, lhs, rhs);
+        self.product(true, lhs, rhs, Parallelism::None);
     }
 
-    fn product(self, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+    /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on all threads of the current pool if that is worth it.
+    pub(crate) fn parallel_product(self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        let num_threads = rayon::current_num_threads();
+        let multiplications = (self.rows * self.cols).saturating_mul(lhs.cols);
+        let parallelism = if num_threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS {
+            Parallelism::Rayon(num_threads)
+        } else {
+            Parallelism::None
+        };
+        self.product(add, lhs, rhs, parallelism);
+    }
+
+    fn product(self, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
         // The pointers below are only as good as these shapes.
         assert_eq!(
             (self.rows, self.cols, lhs.cols),
@@ -101,7 +119,7 @@ impl<'a> MatrixMut<'a> {
                 false,
                 false,
                 false,
-                Parallelism::None,
+                parallelism,
             );
         }
     }

@@ -20,24 +20,78 @@ const NAME: &str = "rms_norm";
 /// # Errors
 /// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 on the CPU.
 pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let h = match xs.dims() {
-        [.., h] if weight.dims() == [*h] => *h,
+    let y = forward(xs, weight, eps)?;
+    let (x, w) = (xs.detach(), weight.detach());
+    let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
+    with_backward2(xs, weight, (y, xs.shape()), NAME, move |dy| {
+        let (dx, dw) = rms_norm_backward(&x, &w, dy, eps, None, w_tracked)?;
+        Ok((x_tracked.then_some(dx), dw))
+    })
+}
+
+/// [`rms_norm`] outside any graph.
+///
+/// # Shapes
+/// `xs (.., h)`, `weight (h)` -> `(.., h)`; f32.
+///
+/// # Errors
+/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 on the CPU.
+pub fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    Tensor::from_vec(forward(xs, weight, eps)?, xs.shape(), xs.device())
+}
+
+/// Gradient of `xs`, plus `residual` if there is one, and that of `weight` if `weight_grad`; outside any graph.
+///
+/// `residual` is the gradient that reaches `xs` along the path around the norm; it is added in the same pass.
+///
+/// # Shapes
+/// `xs`, `dy` and `residual` `(.., h)`, `weight (h)` -> `(.., h)` and `(h)`; f32.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor is not f32 on the CPU.
+pub fn rms_norm_backward(
+    xs: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    eps: f64,
+    residual: Option<&Tensor>,
+    weight_grad: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let h = width(xs, weight)?;
+    for (what, tensor) in [("the gradient", Some(dy)), ("residual", residual)] {
+        if let Some(tensor) = tensor.filter(|tensor| tensor.dims() != xs.dims()) {
+            bail!(
+                "{NAME}: expected {what} of the shape of xs {:?}, got {:?}",
+                xs.dims(),
+                tensor.dims()
+            )
+        }
+    }
+    let x = HostF32::new(NAME, "xs", xs)?;
+    let w = HostF32::new(NAME, "weight", weight)?;
+    let dy = HostF32::new(NAME, "the gradient", dy)?;
+    let residual = residual
+        .map(|residual| HostF32::new(NAME, "residual", residual))
+        .transpose()?;
+    let residual = residual.as_ref().map(HostF32::read);
+    let inputs = (&x.read()[..], &w.read()[..], &dy.read()[..]);
+    let (dx, dw) = backward(inputs, residual.as_deref(), h, eps, weight_grad);
+    let dw = weight_grad.then(|| Tensor::from_vec(dw, h, xs.device()));
+    Ok((
+        Tensor::from_vec(dx, xs.shape(), xs.device())?,
+        dw.transpose()?,
+    ))
+}
+
+/// Length of a row, of inputs that fit.
+fn width(xs: &Tensor, weight: &Tensor) -> Result<usize> {
+    match xs.dims() {
+        [.., h] if weight.dims() == [*h] => Ok(*h),
         dims => bail!(
             "{NAME}: expected xs (.., h) and weight (h), got xs {dims:?} and weight {:?}",
             weight.dims()
         ),
-    };
-    let x = HostF32::new(NAME, "xs", xs)?;
-    let w = HostF32::new(NAME, "weight", weight)?;
-    let y = forward(&x.read(), &w.read(), h, eps);
-    let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
-    with_backward2(xs, weight, (y, xs.shape()), NAME, move |dy| {
-        let dy = HostF32::new(NAME, "the gradient", dy)?;
-        let (dx, dw) = backward(&x.read(), &w.read(), &dy.read(), h, eps, w_tracked);
-        let dx = x_tracked.then(|| Tensor::from_vec(dx, x.tensor().shape(), dy.tensor().device()));
-        let dw = w_tracked.then(|| Tensor::from_vec(dw, h, dy.tensor().device()));
-        Ok((dx.transpose()?, dw.transpose()?))
-    })
+    }
 }
 
 /// `1 / sqrt(mean(x^2) + eps)` of one row.
@@ -45,59 +99,63 @@ fn inverse_rms(x: &[f32], eps: f64) -> f32 {
     (1.0 / (dot(x, x) as f64 / x.len() as f64 + eps).sqrt()) as f32
 }
 
-fn forward(x: &[f32], w: &[f32], h: usize, eps: f64) -> Vec<f32> {
+fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f32>> {
+    let h = width(xs, weight)?;
+    let x = HostF32::new(NAME, "xs", xs)?;
+    let w = HostF32::new(NAME, "weight", weight)?;
+    let (x, w) = (x.read(), w.read());
     let mut y = vec![0f32; x.len()];
     let chunk_len = rows_per_chunk(h) * h;
     for_each_chunk(&mut y, chunk_len, x.len(), |chunk, y| {
         let x = &x[chunk * chunk_len..][..y.len()];
         for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
             let r = inverse_rms(x, eps);
-            for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(&*w) {
                 *y = x * r * w;
             }
         }
     });
-    y
+    Ok(y)
 }
 
 /// With `n = x r` and `g = dy w`: `dx = r (g - n mean(g n))`, `dw = sum over rows of dy n`.
 fn backward(
-    x: &[f32],
-    w: &[f32],
-    dy: &[f32],
+    (x, w, dy): (&[f32], &[f32], &[f32]),
+    residual: Option<&[f32]>,
     h: usize,
     eps: f64,
-    w_tracked: bool,
+    weight_grad: bool,
 ) -> (Vec<f32>, Vec<f32>) {
     let mut dx = vec![0f32; x.len()];
     let rows = rows_per_partial(x.len() / h.max(1), h);
     let num_chunks = x.len().div_ceil((rows * h).max(1));
     let mut partials = vec![0f32; num_chunks * h];
-    let work = 2 * x.len();
-    for_each_chunk2(
-        (&mut dx, rows * h),
-        (&mut partials, h),
-        work,
-        |chunk, dx, dw| {
-            let start = chunk * rows * h;
-            let x = x[start..][..dx.len()].chunks_exact(h);
-            let dy = dy[start..][..dx.len()].chunks_exact(h);
-            for ((x, dy), dx) in x.zip(dy).zip(dx.chunks_exact_mut(h)) {
-                let r = inverse_rms(x, eps);
-                for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
-                    *g = dy * w;
-                }
-                let along_x = r * r * dot(dx, x) / h as f32;
-                for (dx, x) in dx.iter_mut().zip(x) {
-                    *dx = r * (*dx - x * along_x);
-                }
-                if w_tracked {
-                    for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
-                        *dw += dy * x * r;
-                    }
+    let (dx_chunks, dw_chunks) = ((&mut dx[..], rows * h), (&mut partials[..], h));
+    for_each_chunk2(dx_chunks, dw_chunks, 2 * x.len(), |chunk, dx, dw| {
+        for (row, dx) in dx.chunks_exact_mut(h).enumerate() {
+            let start = (chunk * rows + row) * h;
+            let (x, dy) = (&x[start..][..h], &dy[start..][..h]);
+            let r = inverse_rms(x, eps);
+            for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
+                *g = dy * w;
+            }
+            let along_x = r * r * dot(dx, x) / h as f32;
+            for (dx, x) in dx.iter_mut().zip(x) {
+                *dx = r * (*dx - x * along_x);
+            }
+            if let Some(residual) = residual {
+                for (dx, residual) in dx.iter_mut().zip(&residual[start..][..h]) {
+                    *dx += residual;
                 }
             }
-        },
-    );
-    (dx, sum_partials(&partials, h))
+            if weight_grad {
+                for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
+                    *dw += dy * x * r;
+                }
+            }
+        }
+    });
+    let mut dw = vec![0f32; h];
+    sum_partials(&mut dw, true, &partials);
+    (dx, dw)
 }

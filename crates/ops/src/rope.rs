@@ -5,10 +5,20 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::host::HostF32;
+use crate::in_place::in_place;
 use crate::with_backward1;
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rope";
+
+/// Which way [`rope_in_place`] turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeDirection {
+    /// By the angles: the forward pass.
+    Forward,
+    /// By the negative angles: from the gradient of the output to that of the input.
+    Backward,
+}
 
 /// Rotates each head of each position.
 ///
@@ -20,6 +30,51 @@ const NAME: &str = "rope";
 /// # Errors
 /// When the shapes do not fit, `d` is odd, or a tensor is not f32 on the CPU.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let sizes = sizes(xs, cos, sin)?;
+    let cos = HostF32::new(NAME, "cos", cos)?;
+    let sin = HostF32::new(NAME, "sin", sin)?;
+    let x = HostF32::new(NAME, "xs", xs)?;
+    let turned = move |x: &HostF32, direction| {
+        let mut y = x.read().to_vec();
+        rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
+        y
+    };
+    let y = turned(&x, RopeDirection::Forward);
+    with_backward1(xs, (y, xs.shape()), NAME, move |dy| {
+        let dy = HostF32::new(NAME, "the gradient", dy)?;
+        let dx = turned(&dy, RopeDirection::Backward);
+        let (shape, device) = (dy.tensor().shape(), dy.tensor().device());
+        Ok(Some(Tensor::from_vec(dx, shape, device)?))
+    })
+}
+
+/// Rotates each head of each position in the storage of `xs`, outside any graph, and returns `xs`.
+///
+/// The caller must be the only owner of the values: every tensor that shares them changes too. They are copied first
+/// only if they are not contiguous.
+///
+/// # Shapes
+/// `xs (b, t, h, d)`, `cos (t, d/2)`, `sin (t, d/2)` -> `(b, t, h, d)`; f32.
+///
+/// # Errors
+/// When the shapes do not fit, `d` is odd, or a tensor is not f32 on the CPU.
+pub fn rope_in_place(
+    xs: Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    direction: RopeDirection,
+) -> Result<Tensor> {
+    let sizes = sizes(&xs, cos, sin)?;
+    let cos = HostF32::new(NAME, "cos", cos)?;
+    let sin = HostF32::new(NAME, "sin", sin)?;
+    let (cos, sin) = (cos.read(), sin.read());
+    in_place(NAME, "xs", xs, |xs| {
+        rotate(xs, &cos, &sin, direction, sizes);
+    })
+}
+
+/// `(t, h, d)` of inputs that fit.
+fn sizes(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)> {
     let &[_b, t, h, d] = xs.dims() else {
         bail!("{NAME}: expected xs (b, t, h, d), got {:?}", xs.dims())
     };
@@ -38,51 +93,41 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
             sin.dims()
         )
     }
-    let cos = HostF32::new(NAME, "cos", cos)?;
-    let sin = HostF32::new(NAME, "sin", sin)?;
-    let x = HostF32::new(NAME, "xs", xs)?;
-    let y = rotate(&x.read(), &cos.read(), &sin.read(), 1.0, (t, h, d));
-    with_backward1(xs, (y, xs.shape()), NAME, move |dy| {
-        let dy = HostF32::new(NAME, "the gradient", dy)?;
-        let dx = rotate(&dy.read(), &cos.read(), &sin.read(), -1.0, (t, h, d));
-        Ok(Some(Tensor::from_vec(
-            dx,
-            dy.tensor().shape(),
-            dy.tensor().device(),
-        )?))
-    })
+    Ok((t, h, d))
 }
 
-/// Rotates by `direction` (1 or -1) times the angles.
 fn rotate(
-    x: &[f32],
+    x: &mut [f32],
     cos: &[f32],
     sin: &[f32],
-    direction: f32,
+    direction: RopeDirection,
     (t, h, d): (usize, usize, usize),
-) -> Vec<f32> {
-    let mut y = vec![0f32; x.len()];
-    let (row, half) = (h * d, d / 2);
+) {
+    let (row, half, work) = (h * d, d / 2, x.len());
+    if work == 0 {
+        return;
+    }
+    let sign = match direction {
+        RopeDirection::Forward => 1.0,
+        RopeDirection::Backward => -1.0,
+    };
     let rows = rows_per_chunk(row);
-    for_each_chunk(&mut y, rows * row, x.len(), |chunk, y| {
-        let x = &x[chunk * rows * row..][..y.len()];
-        for (i, (x, y)) in x.chunks_exact(row).zip(y.chunks_exact_mut(row)).enumerate() {
+    for_each_chunk(x, rows * row, work, |chunk, x| {
+        for (i, x) in x.chunks_exact_mut(row).enumerate() {
             let angles = (chunk * rows + i) % t * half;
             let (cos, sin) = (&cos[angles..][..half], &sin[angles..][..half]);
-            for (x, y) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)) {
-                let (x1, x2) = x.split_at(half);
-                let (y1, y2) = y.split_at_mut(half);
-                for ((y1, y2), ((x1, x2), (cos, sin))) in y1
-                    .iter_mut()
-                    .zip(y2)
-                    .zip(x1.iter().zip(x2).zip(cos.iter().zip(sin)))
-                {
-                    let sin = direction * sin;
-                    *y1 = x1 * cos - x2 * sin;
-                    *y2 = x2 * cos + x1 * sin;
-                }
+            for x in x.chunks_exact_mut(d) {
+                turn(x.split_at_mut(half), cos, sin, sign);
             }
         }
     });
-    y
+}
+
+/// Turns the pairs of one head by `sign` times the angles.
+fn turn((x1, x2): (&mut [f32], &mut [f32]), cos: &[f32], sin: &[f32], sign: f32) {
+    let angles = cos.iter().zip(sin);
+    for ((x1, x2), (cos, sin)) in x1.iter_mut().zip(x2).zip(angles) {
+        let sin = sign * sin;
+        (*x1, *x2) = (*x1 * cos - *x2 * sin, *x2 * cos + *x1 * sin);
+    }
 }

@@ -17,6 +17,54 @@ const NAME: &str = "swiglu";
 /// # Errors
 /// When the shapes differ or a tensor is not f32 on the CPU.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let (g, u) = checked(gate, up)?;
+    let y = forward(&g.read(), &u.read());
+    let (gate_tracked, up_tracked) = (gate.track_op(), up.track_op());
+    with_backward2(gate, up, (y, gate.shape()), NAME, move |dy| {
+        let (dg, du) = swiglu_backward(g.tensor(), u.tensor(), dy)?;
+        Ok((gate_tracked.then_some(dg), up_tracked.then_some(du)))
+    })
+}
+
+/// `silu(gate) * up`, element by element, outside any graph.
+///
+/// # Shapes
+/// `gate` and `up` of one shape -> the same shape; f32.
+///
+/// # Errors
+/// When the shapes differ or a tensor is not f32 on the CPU.
+pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let (g, u) = checked(gate, up)?;
+    let y = forward(&g.read(), &u.read());
+    Tensor::from_vec(y, gate.shape(), gate.device())
+}
+
+/// Gradients of `gate` and `up` from that of the output, outside any graph.
+///
+/// # Shapes
+/// `gate`, `up` and `dy` of one shape -> two of the same shape; f32.
+///
+/// # Errors
+/// When the shapes differ or a tensor is not f32 on the CPU.
+pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (g, u) = checked(gate, up)?;
+    if dy.dims() != gate.dims() {
+        bail!(
+            "{NAME}: expected a gradient of the shape of gate {:?}, got {:?}",
+            gate.dims(),
+            dy.dims()
+        )
+    }
+    let dy = HostF32::new(NAME, "the gradient", dy)?;
+    let (dg, du) = backward(&g.read(), &u.read(), &dy.read());
+    let (shape, device) = (dy.tensor().shape(), dy.tensor().device());
+    Ok((
+        Tensor::from_vec(dg, shape, device)?,
+        Tensor::from_vec(du, shape, device)?,
+    ))
+}
+
+fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostF32, HostF32)> {
     if gate.dims() != up.dims() {
         bail!(
             "{NAME}: expected gate and up of one shape, got gate {:?} and up {:?}",
@@ -24,18 +72,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
             up.dims()
         )
     }
-    let g = HostF32::new(NAME, "gate", gate)?;
-    let u = HostF32::new(NAME, "up", up)?;
-    let y = forward(&g.read(), &u.read());
-    let (gate_tracked, up_tracked) = (gate.track_op(), up.track_op());
-    with_backward2(gate, up, (y, gate.shape()), NAME, move |dy| {
-        let dy = HostF32::new(NAME, "the gradient", dy)?;
-        let (dg, du) = backward(&g.read(), &u.read(), &dy.read());
-        let (shape, device) = (dy.tensor().shape(), dy.tensor().device());
-        let dg = gate_tracked.then(|| Tensor::from_vec(dg, shape, device));
-        let du = up_tracked.then(|| Tensor::from_vec(du, shape, device));
-        Ok((dg.transpose()?, du.transpose()?))
-    })
+    let gate = HostF32::new(NAME, "gate", gate)?;
+    Ok((gate, HostF32::new(NAME, "up", up)?))
 }
 
 fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {

@@ -8,6 +8,7 @@ use crate::IGNORE_INDEX;
 use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
 use crate::exp::exp;
 use crate::host::{HostF32, HostU32};
+use crate::in_place::in_place;
 use crate::lanes;
 use candle_core::{Result, Tensor, bail};
 
@@ -96,41 +97,72 @@ pub fn cross_entropy_grad(
     grad: &Tensor,
 ) -> Result<Tensor> {
     let op = "cross_entropy_grad";
-    let (n, v) = rows_of(op, logits)?;
-    check_rows(
-        op,
-        n,
-        &[
-            ("log_sum_exp", log_sum_exp),
-            ("targets", targets),
-            ("grad", grad),
-        ],
-    )?;
-    let device = logits.device();
-    let logits = HostF32::new(op, "logits", logits)?;
+    let (n, _v) = rows_of(op, logits)?;
+    check_rows(op, n, &[("grad", grad)])?;
+    let grad = HostF32::new(op, "grad", grad)?;
+    let grad = grad.read();
+    let copy = HostF32::new(op, "logits", logits)?.tensor().copy()?;
+    rows_in_place(op, copy, (log_sum_exp, targets, vocab_start), |row| {
+        grad[row]
+    })
+}
+
+/// [`cross_entropy_grad`] in the storage of `logits`, with the one `grad` for all rows.
+///
+/// The caller must be the only owner of the values: every tensor that shares them changes too. They are copied first
+/// only if they are not contiguous.
+///
+/// # Shapes
+/// `logits (n, v)`, `log_sum_exp (n)` (over the whole vocabulary), `targets (n)` u32 -> `(n, v)`; f32, outside any
+/// graph.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor has another dtype or device.
+pub fn cross_entropy_grad_in_place(
+    logits: Tensor,
+    log_sum_exp: &Tensor,
+    targets: &Tensor,
+    vocab_start: usize,
+    grad: f32,
+) -> Result<Tensor> {
+    let op = "cross_entropy_grad_in_place";
+    rows_in_place(op, logits, (log_sum_exp, targets, vocab_start), |_| grad)
+}
+
+/// Turns logits into their gradient; `grad` is that of the loss of a row.
+fn rows_in_place(
+    op: &'static str,
+    logits: Tensor,
+    (log_sum_exp, targets, vocab_start): (&Tensor, &Tensor, usize),
+    grad: impl Fn(usize) -> f32 + Sync,
+) -> Result<Tensor> {
+    let (n, v) = rows_of(op, &logits)?;
+    check_rows(op, n, &[("log_sum_exp", log_sum_exp), ("targets", targets)])?;
     let log_sum_exp = HostF32::new(op, "log_sum_exp", log_sum_exp)?;
     let targets = HostU32::new(op, "targets", targets)?;
-    let grad = HostF32::new(op, "grad", grad)?;
-    let (logits, log_sum_exp) = (logits.read(), log_sum_exp.read());
-    let (targets, grad) = (targets.read(), grad.read());
-    let mut out = vec![0f32; n * v];
+    let (log_sum_exp, targets) = (log_sum_exp.read(), targets.read());
     let rows = rows_per_chunk(v);
-    for_each_chunk(&mut out, rows * v, n * v, |chunk, out| {
-        for (i, out) in out.chunks_exact_mut(v).enumerate() {
-            let row = chunk * rows + i;
-            if targets[row] == IGNORE_INDEX {
-                continue;
-            }
-            let (log_sum_exp, grad) = (log_sum_exp[row], grad[row]);
-            for (out, logit) in out.iter_mut().zip(&logits[row * v..]) {
-                *out = exp(logit - log_sum_exp) * grad;
-            }
-            if let Some(column) = local_column(targets[row], vocab_start, v) {
-                out[column] -= grad;
-            }
+    in_place(op, "logits", logits, |logits| {
+        if v == 0 {
+            return;
         }
-    });
-    Tensor::from_vec(out, (n, v), device)
+        for_each_chunk(logits, rows * v, n * v, |chunk, logits| {
+            for (i, logits) in logits.chunks_exact_mut(v).enumerate() {
+                let row = chunk * rows + i;
+                if targets[row] == IGNORE_INDEX {
+                    logits.fill(0.0);
+                    continue;
+                }
+                let (log_sum_exp, grad) = (log_sum_exp[row], grad(row));
+                for logit in logits.iter_mut() {
+                    *logit = exp(*logit - log_sum_exp) * grad;
+                }
+                if let Some(column) = local_column(targets[row], vocab_start, v) {
+                    logits[column] -= grad;
+                }
+            }
+        });
+    })
 }
 
 /// Rows and columns of the logits.

@@ -1,0 +1,181 @@
+//! Gradients of the linear layer, each by itself, for layers that communicate or do not train everything:
+//! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
+
+use crate::chunks::{for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::host::HostF32;
+use crate::linear::{rows_of, weight_dims};
+use crate::matrix::{Matrix, MatrixMut};
+use candle_core::{Result, Tensor, bail};
+
+/// Gradient of the input: `dx = dy W`, outside any graph.
+///
+/// # Shapes
+/// `dy (.., out)`, `weight (out, in)` -> `(.., in)`; f32.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor is not f32 on the CPU.
+pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    input_grad("linear_input_grad", &[(dy, weight)])
+}
+
+/// Gradient of the input of several linear layers: the sum of `dy W` over the terms `(dy, W)`, outside any graph.
+///
+/// # Shapes
+/// Each `dy (.., out)` and `weight (out, in)`, with `in` and the leading dimensions in common -> `(.., in)`; f32.
+///
+/// # Errors
+/// When there is no term, the shapes do not fit or a tensor is not f32 on the CPU.
+pub fn linear_input_grad_sum(terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
+    input_grad("linear_input_grad_sum", terms)
+}
+
+fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
+    let Some((first, weight)) = terms.first() else {
+        bail!("{op}: expected at least one term, got none")
+    };
+    let (num_out, num_in) = weight_dims(op, weight)?;
+    let (rows, leading) = rows_of(op, "dy", first, num_out)?;
+    let mut dx = vec![0f32; rows * num_in];
+    for (i, (dy, weight)) in terms.iter().enumerate() {
+        let (num_out, term_in) = weight_dims(op, weight)?;
+        let (_, term_leading) = rows_of(op, "dy", dy, num_out)?;
+        if term_in != num_in || term_leading != leading {
+            bail!(
+                "{op}: expected terms that add up to {leading:?} rows of {num_in}, got dy {:?} and weight {:?}",
+                dy.dims(),
+                weight.dims()
+            )
+        }
+        let dy = HostF32::new(op, "dy", dy)?;
+        let weight = HostF32::new(op, "weight", weight)?;
+        MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(
+            i > 0,
+            Matrix::new(&dy.read(), rows, num_out, num_out),
+            Matrix::new(&weight.read(), num_out, num_in, num_in),
+        );
+    }
+    Tensor::from_vec(dx, [leading, &[num_in]].concat(), first.device())
+}
+
+/// Gradient of the weight: `dW = dy^T x`, outside any graph.
+///
+/// # Shapes
+/// `dy (.., out)`, `xs (.., in)` with the same leading dimensions -> `(out, in)`; f32.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor is not f32 on the CPU.
+pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
+    let (_, num_out, num_in) = rows_out_in("linear_weight_grad", dy, xs)?;
+    let mut dw = vec![0f32; num_out * num_in];
+    linear_weight_grad_into(&mut dw, false, dy, xs)?;
+    Tensor::from_vec(dw, (num_out, num_in), dy.device())
+}
+
+/// Writes, or adds if `add`, the gradient of the weight, `dy^T x`, to `dst`; outside any graph, without transposing
+/// anything in memory.
+///
+/// # Shapes
+/// `dst` the `out * in` values of the weight, row by row, `dy (.., out)`, `xs (.., in)` with the same leading
+/// dimensions; f32.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor is not f32 on the CPU.
+pub fn linear_weight_grad_into(dst: &mut [f32], add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
+    let op = "linear_weight_grad_into";
+    let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
+    check_len(op, dst, num_out * num_in)?;
+    let (dy, xs) = (HostF32::new(op, "dy", dy)?, HostF32::new(op, "xs", xs)?);
+    MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
+        add,
+        Matrix::new(&dy.read(), rows, num_out, num_out).t(),
+        Matrix::new(&xs.read(), rows, num_in, num_in),
+    );
+    Ok(())
+}
+
+/// Gradient of the bias: the sum of `dy` over its rows, outside any graph.
+///
+/// # Shapes
+/// `dy (.., out)` -> `(out)`; f32.
+///
+/// # Errors
+/// When `dy` has no dimension or is not f32 on the CPU.
+pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
+    let mut db = vec![0f32; dy.dims().last().copied().unwrap_or_default()];
+    linear_bias_grad_into(&mut db, true, dy)?;
+    let num_out = db.len();
+    Tensor::from_vec(db, num_out, dy.device())
+}
+
+/// Writes, or adds if `add`, the gradient of the bias, the sum of `dy` over its rows, to `dst`; outside any graph.
+///
+/// # Shapes
+/// `dst` the `out` values of the bias, `dy (.., out)`; f32.
+///
+/// # Errors
+/// When the shapes do not fit or `dy` is not f32 on the CPU.
+pub fn linear_bias_grad_into(dst: &mut [f32], add: bool, dy: &Tensor) -> Result<()> {
+    let op = "linear_bias_grad";
+    let &[.., num_out] = dy.dims() else {
+        bail!("{op}: expected dy (.., out), got a scalar")
+    };
+    check_len(op, dst, num_out)?;
+    let values = HostF32::new(op, "dy", dy)?;
+    let values = values.read();
+    let rows = rows_per_partial(values.len() / num_out.max(1), num_out);
+    let mut partials = vec![0f32; values.len().div_ceil((rows * num_out).max(1)) * num_out];
+    for_each_chunk(&mut partials, num_out, values.len(), |chunk, sum| {
+        let chunk = values.chunks(rows * num_out).nth(chunk).unwrap_or_default();
+        for dy in chunk.chunks_exact(num_out) {
+            for (sum, dy) in sum.iter_mut().zip(dy) {
+                *sum += dy;
+            }
+        }
+    });
+    sum_partials(dst, add, &partials);
+    Ok(())
+}
+
+/// Writes, or adds if `add`, `values` to `dst`.
+///
+/// # Shapes
+/// `dst` as many values as `values`, in row-major order; f32.
+///
+/// # Errors
+/// When the numbers of values differ or `values` is not f32 on the CPU.
+pub fn add_into(dst: &mut [f32], add: bool, values: &Tensor) -> Result<()> {
+    check_len("add_into", dst, values.elem_count())?;
+    let values = HostF32::new("add_into", "values", values)?;
+    let values = values.read();
+    let (len, work) = (rows_per_chunk(1), dst.len());
+    for_each_chunk(dst, len, work, |chunk, dst| {
+        let values = &values[chunk * len..][..dst.len()];
+        if add {
+            for (dst, value) in dst.iter_mut().zip(values) {
+                *dst += value;
+            }
+        } else {
+            dst.copy_from_slice(values);
+        }
+    });
+    Ok(())
+}
+
+/// Rows, `out` and `in` of gradients and inputs that fit.
+fn rows_out_in(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(usize, usize, usize)> {
+    match (dy.dims(), xs.dims()) {
+        ([dy_leading @ .., num_out], [xs_leading @ .., num_in]) if dy_leading == xs_leading => {
+            Ok((dy_leading.iter().product(), *num_out, *num_in))
+        }
+        (dy, xs) => bail!(
+            "{op}: expected dy (.., out) and xs (.., in) with the same leading dimensions, got dy {dy:?} and xs {xs:?}"
+        ),
+    }
+}
+
+fn check_len(op: &str, dst: &[f32], len: usize) -> Result<()> {
+    if dst.len() != len {
+        bail!("{op}: expected a buffer of {len} values, got {}", dst.len())
+    }
+    Ok(())
+}
