@@ -2,7 +2,7 @@
 //!
 //! The bundled model of `finetune_llama` was made with it: see `assets/README.md`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_comm::{Mesh, ProcessGroup, launch};
@@ -17,13 +17,15 @@ use candle_train_examples::{
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
 
+const BUNDLED_DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tinyshakespeare.txt");
+
 /// Train a small Llama from random weights on text. All ranks are threads of this process.
 #[derive(Parser, Debug)]
 #[command(name = "pretrain_llama")]
 struct Args {
-    /// Text file (.txt, one document), or a folder of them
+    /// Text file (.txt, one document), or a folder of them [default: the bundled plays of Shakespeare]
     #[arg(long, value_name = "FILE|DIR")]
-    data: PathBuf,
+    data: Option<PathBuf>,
     /// Folder for the checkpoint
     #[arg(long, default_value = "pretrained", value_name = "DIR")]
     output: PathBuf,
@@ -93,7 +95,8 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
     let world_size = training.world_size()?;
-    let documents = Documents::read(&args.data)?;
+    let data = args.data.as_deref().unwrap_or(Path::new(BUNDLED_DATA));
+    let documents = Documents::read(data)?;
     let tokenizer = match &args.tokenizer {
         Some(dir) => Tokenizer::from_dir(dir)?,
         None => Tokenizer::train_bpe(documents.iter(), args.vocab_size)?,
@@ -121,7 +124,7 @@ fn run(args: &Args) -> Result<()> {
     print_line(&format!(
         "{} tokens of {}, vocabulary {}; {} steps of {} sequences of {} tokens on {world_size} ranks",
         tokens.len(),
-        args.data.display(),
+        data.display(),
         config.vocab_size,
         train.lr_schedule.num_steps,
         training.global_batch_size,

@@ -77,7 +77,7 @@ pub struct TrainingArgs {
     /// Passes over the data
     #[arg(
         long,
-        default_value_t = 1,
+        default_value_t = 3,
         value_name = "PASSES",
         help_heading = "Batches"
     )]

@@ -5,10 +5,12 @@ use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Module, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{
-    linear_bias_grad, linear_forward, linear_input_grad, linear_weight_grad, with_backward2,
+    linear_bias_grad, linear_bias_grad_into, linear_forward, linear_input_grad,
+    linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into, with_backward2,
     with_backward3,
 };
 
+use crate::gradients::Gradients;
 use crate::param_builder::{ParamBuilder, WEIGHT_INIT};
 use crate::shard::Shard;
 
@@ -74,6 +76,48 @@ impl ColumnParallelLinear {
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
+}
+
+impl ColumnParallelLinear {
+    /// (.., in) -> (.., local_out) outside candle's graph, for a backward pass by hand with [`column_parallel_backward`].
+    pub fn forward_detached(&self, xs: &Tensor) -> Result<Tensor> {
+        linear_forward(xs, &self.weight, self.bias.as_ref())
+    }
+
+    /// Writes the gradients of weight and bias; `dy` (.., local_out) is that of the output for the input `xs` (.., in).
+    pub fn write_gradients(
+        &self,
+        dy: &Tensor,
+        xs: &Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        gradients.write(&self.weight, |dst, add| {
+            linear_weight_grad_into(dst, add, dy, xs)
+        })?;
+        match &self.bias {
+            None => Ok(()),
+            Some(bias) => gradients.write(bias, |dst, add| linear_bias_grad_into(dst, add, dy)),
+        }
+    }
+}
+
+/// Backward pass of layers that share the input `xs` (.., in), each with the gradient (.., local_out) of its output: the
+/// gradient of the input, summed over `tp`, which is under way while the weights' gradients are computed.
+pub fn column_parallel_backward(
+    layers: &[(&ColumnParallelLinear, &Tensor)],
+    xs: &Tensor,
+    tp: &ProcessGroup,
+    gradients: &mut Gradients,
+) -> Result<Tensor> {
+    let terms: Vec<_> = layers
+        .iter()
+        .map(|(layer, dy)| (*dy, &layer.weight))
+        .collect();
+    let started = tp.start_all_reduce(&linear_input_grad_sum(&terms)?, ReduceOp::Sum)?;
+    for (layer, dy) in layers {
+        layer.write_gradients(dy, xs, gradients)?;
+    }
+    started.wait()
 }
 
 impl Module for ColumnParallelLinear {

@@ -1,9 +1,10 @@
 //! Gradients of the trainable parameters: f32, one flat bucket per block, in name order.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_comm::{Mesh, ReduceOp};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor, TensorId, bail};
 
 use crate::flat_buffer::FlatBuffer;
 use crate::parameters::Parameters;
@@ -14,6 +15,7 @@ pub struct Gradients {
     layout: BucketLayout,
     buckets: Vec<FlatBuffer>,
     is_filled: Vec<bool>,
+    index_of: HashMap<TensorId, usize>,
 }
 
 /// Which parameter lies where in which bucket.
@@ -70,6 +72,11 @@ impl Gradients {
         Ok(Self {
             buckets: layout.buckets.iter().map(zeros).collect::<Result<_>>()?,
             is_filled: vec![false; params.len()],
+            index_of: params
+                .iter()
+                .enumerate()
+                .map(|(index, param)| (param.var.id(), index))
+                .collect(),
             params: params.clone(),
             layout,
         })
@@ -95,6 +102,33 @@ impl Gradients {
             true => bucket.add(offset, grad)?,
         }
         self.is_filled[index] = true;
+        Ok(())
+    }
+
+    /// Lets `write` put the gradient of the parameter behind `weight` straight into its bucket; does nothing if `weight` is
+    /// frozen.
+    ///
+    /// `write` gets the gradient's values, row-major, and whether to add to them: if not, what they hold is left over and
+    /// must be overwritten.
+    pub fn write(
+        &mut self,
+        weight: &Tensor,
+        write: impl FnOnce(&mut [f32], bool) -> Result<()>,
+    ) -> Result<()> {
+        if !weight.track_op() {
+            return Ok(());
+        }
+        let Some(&index) = self.index_of.get(&weight.id()) else {
+            bail!(
+                "a weight of shape {:?} is trainable but none of this stage's parameters",
+                weight.shape()
+            );
+        };
+        if let Some((bucket, offset)) = self.layout.places[index] {
+            let (len, add) = (weight.elem_count(), self.is_filled[index]);
+            self.buckets[bucket].update(offset, len, |values| write(values, add))?;
+            self.is_filled[index] = true;
+        }
         Ok(())
     }
 

@@ -27,9 +27,10 @@ mod vocab_parallel_cross_entropy;
 mod vocab_parallel_embedding;
 
 pub use adamw::AdamWConfig;
-pub use block::Block;
+pub use block::{Backward, Block, TrainPass};
 pub use column_parallel_linear::{
-    ColumnParallelLinear, column_parallel_linear, column_parallel_linear_shard,
+    ColumnParallelLinear, column_parallel_backward, column_parallel_linear,
+    column_parallel_linear_shard,
 };
 pub use gradients::Gradients;
 pub use head_partition::HeadPartition;
@@ -45,5 +46,5 @@ pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parall
 pub use schedule::{Instruction, Schedule};
 pub use shard::{Shard, part};
 pub use stage::{Stage, Tape, stage_blocks};
-pub use vocab_parallel_cross_entropy::vocab_parallel_cross_entropy;
+pub use vocab_parallel_cross_entropy::{linear_cross_entropy, vocab_parallel_cross_entropy};
 pub use vocab_parallel_embedding::{VocabParallelEmbedding, vocab_parallel_embedding};

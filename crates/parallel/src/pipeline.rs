@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use candle_comm::{P2p, ProcessGroup};
 use candle_core::{Result, Shape, Tensor, bail};
 
+use crate::block::TrainPass;
 use crate::gradients::Gradients;
 use crate::micro_batch::MicroBatch;
 use crate::pass_report::{ComputeTimer, PassReport};
@@ -52,6 +53,10 @@ impl Pipeline {
         let instructions = self
             .schedule
             .instructions(rank, num_stages, micro_batches.len());
+        let mut pass = TrainPass {
+            gradients,
+            loss_scale: 1.0 / num_global_targets as f64,
+        };
         let mut flight = InFlight::default();
         let mut report = PassReport::default();
         let mut losses = vec![0f64; micro_batches.len()];
@@ -67,7 +72,7 @@ impl Pipeline {
                 Instruction::Forward(index) => {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
-                    let (output, tape) = stage.forward(input, &micro_batches[index])?;
+                    let (output, tape) = stage.forward(input, &micro_batches[index], &mut pass)?;
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {
                         losses[index] = scalar_loss(&output)?;
@@ -86,7 +91,7 @@ impl Pipeline {
                     let timer = ComputeTimer::start();
                     let tape = take(&mut flight.tapes, index, "forward pass")?;
                     let upstream = take(&mut flight.upstream, index, "gradient of the output")?;
-                    if let Some(grad) = stage.backward(tape, upstream, gradients)? {
+                    if let Some(grad) = stage.backward(tape, upstream, &mut pass)? {
                         flight.input_grads.insert(index, grad);
                     }
                     report.backward_secs += timer.secs();

@@ -4,8 +4,12 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Module, Result, Tensor};
 use candle_nn::Init;
-use candle_ops::{linear_forward, linear_input_grad, linear_weight_grad, with_backward2};
+use candle_ops::{
+    linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
+    linear_weight_grad, linear_weight_grad_into, with_backward2,
+};
 
+use crate::gradients::Gradients;
 use crate::param_builder::{ParamBuilder, WEIGHT_INIT};
 use crate::shard::Shard;
 
@@ -54,6 +58,34 @@ impl RowParallelLinear {
     /// The local weight, (out, local_in).
     pub fn weight(&self) -> &Tensor {
         &self.weight
+    }
+}
+
+impl RowParallelLinear {
+    /// `residual` (.., out) + the layer's output for `xs` (.., local_in), outside candle's graph, for a backward pass by hand
+    /// with [`Self::backward`]. Residual and bias enter the sum over the ranks once, with the first rank's part.
+    pub fn forward_add_detached(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        let partial = match self.tp.rank() {
+            0 => linear_forward_add(residual, xs, &self.weight)?,
+            _ => linear_forward(xs, &self.weight, None)?,
+        };
+        let partial = match &self.bias {
+            Some(bias) if self.tp.rank() == 0 => partial.broadcast_add(&bias.detach())?,
+            _ => partial,
+        };
+        self.tp.all_reduce(&partial, ReduceOp::Sum)
+    }
+
+    /// The gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out); writes the gradients of weight
+    /// and bias.
+    pub fn backward(&self, dy: &Tensor, xs: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+        gradients.write(&self.weight, |dst, add| {
+            linear_weight_grad_into(dst, add, dy, xs)
+        })?;
+        if let Some(bias) = &self.bias {
+            gradients.write(bias, |dst, add| linear_bias_grad_into(dst, add, dy))?;
+        }
+        linear_input_grad(dy, &self.weight)
     }
 }
 

@@ -7,7 +7,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_ops::with_backward1;
 
-use crate::block::Block;
+use crate::block::{Backward, Block, TrainPass};
 use crate::gradients::Gradients;
 use crate::micro_batch::MicroBatch;
 use crate::param_builder::ParamBuilder;
@@ -32,15 +32,16 @@ struct StageBlock {
 
 /// What the backward pass of a micro-batch needs: one segment a block.
 ///
-/// candle differentiates inside a segment, from `output` down to `input`; the tape carries gradients from one segment to
-/// the one before it and drops each when it is done.
+/// The tape carries gradients from one segment to the one before it and drops each when it is done.
 pub struct Tape {
     segments: Vec<Segment>,
 }
 
-struct Segment {
-    input: Option<Var>,
-    output: Tensor,
+enum Segment {
+    /// candle differentiates, from `output` down to `input`.
+    Graph { input: Option<Var>, output: Tensor },
+    /// The block has a backward pass of its own.
+    ByHand(Backward),
 }
 
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
@@ -139,18 +140,19 @@ impl Stage {
     }
 
     /// Runs the blocks on what the stage before sent (`None` for the first stage, which takes the tokens).
-    pub fn forward(&self, input: Option<Tensor>, batch: &MicroBatch) -> Result<(Tensor, Tape)> {
+    pub fn forward(
+        &self,
+        input: Option<Tensor>,
+        batch: &MicroBatch,
+        pass: &mut TrainPass<'_>,
+    ) -> Result<(Tensor, Tape)> {
         let mut segments = Vec::with_capacity(self.blocks.len());
         let mut xs = input;
         for StageBlock { index, block, .. } in &self.blocks {
-            let input = xs.map(|xs| Var::from_tensor(&xs)).transpose()?;
-            let output = match &input {
-                None => block.forward(&batch.tokens, batch),
-                Some(leaf) => block.forward(leaf.as_tensor(), batch),
-            }
-            .map_err(|err| err.context(format!("forward pass of block {index}")))?;
-            xs = Some(output.detach());
-            segments.push(Segment { input, output });
+            let (output, segment) = segment_forward(block.as_ref(), xs, batch, pass)
+                .map_err(|err| err.context(format!("forward pass of block {index}")))?;
+            xs = Some(output);
+            segments.push(segment);
         }
         match xs {
             Some(xs) => Ok((xs, Tape { segments })),
@@ -171,12 +173,12 @@ impl Stage {
     }
 
     /// Runs the backward pass of a micro-batch from the gradient of the stage's output, adds the gradients of the
-    /// parameters to `gradients` and returns the gradient of the stage's input (`None` for the first stage).
+    /// parameters to those of the pass and returns the gradient of the stage's input (`None` for the first stage).
     pub fn backward(
         &self,
         tape: Tape,
         upstream: Tensor,
-        gradients: &mut Gradients,
+        pass: &mut TrainPass<'_>,
     ) -> Result<Option<Tensor>> {
         let mut upstream = Some(upstream);
         for (block, segment) in self.blocks.iter().zip(tape.segments).rev() {
@@ -186,25 +188,29 @@ impl Stage {
                     block.index
                 );
             };
-            upstream = self
-                .segment_backward(block, segment, grad, gradients)
-                .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
+            upstream = match segment {
+                Segment::ByHand(backward) => backward(grad, pass),
+                Segment::Graph { input, output } => {
+                    self.graph_backward(block, input, &output, grad, pass.gradients)
+                }
+            }
+            .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
         }
         Ok(upstream)
     }
 
-    fn segment_backward(
+    fn graph_backward(
         &self,
         block: &StageBlock,
-        segment: Segment,
+        input: Option<Var>,
+        output: &Tensor,
         upstream: Tensor,
         gradients: &mut Gradients,
     ) -> Result<Option<Tensor>> {
-        let Segment { input, output } = segment;
         let trainable = block.params.iter().copied();
         let trainable = trainable.filter(|&index| self.params.get(index).trainable);
         let mut grads = if output.track_op() {
-            seed(&output, upstream)?.backward()?
+            seed(output, upstream)?.backward()?
         } else {
             Default::default()
         };
@@ -235,6 +241,24 @@ impl Stage {
             ),
         }
     }
+}
+
+fn segment_forward(
+    block: &dyn Block,
+    xs: Option<Tensor>,
+    batch: &MicroBatch,
+    pass: &mut TrainPass<'_>,
+) -> Result<(Tensor, Segment)> {
+    let by_hand = block.forward_train(xs.as_ref().unwrap_or(&batch.tokens), batch, pass)?;
+    if let Some((output, backward)) = by_hand {
+        return Ok((output, Segment::ByHand(backward)));
+    }
+    let input = xs.map(|xs| Var::from_tensor(&xs)).transpose()?;
+    let output = match &input {
+        None => block.forward(&batch.tokens, batch)?,
+        Some(leaf) => block.forward(leaf.as_tensor(), batch)?,
+    };
+    Ok((output.detach(), Segment::Graph { input, output }))
 }
 
 /// A scalar whose backward gives `output` the gradient `upstream`: candle's `backward` takes no gradient to start from.

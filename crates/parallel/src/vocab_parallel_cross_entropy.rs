@@ -4,10 +4,15 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Result, Tensor, bail};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy_grad, row_max, sum_exp_and_target_logit, with_backward1,
+    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, linear_forward,
+    linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit, with_backward1,
 };
 
+use crate::block::TrainPass;
 use crate::shard::Shard;
+
+/// Rows of logits that exist at once in [`linear_cross_entropy`].
+const CHUNK_ROWS: usize = 256;
 
 /// Loss of each token: logits (n, local_vocab) of the vocabulary's part `shard`, targets (n) u32 -> (n) f32.
 ///
@@ -30,13 +35,7 @@ pub fn vocab_parallel_cross_entropy(
     }
     check_targets(targets, shard.global)?;
     let z = logits.detach();
-    let max = tp.all_reduce(&row_max(&z)?, ReduceOp::Max)?;
-    let sums = sum_exp_and_target_logit(&z, &max, targets, shard.range.start)?;
-    let sums = tp.all_reduce(&sums, ReduceOp::Sum)?;
-    let log_sum_exp = sums.get(0)?.log()?;
-    let is_valid = targets.ne(IGNORE_INDEX)?.to_dtype(log_sum_exp.dtype())?;
-    let losses = ((&log_sum_exp - sums.get(1)?)? * is_valid)?;
-    let log_sum_exp = (log_sum_exp + max)?;
+    let (losses, log_sum_exp) = losses(&z, targets, shard, tp)?;
     let (targets, vocab_start) = (targets.clone(), shard.range.start);
     with_backward1(
         logits,
@@ -47,6 +46,63 @@ pub fn vocab_parallel_cross_entropy(
             Ok(Some(grad))
         },
     )
+}
+
+/// Sum of the losses of a projection to the vocabulary, and the gradient of its input, in one go: logits = xs · weightᵀ.
+///
+/// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32 -> the sum over the valid
+/// targets, and (n, hidden), the gradient of that sum times `pass.loss_scale`, which is also written for the weight. Rows
+/// are worked on in chunks, forward and backward, so that the logits never exist as a whole. No graph.
+pub fn linear_cross_entropy(
+    xs: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+    pass: &mut TrainPass<'_>,
+) -> Result<(f64, Tensor)> {
+    let (n, _hidden) = xs.dims2()?;
+    check_targets(targets, shard.global)?;
+    let mut sum = 0.0;
+    let mut grads = Vec::with_capacity(n.div_ceil(CHUNK_ROWS));
+    for first in (0..n).step_by(CHUNK_ROWS) {
+        let rows = CHUNK_ROWS.min(n - first);
+        let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
+        let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)
+        let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
+        sum += losses
+            .to_vec1::<f32>()?
+            .into_iter()
+            .map(f64::from)
+            .sum::<f64>();
+        let scale = pass.loss_scale as f32;
+        let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, shard.range.start, scale)?;
+        grads.push(linear_input_grad(&dz, weight)?);
+        pass.gradients.write(weight, |dst, add| {
+            linear_weight_grad_into(dst, add, &dz, &x)
+        })?;
+    }
+    let partial = match grads.as_slice() {
+        [grad] => grad.clone(),
+        grads => Tensor::cat(grads, 0)?,
+    };
+    Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
+}
+
+/// Loss of each row, (n), 0 without a target, and the logarithm of its Σ exp(z) over the whole vocabulary, (n).
+fn losses(
+    z: &Tensor,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+) -> Result<(Tensor, Tensor)> {
+    let max = tp.all_reduce(&row_max(z)?, ReduceOp::Max)?;
+    let sums = sum_exp_and_target_logit(z, &max, targets, shard.range.start)?;
+    let sums = tp.all_reduce(&sums, ReduceOp::Sum)?;
+    let log_sum = sums.get(0)?.log()?;
+    let is_valid = targets.ne(IGNORE_INDEX)?.to_dtype(log_sum.dtype())?;
+    let losses = ((&log_sum - sums.get(1)?)? * is_valid)?;
+    Ok((losses, (log_sum + max)?))
 }
 
 fn check_targets(targets: &Tensor, vocab_size: usize) -> Result<()> {

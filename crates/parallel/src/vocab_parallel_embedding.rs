@@ -1,9 +1,10 @@
 //! A token embedding whose vocabulary is divided over tensor-parallel ranks (arXiv:1909.08053, section 3).
 
-use candle_comm::ProcessGroup;
+use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Result, Tensor, bail};
-use candle_ops::embedding;
+use candle_ops::{embedding, embedding_forward, embedding_grad_into};
 
+use crate::gradients::Gradients;
 use crate::param_builder::{ParamBuilder, WEIGHT_INIT};
 use crate::regions::reduce_from_tensor_parallel_region;
 use crate::shard::Shard;
@@ -45,6 +46,26 @@ impl VocabParallelEmbedding {
 
     /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        let local_ids = self.local_ids(tokens)?;
+        reduce_from_tensor_parallel_region(&embedding(&self.weight, &local_ids)?, &self.tp)
+    }
+
+    /// Like [`Self::forward`], outside candle's graph, for a backward pass by hand with [`Self::backward`].
+    pub fn forward_detached(&self, tokens: &Tensor) -> Result<Tensor> {
+        let part = embedding_forward(&self.weight, &self.local_ids(tokens)?)?;
+        self.tp.all_reduce(&part, ReduceOp::Sum)
+    }
+
+    /// Writes the gradient of the weight; `dy` (b, t, hidden) is that of the output for `tokens` (b, t).
+    pub fn backward(&self, dy: &Tensor, tokens: &Tensor, gradients: &mut Gradients) -> Result<()> {
+        let local_ids = self.local_ids(tokens)?;
+        gradients.write(&self.weight, |dst, add| {
+            embedding_grad_into(dst, add, &local_ids, dy)
+        })
+    }
+
+    /// Rows of the local weight; u32::MAX for tokens of other ranks.
+    fn local_ids(&self, tokens: &Tensor) -> Result<Tensor> {
         let (b, t) = tokens.dims2()?;
         let mut ids = tokens.flatten_all()?.to_vec1::<u32>()?;
         let vocab_size = self.shard.global;
@@ -65,7 +86,6 @@ impl VocabParallelEmbedding {
                 u32::MAX
             };
         }
-        let local_ids = Tensor::from_vec(ids, (b, t), tokens.device())?;
-        reduce_from_tensor_parallel_region(&embedding(&self.weight, &local_ids)?, &self.tp)
+        Tensor::from_vec(ids, (b, t), tokens.device())
     }
 }

@@ -53,7 +53,7 @@ const TRAINING: &[(&str, &[&str])] = &[
             "0: ",
         ],
     ),
-    ("--epochs", &["[default: 1]", "PASSES"]),
+    ("--epochs", &["[default: 3]", "PASSES"]),
     ("--no-shuffle", &["order of the data"]),
     ("--seed", &["[default: 0]"]),
     ("--lr", &["[default: 0.001]"]),

@@ -1,19 +1,19 @@
-//! Grouped-query self-attention, its heads divided over tensor-parallel ranks.
+//! Grouped-query self-attention, its heads divided over tensor-parallel ranks, with its backward pass by hand.
 
 use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
-use candle_core::{Module, Result, Tensor};
-use candle_ops::{HeadGroups, causal_attention, rope};
-use candle_parallel::regions::copy_to_tensor_parallel_region;
+use candle_core::{Result, Tensor};
+use candle_ops::{HeadGroups, RopeDirection, attention_backward, attention_forward, rope_in_place};
 use candle_parallel::{
-    ColumnParallelLinear, HeadPartition, ParamBuilder, RowParallelLinear,
-    column_parallel_linear_shard, row_parallel_linear_shard,
+    ColumnParallelLinear, Gradients, HeadPartition, ParamBuilder, RowParallelLinear,
+    column_parallel_backward, column_parallel_linear_shard, row_parallel_linear_shard,
 };
 
 use super::config::LlamaConfig;
 use super::rotary::RotaryTable;
 
+#[derive(Clone)]
 pub(super) struct Attention {
     q_proj: ColumnParallelLinear,
     k_proj: ColumnParallelLinear,
@@ -27,6 +27,16 @@ pub(super) struct Attention {
     tp: ProcessGroup,
 }
 
+/// What the backward pass needs: the input, q and k after rotation, v, the heads' output and its log-sum-exp.
+pub(super) struct Saved {
+    xs: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ys: Tensor,
+    lse: Tensor,
+}
+
 impl Attention {
     pub fn new(
         config: &LlamaConfig,
@@ -36,10 +46,8 @@ impl Attention {
     ) -> Result<Self> {
         let heads = HeadPartition::new(config.num_attention_heads, config.num_key_value_heads, tp)?;
         let (hidden, head_dim, bias) = (config.hidden_size, config.head_dim, config.attention_bias);
-        let column = |name: &str, shard| {
-            column_parallel_linear_shard(hidden, shard, bias, tp, vb.pp(name))
-                .map(ColumnParallelLinear::inside_region)
-        };
+        let column =
+            |name: &str, shard| column_parallel_linear_shard(hidden, shard, bias, tp, vb.pp(name));
         let query = heads.query.scaled(head_dim);
         let key_value = heads.key_value.scaled(head_dim);
         Ok(Self {
@@ -56,21 +64,64 @@ impl Attention {
         })
     }
 
-    /// (b, t, hidden) -> (b, t, hidden)
-    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// residual + attention(xs), all (b, t, hidden).
+    pub fn forward(&self, xs: Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
         let (b, t, _hidden) = xs.dims3()?;
-        let xs = copy_to_tensor_parallel_region(xs, &self.tp)?;
         let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let ys = proj.forward(&xs)?; // (b, t, num_heads * head_dim)
+            let ys = proj.forward_detached(&xs)?; // (b, t, num_heads * head_dim)
             ys.reshape((b, t, num_heads, self.head_dim))
         };
         let (cos, sin) = self.rotary.get(t)?;
-        let q = rope(&heads(&self.q_proj, self.num_heads)?, &cos, &sin)?;
-        let k = rope(&heads(&self.k_proj, self.num_kv_heads)?, &cos, &sin)?;
+        let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
+        let q = rope(heads(&self.q_proj, self.num_heads)?)?;
+        let k = rope(heads(&self.k_proj, self.num_kv_heads)?)?;
         let v = heads(&self.v_proj, self.num_kv_heads)?;
-        let scale = 1.0 / (self.head_dim as f32).sqrt();
-        let ys = causal_attention(&q, &k, &v, scale, self.groups)?; // (b, t, num_heads, head_dim)
-        self.o_proj
-            .forward(&ys.reshape((b, t, self.num_heads * self.head_dim))?)
+        let (ys, lse) = attention_forward(&q, &k, &v, self.scale(), self.groups)?; // (b, t, num_heads, head_dim)
+        let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
+        let out = self.o_proj.forward_add_detached(&ys, residual)?;
+        Ok((
+            out,
+            Saved {
+                xs,
+                q,
+                k,
+                v,
+                ys,
+                lse,
+            },
+        ))
+    }
+
+    /// The gradient of `xs` from that of the output; (b, t, hidden) both.
+    pub fn backward(&self, saved: Saved, dy: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+        let Saved {
+            xs,
+            q,
+            k,
+            v,
+            ys,
+            lse,
+        } = saved;
+        let (_b, t, _hidden) = xs.dims3()?;
+        let dys = self
+            .o_proj
+            .backward(dy, &ys, gradients)?
+            .reshape(q.dims())?;
+        let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &dys, self.scale(), self.groups)?;
+        let (cos, sin) = self.rotary.get(t)?;
+        let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
+        let dq = unrope(dq)?.flatten_from(2)?; // (b, t, num_heads * head_dim)
+        let dk = unrope(dk)?.flatten_from(2)?;
+        let dv = dv.flatten_from(2)?;
+        let layers = [
+            (&self.q_proj, &dq),
+            (&self.k_proj, &dk),
+            (&self.v_proj, &dv),
+        ];
+        column_parallel_backward(&layers, &xs, &self.tp, gradients)
     }
 }

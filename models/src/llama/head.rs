@@ -1,23 +1,22 @@
 //! The last block: final norm, projection to the vocabulary, loss.
 
 use candle_comm::ProcessGroup;
-use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::Init;
-use candle_ops::rms_norm;
+use candle_core::{Result, Tensor, bail};
 use candle_parallel::regions::gather_parts;
 use candle_parallel::{
-    Block, ColumnParallelLinear, MicroBatch, ParamBuilder, Shard, WEIGHT_INIT,
-    vocab_parallel_cross_entropy,
+    Backward, Block, ColumnParallelLinear, MicroBatch, ParamBuilder, Shard, TrainPass, WEIGHT_INIT,
+    linear_cross_entropy, vocab_parallel_cross_entropy,
 };
 
 use super::config::LlamaConfig;
+use super::norm::Norm;
 
 /// Final norm and language-model head; a [`Block`] from (b, t, hidden) to the sum of the losses or the logits.
+#[derive(Clone)]
 pub struct Head {
-    norm: Tensor,
+    norm: Norm,
     lm_head: ColumnParallelLinear,
     shard: Shard,
-    eps: f64,
     tp: ProcessGroup,
 }
 
@@ -31,12 +30,9 @@ impl Head {
         let shape = (config.vocab_size, config.hidden_size);
         let weight = weight.get_shard(shape, "weight", shard.clone(), WEIGHT_INIT)?;
         Ok(Self {
-            norm: vb
-                .pp("model.norm")
-                .get(config.hidden_size, "weight", Init::Const(1.0))?,
+            norm: Norm::new(config, vb.pp("model.norm"))?,
             lm_head: ColumnParallelLinear::new(weight, None, tp.clone()),
             shard,
-            eps: config.rms_norm_eps,
             tp: tp.clone(),
         })
     }
@@ -44,18 +40,39 @@ impl Head {
 
 impl Block for Head {
     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let (b, t, _hidden) = xs.dims3()?;
-        let normed = rms_norm(xs, &self.norm, self.eps)?;
-        let logits = self.lm_head.forward(&normed)?; // (b, t, local_vocab)
-        match &batch.targets {
-            None => gather_parts(&logits, self.shard.global, &self.tp),
-            Some(targets) => {
-                let logits = logits.reshape((b * t, self.shard.len()))?;
-                let targets = targets.flatten_all()?;
-                let losses =
-                    vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;
-                losses.to_dtype(DType::F64)?.sum_all()
-            }
-        }
+        let logits = self.lm_head.forward_detached(&self.norm.forward(xs)?)?; // (b, t, local_vocab)
+        let Some(targets) = &batch.targets else {
+            return gather_parts(&logits, self.shard.global, &self.tp);
+        };
+        let logits = logits.flatten_to(1)?; // (b * t, local_vocab)
+        let targets = targets.flatten_all()?;
+        vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?.sum_all()
+    }
+
+    fn forward_train(
+        &self,
+        xs: &Tensor,
+        batch: &MicroBatch,
+        pass: &mut TrainPass<'_>,
+    ) -> Result<Option<(Tensor, Backward)>> {
+        let Some(targets) = &batch.targets else {
+            bail!("a micro-batch without targets has no loss to train on");
+        };
+        let normed = self.norm.forward(xs)?;
+        let (loss, dnormed) = linear_cross_entropy(
+            &normed.flatten_to(1)?,
+            self.lm_head.weight(),
+            &targets.flatten_all()?,
+            &self.shard,
+            &self.tp,
+            pass,
+        )?;
+        let dnormed = dnormed.reshape(xs.dims())?;
+        let (norm, xs) = (self.norm.clone(), xs.clone());
+        // The loss is scaled already, see `TrainPass::loss_scale`: the gradient that arrives says nothing new.
+        let backward: Backward = Box::new(move |_dloss, pass| {
+            norm.backward(&xs, &dnormed, None, pass.gradients).map(Some)
+        });
+        Ok(Some((Tensor::new(loss, self.tp.device())?, backward)))
     }
 }

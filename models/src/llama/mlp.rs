@@ -1,21 +1,29 @@
-//! SwiGLU feed-forward layer (arXiv:2002.05202): down(silu(gate(x)) · up(x)).
+//! SwiGLU feed-forward layer (arXiv:2002.05202), down(silu(gate(x)) · up(x)), with its backward pass by hand.
 
 use candle_comm::ProcessGroup;
-use candle_core::{Module, Result, Tensor};
-use candle_ops::swiglu;
-use candle_parallel::regions::copy_to_tensor_parallel_region;
+use candle_core::{Result, Tensor};
+use candle_ops::{swiglu_backward, swiglu_forward};
 use candle_parallel::{
-    ColumnParallelLinear, ParamBuilder, RowParallelLinear, column_parallel_linear,
-    row_parallel_linear,
+    ColumnParallelLinear, Gradients, ParamBuilder, RowParallelLinear, column_parallel_backward,
+    column_parallel_linear, row_parallel_linear,
 };
 
 use super::config::LlamaConfig;
 
+#[derive(Clone)]
 pub(super) struct Mlp {
     gate_proj: ColumnParallelLinear,
     up_proj: ColumnParallelLinear,
     down_proj: RowParallelLinear,
     tp: ProcessGroup,
+}
+
+/// What the backward pass needs: the input, and gate, up and their product before the last projection.
+pub(super) struct Saved {
+    xs: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    ys: Tensor,
 }
 
 impl Mlp {
@@ -25,10 +33,8 @@ impl Mlp {
             config.intermediate_size,
             config.mlp_bias,
         );
-        let column = |name: &str| {
-            column_parallel_linear(hidden, intermediate, bias, tp, vb.pp(name))
-                .map(ColumnParallelLinear::inside_region)
-        };
+        let column =
+            |name: &str| column_parallel_linear(hidden, intermediate, bias, tp, vb.pp(name));
         Ok(Self {
             gate_proj: column("gate_proj")?,
             up_proj: column("up_proj")?,
@@ -37,10 +43,21 @@ impl Mlp {
         })
     }
 
-    /// (b, t, hidden) -> (b, t, hidden)
-    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let xs = copy_to_tensor_parallel_region(xs, &self.tp)?;
-        let (gate, up) = (self.gate_proj.forward(&xs)?, self.up_proj.forward(&xs)?);
-        self.down_proj.forward(&swiglu(&gate, &up)?)
+    /// residual + mlp(xs), all (b, t, hidden).
+    pub fn forward(&self, xs: Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
+        let gate = self.gate_proj.forward_detached(&xs)?;
+        let up = self.up_proj.forward_detached(&xs)?;
+        let ys = swiglu_forward(&gate, &up)?;
+        let out = self.down_proj.forward_add_detached(&ys, residual)?;
+        Ok((out, Saved { xs, gate, up, ys }))
+    }
+
+    /// The gradient of `xs` from that of the output; (b, t, hidden) both.
+    pub fn backward(&self, saved: Saved, dy: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+        let Saved { xs, gate, up, ys } = saved;
+        let dys = self.down_proj.backward(dy, &ys, gradients)?;
+        let (dgate, dup) = swiglu_backward(&gate, &up, &dys)?;
+        let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
+        column_parallel_backward(&layers, &xs, &self.tp, gradients)
     }
 }

@@ -8,6 +8,7 @@ mod decoder_layer;
 mod head;
 mod mlp;
 mod model;
+mod norm;
 mod rotary;
 
 pub use config::{LlamaConfig, RopeKind};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    Block, MicroBatch, ParamBuilder, Stage, VocabParallelEmbedding, stage_blocks,
-    vocab_parallel_embedding,
+    Backward, Block, MicroBatch, ParamBuilder, Stage, TrainPass, VocabParallelEmbedding,
+    stage_blocks, vocab_parallel_embedding,
 };
 
 use super::config::LlamaConfig;
@@ -21,7 +21,22 @@ struct Embedding(VocabParallelEmbedding);
 
 impl Block for Embedding {
     fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        self.0.forward(tokens)
+        self.0.forward_detached(tokens)
+    }
+
+    fn forward_train(
+        &self,
+        tokens: &Tensor,
+        _batch: &MicroBatch,
+        _pass: &mut TrainPass<'_>,
+    ) -> Result<Option<(Tensor, Backward)>> {
+        let (embedding, tokens) = (self.0.clone(), tokens.clone());
+        let out = embedding.forward_detached(&tokens)?;
+        let backward: Backward = Box::new(move |dy, pass| {
+            embedding.backward(&dy, &tokens, pass.gradients)?;
+            Ok(None)
+        });
+        Ok(Some((out, backward)))
     }
 }
 
