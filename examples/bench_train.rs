@@ -85,17 +85,14 @@ fn run(args: &Args) -> Result<()> {
         cp: 1,
         tp: args.tp,
     };
-    let Some(world_size) = degrees.world_size().filter(|&ranks| ranks > 0) else {
-        bail!("{degrees}: expected degrees of at least 1");
-    };
+    let mut local = LocalConfig::for_mesh(&degrees)?;
     config.validate()?;
     Llama::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.dp)?;
-    let local = LocalConfig {
-        threads_per_rank: (args.threads > 0).then(|| args.threads.div_ceil(world_size)),
-        ..LocalConfig::new(world_size)
-    };
+    if args.threads > 0 {
+        local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
+    }
     let ranks = launch::threads_with(local, |world| {
         bench(args, &config, &batch_config, degrees, world)
     })?;

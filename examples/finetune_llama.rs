@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{Mesh, ProcessGroup, launch};
+use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{Result, bail};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
@@ -117,7 +117,8 @@ fn run(args: &Args) -> Result<()> {
         samples: &samples,
         save: &save,
     };
-    launch::threads(world_size, |world| finetune(&job, world))?;
+    let ranks = LocalConfig::for_mesh(&training.degrees())?;
+    launch::threads_with(ranks, |world| finetune(&job, world))?;
     print_line(&format!("saved to {}", args.output.display()));
     Ok(())
 }

@@ -2,6 +2,11 @@
 
 use std::time::Duration;
 
+use candle_core::Result;
+
+use super::num_cores;
+use crate::{Degrees, Error};
+
 /// How to run ranks as threads of this process; see [`launch::threads_with`](crate::launch::threads_with).
 #[derive(Debug, Clone)]
 pub struct LocalConfig {
@@ -28,6 +33,25 @@ impl LocalConfig {
             world_size,
             ..Self::default()
         }
+    }
+
+    /// One rank for each place of a mesh with these degrees.
+    ///
+    /// The cores are divided over the ranks of a stage only: a stage that waits for another leaves its cores to it.
+    ///
+    /// # Errors
+    /// A degree is 0, or their product overflows.
+    pub fn for_mesh(degrees: &Degrees) -> Result<Self> {
+        let Some(world_size) = degrees.world_size().filter(|&world_size| world_size > 0) else {
+            return Err(Error::Argument(format!(
+                "{degrees} is not a number of ranks: every degree must be at least 1"
+            ))
+            .into());
+        };
+        Ok(Self {
+            threads_per_rank: Some((num_cores() * degrees.pp / world_size).max(1)),
+            ..Self::new(world_size)
+        })
     }
 }
 
