@@ -1,6 +1,7 @@
 //! Table look-up: `y[i] = weight[ids[i]]`; backward: `dweight[v] = sum of dy[i] over ids[i] = v`, in the order of `i`.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::filled::{filled, zeros};
 use crate::host::{HostF32, HostU32};
 use crate::with_backward1;
 use candle_core::{Result, Tensor, bail};
@@ -21,7 +22,7 @@ pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let (y, dims) = forward(weight, ids)?;
     let (table, ids) = (weight.shape().clone(), ids.detach());
     with_backward1(weight, (y, dims), NAME, move |dy| {
-        let mut dw = vec![0f32; table.elem_count()];
+        let mut dw = zeros(table.elem_count());
         embedding_grad_into(&mut dw, true, &ids, dy)?;
         Ok(Some(Tensor::from_vec(dw, &table, dy.device())?))
     })
@@ -80,21 +81,15 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<(Vec<f32>, Vec<usize>)> {
 }
 
 fn gather(table: &[f32], ids: &[u32], h: usize) -> Vec<f32> {
-    let mut y = vec![0f32; ids.len() * h];
-    if h == 0 {
-        return y;
-    }
-    let (rows, v) = (rows_per_chunk(h), table.len() / h);
-    let work = y.len();
-    for_each_chunk(&mut y, rows * h, work, |chunk, y| {
+    let (rows, v, len) = (rows_per_chunk(h), table.len() / h.max(1), ids.len() * h);
+    filled(len, rows * h, len, |chunk, y| {
         for (y, &id) in y.chunks_exact_mut(h).zip(&ids[chunk * rows..]) {
             let id = id as usize;
             if id < v {
                 y.copy_from_slice(&table[id * h..][..h]);
             }
         }
-    });
-    y
+    })
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.

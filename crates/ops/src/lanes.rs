@@ -1,7 +1,9 @@
 //! Reductions over a slice in several independent lanes, so that they fill vector registers; the number of lanes is
 //! fixed, so that the bits are.
 
-const LANES: usize = 16;
+use crate::exp::exp;
+
+const LANES: usize = 32;
 
 /// The sum of `f(x)`.
 #[inline(always)]
@@ -9,11 +11,11 @@ pub(crate) fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     fold(values, 0.0, |lane, x| lane + f(x), |a, b| a + b)
 }
 
-/// The largest value, or NaN if there is one: a broken value must not hide behind the others.
+/// The largest `f(x)`, or NaN if there is one: a broken value must not hide behind the others.
 #[inline(always)]
-pub(crate) fn max(values: &[f32]) -> f32 {
+pub(crate) fn max(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
-    fold(values, f32::NEG_INFINITY, larger, larger)
+    fold(values, f32::NEG_INFINITY, |a, x| larger(a, f(x)), larger)
 }
 
 /// The sum of the products of two slices of one length.
@@ -21,18 +23,54 @@ pub(crate) fn max(values: &[f32]) -> f32 {
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
     let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let rest: f32 = a
-        .remainder()
-        .iter()
-        .zip(b.remainder())
-        .map(|(a, b)| a * b)
-        .sum();
+    let rest = a.remainder().iter().zip(b.remainder());
+    let rest: f32 = rest.map(|(a, b)| a * b).sum();
     for (a, b) in a.zip(b) {
         for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
             *lane += a * b;
         }
     }
-    lanes.iter().sum::<f32>() + rest
+    join(lanes, |a, b| a + b) + rest
+}
+
+/// Replaces each `x` by `exp(f(x))`; returns their sum.
+#[inline(always)]
+pub(crate) fn replace_by_exp(values: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let mut blocks = values.chunks_exact_mut(LANES);
+    for block in &mut blocks {
+        for (lane, x) in lanes.iter_mut().zip(block) {
+            *x = exp(f(*x));
+            *lane += *x;
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(blocks.into_remainder()) {
+        *x = exp(f(*x));
+        *lane += *x;
+    }
+    join(lanes, |a, b| a + b)
+}
+
+/// Replaces each `x` of `a` by `exp(f(x))`; returns the sum of their products with `b`, a slice of the same length.
+#[inline(always)]
+pub(crate) fn replace_by_exp_and_dot(a: &mut [f32], b: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (mut a, b) = (a.chunks_exact_mut(LANES), b.chunks_exact(LANES));
+    let b_rest = b.remainder();
+    for (a, b) in (&mut a).zip(b) {
+        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter_mut().zip(b)) {
+            *a = exp(f(*a));
+            *lane += *a * b;
+        }
+    }
+    for (lane, (a, b)) in lanes
+        .iter_mut()
+        .zip(a.into_remainder().iter_mut().zip(b_rest))
+    {
+        *a = exp(f(*a));
+        *lane += *a * b;
+    }
+    join(lanes, |a, b| a + b)
 }
 
 #[inline(always)]
@@ -40,18 +78,30 @@ fn fold(
     values: &[f32],
     start: f32,
     step: impl Fn(f32, f32) -> f32,
-    join: impl Fn(f32, f32) -> f32,
+    join_two: impl Fn(f32, f32) -> f32,
 ) -> f32 {
     let mut lanes = [start; LANES];
     let blocks = values.chunks_exact(LANES);
-    let rest = blocks
-        .remainder()
-        .iter()
-        .fold(start, |rest, &x| step(rest, x));
+    for (lane, &x) in lanes.iter_mut().zip(blocks.remainder()) {
+        *lane = step(*lane, x);
+    }
     for block in blocks {
         for (lane, &x) in lanes.iter_mut().zip(block) {
             *lane = step(*lane, x);
         }
     }
-    lanes.iter().fold(rest, |total, &lane| join(total, lane))
+    join(lanes, join_two)
+}
+
+/// Joins the lanes in pairs: one after the other would take longer than a row of some hundred elements.
+#[inline(always)]
+fn join(mut lanes: [f32; LANES], two: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] = two(lanes[i], lanes[i + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
 }

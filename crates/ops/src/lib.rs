@@ -4,14 +4,20 @@
 //! both giving the same bits for any number of threads: work is cut into chunks that depend on the shape alone, and
 //! partial sums are added in chunk order. Inputs are f32 tensors on the CPU; anything else is an error that names the
 //! operation, the device and the dtype. Gradients are computed only for the inputs candle tracks.
+//!
+//! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
+//! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and
+//! `.._into` where a gradient goes straight into a buffer that exists).
 
 #![deny(unsafe_code)]
 
 mod attention;
+mod attention_blocks;
 mod chunks;
 mod cross_entropy;
 mod embedding;
 mod exp;
+mod filled;
 mod head_groups;
 mod host;
 mod in_place;
@@ -22,6 +28,7 @@ mod matrix;
 mod rms_norm;
 mod rope;
 mod swiglu;
+mod vectorised;
 mod vocab_shard;
 mod with_backward;
 

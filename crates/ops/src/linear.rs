@@ -4,9 +4,10 @@
 //! edge, and no transposed copies.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::filled::copied;
 use crate::host::HostF32;
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use crate::matrix::{Matrix, MatrixMut};
+use crate::matrix::{Matrix, MatrixMut, parallel_product};
 use crate::{with_backward2, with_backward3};
 use candle_core::{Result, Tensor, bail};
 
@@ -68,16 +69,15 @@ pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Re
             residual.dims()
         )
     }
-    let mut y = HostF32::new(op, "residual", residual)?.read().to_vec();
-    product.write(&mut y, true);
+    let mut y = copied(&HostF32::new(op, "residual", residual)?.read());
+    product.add_to(&mut y);
     Tensor::from_vec(y, product.dims, xs.device())
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f32>, Vec<usize>)> {
     let product = Rows::new(NAME, xs, weight)?;
     let num_out = product.num_out;
-    let mut y = vec![0f32; product.rows * num_out];
-    product.write(&mut y, false);
+    let mut y = product.compute();
     if let Some(bias) = bias {
         if bias.dims() != [num_out] {
             bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
@@ -121,20 +121,24 @@ impl Rows {
         })
     }
 
-    /// Writes the product to `y`, or adds it.
-    fn write(&self, y: &mut [f32], add: bool) {
-        let Self {
-            rows,
-            num_in,
-            num_out,
-            ..
-        } = *self;
+    fn compute(&self) -> Vec<f32> {
         let (xs, weight) = (self.xs.read(), self.weight.read());
-        MatrixMut::new(y, rows, num_out, num_out).parallel_product(
-            add,
-            Matrix::new(&xs, rows, num_in, num_in),
-            Matrix::new(&weight, num_out, num_in, num_in).t(),
-        );
+        let [xs, weight_t] = self.matrices(&xs, &weight);
+        parallel_product(xs, weight_t)
+    }
+
+    fn add_to(&self, y: &mut [f32]) {
+        let (xs, weight) = (self.xs.read(), self.weight.read());
+        let [xs, weight_t] = self.matrices(&xs, &weight);
+        MatrixMut::new(y, self.rows, self.num_out, self.num_out)
+            .parallel_product(true, xs, weight_t);
+    }
+
+    fn matrices<'a>(&self, xs: &'a [f32], weight: &'a [f32]) -> [Matrix<'a>; 2] {
+        [
+            Matrix::new(xs, self.rows, self.num_in, self.num_in),
+            Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
+        ]
     }
 }
 

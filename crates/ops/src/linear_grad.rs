@@ -4,7 +4,7 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
 use crate::host::HostF32;
 use crate::linear::{rows_of, weight_dims};
-use crate::matrix::{Matrix, MatrixMut};
+use crate::matrix::{Matrix, MatrixMut, parallel_product};
 use candle_core::{Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
@@ -35,7 +35,7 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
     };
     let (num_out, num_in) = weight_dims(op, weight)?;
     let (rows, leading) = rows_of(op, "dy", first, num_out)?;
-    let mut dx = vec![0f32; rows * num_in];
+    let mut dx = Vec::new();
     for (i, (dy, weight)) in terms.iter().enumerate() {
         let (num_out, term_in) = weight_dims(op, weight)?;
         let (_, term_leading) = rows_of(op, "dy", dy, num_out)?;
@@ -48,11 +48,14 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
         }
         let dy = HostF32::new(op, "dy", dy)?;
         let weight = HostF32::new(op, "weight", weight)?;
-        MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(
-            i > 0,
-            Matrix::new(&dy.read(), rows, num_out, num_out),
-            Matrix::new(&weight.read(), num_out, num_in, num_in),
-        );
+        let (dy, weight) = (dy.read(), weight.read());
+        let dy = Matrix::new(&dy, rows, num_out, num_out);
+        let weight = Matrix::new(&weight, num_out, num_in, num_in);
+        if i == 0 {
+            dx = parallel_product(dy, weight);
+        } else {
+            MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(true, dy, weight);
+        }
     }
     Tensor::from_vec(dx, [leading, &[num_in]].concat(), first.device())
 }
@@ -65,10 +68,14 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32 on the CPU.
 pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
-    let (_, num_out, num_in) = rows_out_in("linear_weight_grad", dy, xs)?;
-    let mut dw = vec![0f32; num_out * num_in];
-    linear_weight_grad_into(&mut dw, false, dy, xs)?;
-    Tensor::from_vec(dw, (num_out, num_in), dy.device())
+    let op = "linear_weight_grad";
+    let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
+    let (dy, xs) = (HostF32::new(op, "dy", dy)?, HostF32::new(op, "xs", xs)?);
+    let dw = parallel_product(
+        Matrix::new(&dy.read(), rows, num_out, num_out).t(),
+        Matrix::new(&xs.read(), rows, num_in, num_in),
+    );
+    Tensor::from_vec(dw, (num_out, num_in), dy.tensor().device())
 }
 
 /// Writes, or adds if `add`, the gradient of the weight, `dy^T x`, to `dst`; outside any graph, without transposing

@@ -69,28 +69,43 @@ impl<'a> MatrixMut<'a> {
     }
 
     /// `self = lhs * rhs`, on the calling thread.
-    pub(crate) fn set_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.product(false, lhs, rhs, Parallelism::None);
+    pub(crate) fn set_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        self.write(false, lhs, rhs, Parallelism::None);
     }
 
     /// `self += lhs * rhs`, on the calling thread.
-    pub(crate) fn add_product(self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.product(true, lhs, rhs, Parallelism::None);
+    pub(crate) fn add_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        self.write(true, lhs, rhs, Parallelism::None);
     }
 
     /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on all threads of the current pool if that is worth it.
-    pub(crate) fn parallel_product(self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        let num_threads = rayon::current_num_threads();
-        let multiplications = (self.rows * self.cols).saturating_mul(lhs.cols);
-        let parallelism = if num_threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS {
-            Parallelism::Rayon(num_threads)
-        } else {
-            Parallelism::None
-        };
-        self.product(add, lhs, rhs, parallelism);
+    pub(crate) fn parallel_product(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        self.write(add, lhs, rhs, parallelism(lhs, rhs));
     }
 
-    fn product(self, accumulate: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
+    /// Multiplies each row by its factor.
+    pub(crate) fn scale_rows(&mut self, factors: &[f32]) {
+        assert_eq!(factors.len(), self.rows);
+        if self.cols == 0 {
+            return;
+        }
+        for (row, factor) in factors.iter().enumerate() {
+            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
+            let row = unsafe {
+                let start = self.data.add(row * self.row_stride);
+                std::slice::from_raw_parts_mut(start, self.cols)
+            };
+            row.iter_mut().for_each(|x| *x *= factor);
+        }
+    }
+
+    fn write(
+        &mut self,
+        accumulate: bool,
+        lhs: Matrix<'_>,
+        rhs: Matrix<'_>,
+        parallelism: Parallelism,
+    ) {
         // The pointers below are only as good as these shapes.
         assert_eq!(
             (self.rows, self.cols, lhs.cols),
@@ -122,6 +137,43 @@ impl<'a> MatrixMut<'a> {
                 parallelism,
             );
         }
+    }
+}
+
+/// `lhs * rhs` row by row, on the calling thread.
+pub(crate) fn product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
+    new_product(lhs, rhs, Parallelism::None)
+}
+
+/// `lhs * rhs` row by row, on all threads of the current pool if that is worth it.
+pub(crate) fn parallel_product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
+    new_product(lhs, rhs, parallelism(lhs, rhs))
+}
+
+fn new_product(lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) -> Vec<f32> {
+    let (rows, cols) = (lhs.rows, rhs.cols);
+    let mut values = Vec::<f32>::with_capacity(rows * cols);
+    let mut out = MatrixMut {
+        data: values.as_mut_ptr(),
+        rows,
+        cols,
+        row_stride: cols,
+        lifetime: PhantomData,
+    };
+    out.write(false, lhs, rhs, parallelism);
+    // SAFETY: a product that does not add reads nothing and writes every element, `rows * cols` in a row.
+    unsafe { values.set_len(rows * cols) };
+    values
+}
+
+/// All threads of the current pool if that is worth it.
+fn parallelism(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Parallelism {
+    let num_threads = rayon::current_num_threads();
+    let multiplications = (lhs.rows * rhs.cols).saturating_mul(lhs.cols);
+    if num_threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS {
+        Parallelism::Rayon(num_threads)
+    } else {
+        Parallelism::None
     }
 }
 

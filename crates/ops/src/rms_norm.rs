@@ -1,10 +1,10 @@
 //! Root-mean-square normalisation: `y = x / sqrt(mean(x^2) + eps) * w` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-use crate::chunks::{
-    for_each_chunk, for_each_chunk2, rows_per_chunk, rows_per_partial, sum_partials,
-};
+use crate::chunks::{rows_per_chunk, rows_per_partial, sum_partials};
+use crate::filled::{filled, filled2};
 use crate::host::HostF32;
 use crate::lanes::dot;
+use crate::vectorised::vectorised;
 use crate::with_backward2;
 use candle_core::{Result, Tensor, bail};
 
@@ -95,6 +95,7 @@ fn width(xs: &Tensor, weight: &Tensor) -> Result<usize> {
 }
 
 /// `1 / sqrt(mean(x^2) + eps)` of one row.
+#[inline(always)]
 fn inverse_rms(x: &[f32], eps: f64) -> f32 {
     (1.0 / (dot(x, x) as f64 / x.len() as f64 + eps).sqrt()) as f32
 }
@@ -104,18 +105,24 @@ fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f32>> {
     let x = HostF32::new(NAME, "xs", xs)?;
     let w = HostF32::new(NAME, "weight", weight)?;
     let (x, w) = (x.read(), w.read());
-    let mut y = vec![0f32; x.len()];
     let chunk_len = rows_per_chunk(h) * h;
-    for_each_chunk(&mut y, chunk_len, x.len(), |chunk, y| {
+    Ok(filled(x.len(), chunk_len, x.len(), |chunk, y| {
         let x = &x[chunk * chunk_len..][..y.len()];
         for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
-            let r = inverse_rms(x, eps);
-            for ((y, x), w) in y.iter_mut().zip(x).zip(&*w) {
-                *y = x * r * w;
-            }
+            vectorised(
+                #[inline(always)]
+                || forward_row(x, &w, eps, y),
+            );
         }
-    });
-    Ok(y)
+    }))
+}
+
+#[inline(always)]
+fn forward_row(x: &[f32], w: &[f32], eps: f64, y: &mut [f32]) {
+    let r = inverse_rms(x, eps);
+    for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+        *y = x * r * w;
+    }
 }
 
 /// With `n = x r` and `g = dy w`: `dx = r (g - n mean(g n))`, `dw = sum over rows of dy n`.
@@ -126,36 +133,55 @@ fn backward(
     eps: f64,
     weight_grad: bool,
 ) -> (Vec<f32>, Vec<f32>) {
-    let mut dx = vec![0f32; x.len()];
     let rows = rows_per_partial(x.len() / h.max(1), h);
     let num_chunks = x.len().div_ceil((rows * h).max(1));
-    let mut partials = vec![0f32; num_chunks * h];
-    let (dx_chunks, dw_chunks) = ((&mut dx[..], rows * h), (&mut partials[..], h));
-    for_each_chunk2(dx_chunks, dw_chunks, 2 * x.len(), |chunk, dx, dw| {
+    let sizes = [(x.len(), rows * h), (num_chunks * h, h)];
+    let (dx, partials) = filled2(sizes[0], sizes[1], 2 * x.len(), |chunk, dx, dw| {
         for (row, dx) in dx.chunks_exact_mut(h).enumerate() {
             let start = (chunk * rows + row) * h;
             let (x, dy) = (&x[start..][..h], &dy[start..][..h]);
-            let r = inverse_rms(x, eps);
-            for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
-                *g = dy * w;
-            }
-            let along_x = r * r * dot(dx, x) / h as f32;
-            for (dx, x) in dx.iter_mut().zip(x) {
-                *dx = r * (*dx - x * along_x);
-            }
-            if let Some(residual) = residual {
-                for (dx, residual) in dx.iter_mut().zip(&residual[start..][..h]) {
-                    *dx += residual;
-                }
-            }
-            if weight_grad {
-                for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
-                    *dw += dy * x * r;
-                }
-            }
+            let residual = residual.map(|residual| &residual[start..][..h]);
+            let dw = weight_grad.then_some(&mut *dw);
+            vectorised(
+                #[inline(always)]
+                || backward_row((x, w, dy), residual, eps, dx, dw),
+            );
         }
     });
     let mut dw = vec![0f32; h];
     sum_partials(&mut dw, true, &partials);
     (dx, dw)
+}
+
+/// Adds to `dw` what the row contributes, if that is wanted.
+#[inline(always)]
+fn backward_row(
+    (x, w, dy): (&[f32], &[f32], &[f32]),
+    residual: Option<&[f32]>,
+    eps: f64,
+    dx: &mut [f32],
+    dw: Option<&mut [f32]>,
+) {
+    let r = inverse_rms(x, eps);
+    for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
+        *g = dy * w;
+    }
+    let along_x = r * r * dot(dx, x) / x.len() as f32;
+    match residual {
+        Some(residual) => {
+            for ((dx, x), residual) in dx.iter_mut().zip(x).zip(residual) {
+                *dx = residual + r * (*dx - x * along_x);
+            }
+        }
+        None => {
+            for (dx, x) in dx.iter_mut().zip(x) {
+                *dx = r * (*dx - x * along_x);
+            }
+        }
+    }
+    if let Some(dw) = dw {
+        for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
+            *dw += dy * x * r;
+        }
+    }
 }

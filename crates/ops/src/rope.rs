@@ -4,8 +4,10 @@
 //! `y1 = x1 cos - x2 sin`, `y2 = x2 cos + x1 sin`; the backward is the rotation by the negative angle.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::filled::copied;
 use crate::host::HostF32;
 use crate::in_place::in_place;
+use crate::vectorised::vectorised;
 use crate::with_backward1;
 use candle_core::{Result, Tensor, bail};
 
@@ -35,7 +37,7 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let sin = HostF32::new(NAME, "sin", sin)?;
     let x = HostF32::new(NAME, "xs", xs)?;
     let turned = move |x: &HostF32, direction| {
-        let mut y = x.read().to_vec();
+        let mut y = copied(&x.read());
         rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
         y
     };
@@ -116,14 +118,20 @@ fn rotate(
         for (i, x) in x.chunks_exact_mut(row).enumerate() {
             let angles = (chunk * rows + i) % t * half;
             let (cos, sin) = (&cos[angles..][..half], &sin[angles..][..half]);
-            for x in x.chunks_exact_mut(d) {
-                turn(x.split_at_mut(half), cos, sin, sign);
-            }
+            vectorised(
+                #[inline(always)]
+                || {
+                    for x in x.chunks_exact_mut(d) {
+                        turn(x.split_at_mut(half), cos, sin, sign);
+                    }
+                },
+            );
         }
     });
 }
 
 /// Turns the pairs of one head by `sign` times the angles.
+#[inline(always)]
 fn turn((x1, x2): (&mut [f32], &mut [f32]), cos: &[f32], sin: &[f32], sign: f32) {
     let angles = cos.iter().zip(sin);
     for ((x1, x2), (cos, sin)) in x1.iter_mut().zip(x2).zip(angles) {

@@ -1,9 +1,11 @@
 //! Gated activation of Llama's feed-forward: `y = silu(gate) * up`, `silu(g) = g sigmoid(g)` (Shazeer 2020,
 //! arXiv:2002.05202).
 
-use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use crate::chunks::rows_per_chunk;
 use crate::exp::sigmoid;
+use crate::filled::{filled, filled2};
 use crate::host::HostF32;
+use crate::vectorised::vectorised;
 use crate::with_backward2;
 use candle_core::{Result, Tensor, bail};
 
@@ -77,39 +79,38 @@ fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostF32, HostF32)> {
 }
 
 fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let mut y = vec![0f32; gate.len()];
     let len = rows_per_chunk(1);
-    for_each_chunk(&mut y, len, gate.len(), |chunk, y| {
-        let (gate, up) = (
-            &gate[chunk * len..][..y.len()],
-            &up[chunk * len..][..y.len()],
+    filled(gate.len(), len, gate.len(), |chunk, y| {
+        let start = chunk * len;
+        let (gate, up) = (&gate[start..][..y.len()], &up[start..][..y.len()]);
+        vectorised(
+            #[inline(always)]
+            || {
+                for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+                    *y = gate * sigmoid(*gate) * up;
+                }
+            },
         );
-        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-            *y = gate * sigmoid(*gate) * up;
-        }
-    });
-    y
+    })
 }
 
 /// With `s = sigmoid(gate)`: `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`.
 fn backward(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let (mut dg, mut du) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
     let len = rows_per_chunk(1);
-    for_each_chunk2(
-        (&mut dg, len),
-        (&mut du, len),
-        gate.len(),
-        |chunk, dg, du| {
-            let part = |values| -> &[f32] { &<[f32]>::split_at(values, chunk * len).1[..dg.len()] };
-            let (gate, up, dy) = (part(gate), part(up), part(dy));
-            for ((dg, du), ((gate, up), dy)) in
-                dg.iter_mut().zip(du).zip(gate.iter().zip(up).zip(dy))
-            {
-                let s = sigmoid(*gate);
-                *dg = dy * up * s * (1.0 + gate * (1.0 - s));
-                *du = dy * gate * s;
-            }
-        },
-    );
-    (dg, du)
+    let sizes = (gate.len(), len);
+    filled2(sizes, sizes, 2 * gate.len(), |chunk, dg, du| {
+        let part = |values| -> &[f32] { &<[f32]>::split_at(values, chunk * len).1[..dg.len()] };
+        let (gate, up, dy) = (part(gate), part(up), part(dy));
+        vectorised(
+            #[inline(always)]
+            || {
+                let inputs = gate.iter().zip(up).zip(dy);
+                for ((dg, du), ((gate, up), dy)) in dg.iter_mut().zip(du).zip(inputs) {
+                    let s = sigmoid(*gate);
+                    *dg = dy * up * s * (1.0 + gate * (1.0 - s));
+                    *du = dy * gate * s;
+                }
+            },
+        );
+    })
 }

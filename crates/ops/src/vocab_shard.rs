@@ -7,9 +7,11 @@
 use crate::IGNORE_INDEX;
 use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
 use crate::exp::exp;
+use crate::filled::copied;
 use crate::host::{HostF32, HostU32};
 use crate::in_place::in_place;
 use crate::lanes;
+use crate::vectorised::vectorised;
 use candle_core::{Result, Tensor, bail};
 
 /// Columns summed in f32 before the sum goes on in f64.
@@ -30,7 +32,11 @@ pub fn row_max(logits: &Tensor) -> Result<Tensor> {
     let rows = rows_per_chunk(v);
     for_each_chunk(&mut max, rows, values.len(), |chunk, max| {
         for (i, max) in max.iter_mut().enumerate() {
-            *max = lanes::max(&values[(chunk * rows + i) * v..][..v]);
+            let values = &values[(chunk * rows + i) * v..][..v];
+            *max = vectorised(
+                #[inline(always)]
+                || lanes::max(values, |x| x),
+            );
         }
     });
     Tensor::from_vec(max, n, logits.device())
@@ -101,7 +107,8 @@ pub fn cross_entropy_grad(
     check_rows(op, n, &[("grad", grad)])?;
     let grad = HostF32::new(op, "grad", grad)?;
     let grad = grad.read();
-    let copy = HostF32::new(op, "logits", logits)?.tensor().copy()?;
+    let copy = copied(&HostF32::new(op, "logits", logits)?.read());
+    let copy = Tensor::from_vec(copy, logits.shape(), logits.device())?;
     rows_in_place(op, copy, (log_sum_exp, targets, vocab_start), |row| {
         grad[row]
     })
@@ -154,9 +161,14 @@ fn rows_in_place(
                     continue;
                 }
                 let (log_sum_exp, grad) = (log_sum_exp[row], grad(row));
-                for logit in logits.iter_mut() {
-                    *logit = exp(*logit - log_sum_exp) * grad;
-                }
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for logit in logits.iter_mut() {
+                            *logit = exp(*logit - log_sum_exp) * grad;
+                        }
+                    },
+                );
                 if let Some(column) = local_column(targets[row], vocab_start, v) {
                     logits[column] -= grad;
                 }
@@ -191,6 +203,13 @@ fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
 }
 
 fn sum_exp(values: &[f32], max: f32) -> f32 {
-    let sum_block = |block| f64::from(lanes::sum(block, |x| exp(x - max)));
-    values.chunks(BLOCK).map(sum_block).sum::<f64>() as f32
+    let mut total = 0f64;
+    for block in values.chunks(BLOCK) {
+        let sum = vectorised(
+            #[inline(always)]
+            || lanes::sum(block, |x| exp(x - max)),
+        );
+        total += f64::from(sum);
+    }
+    total as f32
 }

@@ -16,6 +16,8 @@ mod embedding;
 mod errors;
 #[path = "ops/linear.rs"]
 mod linear;
+#[path = "ops/pieces.rs"]
+mod pieces;
 #[path = "ops/rms_norm.rs"]
 mod rms_norm;
 #[path = "ops/size_zero.rs"]

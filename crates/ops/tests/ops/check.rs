@@ -57,3 +57,20 @@ pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
         "{what}: relative error {error:e}"
     );
 }
+
+/// Runs `f` in pools of 1 and 3 threads and compares every bit of what it returns.
+pub fn assert_same_bits(what: &str, f: impl Fn() -> Result<Vec<Tensor>> + Sync) -> Result<()> {
+    let bits = |num_threads: usize| -> Result<Vec<Vec<u32>>> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(num_threads)
+            .build();
+        let pool = pool.map_err(candle_core::Error::wrap)?;
+        let bits_of = |t: &Tensor| Ok(floats(t)?.into_iter().map(f32::to_bits).collect());
+        pool.install(|| f()?.iter().map(bits_of).collect())
+    };
+    assert!(
+        bits(1)? == bits(3)?,
+        "{what}: the bits depend on the number of threads"
+    );
+    Ok(())
+}

@@ -1,28 +1,11 @@
 //! The same bits on one thread and on three, for inputs large enough to be cut into chunks.
 
-use crate::check::{floats, grads, random, random_ids, random_var};
+use crate::check::{assert_same_bits, grads, random, random_ids, random_var};
 use candle_core::{Device, Result, Tensor, Var};
 use candle_ops::{
     HeadGroups, causal_attention, cross_entropy, embedding, linear, linear_bias_grad, rms_norm,
     rope, swiglu,
 };
-
-/// Runs `f` in pools of 1 and 3 threads and compares every bit of what it returns.
-fn assert_same_bits(what: &str, f: impl Fn() -> Result<Vec<Tensor>> + Sync) -> Result<()> {
-    let bits = |num_threads: usize| -> Result<Vec<Vec<u32>>> {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(num_threads)
-            .build();
-        let pool = pool.map_err(candle_core::Error::wrap)?;
-        let bits_of = |t: &Tensor| Ok(floats(t)?.into_iter().map(f32::to_bits).collect());
-        pool.install(|| f()?.iter().map(bits_of).collect())
-    };
-    assert!(
-        bits(1)? == bits(3)?,
-        "{what}: the bits depend on the number of threads"
-    );
-    Ok(())
-}
 
 /// The value and the gradients.
 fn value_and_grads<const N: usize>(y: Tensor, vars: [&Var; N]) -> Result<Vec<Tensor>> {

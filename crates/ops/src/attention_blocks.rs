@@ -1,0 +1,237 @@
+//! Causal attention by blocks of query rows, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135).
+//!
+//! A thread holds the scores of one block only, the backward recomputes them from the log-sum-exp of each row, and
+//! key/value heads are read where they are by each query head of their group. With `p` the probabilities and
+//! `g = do v^T`: `dv = p^T do`, `ds = p (g - sum_j p_j g_j)`, `dq = scale ds k`, `dk = scale ds^T q`.
+
+#![allow(unsafe_code)]
+
+use crate::HeadGroups;
+use crate::chunks::{for_each_chunk, for_each_index, rows_per_chunk};
+use crate::filled::zeros;
+use crate::lanes;
+use crate::matrix::{Matrix, MatrixMut, SharedBuffer, product};
+use crate::vectorised::vectorised;
+
+/// Query rows worked on at a time.
+const BLOCK_ROWS: usize = 64;
+/// Tasks that the backward is cut into at least, whatever the number of threads.
+const MIN_TASKS: usize = 8;
+
+/// Sizes of one call that passed the checks, with the passes over its blocks.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionBlocks {
+    pub(crate) b: usize,
+    pub(crate) t: usize,
+    pub(crate) hq: usize,
+    pub(crate) hkv: usize,
+    pub(crate) d: usize,
+    pub(crate) scale: f32,
+    pub(crate) groups: HeadGroups,
+}
+
+impl AttentionBlocks {
+    /// Where head `head` of `heads` starts at position `t` of sequence `b`.
+    fn start(&self, b: usize, t: usize, head: usize, heads: usize) -> usize {
+        ((b * self.t + t) * heads + head) * self.d
+    }
+
+    /// `rows` positions of one head from position `t` on.
+    fn head<'a>(
+        &self,
+        values: &'a [f32],
+        (b, t, rows): (usize, usize, usize),
+        (head, heads): (usize, usize),
+    ) -> Matrix<'a> {
+        let values = &values[self.start(b, t, head, heads)..];
+        Matrix::new(values, rows, self.d, heads * self.d)
+    }
+
+    /// Scores computed in one pass over all heads.
+    fn num_scores(&self) -> usize {
+        self.b * self.hq * self.t * self.t
+    }
+
+    /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
+    pub(crate) fn forward(&self, values: [&[f32]; 3]) -> (Vec<f32>, Vec<f32>) {
+        let mut out = zeros(values[0].len());
+        let mut lse = vec![0f32; self.b * self.hq * self.t];
+        let shared = SharedBuffer::new(&mut out);
+        let work = self.num_scores();
+        for_each_chunk(&mut lse, self.t, work, |i, lse| {
+            let (b, head) = (i / self.hq, i % self.hq);
+            for_each_chunk(lse, BLOCK_ROWS, work, |block, lse| {
+                let (first, rows) = (block * BLOCK_ROWS, lse.len());
+                let start = self.start(b, first, head, self.hq);
+                // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
+                let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
+                self.forward_block(values, (b, head, first), out, lse);
+            });
+        });
+        (out, lse)
+    }
+
+    /// The rows of `out` and `lse` from position `first` on, for one query head.
+    fn forward_block(
+        &self,
+        [q, k, v]: [&[f32]; 3],
+        (b, head, first): (usize, usize, usize),
+        mut out: MatrixMut<'_>,
+        lse: &mut [f32],
+    ) {
+        let kv = (self.groups.kv_head(head), self.hkv);
+        let rows = lse.len();
+        let seen = first + rows;
+        let q = self.head(q, (b, first, rows), (head, self.hq));
+        let k = self.head(k, (b, 0, seen), kv);
+        let mut weights = product(q, k.t());
+        let mut inverse_sums = [0f32; BLOCK_ROWS];
+        vectorised(
+            #[inline(always)]
+            || {
+                let rows = weights.chunks_exact_mut(seen).zip(&mut *lse);
+                for (row, ((weights, lse), inverse)) in rows.zip(&mut inverse_sums).enumerate() {
+                    let (past, future) = weights.split_at_mut(first + row + 1);
+                    let (max, sum) = exponentials(past, self.scale);
+                    (*lse, *inverse) = (max + sum.ln(), 1.0 / sum);
+                    future.fill(0.0);
+                }
+            },
+        );
+        let weights = Matrix::new(&weights, rows, seen, seen);
+        out.set_product(weights, self.head(v, (b, 0, seen), kv));
+        out.scale_rows(&inverse_sums[..rows]);
+    }
+
+    /// Parts that the rows which read one key/value head are cut into: a function of the shape, so that the sums are
+    /// the same for any number of threads.
+    fn num_parts(&self) -> usize {
+        let parts = MIN_TASKS.div_ceil((self.b * self.hkv).max(1));
+        parts.min(self.t.div_ceil(BLOCK_ROWS)).max(1)
+    }
+
+    /// The gradients of q, k and v. Each (part, sequence, key/value head) is one task, which adds the contributions of
+    /// its blocks in order to gradients of its own; those of the parts are added at the end, in order too.
+    pub(crate) fn backward(&self, values: [&[f32]; 3], lse: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
+        let [q, k, v] = values;
+        let parts = self.num_parts();
+        let mut dq = zeros(q.len());
+        let (mut dk, mut dv) = (zeros(parts * k.len()), zeros(parts * k.len()));
+        let shared = [&mut dq, &mut dk, &mut dv].map(|x| SharedBuffer::new(x));
+        for_each_index(parts * self.b * self.hkv, self.num_scores(), |i| {
+            let (part, b, kv_head) = (i / self.hkv / self.b, i / self.hkv % self.b, i % self.hkv);
+            let kv_start = part * k.len() + self.start(b, 0, kv_head, self.hkv);
+            for (head, first) in self.blocks_of(kv_head, part, parts) {
+                let rows = BLOCK_ROWS.min(self.t - first);
+                let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
+                let q_start = self.start(b, first, head, self.hq);
+                let [dq, dk, dv] = &shared;
+                // SAFETY: one task owns a (part, b, kv_head): its own elements of dk and dv, and the blocks of rows of
+                // dq that `blocks_of` deals to this part only. It makes the three matrices anew for each block.
+                let grads = unsafe {
+                    [
+                        dq.matrix(q_start, rows, self.d, q_step),
+                        dk.matrix(kv_start, first + rows, self.d, kv_step),
+                        dv.matrix(kv_start, first + rows, self.d, kv_step),
+                    ]
+                };
+                let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
+                self.backward_block([q, k, v, grad], (b, head, first), lse, grads);
+            }
+        });
+        [dq, add_parts(dk, k.len()), add_parts(dv, k.len())]
+    }
+
+    /// `(query head, first row)` of each block that `part` of `parts` works on for one key/value head. Later blocks
+    /// are longer, so they are dealt to and fro.
+    fn blocks_of(
+        &self,
+        kv_head: usize,
+        part: usize,
+        parts: usize,
+    ) -> impl Iterator<Item = (usize, usize)> {
+        let heads = self.groups.q_heads(kv_head, self.hq);
+        let starts = (0..self.t).step_by(BLOCK_ROWS);
+        let blocks = heads.flat_map(move |head| starts.clone().map(move |first| (head, first)));
+        let is_dealt = move |i: usize| match i / parts % 2 {
+            0 => i % parts == part,
+            _ => parts - 1 - i % parts == part,
+        };
+        blocks
+            .enumerate()
+            .filter(move |(i, _)| is_dealt(*i))
+            .map(|(_, block)| block)
+    }
+
+    /// What one block of rows of one query head contributes to the gradients.
+    fn backward_block(
+        &self,
+        [q, k, v, grad]: [&[f32]; 4],
+        (b, head, first): (usize, usize, usize),
+        lse: &[f32],
+        [mut dq, mut dk, mut dv]: [MatrixMut<'_>; 3],
+    ) {
+        let rows = lse.len();
+        let seen = first + rows;
+        let kv = (self.groups.kv_head(head), self.hkv);
+        let q = self.head(q, (b, first, rows), (head, self.hq));
+        let grad = self.head(grad, (b, first, rows), (head, self.hq));
+        let k = self.head(k, (b, 0, seen), kv);
+        let v = self.head(v, (b, 0, seen), kv);
+        let (mut p, mut ds) = (product(q, k.t()), product(grad, v.t()));
+        vectorised(
+            #[inline(always)]
+            || {
+                let rows = p.chunks_exact_mut(seen).zip(ds.chunks_exact_mut(seen));
+                for (row, ((p, ds), lse)) in rows.zip(lse).enumerate() {
+                    let (p, p_future) = p.split_at_mut(first + row + 1);
+                    let (ds, ds_future) = ds.split_at_mut(first + row + 1);
+                    softmax_backward(p, ds, *lse, self.scale);
+                    p_future.fill(0.0);
+                    ds_future.fill(0.0);
+                }
+            },
+        );
+        let p = Matrix::new(&p, rows, seen, seen);
+        let ds = Matrix::new(&ds, rows, seen, seen);
+        dv.add_product(p.t(), grad);
+        dq.set_product(ds, k);
+        dk.add_product(ds.t(), q);
+    }
+}
+
+/// The sum of the parts of `len` elements, in order.
+fn add_parts(mut parts: Vec<f32>, len: usize) -> Vec<f32> {
+    let work = parts.len();
+    let (sum, rest) = parts.split_at_mut(len);
+    if !rest.is_empty() {
+        let chunk_len = rows_per_chunk(1);
+        for_each_chunk(sum, chunk_len, work, |chunk, sum| {
+            for part in rest.chunks_exact(len) {
+                let part = &part[chunk * chunk_len..][..sum.len()];
+                for (sum, value) in sum.iter_mut().zip(part) {
+                    *sum += value;
+                }
+            }
+        });
+        parts.truncate(len);
+    }
+    parts
+}
+
+/// Turns scores into `exp(scale * score - max)` in place; returns `max`, that of the scaled scores, and their sum.
+#[inline(always)]
+fn exponentials(scores: &mut [f32], scale: f32) -> (f32, f32) {
+    let max = lanes::max(scores, |score| score * scale);
+    let sum = lanes::replace_by_exp(scores, |score| score * scale - max);
+    (max, sum)
+}
+
+/// Turns raw scores into probabilities and the gradient of the probabilities into that of the raw scores, in place.
+#[inline(always)]
+fn softmax_backward(p: &mut [f32], ds: &mut [f32], lse: f32, scale: f32) {
+    let along_p = lanes::replace_by_exp_and_dot(p, ds, |score| score * scale - lse);
+    for (p, ds) in p.iter().zip(ds.iter_mut()) {
+        *ds = *p * (*ds - along_p) * scale;
+    }
+}

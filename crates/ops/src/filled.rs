@@ -1,0 +1,69 @@
+//! Fresh buffers that the threads fill chunk by chunk.
+//!
+//! Zeroing a whole buffer first is one more trip to memory, on one thread. Here each chunk is zeroed just before it is
+//! filled, by the thread that fills it: it is in the cache by then.
+
+#![allow(unsafe_code)]
+
+use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use std::mem::MaybeUninit;
+
+/// A buffer of `len` elements on whose chunks, full of zeros, `f(i, chunk)` was called.
+pub(crate) fn filled(
+    len: usize,
+    chunk_len: usize,
+    work: usize,
+    f: impl Fn(usize, &mut [f32]) + Send + Sync,
+) -> Vec<f32> {
+    let mut out = Vec::with_capacity(len);
+    let spare = &mut out.spare_capacity_mut()[..len];
+    for_each_chunk(spare, chunk_len, work, |i, chunk| f(i, zeroed(chunk)));
+    // SAFETY: the chunks are the whole of `spare`, and each was zeroed.
+    unsafe { out.set_len(len) };
+    out
+}
+
+/// As [`filled`], for two buffers of equally many chunks; lengths of `(buffer, chunk)`.
+pub(crate) fn filled2(
+    (a_len, a_chunk): (usize, usize),
+    (b_len, b_chunk): (usize, usize),
+    work: usize,
+    f: impl Fn(usize, &mut [f32], &mut [f32]) + Send + Sync,
+) -> (Vec<f32>, Vec<f32>) {
+    // Chunks without a partner would stay as they are.
+    assert_eq!(
+        a_len.div_ceil(a_chunk.max(1)),
+        b_len.div_ceil(b_chunk.max(1))
+    );
+    let (mut a, mut b) = (Vec::with_capacity(a_len), Vec::with_capacity(b_len));
+    let a_chunks = (&mut a.spare_capacity_mut()[..a_len], a_chunk);
+    let b_chunks = (&mut b.spare_capacity_mut()[..b_len], b_chunk);
+    for_each_chunk2(a_chunks, b_chunks, work, |i, a, b| {
+        f(i, zeroed(a), zeroed(b));
+    });
+    // SAFETY: there are equally many chunks, so each of the two buffers was zeroed as a whole.
+    unsafe {
+        a.set_len(a_len);
+        b.set_len(b_len);
+    }
+    (a, b)
+}
+
+/// `len` zeros, written by all threads.
+pub(crate) fn zeros(len: usize) -> Vec<f32> {
+    filled(len, rows_per_chunk(1), len, |_, _| ())
+}
+
+/// A copy, made by all threads.
+pub(crate) fn copied(values: &[f32]) -> Vec<f32> {
+    let len = rows_per_chunk(1);
+    filled(values.len(), len, values.len(), |i, out| {
+        out.copy_from_slice(&values[i * len..][..out.len()]);
+    })
+}
+
+fn zeroed(chunk: &mut [MaybeUninit<f32>]) -> &mut [f32] {
+    chunk.fill(MaybeUninit::new(0.0));
+    // SAFETY: `MaybeUninit<f32>` has the layout of f32, and every element was just written.
+    unsafe { &mut *(std::ptr::from_mut(chunk) as *mut [f32]) }
+}
