@@ -8,13 +8,15 @@
 
 use crate::HeadGroups;
 use crate::chunks::{for_each_chunk, for_each_index, rows_per_chunk};
-use crate::filled::zeros;
+use crate::filled::{filled, zeros};
 use crate::lanes;
 use crate::matrix::{Matrix, MatrixMut, SharedBuffer, product};
 use crate::vectorised::vectorised;
 
 /// Query rows worked on at a time.
 const BLOCK_ROWS: usize = 64;
+/// Positions transposed at a time: what is read of them stays in the first-level cache.
+const TRANSPOSED_ROWS: usize = 16;
 /// Tasks that the backward is cut into at least, whatever the number of threads.
 const MIN_TASKS: usize = 8;
 
@@ -47,6 +49,36 @@ impl AttentionBlocks {
         Matrix::new(values, rows, self.d, heads * self.d)
     }
 
+    /// A copy of keys or values as `(b, hkv, d, t)`: gemm reads the left side of the scores along the positions, and
+    /// would otherwise transpose them anew, slowly, for each block of each query head.
+    fn transposed(&self, values: &[f32]) -> Vec<f32> {
+        let (t, d) = (self.t, self.d);
+        filled(values.len(), t * d, values.len(), |i, out| {
+            let (b, head) = (i / self.hkv, i % self.hkv);
+            for first in (0..t).step_by(TRANSPOSED_ROWS) {
+                let rows = TRANSPOSED_ROWS.min(t - first);
+                let start = self.start(b, first, head, self.hkv);
+                for (c, out) in out.chunks_exact_mut(t).enumerate() {
+                    let column = values[start + c..].iter().step_by(self.hkv * d);
+                    for (out, value) in out[first..first + rows].iter_mut().zip(column) {
+                        *out = *value;
+                    }
+                }
+            }
+        })
+    }
+
+    /// The first `seen` positions of one head of what [`Self::transposed`] returned.
+    fn transposed_head<'a>(
+        &self,
+        values: &'a [f32],
+        (b, head): (usize, usize),
+        seen: usize,
+    ) -> Matrix<'a> {
+        let start = (b * self.hkv + head) * self.d * self.t;
+        Matrix::new(&values[start..], self.d, seen, self.t)
+    }
+
     /// Scores computed in one pass over all heads.
     fn num_scores(&self) -> usize {
         self.b * self.hq * self.t * self.t
@@ -54,7 +86,9 @@ impl AttentionBlocks {
 
     /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
     pub(crate) fn forward(&self, values: [&[f32]; 3]) -> (Vec<f32>, Vec<f32>) {
-        let mut out = zeros(values[0].len());
+        let [q, k, v] = values;
+        let mut out = zeros(q.len());
+        let k_t = self.transposed(k);
         let mut lse = vec![0f32; self.b * self.hq * self.t];
         let shared = SharedBuffer::new(&mut out);
         let work = self.num_scores();
@@ -65,7 +99,7 @@ impl AttentionBlocks {
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
                 let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
-                self.forward_block(values, (b, head, first), out, lse);
+                self.forward_block([q, &k_t, v], (b, head, first), out, lse);
             });
         });
         (out, lse)
@@ -74,7 +108,7 @@ impl AttentionBlocks {
     /// The rows of `out` and `lse` from position `first` on, for one query head.
     fn forward_block(
         &self,
-        [q, k, v]: [&[f32]; 3],
+        [q, k_t, v]: [&[f32]; 3],
         (b, head, first): (usize, usize, usize),
         mut out: MatrixMut<'_>,
         lse: &mut [f32],
@@ -83,8 +117,7 @@ impl AttentionBlocks {
         let rows = lse.len();
         let seen = first + rows;
         let q = self.head(q, (b, first, rows), (head, self.hq));
-        let k = self.head(k, (b, 0, seen), kv);
-        let mut weights = product(q, k.t());
+        let mut weights = product(q, self.transposed_head(k_t, (b, kv.0), seen));
         let mut inverse_sums = [0f32; BLOCK_ROWS];
         vectorised(
             #[inline(always)]
@@ -114,6 +147,7 @@ impl AttentionBlocks {
     /// its blocks in order to gradients of its own; those of the parts are added at the end, in order too.
     pub(crate) fn backward(&self, values: [&[f32]; 3], lse: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
         let [q, k, v] = values;
+        let (k_t, v_t) = (self.transposed(k), self.transposed(v));
         let parts = self.num_parts();
         let mut dq = zeros(q.len());
         let (mut dk, mut dv) = (zeros(parts * k.len()), zeros(parts * k.len()));
@@ -136,7 +170,8 @@ impl AttentionBlocks {
                     ]
                 };
                 let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
-                self.backward_block([q, k, v, grad], (b, head, first), lse, grads);
+                let inputs = [q, k, &k_t, &v_t, grad];
+                self.backward_block(inputs, (b, head, first), lse, grads);
             }
         });
         [dq, add_parts(dk, k.len()), add_parts(dv, k.len())]
@@ -166,7 +201,7 @@ impl AttentionBlocks {
     /// What one block of rows of one query head contributes to the gradients.
     fn backward_block(
         &self,
-        [q, k, v, grad]: [&[f32]; 4],
+        [q, k, k_t, v_t, grad]: [&[f32]; 5],
         (b, head, first): (usize, usize, usize),
         lse: &[f32],
         [mut dq, mut dk, mut dv]: [MatrixMut<'_>; 3],
@@ -177,8 +212,8 @@ impl AttentionBlocks {
         let q = self.head(q, (b, first, rows), (head, self.hq));
         let grad = self.head(grad, (b, first, rows), (head, self.hq));
         let k = self.head(k, (b, 0, seen), kv);
-        let v = self.head(v, (b, 0, seen), kv);
-        let (mut p, mut ds) = (product(q, k.t()), product(grad, v.t()));
+        let mut p = product(q, self.transposed_head(k_t, (b, kv.0), seen));
+        let mut ds = product(grad, self.transposed_head(v_t, (b, kv.0), seen));
         vectorised(
             #[inline(always)]
             || {
