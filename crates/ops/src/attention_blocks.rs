@@ -13,8 +13,8 @@ use crate::lanes;
 use crate::matrix::{Matrix, MatrixMut, SharedBuffer, product};
 use crate::vectorised::vectorised;
 
-/// Query rows worked on at a time.
-const BLOCK_ROWS: usize = 64;
+/// Query rows worked on at a time. More rows make better products, but more scores of the future to throw away.
+const BLOCK_ROWS: usize = 32;
 /// Positions transposed at a time: what is read of them stays in the first-level cache.
 const TRANSPOSED_ROWS: usize = 16;
 /// Tasks that the backward is cut into at least, whatever the number of threads.
