@@ -15,7 +15,8 @@ impl Documents {
     /// Reads `path`: a UTF-8 `.txt` file, which is one document, or a folder, whose `.txt` files are one document each, in
     /// the order of their names. Subfolders are not entered.
     ///
-    /// The text is taken as it is: no line ending is converted, nothing is trimmed.
+    /// Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the token ids are those
+    /// that a Python script gets. Nothing else is changed, nothing is trimmed.
     ///
     /// # Errors
     /// `path` is missing, is a file with another ending, or a folder without `.txt` files; a file cannot be read, is not
@@ -59,7 +60,7 @@ impl Documents {
         self.texts.is_empty()
     }
 
-    /// Size of all texts together, in bytes of UTF-8.
+    /// Size of all texts together, in bytes of UTF-8 with the line endings that [`Self::read`] leaves.
     pub fn num_bytes(&self) -> usize {
         self.texts.iter().map(String::len).sum()
     }
@@ -112,5 +113,8 @@ fn read_text(file: &Path) -> Result<String> {
     if text.trim().is_empty() {
         bail!("data file {file:?} holds nothing but white space ({num_bytes} bytes)");
     }
-    Ok(text)
+    Ok(match text.contains('\r') {
+        true => text.replace("\r\n", "\n").replace('\r', "\n"),
+        false => text,
+    })
 }

@@ -5,13 +5,17 @@ use candle_train::Documents;
 use crate::assert_error;
 
 #[test]
-fn a_file_is_one_document_and_is_not_changed() {
+fn a_file_is_one_document_of_which_only_line_endings_change() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.txt");
-    fs::write(&path, " one\r\ntwo\n").unwrap();
+    // What Python's open(path, encoding="utf-8").read() makes of it, which the reference numbers rest on.
+    fs::write(&path, " one\r\ntwo\n\rthree\r\r\n ").unwrap();
     let documents = Documents::read(&path).unwrap();
-    assert_eq!(documents.iter().collect::<Vec<_>>(), [" one\r\ntwo\n"]);
-    assert_eq!((documents.len(), documents.num_bytes()), (1, 10));
+    assert_eq!(
+        documents.iter().collect::<Vec<_>>(),
+        [" one\ntwo\n\nthree\n\n "]
+    );
+    assert_eq!((documents.len(), documents.num_bytes()), (1, 18));
 }
 
 #[test]
