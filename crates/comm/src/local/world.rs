@@ -14,6 +14,9 @@ use super::report;
 use super::slot::Slot;
 use crate::Error;
 
+/// A wait looks at the clock at least this often.
+const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+
 /// Threads that compute at once: the size of rayon's global pool, which honours RAYON_NUM_THREADS.
 pub(crate) fn num_cores() -> usize {
     static NUM_CORES: OnceLock<usize> = OnceLock::new();
@@ -201,7 +204,7 @@ impl World {
         call: &Call,
         mut look: impl FnMut(&mut State) -> Progress<T>,
     ) -> Result<T, Error> {
-        let started = Instant::now();
+        let mut waited = Duration::ZERO;
         let mut state = self.lock();
         loop {
             let missing = match look(&mut state) {
@@ -219,7 +222,8 @@ impl World {
                     report,
                 });
             }
-            let Some(rest) = self.deadline.checked_sub(started.elapsed()) else {
+            let rest = self.deadline.saturating_sub(waited);
+            if rest.is_zero() {
                 return Err(Error::Deadline {
                     waiting: rank,
                     call: call.to_string(),
@@ -227,10 +231,15 @@ impl World {
                     missing: report::rank_list(&missing),
                     report: report::last_operations(&state),
                 });
-            };
+            }
+            // In short sleeps, each counted as no longer than it was meant to be: the time that a process is stopped (Ctrl-Z)
+            // is no time that a rank was late.
+            let sleep = rest.min(LONGEST_SLEEP);
+            let asleep = Instant::now();
             (state, _) = self.wake[rank]
-                .wait_timeout(state, rest)
+                .wait_timeout(state, sleep)
                 .unwrap_or_else(PoisonError::into_inner);
+            waited += asleep.elapsed().min(sleep);
         }
     }
 
