@@ -18,12 +18,14 @@ pub fn with_config_dtype(
         if file == "config.json" {
             let mut config: Value =
                 serde_json::from_slice(content).map_err(candle_core::Error::msg)?;
-            let spelling = if config.get("torch_dtype").is_some() {
-                "torch_dtype"
-            } else {
-                "dtype"
-            };
-            config[spelling] = json!(name);
+            // A file may have both spellings: neither may be left with the old type.
+            let old = config.get("torch_dtype").is_some();
+            if old {
+                config["torch_dtype"] = json!(name);
+            }
+            if !old || config.get("dtype").is_some() {
+                config["dtype"] = json!(name);
+            }
             *content = serde_json::to_vec_pretty(&config).map_err(candle_core::Error::msg)?;
         }
     }
