@@ -12,7 +12,7 @@ use crate::block::TrainPass;
 use crate::shard::Shard;
 
 /// Rows of logits that exist at once in [`linear_cross_entropy`].
-const CHUNK_ROWS: usize = 256;
+const CHUNK_ROWS: usize = 512;
 
 /// Loss of each token: logits (n, local_vocab) of the vocabulary's part `shard`, targets (n) u32 -> (n) f32.
 ///

@@ -19,7 +19,7 @@ const VOCAB: usize = 31;
 const HIDDEN: usize = 6;
 const WIDTH: usize = 9;
 /// More rows than a chunk of the head has.
-const SHAPE: (usize, usize) = (2, 150);
+const SHAPE: (usize, usize) = (3, 190);
 
 struct Embedding(VocabParallelEmbedding, bool);
 
