@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
-use candle_core::{Result, bail};
+use candle_core::Result;
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
 use candle_train::hub::resolve_model;
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
-    let world_size = training.world_size()?;
+    training.world_size()?;
     let model = resolve_model(args.model.as_deref().unwrap_or(BUNDLED_MODEL))?;
     let config = LlamaConfig::from_file(model.join("config.json"))?;
     Llama::check_degrees(&config, &training.degrees())?;
@@ -72,19 +72,15 @@ fn run(args: &Args) -> Result<()> {
     let tokens = Tokens::encode(&Documents::read(data)?, &tokenizer)?;
     tokenizer.check_vocab(tokens.ids(), config.vocab_size)?;
     let train = training.train_config(&tokens)?;
-    if training.seq_len > config.max_position_embeddings {
-        bail!(
-            "--seq-len {} is longer than the model's max_position_embeddings ({})",
-            training.seq_len,
-            config.max_position_embeddings
-        );
-    }
+    training.check_positions(config.max_position_embeddings)?;
+    let eos_ids = [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat();
     let samples = SampleWriter {
         args: &args.samples,
         seed: training.seed,
         tokenizer: &tokenizer,
         vocab_size: config.vocab_size,
         max_context: config.max_position_embeddings,
+        eos_ids: &eos_ids,
     };
     samples.validate()?;
     let dtype = args.save_dtype.map(Into::into);
@@ -95,19 +91,8 @@ fn run(args: &Args) -> Result<()> {
     };
     check_writable(&args.output)?;
     training.check_metrics()?;
-    print_line(&format!(
-        "{} on {}: {} tokens, {} steps of {} sequences of {} tokens; {world_size} ranks as threads: pp {} x dp {} x tp {}, ZeRO-{}",
-        model.display(),
-        data.display(),
-        tokens.len(),
-        train.lr_schedule.num_steps,
-        training.global_batch_size,
-        training.seq_len,
-        training.pp,
-        training.dp,
-        training.tp,
-        training.zero
-    ));
+    let run = training.describe(&tokens, train.lr_schedule.num_steps);
+    print_line(&format!("{} on {}: {run}", model.display(), data.display()));
     let job = Job {
         args,
         model: &model,

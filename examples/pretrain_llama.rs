@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
-use candle_core::Result;
+use candle_core::{Result, bail};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
@@ -101,17 +101,19 @@ fn run(args: &Args) -> Result<()> {
         Some(dir) => Tokenizer::from_dir(dir)?,
         None => Tokenizer::train_bpe(documents.iter(), args.vocab_size)?,
     };
-    let config = model_config(args, &tokenizer);
+    let config = model_config(args, &tokenizer)?;
     config.validate()?;
     Llama::check_degrees(&config, &training.degrees())?;
     let tokens = Tokens::encode(&documents, &tokenizer)?;
     let train = training.train_config(&tokens)?;
+    let eos_ids = [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat();
     let samples = SampleWriter {
         args: &args.samples,
         seed: training.seed,
         tokenizer: &tokenizer,
         vocab_size: config.vocab_size,
         max_context: config.max_position_embeddings,
+        eos_ids: &eos_ids,
     };
     samples.validate()?;
     check_writable(&args.output)?;
@@ -144,15 +146,15 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn model_config(args: &Args, tokenizer: &Tokenizer) -> LlamaConfig {
-    LlamaConfig {
+fn model_config(args: &Args, tokenizer: &Tokenizer) -> Result<LlamaConfig> {
+    Ok(LlamaConfig {
         vocab_size: tokenizer.vocab_size(),
         hidden_size: args.hidden_size,
         intermediate_size: args.intermediate_size,
         num_hidden_layers: args.layers,
         num_attention_heads: args.heads,
         num_key_value_heads: args.kv_heads,
-        head_dim: args.hidden_size / args.heads.max(1),
+        head_dim: head_dim(args)?,
         rms_norm_eps: 1e-5,
         rope_theta: 10000.0,
         rope: RopeKind::Default,
@@ -162,6 +164,18 @@ fn model_config(args: &Args, tokenizer: &Tokenizer) -> LlamaConfig {
         mlp_bias: false,
         bos_token_id: tokenizer.bos_id(),
         eos_token_ids: vec![tokenizer.eos_id()],
+    })
+}
+
+/// The heads share the residual stream's width.
+fn head_dim(args: &Args) -> Result<usize> {
+    let (hidden_size, heads) = (args.hidden_size, args.heads);
+    match hidden_size.checked_rem(heads) {
+        None => bail!("--heads is 0, expected at least 1"),
+        Some(0) => Ok(hidden_size / heads),
+        Some(rest) => bail!(
+            "--hidden-size({hidden_size}) % --heads({heads}) = {rest} != 0\nhint: choose a --hidden-size that is a multiple of {heads}"
+        ),
     }
 }
 

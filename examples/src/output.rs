@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::process::ExitCode;
 
+use candle_comm::message_of;
 use candle_core::Result;
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
@@ -15,7 +16,7 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
-            let _ = writeln!(std::io::stderr(), "error: {}", sentence(&err.to_string()));
+            let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(&err)));
             ExitCode::FAILURE
         }
     }

@@ -58,6 +58,8 @@ pub struct SampleWriter<'a> {
     pub vocab_size: usize,
     /// Longest sequence the model is given.
     pub max_context: usize,
+    /// Tokens that end a sample.
+    pub eos_ids: &'a [u32],
 }
 
 impl SampleWriter<'_> {
@@ -87,7 +89,7 @@ impl SampleWriter<'_> {
             vocab_size: self.vocab_size,
             max_context: self.max_context,
             max_new_tokens: self.args.sample_tokens,
-            eos_id: self.tokenizer.eos_id(),
+            eos_ids: self.eos_ids.to_vec(),
         };
         let mut sampler = Sampler::new(self.args.sampling(self.seed))?;
         let ids = generate(stage, &mesh.pp, &prompt, &config, &mut sampler)?;

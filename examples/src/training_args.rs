@@ -171,6 +171,32 @@ impl TrainingArgs {
         Ok(())
     }
 
+    /// An error if sequences are longer than the model allows.
+    pub fn check_positions(&self, max_position_embeddings: usize) -> Result<()> {
+        if self.seq_len > max_position_embeddings {
+            bail!(
+                "--seq-len {} is longer than the model's max_position_embeddings ({max_position_embeddings})",
+                self.seq_len
+            );
+        }
+        Ok(())
+    }
+
+    /// The run in one line.
+    pub fn describe(&self, tokens: &Tokens, num_steps: usize) -> String {
+        format!(
+            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks as threads: pp {} x dp {} x tp {}, ZeRO-{}",
+            tokens.len(),
+            self.global_batch_size,
+            self.seq_len,
+            self.pp * self.dp * self.tp,
+            self.pp,
+            self.dp,
+            self.tp,
+            self.zero
+        )
+    }
+
     /// How batches are cut from the data.
     pub fn batch_config(&self) -> BatchConfig {
         BatchConfig {

@@ -185,36 +185,17 @@ impl Gradients {
     }
 
     fn sum_overlapping(&self, mesh: &Mesh) -> Result<()> {
-        let indices = self.params.overlapping();
-        if indices.is_empty() {
-            return Ok(());
-        }
-        let mut globals = Vec::with_capacity(indices.len());
-        for &index in indices {
+        for &index in self.params.overlapping() {
             let param = self.params.get(index);
             let grad = self.get(index)?;
             let global = Tensor::zeros(&param.global_shape, grad.dtype(), grad.device())?;
-            let (dim, start) = param
-                .shard
-                .as_ref()
-                .map_or((0, 0), |s| (s.dim, s.range.start));
-            global.slice_set(&grad, dim, start)?;
-            globals.push(global.flatten_all()?);
-        }
-        let sum = mesh
-            .tp
-            .all_reduce(&Tensor::cat(&globals, 0)?, ReduceOp::Sum)?;
-        let mut first = 0;
-        for &index in indices {
-            let param = self.params.get(index);
-            let len = param.global_shape.elem_count();
-            let global = sum.narrow(0, first, len)?.reshape(&param.global_shape)?;
-            let mine = match &param.shard {
-                Some(shard) => global.narrow(shard.dim, shard.range.start, shard.len())?,
-                None => global,
+            let (dim, held) = match &param.shard {
+                Some(shard) => (shard.dim, shard.range.clone()),
+                None => (0, 0..param.global_shape.dims()[0]),
             };
-            self.overwrite(index, &mine)?;
-            first += len;
+            global.slice_set(&grad, dim, held.start)?;
+            let sum = mesh.tp.all_reduce(&global, ReduceOp::Sum)?;
+            self.overwrite(index, &sum.narrow(dim, held.start, held.len())?)?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use candle_comm::{Mesh, ReduceOp};
+use candle_comm::{Mesh, Pending, ReduceOp};
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
@@ -141,19 +141,43 @@ impl Optimizer {
     pub fn reduce(&self, gradients: &mut Gradients) -> Result<ReducedGradients> {
         gradients.check_complete()?;
         gradients.sum_shared(&self.mesh)?;
-        let dp = &self.mesh.dp;
-        let started = gradients.buckets().iter().map(|bucket| match self.zero {
-            ZeroStage::Zero => dp.start_all_reduce(bucket.tensor(), ReduceOp::Sum),
-            ZeroStage::One => dp.start_reduce_scatter(bucket.tensor(), ReduceOp::Sum),
-        });
-        let started = started.collect::<Result<Vec<_>>>()?;
-        let buckets = started
-            .into_iter()
-            .map(|started| FlatBuffer::new(started.wait()?))
-            .collect::<Result<Vec<_>>>()?;
+        let mut buckets = Vec::with_capacity(self.layout.buckets.len());
+        let mut under_way = None;
+        // Two buckets are under way at a time; the sums take the place of what was summed.
+        for (bucket, flat) in self.layout.buckets.iter().zip(gradients.buckets()) {
+            let started = self.start_reduction(flat)?;
+            if let Some(earlier) = under_way.replace((bucket, flat, started)) {
+                buckets.push(self.finish_reduction(earlier)?);
+            }
+        }
+        if let Some(last) = under_way {
+            buckets.push(self.finish_reduction(last)?);
+        }
         gradients.clear();
         let norm = self.norm(&buckets)?;
         Ok(ReducedGradients { buckets, norm })
+    }
+
+    fn start_reduction(&self, flat: &FlatBuffer) -> Result<Pending<Tensor>> {
+        match self.zero {
+            ZeroStage::Zero => self.mesh.dp.start_all_reduce(flat.tensor(), ReduceOp::Sum),
+            ZeroStage::One => self
+                .mesh
+                .dp
+                .start_reduce_scatter(flat.tensor(), ReduceOp::Sum),
+        }
+    }
+
+    fn finish_reduction(
+        &self,
+        (bucket, flat, started): (&Bucket, &FlatBuffer, Pending<Tensor>),
+    ) -> Result<FlatBuffer> {
+        let own = self.own_range(bucket);
+        let sum = started.wait()?;
+        if self.mesh.dp.world_size() > 1 {
+            flat.write(own.start, &sum)?;
+        }
+        FlatBuffer::new(flat.view(own.start, own.len())?)
     }
 
     fn norm(&self, buckets: &[FlatBuffer]) -> Result<f64> {
@@ -233,49 +257,61 @@ impl Optimizer {
         self.num_steps += 1;
         let grad_scale =
             max_norm.map_or(1.0, |max_norm| (max_norm / (reduced.norm + 1e-6)).min(1.0));
-        let mut gathered = Vec::new();
-        for ((bucket, flat), moments) in self
-            .layout
-            .buckets
-            .iter()
-            .zip(&reduced.buckets)
-            .zip(&self.moments)
-        {
-            let own = self.own_range(bucket);
-            for (index, range) in &bucket.slots {
-                let mine = intersect(range, &own);
-                if mine.is_empty() {
-                    continue;
-                }
-                let param = self.params.get(*index);
-                let is_matrix = param.global_shape.rank() >= 2;
-                let update = AdamWUpdate {
-                    exp_avg: &moments.exp_avg,
-                    exp_avg_sq: &moments.exp_avg_sq,
-                    offset: mine.start - own.start,
-                    config: self.config,
-                    weight_decay: if is_matrix {
-                        self.config.weight_decay
-                    } else {
-                        0.0
-                    },
-                    lr,
-                    grad_scale,
-                    step: self.num_steps,
-                };
-                let values = param.var.as_detached_tensor().flatten_all()?;
-                let values = values.narrow(0, mine.start - range.start, mine.len())?;
-                let grads = flat.view(mine.start - own.start, mine.len())?;
-                values
-                    .inplace_op2(&grads, &update)
-                    .map_err(|err| err.context(format!("updating parameter {}", param.name)))?;
-            }
+        let mut under_way = None;
+        let buckets = self.layout.buckets.iter().zip(&reduced.buckets);
+        for ((bucket, flat), moments) in buckets.zip(&self.moments) {
+            self.update(bucket, flat, moments, lr, grad_scale)?;
             if self.zero == ZeroStage::One && self.mesh.dp.world_size() > 1 {
-                gathered.push(self.mesh.dp.start_all_gather(&self.pack(bucket, &own)?)?);
+                let slice = self.pack(bucket, &self.own_range(bucket))?;
+                let started = self.mesh.dp.start_all_gather(&slice)?;
+                if let Some((bucket, earlier)) = under_way.replace((bucket, started)) {
+                    self.unpack(bucket, &earlier.wait()?)?;
+                }
             }
         }
-        for (bucket, started) in self.layout.buckets.iter().zip(gathered) {
-            self.unpack(bucket, &started.wait()?)?;
+        match under_way {
+            Some((bucket, last)) => self.unpack(bucket, &last.wait()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Updates this rank's part of a bucket's parameters.
+    fn update(
+        &self,
+        bucket: &Bucket,
+        flat: &FlatBuffer,
+        moments: &Moments,
+        lr: f64,
+        grad_scale: f64,
+    ) -> Result<()> {
+        let own = self.own_range(bucket);
+        for (index, range) in &bucket.slots {
+            let mine = intersect(range, &own);
+            if mine.is_empty() {
+                continue;
+            }
+            let param = self.params.get(*index);
+            let is_matrix = param.global_shape.rank() >= 2;
+            let update = AdamWUpdate {
+                exp_avg: &moments.exp_avg,
+                exp_avg_sq: &moments.exp_avg_sq,
+                offset: mine.start - own.start,
+                config: self.config,
+                weight_decay: if is_matrix {
+                    self.config.weight_decay
+                } else {
+                    0.0
+                },
+                lr,
+                grad_scale,
+                step: self.num_steps,
+            };
+            let values = param.var.as_detached_tensor().flatten_all()?;
+            let values = values.narrow(0, mine.start - range.start, mine.len())?;
+            let grads = flat.view(mine.start - own.start, mine.len())?;
+            values
+                .inplace_op2(&grads, &update)
+                .map_err(|err| err.context(format!("updating parameter {}", param.name)))?;
         }
         Ok(())
     }

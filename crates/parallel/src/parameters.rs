@@ -335,6 +335,19 @@ fn check_all_used(
     catalog: &[CatalogEntry],
     allowance: &Allowance,
 ) -> Result<()> {
+    for (alias, name) in &allowance.aliases {
+        let tensors = checkpoint.tensors();
+        if tensors.contains_key(alias)
+            && tensors.contains_key(name)
+            && checkpoint.bytes(alias)? != checkpoint.bytes(name)?
+        {
+            bail!(
+                "config.json ties {alias} to {name}, but the checkpoint in {} holds different values for them\nhint: set \
+                 tie_word_embeddings to false to train both",
+                checkpoint.dir().display()
+            );
+        }
+    }
     let used: BTreeSet<&str> = catalog.iter().map(|entry| entry.name.as_str()).collect();
     let is_allowed = |name: &str| {
         allowance.aliases.contains_key(name)

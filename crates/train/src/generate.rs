@@ -15,11 +15,11 @@ pub struct GenerateConfig {
     pub max_context: usize,
     /// Tokens to generate at most.
     pub max_new_tokens: usize,
-    /// Token that ends the text.
-    pub eos_id: u32,
+    /// Tokens that end the text.
+    pub eos_ids: Vec<u32>,
 }
 
-/// Continues `prompt` and returns the new tokens, without the final EOS.
+/// Continues `prompt` and returns the new tokens, without the final end-of-text token.
 ///
 /// Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
 /// Each token costs a forward pass over the whole context: there is no key/value cache.
@@ -45,7 +45,7 @@ pub fn generate(
         let last_position = |logits: Tensor| logits.get(0)?.get(last);
         let logits = pipeline.infer(stage, &batch, config.vocab_size, last_position)?;
         let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?)?;
-        if id == config.eos_id {
+        if config.eos_ids.contains(&id) {
             break;
         }
         ids.push(id);

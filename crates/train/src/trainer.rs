@@ -64,6 +64,8 @@ impl Trainer {
 
     fn run_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let start = Instant::now();
+        // What an earlier step that failed on the way has left.
+        self.gradients.clear();
         let num_tokens = self.num_global_targets(micro_batches)?;
         let waited = candle_comm::waited();
         let passes = self.pipeline.forward_backward(

@@ -107,3 +107,21 @@ fn every_fixture_equals_one_rank() {
         }
     }
 }
+
+#[test]
+fn embeddings_tied_across_many_stages_equal_one_rank() {
+    let fixture = Fixture::new("tied_bias");
+    let run = run_for(&fixture, 2);
+    let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
+    for (pp, dp, tp) in [(3, 1, 1), (5, 1, 1), (3, 2, 1), (4, 1, 2), (3, 1, 4)] {
+        for (zero, schedule) in KINDS {
+            let layout = Layout {
+                zero,
+                schedule,
+                ..Layout::new(pp, dp, tp)
+            };
+            let ours = train(&fixture, &run, layout).unwrap();
+            assert_same(&ours, &one_rank, &format!("{layout:?}"));
+        }
+    }
+}

@@ -12,7 +12,7 @@ use super::call::Call;
 use super::channel::Channel;
 use super::report;
 use super::slot::Slot;
-use crate::Error;
+use crate::{Error, message_of};
 
 /// A wait looks at the clock at least this often.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
@@ -45,10 +45,7 @@ pub(super) struct State {
 
 pub(super) struct Failure {
     rank: usize,
-    /// What the other ranks say about it.
     message: String,
-    /// What the launcher says about it: with the backtrace, if one was taken.
-    details: String,
 }
 
 #[derive(Default)]
@@ -146,12 +143,8 @@ impl World {
     /// Records that a rank failed, which ends the waits of all others. Only the first failure counts: later ones are
     /// its consequences.
     pub(crate) fn fail(&self, rank: usize, error: &candle_core::Error) {
-        let (message, details) = (without_backtrace(error), error.to_string());
-        self.lock().failure.get_or_insert(Failure {
-            rank,
-            message,
-            details,
-        });
+        let message = message_of(error);
+        self.lock().failure.get_or_insert(Failure { rank, message });
         self.wake.iter().for_each(Condvar::notify_all);
     }
 
@@ -166,7 +159,7 @@ impl World {
         let failure = self.lock().failure.take()?;
         Some(Error::RankFailed {
             rank: failure.rank,
-            message: failure.details,
+            message: failure.message,
         })
     }
 
@@ -249,20 +242,6 @@ impl World {
         let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
         let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
         std::thread::sleep(Duration::from_micros(random % 2000));
-    }
-}
-
-/// An error's message without the backtraces that candle adds when `RUST_BACKTRACE` is set.
-fn without_backtrace(error: &candle_core::Error) -> String {
-    match error {
-        candle_core::Error::WithBacktrace { inner, .. } => without_backtrace(inner),
-        candle_core::Error::Context { inner, context } => {
-            format!("{context}\n{}", without_backtrace(inner))
-        }
-        candle_core::Error::WithPath { inner, path } => {
-            format!("path: {path:?} {}", without_backtrace(inner))
-        }
-        other => other.to_string(),
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use candle_comm::Mesh;
+use candle_comm::{Mesh, message_of};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use tempfile::NamedTempFile;
 
@@ -108,6 +108,8 @@ pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
             if let (Some(open), None) = (&mut writer, &failure) {
                 failure = open.write(tensor, values, params.checkpoint()).err();
             }
+            // Nobody sends the next tensor before this one is written, and no wait lasts longer than one tensor takes.
+            mesh.world.barrier()?;
         }
         if let (Some(writer), None) = (writer, &failure) {
             match writer.finish() {
@@ -124,10 +126,7 @@ pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
 
 /// Returns rank 0's error on every rank.
 fn agree(mesh: &Mesh, failure: Option<candle_core::Error>) -> Result<()> {
-    let message = failure
-        .as_ref()
-        .map(ToString::to_string)
-        .unwrap_or_default();
+    let message = failure.as_ref().map(message_of).unwrap_or_default();
     let all = mesh.world.all_gather_bytes(message.as_bytes())?;
     match (failure, all.first()) {
         (Some(err), _) => Err(err),

@@ -224,6 +224,30 @@ fn constants_and_second_names_are_saved_back() {
 }
 
 #[test]
+fn a_second_name_with_other_values_is_refused() {
+    let input = tempdir().unwrap();
+    let chain = Chain {
+        tied: true,
+        ..Chain::default()
+    };
+    let to = HfSave::new(input.path(), Vec::new());
+    save(chain, (1, 1, 1), || Ok(ParamStore::init(5)), &to);
+    edit_file(&input.path().join(WEIGHTS_FILE), |all| {
+        let mut alias = all.iter().find(|t| t.0 == "embed.weight").unwrap().clone();
+        alias.0 = "head.weight".into();
+        alias.3[5] ^= 1;
+        all.push(alias);
+    });
+    let store = ParamStore::from_pretrained(input.path()).unwrap();
+    store.allow_alias("head.weight", "embed.weight");
+    let said = message(chain.stage(&single_mesh(), &store));
+    assert_says(
+        &said,
+        &["head.weight", "embed.weight", "different values", "hint:"],
+    );
+}
+
+#[test]
 fn small_files_are_copied_along() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     save_init(from.path(), plain());
