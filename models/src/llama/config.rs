@@ -6,6 +6,15 @@ use candle_core::{Result, bail};
 
 use super::config_file::ConfigFile;
 
+/// Largest of most sizes.
+const MAX_SIZE: usize = 1 << 31;
+/// Largest width of a head.
+const MAX_HEAD_DIM: usize = 1 << 16;
+/// Most decoder layers.
+const MAX_LAYERS: usize = 1 << 16;
+/// Most values in all weights: their bytes, in any type, are a number that 64 bits hold.
+const MAX_VALUES: u128 = 1 << 48;
+
 /// Everything about a Llama model that is not a weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LlamaConfig {
@@ -91,23 +100,9 @@ impl LlamaConfig {
         ConfigFile::text_of(self)
     }
 
-    /// An error with names and numbers if the sizes do not fit each other.
+    /// An error with names and numbers if the sizes are out of range or do not fit each other.
     pub fn validate(&self) -> Result<()> {
-        let sizes = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("head_dim", self.head_dim),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ];
-        for (name, size) in sizes {
-            if size == 0 {
-                bail!("{name} is 0; expected at least 1");
-            }
-        }
+        self.check_ranges()?;
         if !self
             .num_attention_heads
             .is_multiple_of(self.num_key_value_heads)
@@ -124,6 +119,75 @@ impl LlamaConfig {
                 self.head_dim
             );
         }
+        self.check_num_values()?;
+        self.check_rope()?;
+        if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
+            bail!(
+                "rms_norm_eps is {}; expected a number >= 0",
+                self.rms_norm_eps
+            );
+        }
+        Ok(())
+    }
+
+    fn check_ranges(&self) -> Result<()> {
+        let sizes = [
+            ("vocab_size", self.vocab_size, MAX_SIZE),
+            ("hidden_size", self.hidden_size, MAX_SIZE),
+            ("intermediate_size", self.intermediate_size, MAX_SIZE),
+            ("num_hidden_layers", self.num_hidden_layers, MAX_LAYERS),
+            ("num_attention_heads", self.num_attention_heads, MAX_SIZE),
+            ("num_key_value_heads", self.num_key_value_heads, MAX_SIZE),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            (
+                "max_position_embeddings",
+                self.max_position_embeddings,
+                MAX_SIZE,
+            ),
+        ];
+        for (name, size, max) in sizes {
+            if size == 0 {
+                bail!("{name} is 0; expected at least 1");
+            }
+            if size > max {
+                bail!("{name} is {size}; expected at most {max}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Bounds the number of values in all weights, and so every product of sizes.
+    fn check_num_values(&self) -> Result<()> {
+        let [
+            vocab,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+        ] = [
+            self.vocab_size,
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_hidden_layers,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+        ]
+        .map(|size| size as u128);
+        // Within their ranges these are far from the end of 128 bits.
+        let attention = 2 * hidden * head_dim * (heads + kv_heads);
+        let num_values = 2 * vocab * hidden + layers * (attention + 3 * hidden * intermediate);
+        if num_values > MAX_VALUES {
+            bail!(
+                "the weights would have {num_values} values; expected at most {MAX_VALUES} (vocab_size({vocab}), hidden_size({hidden}), intermediate_size({intermediate}), num_hidden_layers({layers}), num_attention_heads({heads}), num_key_value_heads({kv_heads}), head_dim({head_dim}))"
+            );
+        }
+        Ok(())
+    }
+
+    fn check_rope(&self) -> Result<()> {
         let factors = match self.rope {
             RopeKind::Default => vec![],
             RopeKind::Linear { factor } => vec![("factor", factor)],
@@ -153,12 +217,6 @@ impl LlamaConfig {
             if !(value > 0.0 && value.is_finite()) {
                 bail!("rope {name} is {value}; expected a positive number");
             }
-        }
-        if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
-            bail!(
-                "rms_norm_eps is {}; expected a number >= 0",
-                self.rms_norm_eps
-            );
         }
         Ok(())
     }

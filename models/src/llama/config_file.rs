@@ -1,13 +1,12 @@
 //! `config.json` as it is found in the wild.
 
 use candle_core::{Result, bail};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::config::{LlamaConfig, RopeKind};
+use super::config_fields::ConfigFields;
 
 /// The fields of `config.json` that say something about the computation. Others are ignored, as `transformers` does.
-#[derive(Deserialize)]
 pub(super) struct ConfigFile {
     model_type: Option<String>,
     architectures: Option<Vec<String>>,
@@ -33,14 +32,7 @@ pub(super) struct ConfigFile {
     dtype: Option<Value>,
     torch_dtype: Option<Value>,
     bos_token_id: Option<u32>,
-    eos_token_id: Option<TokenIds>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum TokenIds {
-    One(u32),
-    Many(Vec<u32>),
+    eos_token_ids: Vec<u32>,
 }
 
 impl ConfigFile {
@@ -51,8 +43,40 @@ impl ConfigFile {
         if let Some(other) = model_type.filter(|model_type| *model_type != "llama") {
             bail!("model_type is {other:?}; supported: \"llama\"");
         }
-        serde_json::from_value(value)
-            .map_err(|err| candle_core::Error::msg(format!("not a Llama configuration: {err}")))
+        let Value::Object(fields) = value else {
+            bail!("not a Llama configuration: expected a JSON object");
+        };
+        Self::from_fields(&ConfigFields::new(fields))
+    }
+
+    fn from_fields(fields: &ConfigFields) -> Result<Self> {
+        Ok(Self {
+            model_type: fields.text("model_type")?,
+            architectures: fields.texts("architectures")?,
+            vocab_size: fields.required_size("vocab_size")?,
+            hidden_size: fields.required_size("hidden_size")?,
+            intermediate_size: fields.required_size("intermediate_size")?,
+            num_hidden_layers: fields.required_size("num_hidden_layers")?,
+            num_attention_heads: fields.required_size("num_attention_heads")?,
+            num_key_value_heads: fields.size("num_key_value_heads")?,
+            head_dim: fields.size("head_dim")?,
+            hidden_act: fields.text("hidden_act")?,
+            rms_norm_eps: fields.number("rms_norm_eps")?,
+            rope_theta: fields.number("rope_theta")?,
+            rope_scaling: fields.object("rope_scaling")?,
+            rope_parameters: fields.object("rope_parameters")?,
+            partial_rotary_factor: fields.number("partial_rotary_factor")?,
+            max_position_embeddings: fields.size("max_position_embeddings")?,
+            tie_word_embeddings: fields.flag("tie_word_embeddings")?,
+            attention_bias: fields.flag("attention_bias")?,
+            mlp_bias: fields.flag("mlp_bias")?,
+            attention_dropout: fields.number("attention_dropout")?,
+            quantization_config: fields.value("quantization_config").cloned(),
+            dtype: fields.value("dtype").cloned(),
+            torch_dtype: fields.value("torch_dtype").cloned(),
+            bos_token_id: fields.token_id("bos_token_id")?,
+            eos_token_ids: fields.token_ids("eos_token_id")?,
+        })
     }
 
     pub fn into_config(self) -> Result<LlamaConfig> {
@@ -88,11 +112,7 @@ impl ConfigFile {
             attention_bias: self.attention_bias.unwrap_or(false),
             mlp_bias: self.mlp_bias.unwrap_or(false),
             bos_token_id: self.bos_token_id,
-            eos_token_ids: match self.eos_token_id {
-                None => Vec::new(),
-                Some(TokenIds::One(id)) => vec![id],
-                Some(TokenIds::Many(ids)) => ids,
-            },
+            eos_token_ids: self.eos_token_ids,
         })
     }
 
@@ -120,11 +140,7 @@ impl ConfigFile {
         if let Some(factor) = self.partial_rotary_factor.filter(|factor| *factor != 1.0) {
             bail!("partial_rotary_factor is {factor}; supported: 1");
         }
-        if let Some(config) = self
-            .quantization_config
-            .as_ref()
-            .filter(|config| !config.is_null())
-        {
+        if let Some(config) = &self.quantization_config {
             let method = config.get("quant_method").unwrap_or(config);
             bail!("quantization_config is {method}; supported: weights that are not quantised");
         }
@@ -139,57 +155,30 @@ impl ConfigFile {
         Ok(())
     }
 
+    /// As `transformers` does: the older `rope_scaling` wins, unless it is empty.
     fn rope(&self) -> Result<(f64, RopeKind)> {
-        let (field, parameters) = match (&self.rope_parameters, &self.rope_scaling) {
-            (Some(parameters), _) => ("rope_parameters", Some(parameters)),
-            (None, scaling) => ("rope_scaling", scaling.as_ref()),
+        let scaling = self.rope_scaling.as_ref().filter(|map| !map.is_empty());
+        let parameters = self.rope_parameters.as_ref();
+        let (field, rope) = match scaling.or(parameters) {
+            Some(rope) if scaling.is_some() => ("rope_scaling", rope),
+            Some(rope) => ("rope_parameters", rope),
+            None => return Ok((self.rope_theta.unwrap_or(10000.0), RopeKind::Default)),
         };
-        let default_theta = self.rope_theta.unwrap_or(10000.0);
-        let Some(parameters) = parameters else {
-            return Ok((default_theta, RopeKind::Default));
-        };
-        let number = |name: &str| -> Result<f64> {
-            match parameters.get(name).map(|value| (value, value.as_f64())) {
-                Some((_, Some(number))) => Ok(number),
-                Some((value, None)) => bail!("{field}.{name} is {value}; expected a number"),
-                None => bail!("{field} has no {name}; expected a number"),
+        Ok((self.rope_theta(field, rope)?, rope_kind(field, rope)?))
+    }
+
+    /// The chosen object's own `rope_theta`, else that of `rope_parameters`, else that of the file.
+    fn rope_theta(&self, field: &str, rope: &Map<String, Value>) -> Result<f64> {
+        let objects = [
+            (field, Some(rope)),
+            ("rope_parameters", self.rope_parameters.as_ref()),
+        ];
+        for (field, object) in objects {
+            if let Some(object) = object.filter(|object| object.contains_key("rope_theta")) {
+                return number(field, object, "rope_theta");
             }
-        };
-        let theta = match parameters.contains_key("rope_theta") {
-            true => number("rope_theta")?,
-            false => default_theta,
-        };
-        if let Some(factor) = parameters
-            .get("partial_rotary_factor")
-            .filter(|f| f.as_f64() != Some(1.0))
-        {
-            bail!("{field}.partial_rotary_factor is {factor}; supported: 1");
         }
-        let kind = parameters
-            .get("rope_type")
-            .or_else(|| parameters.get("type"));
-        let kind = match kind {
-            None => "default",
-            Some(Value::String(kind)) => kind,
-            Some(other) => bail!("{field}.rope_type is {other}; expected a name"),
-        };
-        let rope = match kind {
-            "default" => RopeKind::Default,
-            "linear" => RopeKind::Linear {
-                factor: number("factor")?,
-            },
-            "llama3" => RopeKind::Llama3 {
-                factor: number("factor")?,
-                low_freq_factor: number("low_freq_factor")?,
-                high_freq_factor: number("high_freq_factor")?,
-                original_max_position_embeddings: number("original_max_position_embeddings")?
-                    as usize,
-            },
-            other => bail!(
-                "{field}.rope_type is {other:?}; supported: \"default\", \"linear\", \"llama3\""
-            ),
-        };
-        Ok((theta, rope))
+        Ok(self.rope_theta.unwrap_or(10000.0))
     }
 
     pub fn text_of(config: &LlamaConfig) -> Result<String> {
@@ -247,5 +236,43 @@ impl ConfigFile {
             "vocab_size": config.vocab_size,
         });
         serde_json::to_string_pretty(&value).map_err(candle_core::Error::msg)
+    }
+}
+
+fn number(field: &str, rope: &Map<String, Value>, name: &str) -> Result<f64> {
+    match rope.get(name).map(|value| (value, value.as_f64())) {
+        Some((_, Some(number))) => Ok(number),
+        Some((value, None)) => bail!("{field}.{name} is {value}; expected a number"),
+        None => bail!("{field} has no {name}; expected a number"),
+    }
+}
+
+fn rope_kind(field: &str, rope: &Map<String, Value>) -> Result<RopeKind> {
+    if let Some(factor) = rope
+        .get("partial_rotary_factor")
+        .filter(|f| f.as_f64() != Some(1.0))
+    {
+        bail!("{field}.partial_rotary_factor is {factor}; supported: 1");
+    }
+    let kind = match rope.get("rope_type").or_else(|| rope.get("type")) {
+        None => "default",
+        Some(Value::String(kind)) => kind,
+        Some(other) => bail!("{field}.rope_type is {other}; expected a name"),
+    };
+    let number = |name: &str| number(field, rope, name);
+    match kind {
+        "default" => Ok(RopeKind::Default),
+        "linear" => Ok(RopeKind::Linear {
+            factor: number("factor")?,
+        }),
+        "llama3" => Ok(RopeKind::Llama3 {
+            factor: number("factor")?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_max_position_embeddings: number("original_max_position_embeddings")? as usize,
+        }),
+        other => {
+            bail!("{field}.rope_type is {other:?}; supported: \"default\", \"linear\", \"llama3\"")
+        }
     }
 }

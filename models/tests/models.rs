@@ -1,0 +1,158 @@
+//! Tests of the models' configurations.
+
+use candle_train_models::llama::{LlamaConfig, RopeKind};
+
+const SMALL: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4"#;
+
+/// A small configuration with `fields` added; a field that is given twice has its last value.
+fn read(fields: &str) -> candle_core::Result<LlamaConfig> {
+    LlamaConfig::from_json(&format!("{SMALL}, {fields}}}"))
+}
+
+#[track_caller]
+fn assert_error(fields: &str, parts: &[&str]) {
+    let message = match read(fields) {
+        Ok(config) => panic!("expected an error that mentions {parts:?}, got {config:?}"),
+        Err(err) => err.to_string(),
+    };
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is not in: {message}");
+    }
+}
+
+#[test]
+fn rope_scaling_goes_before_rope_parameters() {
+    let rope = |fields: &str| read(fields).map(|c| (c.rope_theta, c.rope)).unwrap();
+    let linear = |factor| RopeKind::Linear { factor };
+    let parameters =
+        r#""rope_parameters": {"rope_type": "linear", "factor": 4, "rope_theta": 500}"#;
+    let top = r#""rope_theta": 70"#;
+    for (fields, expected) in [
+        (r#""x": 0"#.to_string(), (10000.0, RopeKind::Default)),
+        (top.to_string(), (70.0, RopeKind::Default)),
+        (format!("{top}, {parameters}"), (500.0, linear(4.0))),
+        (
+            format!(r#"{top}, {parameters}, "rope_scaling": {{"type": "linear", "factor": 2}}"#),
+            (500.0, linear(2.0)),
+        ),
+        (
+            format!(
+                r#"{parameters}, "rope_scaling": {{"type": "linear", "factor": 2, "rope_theta": 9}}"#
+            ),
+            (9.0, linear(2.0)),
+        ),
+        (
+            format!(r#"{top}, "rope_scaling": {{"type": "linear", "factor": 2}}"#),
+            (70.0, linear(2.0)),
+        ),
+        (
+            format!(r#"{parameters}, "rope_scaling": null"#),
+            (500.0, linear(4.0)),
+        ),
+        (
+            format!(r#"{parameters}, "rope_scaling": {{}}"#),
+            (500.0, linear(4.0)),
+        ),
+    ] {
+        assert_eq!(rope(&fields), expected, "{fields}");
+    }
+}
+
+#[test]
+fn a_written_configuration_is_read_again() {
+    let config = read(
+        r#""bos_token_id": 0, "eos_token_id": [1, 2], "head_dim": 10, "num_key_value_heads": 2,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1,
+        "high_freq_factor": 4, "original_max_position_embeddings": 128}, "rope_theta": 500000"#,
+    )
+    .unwrap();
+    assert_eq!(config.eos_token_ids, [1, 2]);
+    let text = config.to_json().unwrap();
+    assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
+}
+
+#[test]
+fn a_field_of_the_wrong_kind_is_named() {
+    for (fields, part) in [
+        (
+            r#""hidden_size": "32""#,
+            r#"hidden_size is "32"; expected a whole number"#,
+        ),
+        (
+            r#""hidden_size": 32.5"#,
+            "hidden_size is 32.5; expected a whole number",
+        ),
+        (r#""vocab_size": null"#, "vocab_size is missing; expected"),
+        (
+            r#""eos_token_id": -1"#,
+            "eos_token_id is -1; expected a token id",
+        ),
+        (
+            r#""eos_token_id": [1, "2"]"#,
+            r#"eos_token_id is [1,"2"]; expected"#,
+        ),
+        (
+            r#""bos_token_id": 4294967296"#,
+            "bos_token_id is 4294967296; expected",
+        ),
+        (
+            r#""rms_norm_eps": "small""#,
+            r#"rms_norm_eps is "small"; expected a number"#,
+        ),
+        (
+            r#""tie_word_embeddings": 1"#,
+            "tie_word_embeddings is 1; expected true or false",
+        ),
+        (
+            r#""architectures": "Llama""#,
+            r#"architectures is "Llama"; expected a list"#,
+        ),
+        (
+            r#""rope_scaling": 2"#,
+            "rope_scaling is 2; expected an object",
+        ),
+        (r#""model_type": 2"#, "model_type is 2; expected a text"),
+    ] {
+        assert_error(fields, &[part]);
+    }
+    let message = LlamaConfig::from_json("[]").unwrap_err().to_string();
+    assert!(message.contains("expected a JSON object"), "{message}");
+}
+
+#[test]
+fn sizes_out_of_range_are_named() {
+    for name in [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ] {
+        assert_error(
+            &format!(r#""head_dim": 8, "{name}": 18446744073709551615"#),
+            &[&format!(
+                "{name} is 18446744073709551615; expected at most 2147483648"
+            )],
+        );
+    }
+    for name in ["num_hidden_layers", "head_dim"] {
+        assert_error(
+            &format!(r#""{name}": 65538"#),
+            &[&format!("{name} is 65538; expected at most 65536")],
+        );
+    }
+    assert_error(
+        r#""head_dim": 8, "vocab_size": 2147483648, "hidden_size": 2147483648"#,
+        &[
+            "values; expected at most 281474976710656",
+            "vocab_size(2147483648)",
+        ],
+    );
+    assert_error(
+        r#""head_dim": 65536, "num_hidden_layers": 65536, "num_attention_heads": 2147483648,
+        "hidden_size": 2147483648, "vocab_size": 2147483648, "intermediate_size": 2147483648"#,
+        &["values; expected at most"],
+    );
+}
