@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::sample_order::SampleOrder;
 use crate::{Samples, Tokens};
 
+/// Most tokens of one optimizer step: far beyond what is trained with, and their products fit any integer.
+const MAX_TOKENS_PER_STEP: u128 = 1 << 31;
+
 /// How a data set is cut into batches. Sizes are in sequences, `seq_len` in tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,7 +34,7 @@ impl BatchConfig {
     /// Checks the sizes for `dp_world_size` data-parallel ranks.
     ///
     /// # Errors
-    /// A size is zero, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size`.
+    /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size`.
     pub fn validate(&self, dp_world_size: usize) -> Result<()> {
         for (name, size) in [
             ("seq_len", self.seq_len),
@@ -44,12 +47,18 @@ impl BatchConfig {
             }
         }
         let (global, micro) = (self.global_batch_size, self.micro_batch_size);
-        // A product that overflows is larger than any global batch.
-        let unit = micro.saturating_mul(dp_world_size);
-        if global % unit != 0 {
+        let num_tokens = global as u128 * self.seq_len as u128;
+        if num_tokens > MAX_TOKENS_PER_STEP {
+            bail!(
+                "global_batch_size({global}) * seq_len({}) = {num_tokens} tokens per step, expected at most {MAX_TOKENS_PER_STEP}\nhint: choose a smaller global_batch_size or seq_len",
+                self.seq_len
+            );
+        }
+        let unit = micro as u128 * dp_world_size as u128;
+        if !(global as u128).is_multiple_of(unit) {
             bail!(
                 "global_batch_size({global}) % (micro_batch_size({micro}) * dp({dp_world_size}) = {unit}) = {} != 0\nhint: choose a global_batch_size that is a multiple of {unit}, or a smaller micro_batch_size",
-                global % unit
+                global as u128 % unit
             );
         }
         Ok(())

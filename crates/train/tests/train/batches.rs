@@ -140,7 +140,19 @@ fn impossible_sizes_are_refused_with_the_equation() {
     );
     assert_error(
         new(config(4, usize::MAX, 10, false), 0, 3),
-        &["global_batch_size(10)"],
+        &["global_batch_size(10)", "= 55340232221128654845) = 10 != 0"],
+    );
+    assert_error(
+        new(config(4, usize::MAX, usize::MAX, false), 0, 1),
+        &[
+            "global_batch_size(18446744073709551615) * seq_len(4)",
+            "at most 2147483648",
+            "hint:",
+        ],
+    );
+    assert_error(
+        new(config(1 << 30, 1, 3, false), 0, 1),
+        &["global_batch_size(3) * seq_len(1073741824) = 3221225472 tokens per step"],
     );
     assert_error(new(config(0, 1, 1, false), 0, 1), &["seq_len is 0"]);
     assert_error(
