@@ -244,8 +244,9 @@ fn remove(path: &Path) -> std::result::Result<(), Failure> {
     }
 }
 
-/// Whether the file at `path` is whole. Weights have exactly `size` bytes; JSON may have been compressed on its way, so
-/// that `size` says little, but a part of it cannot be parsed.
+/// Whether the file at `path` is whole. Weights have exactly `size` bytes; text may have been compressed on its way, so
+/// that `size` says little, but a part of a JSON file cannot be parsed. A template is text of which any part is valid:
+/// there only what cannot be a template is noticed.
 fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
     if is_weights(path) {
         return match file_len(path) {
@@ -257,6 +258,13 @@ fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
         };
     }
     let bytes = fs::read(path).map_err(|e| e.to_string())?;
+    if path.extension().is_some_and(|ending| ending == "jinja") {
+        return match std::str::from_utf8(&bytes) {
+            Ok("") if size > 0 => Err(format!("0 bytes arrived, expected {size}")),
+            Ok(_) => Ok(()),
+            Err(e) => Err(format!("what arrived is not UTF-8: {e}")),
+        };
+    }
     match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
         Ok(_) => Ok(()),
         Err(e) => Err(format!("what arrived is not valid JSON: {e}")),

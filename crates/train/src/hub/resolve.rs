@@ -24,8 +24,8 @@ pub fn resolve_model(spec: &str) -> Result<PathBuf> {
 /// cache, unless it is there already.
 ///
 /// Fetched are `config.json`, `tokenizer.json`, the weights (`model.safetensors`, or `model.safetensors.index.json` and
-/// the files it names) and, where the model has them, `tokenizer_config.json`, `generation_config.json` and
-/// `special_tokens_map.json`. Blocks until everything is there; call it on one rank per machine.
+/// the files it names) and, where the model has them, `tokenizer_config.json`, `generation_config.json`,
+/// `special_tokens_map.json` and `chat_template.jinja`. Blocks until everything is there; call it on one rank per machine.
 ///
 /// # Errors
 /// `spec` is neither form or a file; the hub does not have the model or a file, refuses access, or cannot be reached (and

@@ -108,6 +108,7 @@ fn shards_and_optional_files_come_along() {
         ("tokenizer_config.json", br#"{"b": 2}"#),
         ("generation_config.json", b"{} "),
         ("special_tokens_map.json", b" {}"),
+        ("chat_template.jinja", b"{{ bos_token }}"),
     ]);
     let Setup {
         server,
@@ -115,12 +116,16 @@ fn shards_and_optional_files_come_along() {
         _cache,
     } = setup(&files);
     let dir = resolve(&config).unwrap();
-    assert_eq!(names(&dir).len(), 8);
+    assert_eq!(names(&dir).len(), 9);
+    assert_eq!(
+        fs::read(dir.join("chat_template.jinja")).unwrap(),
+        b"{{ bos_token }}"
+    );
     assert_eq!(
         fs::read(dir.join("model-00002-of-00002.safetensors")).unwrap(),
         b"two"
     );
-    assert_eq!(server.take_downloads().len(), 8);
+    assert_eq!(server.take_downloads().len(), 9);
 
     // Offline, a missing shard is noticed.
     let offline = HubConfig {

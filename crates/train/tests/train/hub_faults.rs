@@ -105,6 +105,21 @@ fn incomplete_models_are_named() {
 }
 
 #[test]
+fn a_template_that_is_not_text_is_named() {
+    let mut files = model(b"weights");
+    files.push(("chat_template.jinja", b"\xff"));
+    let Setup {
+        server: _server,
+        config,
+        _cache,
+    } = setup(&files);
+    assert_error(
+        resolve(&config),
+        &["chat_template.jinja", "not UTF-8", "hint:"],
+    );
+}
+
+#[test]
 fn a_cut_connection_leaves_nothing_that_looks_complete() {
     let weights = weights();
     let Setup {
