@@ -61,7 +61,9 @@ impl Files {
     fn find(&self, kind: &str, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>> {
         for (name, file) in &self.spelling {
             let token = &file[format!("{kind}_token")];
-            if let Some(token) = token.as_str().or_else(|| token["content"].as_str()) {
+            let token = token.as_str().or_else(|| token["content"].as_str());
+            // Some tools write "" for a token that is not set.
+            if let Some(token) = token.filter(|token| !token.is_empty()) {
                 return match tokenizer.token_to_id(token) {
                     Some(id) => Ok(Some(id)),
                     None => bail!(

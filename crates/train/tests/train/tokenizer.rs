@@ -119,6 +119,13 @@ fn eos_is_looked_for_in_four_files() {
     assert_eq!(eos().unwrap(), 4);
     write(dir, "tokenizer_config.json", json!({"eos_token": null}));
     assert_eq!(eos().unwrap(), 2);
+    for unset in [
+        json!({"eos_token": ""}),
+        json!({"eos_token": {"content": ""}}),
+    ] {
+        write(dir, "tokenizer_config.json", unset);
+        assert_eq!(eos().unwrap(), 2);
+    }
     fs::remove_file(dir.join("special_tokens_map.json")).unwrap();
     assert_eq!(eos().unwrap(), 4);
     write(
