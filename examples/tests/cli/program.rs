@@ -137,10 +137,12 @@ impl Program {
                 None => name.clone(),
             });
         }
-        for name in ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE", "HF_TOKEN"] {
+        for name in ["RUST_LIB_BACKTRACE", "HF_TOKEN"] {
             command.env_remove(name);
         }
         command.env("HF_HUB_OFFLINE", "1");
+        // The error is one sentence all the same.
+        command.env("RUST_BACKTRACE", "1");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
             .stdin(Stdio::null())

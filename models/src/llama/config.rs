@@ -84,8 +84,7 @@ impl LlamaConfig {
         let text = std::fs::read_to_string(path).map_err(|err| {
             candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
         })?;
-        Self::from_json(&text)
-            .map_err(|err| candle_core::Error::msg(format!("{}: {err}", path.display())))
+        Self::from_json(&text).map_err(|err| err.context(path.display().to_string()))
     }
 
     /// Like [`Self::from_file`], from the file's text.
