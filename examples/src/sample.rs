@@ -17,13 +17,13 @@ pub struct SampleArgs {
     /// Length of a sample; 0: none
     #[arg(
         long,
-        default_value_t = 60,
+        default_value_t = 80,
         value_name = "TOKENS",
         help_heading = "Samples"
     )]
     pub sample_tokens: usize,
     /// Randomness of the samples; 0: always the most likely token
-    #[arg(long, default_value_t = 0.7, help_heading = "Samples")]
+    #[arg(long, default_value_t = 0.5, help_heading = "Samples")]
     pub temperature: f64,
     /// Samples take the most likely tokens that together have this probability
     #[arg(

@@ -69,8 +69,8 @@ const TRAINING: &[(&str, &[&str])] = &[
         ],
     ),
     ("--prompt", &["[default: \"The Queen\"]"]),
-    ("--sample-tokens", &["[default: 60]", "TOKENS", "0: none"]),
-    ("--temperature", &["[default: 0.7]"]),
+    ("--sample-tokens", &["[default: 80]", "TOKENS", "0: none"]),
+    ("--temperature", &["[default: 0.5]"]),
     ("--top-p", &["[default: 0.9]"]),
 ];
 
