@@ -49,9 +49,9 @@ pub trait Communicator: Send + Sync {
     #[track_caller]
     fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>>;
 
-    /// Returns once every rank of the group has called it.
+    /// Complete once every rank of the group has started it.
     #[track_caller]
-    fn barrier(&self) -> Result<()>;
+    fn barrier(&self) -> Result<Pending<()>>;
 
     /// Splits the group: the ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
     /// Every rank of this group must call it.

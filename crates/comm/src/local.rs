@@ -103,10 +103,9 @@ impl Communicator for LocalCommunicator {
     }
 
     #[track_caller]
-    fn barrier(&self) -> Result<()> {
-        self.start(Operation::Barrier, None, Payload::Nothing)?
-            .wait_for_output()?;
-        Ok(())
+    fn barrier(&self) -> Result<Pending<()>> {
+        let ticket = self.start(Operation::Barrier, None, Payload::Nothing)?;
+        Ok(Pending::from_work(Box::new(ticket)))
     }
 
     #[track_caller]

@@ -235,6 +235,24 @@ impl Work<Tensor> for Ticket {
     }
 
     fn abandon(self: Box<Self>) {
+        self.release();
+    }
+}
+
+/// Of an operation that gives nothing: only that it took place counts.
+impl Work<()> for Ticket {
+    fn wait(self: Box<Self>) -> Result<()> {
+        self.wait_for_output()?;
+        Ok(())
+    }
+
+    fn abandon(self: Box<Self>) {
+        self.release();
+    }
+}
+
+impl Ticket {
+    fn release(&self) {
         if let Err(error) = self.world.wait(self.world_rank, &self.call, |state| {
             self.look_to_release(state)
         }) {

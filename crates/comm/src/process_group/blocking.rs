@@ -90,11 +90,7 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        if self.is_single() {
-            return Ok(());
-        }
-        self.count("barrier", 1, 0);
-        crate::call_site::scope(std::panic::Location::caller(), || self.comm.barrier())
+        self.start_barrier()?.wait()
     }
 
     /// One byte string per rank, in rank order, of any lengths: for catalogs and errors rather than for tensors.

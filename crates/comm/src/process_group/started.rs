@@ -130,4 +130,17 @@ impl ProcessGroup {
             .collect();
         scope(Location::caller(), || self.comm.batch_send_recv(&ops))
     }
+
+    /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.
+    ///
+    /// # Errors
+    /// Ranks known to have failed; everything else comes from the wait.
+    #[track_caller]
+    pub fn start_barrier(&self) -> Result<Pending<()>> {
+        if self.is_single() {
+            return Ok(Pending::ready(()));
+        }
+        self.count("barrier", 1, 0);
+        scope(Location::caller(), || self.comm.barrier())
+    }
 }

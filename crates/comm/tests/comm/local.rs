@@ -217,3 +217,23 @@ fn started_operations_progress_while_the_rank_computes() -> Result<()> {
     })?;
     Ok(())
 }
+
+/// A started barrier lets other operations run beside it, and is complete only when the last rank has started it.
+#[test]
+fn a_started_barrier_waits_for_the_last_rank() -> Result<()> {
+    let last_has_started = AtomicUsize::new(0);
+    launch::threads(3, |world| {
+        let rank = Tensor::new(&[world.rank() as u32], &Device::Cpu)?;
+        if world.rank() == 2 {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            last_has_started.store(1, Ordering::SeqCst);
+        }
+        let barrier = world.start_barrier()?;
+        let all = world.start_all_gather(&rank)?;
+        barrier.wait()?;
+        assert_eq!(last_has_started.load(Ordering::SeqCst), 1);
+        assert_eq!(all.wait()?.to_vec1::<u32>()?, [0, 1, 2]);
+        Ok(())
+    })?;
+    Ok(())
+}
