@@ -15,6 +15,8 @@ pub struct Gradients {
     layout: BucketLayout,
     buckets: Vec<FlatBuffer>,
     is_filled: Vec<bool>,
+    /// How often each parameter's gradient was written to.
+    num_writes: Vec<usize>,
     index_of: HashMap<TensorId, usize>,
 }
 
@@ -72,6 +74,7 @@ impl Gradients {
         Ok(Self {
             buckets: layout.buckets.iter().map(zeros).collect::<Result<_>>()?,
             is_filled: vec![false; params.len()],
+            num_writes: vec![0; params.len()],
             index_of: params
                 .iter()
                 .enumerate()
@@ -101,7 +104,7 @@ impl Gradients {
             false => bucket.write(offset, grad)?,
             true => bucket.add(offset, grad)?,
         }
-        self.is_filled[index] = true;
+        self.mark_written(index);
         Ok(())
     }
 
@@ -127,7 +130,7 @@ impl Gradients {
         if let Some((bucket, offset)) = self.layout.places[index] {
             let (len, add) = (weight.elem_count(), self.is_filled[index]);
             self.buckets[bucket].update(offset, len, |values| write(values, add))?;
-            self.is_filled[index] = true;
+            self.mark_written(index);
         }
         Ok(())
     }
@@ -141,6 +144,19 @@ impl Gradients {
                 .reshape(param.var.dims()),
             _ => bail!("parameter {} has no gradient", param.name),
         }
+    }
+
+    fn mark_written(&mut self, index: usize) {
+        self.is_filled[index] = true;
+        self.num_writes[index] += 1;
+    }
+
+    /// How often the gradients of these parameters have been written to so far.
+    pub(crate) fn num_writes(&self, indices: &[usize]) -> Vec<usize> {
+        indices
+            .iter()
+            .map(|&index| self.num_writes[index])
+            .collect()
     }
 
     /// Forgets what was accumulated; the buffers stay.

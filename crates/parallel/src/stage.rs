@@ -1,6 +1,5 @@
 //! The contiguous range of a model's blocks that one pipeline stage runs.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_comm::Mesh;
@@ -40,8 +39,11 @@ pub struct Tape {
 enum Segment {
     /// candle differentiates, from `output` down to `input`.
     Graph { input: Option<Var>, output: Tensor },
-    /// The block has a backward pass of its own.
-    ByHand(Backward),
+    /// The block has a backward pass of its own. `num_writes` is how often its forward pass wrote each parameter's gradient.
+    ByHand {
+        backward: Backward,
+        num_writes: Vec<usize>,
+    },
 }
 
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
@@ -148,9 +150,9 @@ impl Stage {
     ) -> Result<(Tensor, Tape)> {
         let mut segments = Vec::with_capacity(self.blocks.len());
         let mut xs = input;
-        for StageBlock { index, block, .. } in &self.blocks {
-            let (output, segment) = segment_forward(block.as_ref(), xs, batch, pass)
-                .map_err(|err| err.context(format!("forward pass of block {index}")))?;
+        for block in &self.blocks {
+            let (output, segment) = segment_forward(block, xs, batch, pass)
+                .map_err(|err| err.context(format!("forward pass of block {}", block.index)))?;
             xs = Some(output);
             segments.push(segment);
         }
@@ -189,7 +191,10 @@ impl Stage {
                 );
             };
             upstream = match segment {
-                Segment::ByHand(backward) => backward(grad, pass),
+                Segment::ByHand {
+                    backward,
+                    num_writes,
+                } => self.by_hand_backward(block, backward, &num_writes, grad, pass),
                 Segment::Graph { input, output } => {
                     self.graph_backward(block, input, &output, grad, pass.gradients)
                 }
@@ -197,6 +202,31 @@ impl Stage {
             .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
         }
         Ok(upstream)
+    }
+
+    fn by_hand_backward(
+        &self,
+        block: &StageBlock,
+        backward: Backward,
+        num_writes: &[usize],
+        upstream: Tensor,
+        pass: &mut TrainPass<'_>,
+    ) -> Result<Option<Tensor>> {
+        let before = pass.gradients.num_writes(&block.params);
+        let grad = backward(upstream, pass)?;
+        let after = pass.gradients.num_writes(&block.params);
+        for (slot, &index) in block.params.iter().enumerate() {
+            let param = self.params.get(index);
+            let is_missing = num_writes[slot] + after[slot] == before[slot];
+            if param.trainable && is_missing {
+                bail!(
+                    "the trainable parameter {} got no gradient\nhint: the block's own backward pass must write one for \
+                     each micro-batch, or the parameter should be frozen",
+                    param.name
+                );
+            }
+        }
+        Ok(grad)
     }
 
     fn graph_backward(
@@ -214,14 +244,12 @@ impl Stage {
         } else {
             Default::default()
         };
-        let mut missing = BTreeSet::new();
+        let mut missing = Vec::new();
         for index in trainable {
             let param = self.params.get(index);
             match grads.remove(&param.var) {
                 Some(grad) => gradients.accumulate(index, &grad)?,
-                None => {
-                    missing.insert(param.name.as_str());
-                }
+                None => missing.push(param.name.as_str()),
             }
         }
         if let Some(first) = missing.first() {
@@ -244,14 +272,25 @@ impl Stage {
 }
 
 fn segment_forward(
-    block: &dyn Block,
+    stage_block: &StageBlock,
     xs: Option<Tensor>,
     batch: &MicroBatch,
     pass: &mut TrainPass<'_>,
 ) -> Result<(Tensor, Segment)> {
+    let StageBlock { block, params, .. } = stage_block;
+    let before = pass.gradients.num_writes(params);
     let by_hand = block.forward_train(xs.as_ref().unwrap_or(&batch.tokens), batch, pass)?;
     if let Some((output, backward)) = by_hand {
-        return Ok((output, Segment::ByHand(backward)));
+        let after = pass.gradients.num_writes(params);
+        let num_writes = after
+            .iter()
+            .zip(before)
+            .map(|(after, before)| after - before);
+        let segment = Segment::ByHand {
+            backward,
+            num_writes: num_writes.collect(),
+        };
+        return Ok((output, segment));
     }
     let input = xs.map(|xs| Var::from_tensor(&xs)).transpose()?;
     let output = match &input {

@@ -261,3 +261,49 @@ fn a_weight_that_is_no_parameter_is_an_error() {
         Ok(())
     });
 }
+
+/// Multiplies by a weight, and forgets to write the weight's gradient.
+struct Forgetful(Tensor);
+
+impl Block for Forgetful {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        xs.broadcast_mul(&self.0)
+    }
+
+    fn forward_train(
+        &self,
+        xs: &Tensor,
+        _batch: &MicroBatch,
+        _pass: &mut TrainPass<'_>,
+    ) -> Result<Option<(Tensor, Backward)>> {
+        let weight = self.0.detach();
+        let out = xs.broadcast_mul(&weight)?;
+        let backward: Backward = Box::new(move |dy, _| dy.broadcast_mul(&weight).map(Some));
+        Ok(Some((out, backward)))
+    }
+}
+
+#[test]
+fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
+    on_mesh((1, 1, 1), |mesh| {
+        let vb = ParamStore::init(5).builder(DType::F32, &Device::Cpu);
+        let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+            2 => {
+                let weight = vb
+                    .pp("scale")
+                    .get(HIDDEN, "weight", candle_nn::Init::Const(1.0))?;
+                Ok(Box::new(Forgetful(weight)))
+            }
+            _ => block(index, &mesh.tp, [true; 4], vb),
+        })?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline =
+            candle_parallel::Pipeline::new(candle_parallel::Schedule::GPipe, mesh.pp.clone());
+        let passes = pipeline.forward_backward(&stage, &micro_batches()?, 598, &mut gradients);
+        assert_says(
+            &message(passes),
+            &["block 2", "scale.weight", "got no gradient"],
+        );
+        Ok(())
+    });
+}
