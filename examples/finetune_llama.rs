@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::Result;
 use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
+use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
 use candle_train_examples::{
@@ -89,7 +89,7 @@ fn run(args: &Args) -> Result<()> {
         dtype,
         ..HfSave::new(&args.output, sidecars)
     };
-    check_writable(&args.output)?;
+    save.check_writable()?;
     training.check_metrics()?;
     let run = training.describe(&tokens, train.lr_schedule.num_steps);
     print_line(&format!("{} on {}: {run}", model.display(), data.display()));

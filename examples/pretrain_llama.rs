@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{Result, bail};
 use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{HfSave, check_writable, save_hf, sidecar_files};
+use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
 use candle_train_examples::{
     SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, print_line,
@@ -116,13 +116,13 @@ fn run(args: &Args) -> Result<()> {
         eos_ids: &eos_ids,
     };
     samples.validate()?;
-    check_writable(&args.output)?;
-    training.check_metrics()?;
     let dtype = Some(args.save_dtype.into());
     let save = HfSave {
         dtype,
         ..HfSave::new(&args.output, sidecars(args, &tokenizer, &config, dtype)?)
     };
+    save.check_writable()?;
+    training.check_metrics()?;
     print_line(&format!(
         "{} tokens of {}, vocabulary {}; {} steps of {} sequences of {} tokens on {world_size} ranks",
         tokens.len(),

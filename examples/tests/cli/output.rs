@@ -54,8 +54,16 @@ fn a_folder_with_the_name_of_a_file_to_be_written_is_left_alone() {
     let outcome = workspace
         .finetune()
         .flag("--output", output.display())
+        .flag("--sample-tokens", 1)
         .run();
-    outcome.assert_error(&["cannot save to", "config.json", "a folder has that name"]);
+    outcome.assert_error(&[
+        "cannot write to",
+        "a folder has the name of the file config.json",
+    ]);
+    assert!(
+        !outcome.stdout.contains("before"),
+        "it is known before the first step"
+    );
     assert_eq!(snapshot(&output), before);
 }
 

@@ -7,4 +7,4 @@ mod save;
 
 pub use gather::gather_full;
 pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
-pub use save::{HfSave, check_writable, save_hf, sidecar_files};
+pub use save::{HfSave, save_hf, sidecar_files};

@@ -36,6 +36,27 @@ impl HfSave {
             max_file_bytes: 5_000_000_000,
         }
     }
+
+    /// Checks, before hours of training, that a checkpoint can be written, without changing anything that exists: the folder
+    /// is made if it is not there, and no folder may have the name of a file.
+    pub fn check_writable(&self) -> Result<()> {
+        let output = &self.output;
+        let fail = |err: &dyn std::fmt::Display| {
+            let output = output.display();
+            candle_core::Error::msg(format!("cannot write to the output folder {output}: {err}"))
+        };
+        std::fs::create_dir_all(output)
+            .and_then(|()| NamedTempFile::new_in(output))
+            .and_then(|mut file| file.write_all(b"test"))
+            .map_err(|err| fail(&err))?;
+        let names = self.sidecars.iter().map(|(name, _)| name.as_str());
+        for name in names.chain([WEIGHTS_FILE, INDEX_FILE]) {
+            if output.join(name).is_dir() {
+                return Err(fail(&format!("a folder has the name of the file {name}")));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The files of a checkpoint folder that are not weights: configuration, tokenizer, licence and the like.
@@ -60,19 +81,6 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     }
     sidecars.sort();
     Ok(sidecars)
-}
-
-/// Checks that a checkpoint can be written to `output`, without changing anything that exists.
-pub fn check_writable(output: &Path) -> Result<()> {
-    std::fs::create_dir_all(output)
-        .and_then(|()| NamedTempFile::new_in(output))
-        .and_then(|mut file| file.write_all(b"test"))
-        .map_err(|err| {
-            candle_core::Error::msg(format!(
-                "cannot write to the output folder {}: {err}",
-                output.display()
-            ))
-        })
 }
 
 /// Saves the parameters as a Hugging Face checkpoint that `transformers` loads. Every rank must call it.

@@ -4,9 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Result};
 use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{
-    HfSave, INDEX_FILE, WEIGHTS_FILE, check_writable, save_hf, sidecar_files,
-};
+use candle_parallel::checkpoint::{HfSave, INDEX_FILE, WEIGHTS_FILE, save_hf, sidecar_files};
 use safetensors::{Dtype, SafeTensors};
 use tempfile::tempdir;
 
@@ -282,8 +280,17 @@ fn small_files_are_copied_along() {
 fn check_writable_changes_nothing() {
     let dir = tempdir().unwrap();
     std::fs::write(dir.path().join("file"), "x").unwrap();
-    check_writable(dir.path()).unwrap();
+    HfSave::new(dir.path(), Vec::new())
+        .check_writable()
+        .unwrap();
     assert_eq!(read_folder(dir.path()).len(), 1);
-    let said = message(check_writable(&dir.path().join("file")));
+    let said = message(HfSave::new(dir.path().join("file"), Vec::new()).check_writable());
     assert_says(&said, &["cannot write to the output folder", "file"]);
+    for name in ["config.json", WEIGHTS_FILE, INDEX_FILE] {
+        let dir = tempdir().unwrap();
+        std::fs::create_dir(dir.path().join(name)).unwrap();
+        let to = HfSave::new(dir.path(), vec![("config.json".into(), Vec::new())]);
+        let said = message(to.check_writable());
+        assert_says(&said, &["cannot write to the output folder", name]);
+    }
 }
