@@ -215,7 +215,7 @@ fn print(args: &Args, measured: &mut Measured) -> Result<()> {
     let step_secs = steps[steps.len() / 2];
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
-        "dtype": "f32",
+        "dtype": DType::from(args.dtype).as_str(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
         "tokens_per_sec": (args.batch_size * args.seq_len) as f64 / step_secs,
