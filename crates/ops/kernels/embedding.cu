@@ -1,0 +1,124 @@
+// Table look-up, y[i] = table[ids[i]], and its gradient: grad[v] += sum of dy[i] over ids[i] = v in the order of i.
+//
+// The gradient without atomics: embedding_order sorts the positions by id, then one block for each run of equal ids
+// adds that run's rows in order, as the CPU does and with its bits. The sort counts, for each position, the positions
+// that come before it: n^2 comparisons, on an H200 an estimated millisecond for n = 65536, one short kernel instead of
+// the many of a radix sort. (A block per vocabulary row would start 128256 blocks to find few ids; a chain of "next
+// position with my id" makes each addition wait for the load before it.)
+#include "pack.cuh"
+#include "reduce.cuh"
+
+// Row of the local table, or local_vocab for an id that it does not hold: u32::MAX, other shards' ids.
+__device__ inline u32 local_row(u32 id, u32 vocab_start, u32 local_vocab) {
+    return id >= vocab_start && id - vocab_start < local_vocab ? id - vocab_start : local_vocab;
+}
+
+// y (num_ids, hidden); table (local_vocab, hidden) holds the ids from vocab_start on. Other ids give zeros.
+template <typename T>
+__device__ void embedding_forward(T* y, const T* table, const u32* ids, i64 num_ids, i64 hidden, u32 vocab_start,
+                                  u32 local_vocab) {
+    bool packed = hidden % PACK<T> == 0 && aligned(y, table);
+    for (i64 position = blockIdx.x; position < num_ids; position += gridDim.x) {
+        u32 row = local_row(ids[position], vocab_start, local_vocab);
+        for_each_pack_of_block<PACK<T>>(hidden, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            Floats<N> x = {};
+            if (row < local_vocab) {
+                x = load<N>(table + (i64)row * hidden + i);
+            }
+            store(y + position * hidden + i, x);
+        });
+    }
+}
+
+extern "C" __global__ void embedding_forward_f32(float* y, const float* table, const u32* ids, i64 num_ids, i64 hidden,
+                                                 u32 vocab_start, u32 local_vocab) {
+    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
+}
+
+extern "C" __global__ void embedding_forward_bf16(bf16* y, const bf16* table, const u32* ids, i64 num_ids, i64 hidden,
+                                                  u32 vocab_start, u32 local_vocab) {
+    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
+}
+
+// sorted_rows (num_ids) are the local rows in ascending order (ids that are not here last), order (num_ids) the positions
+// they come from; positions of one row ascend. A thread per position; the ids pass through shared memory.
+extern "C" __global__ void embedding_order(u32* sorted_rows, u32* order, const u32* ids, u32 num_ids, u32 vocab_start,
+                                           u32 local_vocab) {
+    u32* tile = reinterpret_cast<u32*>(shared);
+    u32 position = blockIdx.x * blockDim.x + threadIdx.x;
+    u32 row = local_vocab;
+    if (position < num_ids) {
+        row = local_row(ids[position], vocab_start, local_vocab);
+    }
+    u32 num_before = 0;
+    for (u32 start = 0; start < num_ids; start += blockDim.x) {
+        u32 len = num_ids - start < blockDim.x ? num_ids - start : blockDim.x;
+        if (threadIdx.x < len) {
+            tile[threadIdx.x] = local_row(ids[start + threadIdx.x], vocab_start, local_vocab);
+        }
+        __syncthreads();
+        for (u32 i = 0; i < len; ++i) {
+            // Before this one: smaller rows, and equal rows at earlier positions.
+            num_before += tile[i] < row + (start + i < position ? 1u : 0u);
+        }
+        __syncthreads();
+    }
+    if (position < num_ids) {
+        sorted_rows[num_before] = row;
+        order[num_before] = position;
+    }
+}
+
+// Rows loaded before the first of them is added: additions are in order, loads need not be.
+constexpr int IN_FLIGHT = 4;
+
+// grad (local_vocab, hidden) += rows of dy (num_ids, hidden). Block (x, y) handles the run that starts at place x of the
+// sorted rows, if one does, and the columns that fall to slice y of gridDim.y.
+template <typename T>
+__device__ void embedding_backward(float* grad, const T* dy, const u32* sorted_rows, const u32* order, u32 num_ids,
+                                   i64 hidden, u32 local_vocab) {
+    u32 first = blockIdx.x;
+    u32 row = sorted_rows[first];
+    if (row >= local_vocab || (first > 0 && sorted_rows[first - 1] == row)) {
+        return;
+    }
+    float* to = grad + (i64)row * hidden;
+    bool packed = hidden % PACK<T> == 0 && aligned(grad, dy);
+    i64 worker = (i64)blockIdx.y * blockDim.x + threadIdx.x;
+    for_each_pack<PACK<T>>(hidden, packed, worker, (i64)gridDim.y * blockDim.x, [&](auto width, i64 i) {
+        constexpr int N = decltype(width)::value;
+        Floats<N> sum = load<N>(to + i);
+        bool more = true;
+        for (u32 place = first; more; place += IN_FLIGHT) {
+            Floats<N> x[IN_FLIGHT];
+            bool same[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                same[k] = num_ids - place > (u32)k && sorted_rows[place + k] == row;
+                if (same[k]) {
+                    x[k] = load<N>(dy + (i64)order[place + k] * hidden + i);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    sum.at[j] = same[k] ? sum.at[j] + x[k].at[j] : sum.at[j];
+                }
+            }
+            more = same[IN_FLIGHT - 1] && num_ids - place > (u32)IN_FLIGHT;
+        }
+        store(to + i, sum);
+    });
+}
+
+extern "C" __global__ void embedding_backward_f32(float* grad, const float* dy, const u32* sorted_rows,
+                                                  const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
+    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
+}
+
+extern "C" __global__ void embedding_backward_bf16(float* grad, const bf16* dy, const u32* sorted_rows,
+                                                   const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
+    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
+}

@@ -1,0 +1,136 @@
+// Root-mean-square normalisation: y = x r w, r = 1 / sqrt(mean(x^2) + eps) (arXiv:1910.07467), optionally of a sum.
+#include "pack.cuh"
+#include "reduce.cuh"
+
+template <typename T>
+__device__ bool rows_packed(int cols, bool pointers_aligned) {
+    return cols % PACK<T> == 0 && pointers_aligned;
+}
+
+// If `residual` is not null, x + residual is what is normalised; it is written to `sum` (which may be x or residual),
+// and normalised as it was rounded, so that a backward pass from `sum` sees the same numbers. A block per row, in turns.
+template <typename T>
+__device__ void rms_norm_forward(T* y, T* sum, const T* x, const T* residual, const T* w, i64 rows, int cols,
+                                 float eps) {
+    bool packed = rows_packed<T>(cols, aligned(y, sum, x, residual, w));
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        i64 start = row * cols;
+        const T* normed = (residual ? sum : x) + start;
+        float squares = 0.0f;
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            Floats<N> a = load<N>(x + start + i);
+            if (residual) {
+                Floats<N> b = load<N>(residual + start + i);
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    a.at[j] = rounded_to<T>(a.at[j] + b.at[j]);
+                }
+                store(sum + start + i, a);
+            }
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                squares += a.at[j] * a.at[j];
+            }
+        });
+        float r = 1.0f / sqrtf(reduce_block<Sum>(squares, shared) / (float)cols + eps);
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            Floats<N> a = load<N>(normed + i);
+            Floats<N> b = load<N>(w + i);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                a.at[j] = a.at[j] * r * b.at[j];
+            }
+            store(y + start + i, a);
+        });
+    }
+}
+
+// With n = x r and g = dy w: dx = r (g - n mean(g n)), plus `residual` (the gradient that reaches x around the norm) if
+// it is not null. dx may be dy or residual.
+//
+// If `partials` (gridDim.x, cols) is not null, row b gets the sum of dy n over the rows of block b, which column_sum_f32
+// then adds up: the gradient of w. A thread keeps the sums of its own columns in shared memory, so they need no barrier.
+template <typename T>
+__device__ void rms_norm_backward(T* dx, float* partials, const T* x, const T* w, const T* dy, const T* residual,
+                                  i64 rows, int cols, float eps) {
+    float* scratch = shared;
+    float* dw = shared + 2 * MAX_WARPS;
+    bool packed = rows_packed<T>(cols, aligned(dx, partials, x, w, dy, residual));
+    if (partials) {
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            store(dw + i, Floats<N>{});
+        });
+    }
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        i64 start = row * cols;
+        float squares = 0.0f;
+        float products = 0.0f;
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            Floats<N> a = load<N>(x + start + i);
+            Floats<N> b = load<N>(w + i);
+            Floats<N> d = load<N>(dy + start + i);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                squares += a.at[j] * a.at[j];
+                products += d.at[j] * b.at[j] * a.at[j];
+            }
+        });
+        float r = 1.0f / sqrtf(reduce_block<Sum>(squares, scratch) / (float)cols + eps);
+        float along_x = r * r * reduce_block<Sum>(products, scratch + MAX_WARPS) / (float)cols;
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            Floats<N> a = load<N>(x + start + i);
+            Floats<N> b = load<N>(w + i);
+            Floats<N> d = load<N>(dy + start + i);
+            Floats<N> sums = {};
+            if (partials) {
+                sums = load<N>(dw + i);
+            }
+            Floats<N> around = {};
+            if (residual) {
+                around = load<N>(residual + start + i);
+            }
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                sums.at[j] += d.at[j] * a.at[j] * r;
+                a.at[j] = around.at[j] + r * (d.at[j] * b.at[j] - a.at[j] * along_x);
+            }
+            if (partials) {
+                store(dw + i, sums);
+            }
+            store(dx + start + i, a);
+        });
+    }
+    if (partials) {
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
+            constexpr int N = decltype(width)::value;
+            store(partials + (i64)blockIdx.x * cols + i, load<N>(dw + i));
+        });
+    }
+}
+
+extern "C" __global__ void rms_norm_forward_f32(float* y, float* sum, const float* x, const float* residual,
+                                                const float* w, i64 rows, int cols, float eps) {
+    rms_norm_forward(y, sum, x, residual, w, rows, cols, eps);
+}
+
+extern "C" __global__ void rms_norm_forward_bf16(bf16* y, bf16* sum, const bf16* x, const bf16* residual,
+                                                 const bf16* w, i64 rows, int cols, float eps) {
+    rms_norm_forward(y, sum, x, residual, w, rows, cols, eps);
+}
+
+extern "C" __global__ void rms_norm_backward_f32(float* dx, float* partials, const float* x, const float* w,
+                                                 const float* dy, const float* residual, i64 rows, int cols,
+                                                 float eps) {
+    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
+}
+
+extern "C" __global__ void rms_norm_backward_bf16(bf16* dx, float* partials, const bf16* x, const bf16* w,
+                                                  const bf16* dy, const bf16* residual, i64 rows, int cols,
+                                                  float eps) {
+    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
+}

@@ -1,0 +1,52 @@
+// The sum of the squares of a buffer in f64, in two passes and a fixed order; infinities and NaN come through.
+// In f64 neither large gradients overflow nor small ones vanish beside large ones.
+#include "pack.cuh"
+#include "reduce.cuh"
+
+// partials[block] = the sum over the block's elements.
+template <typename T>
+__device__ void sum_of_squares(double* partials, const T* src, i64 len) {
+    double sum = 0.0;
+    for_each_pack_of_grid<PACK<T>>(len, aligned(src), [&](auto width, i64 i) {
+        constexpr int N = decltype(width)::value;
+        Floats<N> x = load<N>(src + i);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            sum += (double)x.at[j] * (double)x.at[j];
+        }
+    });
+    sum = reduce_block<Sum>(sum, reinterpret_cast<double*>(shared));
+    if (threadIdx.x == 0) {
+        partials[blockIdx.x] = sum;
+    }
+}
+
+extern "C" __global__ void sum_of_squares_f32(double* partials, const float* src, i64 len) {
+    sum_of_squares(partials, src, len);
+}
+
+extern "C" __global__ void sum_of_squares_bf16(double* partials, const bf16* src, i64 len) {
+    sum_of_squares(partials, src, len);
+}
+
+// *dst = the sum of the partials, added to what is there if `add`. One block.
+extern "C" __global__ void sum_partials_f64(double* dst, const double* partials, int num_partials, int add) {
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < num_partials; i += (int)blockDim.x) {
+        sum += partials[i];
+    }
+    sum = reduce_block<Sum>(sum, reinterpret_cast<double*>(shared));
+    if (threadIdx.x == 0) {
+        *dst = add ? *dst + sum : sum;
+    }
+}
+
+// *scale = min(1, max_norm / (sqrt(*sum) + 1e-6)), the factor that clips gradients to a global norm; so the norm need
+// not visit the host before the update. NaN if the norm is not finite: the update must then not be launched or be undone.
+extern "C" __global__ void clip_scale_f32(float* scale, const double* sum, double max_norm) {
+    if (thread_index() == 0) {
+        double norm = sqrt(*sum);
+        double factor = max_norm / (norm + 1e-6);
+        *scale = isfinite(norm) ? (float)(factor < 1.0 ? factor : 1.0) : __uint_as_float(0x7fc00000u);
+    }
+}

@@ -1,0 +1,228 @@
+// Runs a kernel on the CPU: the blocks one after another, each thread of a block on a stack of its own. A thread runs
+// until it waits at a barrier or a shuffle; which of the runnable threads comes next is drawn at random, so a kernel
+// that lacks a barrier reads what is not there yet. Shared memory starts as NaN in each block.
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <vector>
+
+#include "cuda.h"
+
+namespace {
+
+constexpr size_t STACK_BYTES = 64 * 1024;
+constexpr size_t SHARED_FLOATS = 32 * 1024;
+constexpr unsigned int WARP_SIZE = 32;
+constexpr unsigned char POISON = 0xff; // four of them are a NaN, and so are two
+
+enum class State { Ready, AtBarrier, AtShuffle, Done };
+
+struct Thread {
+    State state;
+    const char* file;
+    int line;
+    unsigned int num_shuffles;
+    jmp_buf resume;
+};
+
+struct Warp {
+    unsigned int num_waiting;
+    // Two sets of values: a lane may reach the next shuffle before another has read from this one.
+    uint64_t values[2][WARP_SIZE];
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<unsigned int> ready;
+    unsigned int num_at_barrier;
+    unsigned int current;
+    jmp_buf scheduler;
+    ucontext_t start;
+    void (*kernel)(void*);
+    void* arguments;
+    char error[256];
+};
+
+thread_local Block block;
+thread_local uint64_t random_state;
+
+unsigned int random_below(unsigned int bound) {
+    random_state ^= random_state >> 12;
+    random_state ^= random_state << 25;
+    random_state ^= random_state >> 27;
+    return (unsigned int)((random_state * 0x2545f4914f6cdd1dull) >> 33) % bound;
+}
+
+// Back to the scheduler; returns when it picks this thread again.
+void wait(State state, const char* file, int line) {
+    Thread& thread = block.threads[block.current];
+    thread.state = state;
+    thread.file = file;
+    thread.line = line;
+    if (_setjmp(thread.resume) == 0) {
+        _longjmp(block.scheduler, 1);
+    }
+}
+
+// A stack lives as long as the launch: its thread runs the kernel once in each block.
+void run_on_own_stack() {
+    for (;;) {
+        block.kernel(block.arguments);
+        wait(State::Done, "", 0);
+    }
+}
+
+bool fail(const char* format, const Thread& thread) {
+    std::snprintf(block.error, sizeof block.error, format, thread.file, thread.line);
+    return false;
+}
+
+void make_ready(unsigned int thread) {
+    block.threads[thread].state = State::Ready;
+    block.ready.push_back(thread);
+}
+
+// Lets the waiting threads go on if the last one has come.
+bool arrive(unsigned int index) {
+    Thread& thread = block.threads[index];
+    unsigned int first = index / WARP_SIZE * WARP_SIZE;
+    Warp& warp = block.warps[index / WARP_SIZE];
+    if (thread.state == State::AtBarrier && ++block.num_at_barrier == blockDim.x) {
+        block.num_at_barrier = 0;
+        for (unsigned int i = 0; i < blockDim.x; ++i) {
+            if (block.threads[i].file != thread.file || block.threads[i].line != thread.line) {
+                return fail("threads of a block wait at different barriers, one at %s:%d", thread);
+            }
+            make_ready(i);
+        }
+    } else if (thread.state == State::AtShuffle && ++warp.num_waiting == WARP_SIZE) {
+        warp.num_waiting = 0;
+        for (unsigned int i = first; i < first + WARP_SIZE; ++i) {
+            if (block.threads[i].line != thread.line) {
+                return fail("lanes of a warp wait at different shuffles, one at %s:%d", thread);
+            }
+            make_ready(i);
+        }
+    }
+    return true;
+}
+
+void resume(unsigned int index, char* stacks, bool started) {
+    block.current = index;
+    threadIdx = {index, 0, 0};
+    if (_setjmp(block.scheduler) != 0) {
+        return;
+    }
+    if (started) {
+        _longjmp(block.threads[index].resume, 1);
+    }
+    getcontext(&block.start);
+    block.start.uc_stack.ss_sp = stacks + index * STACK_BYTES;
+    block.start.uc_stack.ss_size = STACK_BYTES;
+    block.start.uc_link = nullptr;
+    makecontext(&block.start, run_on_own_stack, 0);
+    setcontext(&block.start);
+}
+
+bool run_block(char* stacks, std::vector<bool>& started) {
+    block.num_at_barrier = 0;
+    block.ready.clear();
+    for (Warp& warp : block.warps) {
+        warp.num_waiting = 0;
+    }
+    for (unsigned int i = 0; i < blockDim.x; ++i) {
+        block.threads[i].num_shuffles = 0;
+        make_ready(i);
+    }
+    while (!block.ready.empty()) {
+        unsigned int pick = random_below((unsigned int)block.ready.size());
+        unsigned int index = block.ready[pick];
+        block.ready[pick] = block.ready.back();
+        block.ready.pop_back();
+        resume(index, stacks, started[index]);
+        started[index] = true;
+        if (!arrive(index)) {
+            return false;
+        }
+    }
+    for (const Thread& thread : block.threads) {
+        if (thread.state != State::Done) {
+            return fail("a thread waits at %s:%d for others that never come", thread);
+        }
+    }
+    return true;
+}
+
+bool is_poison(const unsigned char* from, const unsigned char* to) {
+    for (; from != to; ++from) {
+        if (*from != POISON) {
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+__thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
+extern __thread __align__(16) float shared[];
+__thread __align__(16) float shared[SHARED_FLOATS];
+
+void shim_barrier(const char* file, int line) {
+    wait(State::AtBarrier, file, line);
+}
+
+uint64_t shim_exchange(unsigned int mask, uint64_t value, unsigned int source_lane, const char* file, int line) {
+    unsigned int index = block.current;
+    Warp& warp = block.warps[index / WARP_SIZE];
+    uint64_t* values = warp.values[block.threads[index].num_shuffles++ % 2];
+    values[index % WARP_SIZE] = value;
+    // A mask of some lanes would need a count of its own; no kernel has one.
+    if (mask != 0xffffffffu) {
+        line = -line;
+    }
+    wait(State::AtShuffle, file, line);
+    return values[source_lane];
+}
+
+// Calls kernel(arguments) in every thread of a grid of one-dimensional blocks of whole warps; null, or what went wrong.
+extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int block_size, size_t shared_bytes,
+                                   uint64_t seed, void (*kernel)(void*), void* arguments) {
+    if (block_size == 0 || block_size % WARP_SIZE != 0 || block_size > 1024) {
+        return "the block is not 1 to 32 whole warps";
+    }
+    if (shared_bytes > sizeof shared) {
+        return "more shared memory than there is";
+    }
+    size_t bytes = block_size * STACK_BYTES;
+    void* stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) {
+        return "no memory for the threads' stacks";
+    }
+    random_state = seed * 2 + 1;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block_size, 1, 1};
+    block.threads.assign(block_size, Thread{});
+    block.warps.assign(block_size / WARP_SIZE, Warp{});
+    block.kernel = kernel;
+    block.arguments = arguments;
+    block.error[0] = 0;
+    std::vector<bool> started(block_size, false);
+    unsigned char* bytes_of_shared = reinterpret_cast<unsigned char*>(shared);
+    std::memset(shared, POISON, sizeof shared);
+    bool good = true;
+    for (uint64_t i = 0; good && i < (uint64_t)grid[0] * grid[1] * grid[2]; ++i) {
+        blockIdx = {(unsigned int)(i % grid[0]), (unsigned int)(i / grid[0] % grid[1]),
+                    (unsigned int)(i / grid[0] / grid[1])};
+        std::memset(shared, POISON, shared_bytes);
+        good = run_block(static_cast<char*>(stacks), started);
+    }
+    munmap(stacks, bytes);
+    if (good && !is_poison(bytes_of_shared + shared_bytes, bytes_of_shared + sizeof shared)) {
+        return "a block wrote beyond its shared memory";
+    }
+    return good ? nullptr : block.error;
+}

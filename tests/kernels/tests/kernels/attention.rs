@@ -1,0 +1,327 @@
+//! Causal attention with grouped heads, forward and the gradients of q, k and v.
+
+use crate::attention_reference::{Sizes, backward, delta, forward};
+use crate::element::{Element, assert_close, assert_close_at, from_f64, random, rng, to_f64};
+use candle_train_kernel_tests::{Buffer, Launch};
+use half::bf16;
+
+type Forward<T> = unsafe extern "C" fn(
+    *mut T,
+    *mut f32,
+    *const T,
+    *const T,
+    *const T,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    f32,
+);
+type Delta<T> = unsafe extern "C" fn(*mut f32, *const T, *const T, i64, i32, i32, i32);
+type BackwardQ<T> = unsafe extern "C" fn(
+    *mut T,
+    *const T,
+    *const T,
+    *const T,
+    *const T,
+    *const f32,
+    *const f32,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    f32,
+);
+type BackwardKv<T> = unsafe extern "C" fn(
+    *mut T,
+    *mut T,
+    *const T,
+    *const T,
+    *const T,
+    *const T,
+    *const f32,
+    *const f32,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    f32,
+);
+
+/// The kernels of one element type.
+macro_rules! declare {
+    ($T:ty, $forward:ident, $delta:ident, $q:ident, $kv:ident) => {
+        unsafe extern "C" {
+            fn $forward(
+                o: *mut $T,
+                log_sum_exp: *mut f32,
+                q: *const $T,
+                k: *const $T,
+                v: *const $T,
+                t: i32,
+                heads: i32,
+                kv_heads: i32,
+                d: i32,
+                group_size: i32,
+                group_offset: i32,
+                scale: f32,
+            );
+            fn $delta(
+                delta: *mut f32,
+                o: *const $T,
+                grad: *const $T,
+                rows: i64,
+                t: i32,
+                heads: i32,
+                d: i32,
+            );
+            fn $q(
+                dq: *mut $T,
+                q: *const $T,
+                k: *const $T,
+                v: *const $T,
+                grad: *const $T,
+                log_sum_exp: *const f32,
+                delta: *const f32,
+                t: i32,
+                heads: i32,
+                kv_heads: i32,
+                d: i32,
+                group_size: i32,
+                group_offset: i32,
+                scale: f32,
+            );
+            fn $kv(
+                dk: *mut $T,
+                dv: *mut $T,
+                q: *const $T,
+                k: *const $T,
+                v: *const $T,
+                grad: *const $T,
+                log_sum_exp: *const f32,
+                delta: *const f32,
+                t: i32,
+                heads: i32,
+                kv_heads: i32,
+                d: i32,
+                group_size: i32,
+                group_offset: i32,
+                scale: f32,
+            );
+        }
+    };
+}
+
+declare!(
+    f32,
+    attention_forward_f32,
+    attention_delta_f32,
+    attention_backward_q_f32,
+    attention_backward_kv_f32
+);
+declare!(
+    bf16,
+    attention_forward_bf16,
+    attention_delta_bf16,
+    attention_backward_q_bf16,
+    attention_backward_kv_bf16
+);
+
+const TILE: usize = 16;
+/// Roundings times the size of what cancels in a gradient: products of output gradients and values, times keys.
+const SUMMED: f64 = 8.0 * 16.0 * 4.0;
+
+fn sizes([b, t, heads, kv_heads, d, group_size, group_offset]: [usize; 7]) -> Sizes {
+    let scale = f64::from((1.0 / (d as f64).sqrt()) as f32);
+    Sizes {
+        b,
+        t,
+        heads,
+        kv_heads,
+        d,
+        group_size,
+        group_offset,
+        scale,
+    }
+}
+
+fn cases() -> impl Iterator<Item = (usize, Sizes)> {
+    [
+        [1, 1, 1, 1, 16, 1, 0],
+        [2, 2, 4, 2, 48, 2, 0],
+        [1, 127, 2, 1, 64, 2, 0],
+        [1, 33, 3, 3, 128, 1, 0],
+        [2, 16, 2, 1, 5, 2, 0],
+        [1, 17, 2, 1, 256, 2, 0],
+        // Tensor parallelism cut the groups; nobody reads the last key/value head.
+        [1, 40, 5, 3, 16, 4, 3],
+    ]
+    .map(sizes)
+    .into_iter()
+    .enumerate()
+}
+
+/// A block per tile of the heads, with room for some tiles of rows and some of scores.
+fn launch(s: Sizes, heads: usize, row_tiles: usize, score_tiles: usize, seed: usize) -> Launch {
+    Launch {
+        grid: [s.t.div_ceil(TILE), heads, s.b],
+        block: TILE * TILE,
+        shared_bytes: 4 * TILE * (row_tiles * (s.d | 1) + score_tiles * (TILE + 1)),
+        seed: seed as u64,
+    }
+}
+
+fn check_forward<T: Element>(kernel: Forward<T>) {
+    for (seed, s) in cases() {
+        let mut rng = rng(seed);
+        let inputs = [s.q_len(), s.kv_len(), s.kv_len()].map(|len| random::<T>(&mut rng, len, 2.0));
+        let exact = inputs.each_ref().map(|x| to_f64(x));
+        let (want, lse_want) = forward(s, exact.each_ref().map(|x| &x[..]));
+        let [q, k, v] = inputs.each_ref().map(|x| Buffer::from_slice(x));
+        let (o, lse) = (
+            Buffer::<T>::new(s.q_len()),
+            Buffer::<f32>::new(lse_want.len()),
+        );
+        let [t, h, kv, d, g, off] =
+            [s.t, s.heads, s.kv_heads, s.d, s.group_size, s.group_offset].map(|x| x as i32);
+        let (at, scale) = (launch(s, s.heads, 2, 1, seed), s.scale as f32);
+        launch!(
+            at,
+            kernel(
+                o.ptr(),
+                lse.ptr(),
+                q.ptr(),
+                k.ptr(),
+                v.ptr(),
+                t,
+                h,
+                kv,
+                d,
+                g,
+                off,
+                scale
+            )
+        )
+        .unwrap();
+        assert_close("o", &o.read(), &want, 32.0);
+        assert_close("log_sum_exp", &lse.read(), &lse_want, 32.0);
+    }
+}
+
+fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv: BackwardKv<T>) {
+    for (seed, s) in cases() {
+        let mut rng = rng(seed);
+        let inputs = [s.q_len(), s.kv_len(), s.kv_len(), s.q_len()]
+            .map(|len| random::<T>(&mut rng, len, 2.0));
+        let exact = inputs.each_ref().map(|x| to_f64(x));
+        let [q64, k64, v64, grad64] = exact.each_ref().map(|x| &x[..]);
+        let (output, lse) = forward(s, [q64, k64, v64]);
+        // The backward pass sees the output as it was stored.
+        let output: Vec<T> = from_f64(&output);
+        let delta_want = delta(s, &to_f64(&output), grad64);
+        let want = backward(s, [q64, k64, v64], grad64, &delta_want);
+
+        let [q, k, v, grad] = inputs.each_ref().map(|x| Buffer::from_slice(x));
+        let (o, lse) = (
+            Buffer::from_slice(&output),
+            Buffer::from_slice(&from_f64::<f32>(&lse)),
+        );
+        let products = Buffer::<f32>::new(delta_want.len());
+        let [t, h, kv, d, g, off] =
+            [s.t, s.heads, s.kv_heads, s.d, s.group_size, s.group_offset].map(|x| x as i32);
+        let (rows, at) = (delta_want.len() as i64, Launch::new(3, 64, 0));
+        launch!(
+            at,
+            row_products(products.ptr(), o.ptr(), grad.ptr(), rows, t, h, d)
+        )
+        .unwrap();
+        assert_close("delta", &products.read(), &delta_want, 32.0);
+
+        let [dq, dk, dv] = [s.q_len(), s.kv_len(), s.kv_len()].map(Buffer::<T>::new);
+        let [q, k, v, grad] = [q.ptr(), k.ptr(), v.ptr(), grad.ptr()];
+        let (lse, delta, scale) = (lse.ptr(), products.ptr(), s.scale as f32);
+        let at = launch(s, s.heads, 4, 1, seed);
+        launch!(
+            at,
+            of_q(
+                dq.ptr(),
+                q,
+                k,
+                v,
+                grad,
+                lse,
+                delta,
+                t,
+                h,
+                kv,
+                d,
+                g,
+                off,
+                scale
+            )
+        )
+        .unwrap();
+        let at = launch(s, s.kv_heads, 4, 2, seed);
+        launch!(
+            at,
+            of_kv(
+                dk.ptr(),
+                dv.ptr(),
+                q,
+                k,
+                v,
+                grad,
+                lse,
+                delta,
+                t,
+                h,
+                kv,
+                d,
+                g,
+                off,
+                scale
+            )
+        )
+        .unwrap();
+        for (what, (got, want)) in ["dq", "dk", "dv"]
+            .iter()
+            .zip([dq, dk, dv].iter().zip(&want))
+        {
+            assert_close_at(what, &got.read(), want, SUMMED);
+        }
+    }
+}
+
+#[test]
+fn f32_forward_equals_the_reference() {
+    check_forward(attention_forward_f32);
+}
+
+#[test]
+fn bf16_forward_equals_the_reference() {
+    check_forward(attention_forward_bf16);
+}
+
+#[test]
+fn f32_backward_equals_the_reference() {
+    check_backward(
+        attention_delta_f32,
+        attention_backward_q_f32,
+        attention_backward_kv_f32,
+    );
+}
+
+#[test]
+fn bf16_backward_equals_the_reference() {
+    check_backward(
+        attention_delta_bf16,
+        attention_backward_q_bf16,
+        attention_backward_kv_bf16,
+    );
+}
