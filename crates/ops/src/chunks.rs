@@ -1,5 +1,6 @@
 //! Cutting a pass over memory into chunks for the cores, the same way whatever the number of threads.
 
+use crate::vectorised::vectorised;
 use rayon::prelude::*;
 
 /// Below this many elements of work, waking other threads costs more than it saves.
@@ -8,6 +9,8 @@ const INLINE_ELEMENTS: usize = 1 << 14;
 const CHUNK_ELEMENTS: usize = 1 << 13;
 /// Most partial sums kept for one reduction over rows.
 const MAX_PARTIALS: usize = 64;
+/// Columns of partial sums summed at a time: their sums stay in registers.
+const SUMMED_COLUMNS: usize = 32;
 
 /// Rows of `row_len` elements in a chunk.
 pub(crate) fn rows_per_chunk(row_len: usize) -> usize {
@@ -69,14 +72,30 @@ pub(crate) fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Send
     }
 }
 
-/// Writes, or adds if `add`, the sum of the partial sums, each as long as `dst` and added in chunk order.
+/// Writes, or adds if `add`, the sum of the partial sums, each as long as `dst` and added in chunk order; in f64, so
+/// that many partial sums cost no accuracy.
 pub(crate) fn sum_partials(dst: &mut [f32], add: bool, partials: &[f32]) {
-    if !add {
-        dst.fill(0.0);
-    }
-    for partial in partials.chunks_exact(dst.len().max(1)) {
-        for (sum, value) in dst.iter_mut().zip(partial) {
-            *sum += value;
-        }
-    }
+    let len = dst.len();
+    vectorised(
+        #[inline(always)]
+        || {
+            for (block, dst) in dst.chunks_mut(SUMMED_COLUMNS).enumerate() {
+                let mut sums = [0f64; SUMMED_COLUMNS];
+                if add {
+                    for (sum, value) in sums.iter_mut().zip(&*dst) {
+                        *sum = f64::from(*value);
+                    }
+                }
+                for partial in partials.chunks_exact(len) {
+                    let partial = &partial[block * SUMMED_COLUMNS..][..dst.len()];
+                    for (sum, value) in sums.iter_mut().zip(partial) {
+                        *sum += f64::from(*value);
+                    }
+                }
+                for (dst, sum) in dst.iter_mut().zip(&sums) {
+                    *dst = *sum as f32;
+                }
+            }
+        },
+    );
 }

@@ -23,12 +23,6 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { y }
 }
 
-/// `1 / (1 + e^-x)`.
-#[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
-}
-
 #[cfg(test)]
 mod tests {
     use super::exp;

@@ -9,6 +9,9 @@ use crate::with_backward2;
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rms_norm";
+/// Rows whose contributions to the gradient of the weight are summed one by one, before their sum is added to others:
+/// the rounding errors of a long sum grow with its number of terms.
+const SUMMED_ROWS: usize = 16;
 
 /// Normalises each row of `xs` by its root mean square and scales it by `weight`, as Hugging Face's Llama does.
 ///
@@ -137,15 +140,22 @@ fn backward(
     let num_chunks = x.len().div_ceil((rows * h).max(1));
     let sizes = [(x.len(), rows * h), (num_chunks * h, h)];
     let (dx, partials) = filled2(sizes[0], sizes[1], 2 * x.len(), |chunk, dx, dw| {
-        for (row, dx) in dx.chunks_exact_mut(h).enumerate() {
-            let start = (chunk * rows + row) * h;
-            let (x, dy) = (&x[start..][..h], &dy[start..][..h]);
-            let residual = residual.map(|residual| &residual[start..][..h]);
-            let dw = weight_grad.then_some(&mut *dw);
-            vectorised(
-                #[inline(always)]
-                || backward_row((x, w, dy), residual, eps, dx, dw),
-            );
+        let mut block_dw = vec![0f32; if weight_grad { h } else { 0 }];
+        for (block, dx) in dx.chunks_mut(SUMMED_ROWS * h.max(1)).enumerate() {
+            let first_row = chunk * rows + block * SUMMED_ROWS;
+            for (row, dx) in dx.chunks_exact_mut(h).enumerate() {
+                let start = (first_row + row) * h;
+                let (x, dy) = (&x[start..][..h], &dy[start..][..h]);
+                let residual = residual.map(|residual| &residual[start..][..h]);
+                let dw = weight_grad.then_some(&mut block_dw[..]);
+                vectorised(
+                    #[inline(always)]
+                    || backward_row((x, w, dy), residual, eps, dx, dw),
+                );
+            }
+            for (dw, block_dw) in dw.iter_mut().zip(&mut block_dw) {
+                *dw += std::mem::take(block_dw);
+            }
         }
     });
     let mut dw = vec![0f32; h];

@@ -1,8 +1,8 @@
 //! Gated activation of Llama's feed-forward: `y = silu(gate) * up`, `silu(g) = g sigmoid(g)` (Shazeer 2020,
-//! arXiv:2002.05202).
+//! arXiv:2002.05202). `sigmoid(g) = 1 / (1 + e^-g)`.
 
 use crate::chunks::rows_per_chunk;
-use crate::exp::sigmoid;
+use crate::exp::exp;
 use crate::filled::{filled, filled2};
 use crate::host::HostF32;
 use crate::vectorised::vectorised;
@@ -87,14 +87,15 @@ fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
             #[inline(always)]
             || {
                 for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-                    *y = gate * sigmoid(*gate) * up;
+                    // One rounding less than gate times the sigmoid.
+                    *y = gate / (1.0 + exp(-gate)) * up;
                 }
             },
         );
     })
 }
 
-/// With `s = sigmoid(gate)`: `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`.
+/// With `s = sigmoid(gate)`: `dgate = dy up (s + gate s (1 - s))`, `dup = dy gate s`.
 fn backward(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let len = rows_per_chunk(1);
     let sizes = (gate.len(), len);
@@ -106,9 +107,10 @@ fn backward(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
             || {
                 let inputs = gate.iter().zip(up).zip(dy);
                 for ((dg, du), ((gate, up), dy)) in dg.iter_mut().zip(du).zip(inputs) {
-                    let s = sigmoid(*gate);
-                    *dg = dy * up * s * (1.0 + gate * (1.0 - s));
-                    *du = dy * gate * s;
+                    let denominator = 1.0 + exp(-gate);
+                    let (s, silu) = (1.0 / denominator, gate / denominator);
+                    *dg = dy * up * (s + silu * (1.0 - s));
+                    *du = dy * silu;
                 }
             },
         );
