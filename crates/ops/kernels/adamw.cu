@@ -17,12 +17,16 @@ __device__ inline void update(float& x, float& m, float& v, float g, const AdamW
     x = __fsub_rn(__fmul_rn(x, c.shrink), __fdiv_rn(__fmul_rn(c.step_size, m), root));
 }
 
-// `scale` multiplies the gradients; if `device_scale` is not null, so does what it points to. `weights`, if not null,
-// gets the values rounded to bf16.
+// `scale` multiplies the gradients; if `device_scale` is not null, so does what it points to. A NaN there (clip_scale_f32
+// writes one if the norm is not finite) leaves everything as it was, so the host may find out after the step. `weights`,
+// if not null, gets the values rounded to bf16.
 __device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, bf16* weights, const float* grad, i64 len,
                       const AdamW& constants, float scale, const float* device_scale) {
     if (device_scale) {
         scale = __fmul_rn(scale, *device_scale);
+    }
+    if (scale != scale) {
+        return;
     }
     bool packed = aligned(master, exp_avg, exp_avg_sq, weights, grad);
     for_each_pack_of_grid<PACK<float>>(len, packed, [&](auto width, i64 i) {

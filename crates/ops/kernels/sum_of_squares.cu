@@ -41,8 +41,8 @@ extern "C" __global__ void sum_partials_f64(double* dst, const double* partials,
     }
 }
 
-// *scale = min(1, max_norm / (sqrt(*sum) + 1e-6)), the factor that clips gradients to a global norm; so the norm need
-// not visit the host before the update. NaN if the norm is not finite: the update must then not be launched or be undone.
+// *scale = min(1, max_norm / (sqrt(*sum) + 1e-6)), the factor that clips gradients to a global norm (infinity: only the
+// check); so the norm need not visit the host before the update. NaN if the norm is not finite: AdamW then does nothing.
 extern "C" __global__ void clip_scale_f32(float* scale, const double* sum, double max_norm) {
     if (thread_index() == 0) {
         double norm = sqrt(*sum);

@@ -1,11 +1,13 @@
 // Runs a kernel on the CPU: the blocks one after another, each thread of a block on a stack of its own. A thread runs
 // until it waits at a barrier or a shuffle; which of the runnable threads comes next is drawn at random, so a kernel
-// that lacks a barrier reads what is not there yet. Shared memory starts as NaN in each block.
+// that lacks a barrier reads what is not there yet, or no longer. Shared memory starts as NaN in each block.
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cstdio>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "cuda.h"
@@ -29,6 +31,8 @@ struct Thread {
 
 struct Warp {
     unsigned int num_waiting;
+    unsigned int num_ready;
+    unsigned int ready[WARP_SIZE];
     // Two sets of values: a lane may reach the next shuffle before another has read from this one.
     uint64_t values[2][WARP_SIZE];
 };
@@ -36,7 +40,10 @@ struct Warp {
 struct Block {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
-    std::vector<unsigned int> ready;
+    // The order in which warps are asked for a thread that can run.
+    std::vector<unsigned int> turns;
+    // Whether a warp runs until it waits for others before the next one in the order gets a turn.
+    bool ahead;
     unsigned int num_at_barrier;
     unsigned int current;
     jmp_buf scheduler;
@@ -82,7 +89,33 @@ bool fail(const char* format, const Thread& thread) {
 
 void make_ready(unsigned int thread) {
     block.threads[thread].state = State::Ready;
-    block.ready.push_back(thread);
+    Warp& warp = block.warps[thread / WARP_SIZE];
+    warp.ready[warp.num_ready++] = thread;
+}
+
+// Draws how threads take turns until the next barrier: at times all warps advance together, at times one finishes before
+// another begins, because a missing barrier may show in one of the two only.
+void draw_turns() {
+    block.ahead = random_below(2) == 0;
+    for (unsigned int i = 1; i < block.turns.size(); ++i) {
+        std::swap(block.turns[i], block.turns[random_below(i + 1)]);
+    }
+}
+
+// Takes a thread that can run; false if none can.
+bool take_ready(unsigned int& thread) {
+    unsigned int num_warps = (unsigned int)block.turns.size();
+    unsigned int first = block.ahead ? 0 : random_below(num_warps);
+    for (unsigned int i = 0; i < num_warps; ++i) {
+        Warp& warp = block.warps[block.turns[(first + i) % num_warps]];
+        if (warp.num_ready > 0) {
+            unsigned int& pick = warp.ready[random_below(warp.num_ready)];
+            thread = pick;
+            pick = warp.ready[--warp.num_ready];
+            return true;
+        }
+    }
+    return false;
 }
 
 // Lets the waiting threads go on if the last one has come.
@@ -92,6 +125,7 @@ bool arrive(unsigned int index) {
     Warp& warp = block.warps[index / WARP_SIZE];
     if (thread.state == State::AtBarrier && ++block.num_at_barrier == blockDim.x) {
         block.num_at_barrier = 0;
+        draw_turns();
         for (unsigned int i = 0; i < blockDim.x; ++i) {
             if (block.threads[i].file != thread.file || block.threads[i].line != thread.line) {
                 return fail("threads of a block wait at different barriers, one at %s:%d", thread);
@@ -129,19 +163,17 @@ void resume(unsigned int index, char* stacks, bool started) {
 
 bool run_block(char* stacks, std::vector<bool>& started) {
     block.num_at_barrier = 0;
-    block.ready.clear();
+    draw_turns();
     for (Warp& warp : block.warps) {
         warp.num_waiting = 0;
+        warp.num_ready = 0;
     }
     for (unsigned int i = 0; i < blockDim.x; ++i) {
         block.threads[i].num_shuffles = 0;
         make_ready(i);
     }
-    while (!block.ready.empty()) {
-        unsigned int pick = random_below((unsigned int)block.ready.size());
-        unsigned int index = block.ready[pick];
-        block.ready[pick] = block.ready.back();
-        block.ready.pop_back();
+    unsigned int index;
+    while (take_ready(index)) {
         resume(index, stacks, started[index]);
         started[index] = true;
         if (!arrive(index)) {
@@ -207,6 +239,8 @@ extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int bloc
     blockDim = {block_size, 1, 1};
     block.threads.assign(block_size, Thread{});
     block.warps.assign(block_size / WARP_SIZE, Warp{});
+    block.turns.resize(block_size / WARP_SIZE);
+    std::iota(block.turns.begin(), block.turns.end(), 0u);
     block.kernel = kernel;
     block.arguments = arguments;
     block.error[0] = 0;

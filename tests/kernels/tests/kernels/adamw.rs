@@ -163,3 +163,34 @@ fn several_steps_equal_the_f64_formula() {
     let want: Vec<f64> = want.iter().map(|[x, ..]| *x).collect();
     assert_close("x", &x.read(), &want, 16.0);
 }
+
+#[test]
+fn a_nan_scale_leaves_everything_as_it_was() {
+    let [x, m, v, g] = [(); 4].map(|()| Buffer::from_slice(&[0.5f32; 7]));
+    let (weights, scale) = (Buffer::<bf16>::new(7), Buffer::from_slice(&[f32::NAN]));
+    let [a, b, c, d, e, f, h] = constants(1);
+    let (at, w, s) = (Launch::new(1, 32, 0), weights.ptr(), scale.ptr());
+    launch!(
+        at,
+        adamw_bf16(
+            x.ptr(),
+            m.ptr(),
+            v.ptr(),
+            w,
+            g.ptr(),
+            7,
+            a,
+            b,
+            c,
+            d,
+            e,
+            f,
+            h,
+            1.0,
+            s
+        )
+    )
+    .unwrap();
+    assert!([x, m, v].iter().all(|values| values.read() == [0.5; 7]));
+    assert!(weights.read().iter().all(|weight| weight.is_nan()));
+}

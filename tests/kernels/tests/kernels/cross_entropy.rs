@@ -109,7 +109,7 @@ fn check<T: Element>(kernels: Kernels<T>) {
         let (at, n) = (
             Launch {
                 seed: seed as u64,
-                ..Launch::new(2, 128, 128)
+                ..Launch::new(2, [32, 128, 256, 1024][seed % 4], 128)
             },
             rows as i64,
         );

@@ -82,16 +82,18 @@ fn large_gradients_do_not_overflow() {
 
 #[test]
 fn clip_scale_is_at_most_one_and_nan_for_a_broken_norm() {
-    let scale = |sum: f64| {
+    let scale_to = |max_norm: f64, sum: f64| {
         let (dst, sum) = (Buffer::<f32>::new(1), Buffer::from_slice(&[sum]));
         launch!(
             Launch::new(1, 32, 0),
-            clip_scale_f32(dst.ptr(), sum.ptr(), 2.0)
+            clip_scale_f32(dst.ptr(), sum.ptr(), max_norm)
         )
         .unwrap();
         dst.read()[0]
     };
+    let scale = |sum| scale_to(2.0, sum);
     assert_eq!(scale(0.0), 1.0);
+    assert_eq!(scale_to(f64::INFINITY, 1e30), 1.0);
     assert_eq!(scale(3.9), 1.0);
     assert_eq!(scale(64.0), (2.0 / (8.0 + 1e-6)) as f32);
     assert!(scale(f64::NAN).is_nan() && scale(f64::INFINITY).is_nan());
