@@ -17,6 +17,16 @@ extern "C" __global__ void broken_reuse(float* first, float* second, const float
     second[threadIdx.x] = shared[blockDim.x - 1 - threadIdx.x];
 }
 
+// Two reductions through the same memory: a warp may write its second sum before another has read the first ones.
+extern "C" __global__ void broken_second_reduction(float* first, float* second, const float* src) {
+    for (int turn = 0; turn < 2; ++turn) {
+        float value = reduce_lanes<Sum>(src[threadIdx.x] * (float)(1 + turn), WARP_SIZE);
+        shared[threadIdx.x / WARP_SIZE] = value;
+        __syncthreads();
+        (turn ? second : first)[threadIdx.x] = shared[0] + shared[1];
+    }
+}
+
 // A barrier that some threads never reach.
 extern "C" __global__ void broken_divergent_barrier(float* dst) {
     if (threadIdx.x < 40) {

@@ -6,6 +6,7 @@ unsafe extern "C" {
     fn broken_without_barrier(reversed: *mut f32, src: *const f32);
     fn broken_reuse(first: *mut f32, second: *mut f32, src: *const f32);
     fn sound_reuse(first: *mut f32, second: *mut f32, src: *const f32);
+    fn broken_second_reduction(first: *mut f32, second: *mut f32, src: *const f32);
     fn broken_divergent_barrier(dst: *mut f32);
     fn broken_shuffle(dst: *mut f32);
     fn broken_bound(dst: *mut f32, len: i64);
@@ -49,6 +50,22 @@ fn a_missing_barrier_before_memory_is_written_again_is_a_wrong_result() {
         assert_eq!(first.read(), want);
         assert!(second.read().iter().zip(&want).all(|(a, b)| *a == 2.0 * b));
     }
+}
+
+#[test]
+fn a_warp_that_is_far_ahead_of_another_is_a_wrong_result_in_some_orders() {
+    let sum: f32 = numbers().1.iter().sum();
+    let wrong = orders().filter(|launch| {
+        let (first, second) = (Buffer::<f32>::new(BLOCK), Buffer::<f32>::new(BLOCK));
+        let src = numbers().0;
+        launch!(
+            launch,
+            broken_second_reduction(first.ptr(), second.ptr(), src.ptr())
+        )
+        .unwrap();
+        first.read().iter().any(|x| *x != sum) || second.read().iter().any(|x| *x != 2.0 * sum)
+    });
+    assert!(wrong.count() >= 5);
 }
 
 #[test]
