@@ -8,7 +8,9 @@ use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Result, bail};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
-use candle_train_examples::{DTypeChoice, exit_with, page_faults, peak_rss_bytes};
+use candle_train_examples::{
+    DTypeChoice, exit_with, keep_freed_memory, page_faults, peak_rss_bytes,
+};
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
 
@@ -74,6 +76,7 @@ struct Measured {
 }
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     exit_with(run(&Args::parse()))
 }
 

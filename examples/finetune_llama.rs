@@ -12,8 +12,8 @@ use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
 use candle_train_examples::{
-    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, print_line,
-    with_config_dtype,
+    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, keep_freed_memory,
+    print_line, with_config_dtype,
 };
 use candle_train_models::llama::{Llama, LlamaConfig};
 use clap::Parser;
@@ -55,6 +55,7 @@ struct Job<'a> {
 }
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();

@@ -1,5 +1,5 @@
 //! What the example programs share: the flags of a training run, the loop with its progress and metrics, and output.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod allocator;
 mod choices;
@@ -10,6 +10,7 @@ mod resource_usage;
 mod sample;
 mod training_args;
 
+pub use allocator::keep_freed_memory;
 pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
 pub use config_dtype::with_config_dtype;
 pub use fit::fit;
