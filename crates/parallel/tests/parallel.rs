@@ -17,6 +17,8 @@ mod folder;
 mod head_partition;
 #[path = "parallel/linear.rs"]
 mod linear;
+#[path = "parallel/linear_cross_entropy.rs"]
+mod linear_cross_entropy;
 #[path = "parallel/non_finite.rs"]
 mod non_finite;
 #[path = "parallel/optimizer.rs"]

@@ -1,8 +1,11 @@
-//! Accuracy: 1e-6 relative L2, forward and gradients.
+//! Forward and gradients to the rounding errors of f32.
 
-use crate::check::{assert_close, doubles, grads, random, random_var};
-use candle_core::Result;
-use candle_ops::{linear, linear_bias_grad, linear_forward, linear_input_grad, linear_weight_grad};
+use crate::check::{assert_close, doubles, floats, grads, random, random_var, rounding_error};
+use candle_core::{Device, Result, Tensor, Var};
+use candle_ops::{
+    linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+};
 
 /// `a (m, k)` times `b (k, n)`.
 fn product(a: &[f64], b: &[f64], (m, k, n): (usize, usize, usize)) -> Vec<f64> {
@@ -16,62 +19,168 @@ fn transpose(a: &[f64], cols: usize) -> Vec<f64> {
         .collect()
 }
 
-#[test]
-fn matches_the_reference_whole_and_in_pieces() -> Result<()> {
-    for (b, t, num_in, num_out) in [
+/// One linear layer, its inputs in f32 and what f64 makes of them.
+struct Case {
+    what: String,
+    x: Var,
+    w: Var,
+    bias: Var,
+    dy: Tensor,
+    /// (n, in, out)
+    sizes: (usize, usize, usize),
+    y: Vec<f64>,
+    dx: Vec<f64>,
+    dw: Vec<f64>,
+    db: Vec<f64>,
+}
+
+fn cases() -> Result<Vec<Case>> {
+    let shapes = [
         (1, 1, 1, 1),
+        (1, 1, 64, 97),
         (2, 1, 48, 97),
+        (1, 2, 128, 33),
         (1, 127, 64, 33),
+        (1, 127, 97, 1),
         (3, 100, 16, 300),
-    ] {
-        let (x, w) = (
-            random_var(1, (b, t, num_in))?,
-            random_var(2, (num_out, num_in))?,
-        );
-        let (bias, dy) = (random_var(3, num_out)?, random(4, (b, t, num_out))?);
-        let n = b * t;
-        let (x64, w64, dy64) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
-        let no_bias = product(&x64, &transpose(&w64, num_in), (n, num_in, num_out));
-        let bias64 = doubles(&bias)?;
-        let with_bias: Vec<f64> = no_bias
-            .iter()
-            .zip(bias64.iter().cycle())
-            .map(|(y, b)| y + b)
-            .collect();
-        let want_dx = product(&dy64, &w64, (n, num_out, num_in));
-        let want_dw = product(&transpose(&dy64, num_out), &x64, (num_out, n, num_in));
-        let want_db = product(&vec![1.0; n], &dy64, (1, n, num_out));
+        (1, 1000, 97, 130),
+        (1, 3, 33, 32001),
+        // Deeper than a block of any product.
+        (1, 37, 1031, 40),
+    ];
+    shapes.into_iter().map(case).collect()
+}
 
-        let y = linear(&x, &w, None)?;
-        assert_eq!(y.dims(), &[b, t, num_out]);
-        assert_close("y", &y, &no_bias, 1e-6);
-        let [dx, dw] = grads(&y, &dy, [&x, &w])?;
-        assert_close("dx", &dx, &want_dx, 1e-6);
-        assert_close("dw", &dw, &want_dw, 1e-6);
+fn case((b, t, num_in, num_out): (usize, usize, usize, usize)) -> Result<Case> {
+    let (x, w) = (
+        random_var(1, (b, t, num_in))?,
+        random_var(2, (num_out, num_in))?,
+    );
+    let (bias, dy) = (random_var(3, num_out)?, random(4, (b, t, num_out))?);
+    let n = b * t;
+    let (x64, w64, dy64) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
+    Ok(Case {
+        what: format!("{n} x {num_in} -> {num_out}"),
+        y: product(&x64, &transpose(&w64, num_in), (n, num_in, num_out)),
+        dx: product(&dy64, &w64, (n, num_out, num_in)),
+        dw: product(&transpose(&dy64, num_out), &x64, (num_out, n, num_in)),
+        db: product(&vec![1.0; n], &dy64, (1, n, num_out)),
+        sizes: (n, num_in, num_out),
+        x,
+        w,
+        bias,
+        dy,
+    })
+}
 
-        let y = linear(&x, &w, Some(&bias))?;
-        assert_close("y with bias", &y, &with_bias, 1e-6);
-        let [dx, dw, db] = grads(&y, &dy, [&x, &w, &bias])?;
-        assert_close("dx with bias", &dx, &want_dx, 1e-6);
-        assert_close("dw with bias", &dw, &want_dw, 1e-6);
-        assert_close("db", &db, &want_db, 1e-6);
+impl Case {
+    /// Asserts that the result of a product is off by no more than the rounding of each of its `terms`.
+    #[track_caller]
+    fn check(&self, what: &str, got: &Tensor, want: &[f64], terms: usize) {
+        let bound = rounding_error(terms);
+        assert_close(&format!("{what} of {}", self.what), got, want, bound);
+    }
 
-        let y = linear_forward(&x, &w, Some(&bias))?;
+    fn with_bias(&self) -> Result<Vec<f64>> {
+        let bias = doubles(&self.bias)?;
+        Ok(plus(&self.y, bias.iter().cycle()))
+    }
+}
+
+fn plus<'a>(a: &[f64], b: impl IntoIterator<Item = &'a f64>) -> Vec<f64> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+#[test]
+fn matches_the_reference() -> Result<()> {
+    for case in cases()? {
+        let Case { x, w, bias, dy, .. } = &case;
+        let (n, num_in, num_out) = case.sizes;
+        for bias in [None, Some(bias)] {
+            let want = if bias.is_some() {
+                case.with_bias()?
+            } else {
+                case.y.clone()
+            };
+            let y = linear(x, w, bias.map(|bias| bias.as_tensor()))?;
+            assert_eq!(y.dims(), dy.dims());
+            case.check("y", &y, &want, num_in + 1);
+            let [dx, dw] = grads(&y, dy, [x, w])?;
+            case.check("dx", &dx, &case.dx, num_out);
+            case.check("dw", &dw, &case.dw, n);
+            if let Some(bias) = bias {
+                let [db] = grads(&y, dy, [bias])?;
+                case.check("db", &db, &case.db, n);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn pieces_match_the_reference() -> Result<()> {
+    for case in cases()? {
+        let Case { x, w, bias, dy, .. } = &case;
+        let (n, num_in, num_out) = case.sizes;
+        let y = linear_forward(x, w, Some(bias))?;
         assert!(!y.track_op());
-        assert_close("linear_forward", &y, &with_bias, 1e-6);
-        assert_close(
+        case.check("linear_forward", &y, &case.with_bias()?, num_in + 1);
+        let residual = random(5, dy.shape())?;
+        let want = plus(&case.y, &doubles(&residual)?);
+        let y = linear_forward_add(&residual, x, w)?;
+        case.check("linear_forward_add", &y, &want, num_in + 1);
+
+        case.check(
             "linear_input_grad",
-            &linear_input_grad(&dy, &w)?,
-            &want_dx,
-            1e-6,
+            &linear_input_grad(dy, w)?,
+            &case.dx,
+            num_out,
         );
-        assert_close(
+        let (dims, other_out) = ([&dy.dims()[..2], &[33]].concat(), 33);
+        let (dy2, w2) = (random(6, dims)?, random(7, (other_out, num_in))?);
+        let other = product(&doubles(&dy2)?, &doubles(&w2)?, (n, other_out, num_in));
+        let dx = linear_input_grad_sum(&[(dy, w), (&dy2, &w2)])?;
+        let want = plus(&case.dx, &other);
+        case.check("linear_input_grad_sum", &dx, &want, num_out + other_out);
+
+        case.check(
             "linear_weight_grad",
-            &linear_weight_grad(&dy, &x)?,
-            &want_dw,
-            1e-6,
+            &linear_weight_grad(dy, x)?,
+            &case.dw,
+            n,
         );
-        assert_close("linear_bias_grad", &linear_bias_grad(&dy)?, &want_db, 1e-6);
+        case.check("linear_bias_grad", &linear_bias_grad(dy)?, &case.db, n);
+        check_into(&case, "linear_weight_grad_into", &case.dw, |dst, add| {
+            linear_weight_grad_into(dst, add, dy, x)
+        })?;
+        check_into(&case, "linear_bias_grad_into", &case.db, |dst, add| {
+            linear_bias_grad_into(dst, add, dy)
+        })?;
+    }
+    Ok(())
+}
+
+/// What `write(dst, add)` leaves in a buffer: the sum over the rows, `want`, over anything or added to it.
+fn check_into(
+    case: &Case,
+    what: &str,
+    want: &[f64],
+    write: impl Fn(&mut [f32], bool) -> Result<()>,
+) -> Result<()> {
+    let start = random(8, want.len())?;
+    let broken = vec![f32::NAN; want.len()];
+    for (add, mut dst, want) in [
+        (false, broken, want.to_vec()),
+        (true, floats(&start)?, plus(want, &doubles(&start)?)),
+    ] {
+        write(&mut dst, add)?;
+        let got = Tensor::new(dst, &Device::Cpu)?;
+        case.check(
+            &format!("{what}, add {add},"),
+            &got,
+            &want,
+            case.sizes.0 + 1,
+        );
     }
     Ok(())
 }
