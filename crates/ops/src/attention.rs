@@ -12,7 +12,8 @@ const NAME: &str = "causal_attention";
 /// Attention of each position to itself and the positions before it.
 ///
 /// Local query head `h` reads local key/value head `(groups.offset + h) / groups.size`. Key/value heads that no query
-/// head reads get a gradient of zeros.
+/// head reads get a gradient of zeros. Relative error against f64 about 5e-7, forward and backward, for scores of some
+/// units: see `docs/accuracy.md`.
 ///
 /// # Shapes
 /// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)`; f32. Memory beyond inputs, output and

@@ -9,7 +9,8 @@ const NAME: &str = "cross_entropy";
 
 /// The loss of each row, not reduced; rows whose target is [`IGNORE_INDEX`] give 0 and no gradient.
 ///
-/// Keeps the logits and one number per row for the backward, never a probability matrix.
+/// Keeps the logits and one number per row for the backward, never a probability matrix. Relative error against f64
+/// about 4e-8, that of the gradient 8e-8: see `docs/accuracy.md`.
 ///
 /// # Shapes
 /// `logits (n, v)` f32, `targets (n)` u32 -> `(n)` f32, in nats.

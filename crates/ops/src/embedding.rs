@@ -11,7 +11,8 @@ const NAME: &str = "embedding";
 /// The rows of `weight` named by `ids`.
 ///
 /// An id that is not a row (`>= v`) gives zeros and no gradient: a vocabulary shard maps the ids of the other shards
-/// to `u32::MAX`.
+/// to `u32::MAX`. Exact; the gradient sums an id's positions in order, with a relative error against f64 of about 4e-8
+/// where ids seldom repeat and 2e-7 where they often do: see `docs/accuracy.md`.
 ///
 /// # Shapes
 /// `weight (v, h)` f32, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.

@@ -15,7 +15,8 @@ const SUMMED_ROWS: usize = 16;
 
 /// Normalises each row of `xs` by its root mean square and scales it by `weight`, as Hugging Face's Llama does.
 ///
-/// The gradient of `weight` is computed only if `weight` is tracked.
+/// The gradient of `weight` is computed only if `weight` is tracked. Relative error against f64 about 6e-8, that of the
+/// gradient of `weight` 1e-7: see `docs/accuracy.md`.
 ///
 /// # Shapes
 /// `xs (.., h)`, `weight (h)` -> `(.., h)`; f32.

@@ -13,6 +13,8 @@ const NAME: &str = "swiglu";
 
 /// `silu(gate) * up`, element by element.
 ///
+/// Relative error against f64 about 5e-8, that of the gradient of `gate` 7e-8: see `docs/accuracy.md`.
+///
 /// # Shapes
 /// `gate` and `up` of one shape -> the same shape; f32.
 ///
