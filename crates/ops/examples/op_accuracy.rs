@@ -234,8 +234,8 @@ impl Run {
             self.normal(0.0, 1.0, (rows, num_out))?,
         );
         let dy2 = self.normal(0.0, 1.0, (rows, num_out))?;
-        let mut sum = start.flatten_all()?.to_vec1()?;
-        linear_weight_grad_into(&mut sum, true, &dy, &xs)?;
+        let sum = start.copy()?;
+        linear_weight_grad_into(&sum, true, &dy, &xs)?;
         self.keep(
             &format!("linear {rows} x {num_in} -> {num_out}"),
             &[
@@ -261,10 +261,7 @@ impl Run {
                     &linear_input_grad_sum(&[(&dy, &weight), (&dy2, &weight2)])?,
                 ),
                 ("dweight", &linear_weight_grad(&dy, &xs)?),
-                (
-                    "dweight added",
-                    &Tensor::from_vec(sum, weight.shape(), &Device::Cpu)?,
-                ),
+                ("dweight added", &sum),
                 ("dbias", &linear_bias_grad(&dy)?),
             ],
         );
@@ -277,8 +274,8 @@ impl Run {
             self.ids(count, vocab_size)?,
         );
         let dy = self.normal(0.0, 1.0, (count, h))?;
-        let mut dweight = vec![0f32; vocab_size * h];
-        embedding_grad_into(&mut dweight, false, &ids, &dy)?;
+        let dweight = weight.zeros_like()?;
+        embedding_grad_into(&dweight, false, &ids, &dy)?;
         self.keep(
             &format!("embedding {count} of {vocab_size} x {h}"),
             &[
@@ -288,10 +285,7 @@ impl Run {
             ],
             &[
                 ("y", &embedding_forward(&weight, &ids)?),
-                (
-                    "dweight",
-                    &Tensor::from_vec(dweight, weight.shape(), &Device::Cpu)?,
-                ),
+                ("dweight", &dweight),
             ],
         );
         Ok(())

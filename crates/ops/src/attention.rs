@@ -4,7 +4,8 @@
 
 use crate::attention_blocks::AttentionBlocks;
 use crate::host::HostF32;
-use crate::{HeadGroups, with_backward3};
+use crate::host_floats::{HostFloats, one_dtype};
+use crate::{HeadGroups, OpOutput, with_backward3};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
@@ -16,12 +17,12 @@ const NAME: &str = "causal_attention";
 /// units: see `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)`; f32. Memory beyond inputs, output and
+/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)`; one dtype. Memory beyond inputs, output and
 /// gradients: `b * hq * t` numbers, one or two blocks of rows of
 /// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -34,7 +35,7 @@ pub fn causal_attention(
     let lse = Tensor::from_vec(lse, (blocks.b, blocks.hq, blocks.t), q.device())?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
     let tracked = [q, k, v].map(Tensor::track_op);
-    with_backward3(q, k, v, (out, q.shape()), NAME, move |grad| {
+    with_backward3(q, k, v, out, NAME, move |grad| {
         let (dq, dk, dv) =
             attention_backward(&q_value, &k_value, &v_value, &lse, grad, scale, groups)?;
         Ok((
@@ -48,10 +49,11 @@ pub fn causal_attention(
 /// [`causal_attention`] outside any graph: the output, and the log-sum-exp of each row of scaled scores.
 ///
 /// # Shapes
-/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)` and `(b, hq, t)`; f32.
+/// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` of one dtype -> `(b, t, hq, d)` in that
+/// dtype, and `(b, hq, t)` in f32.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn attention_forward(
     q: &Tensor,
     k: &Tensor,
@@ -62,7 +64,7 @@ pub fn attention_forward(
     let blocks = blocks(q, k, v, scale, groups)?;
     let (out, lse) = forward(&blocks, [q, k, v])?;
     Ok((
-        Tensor::from_vec(out, q.shape(), q.device())?,
+        out.into_tensor(),
         Tensor::from_vec(lse, (blocks.b, blocks.hq, blocks.t), q.device())?,
     ))
 }
@@ -71,10 +73,11 @@ pub fn attention_forward(
 /// outside any graph.
 ///
 /// # Shapes
-/// `q` and `grad` `(b, t, hq, d)`, `k` and `v` `(b, t, hkv, d)`, `lse (b, hq, t)` -> those of `q`, `k` and `v`; f32.
+/// `q` and `grad` `(b, t, hq, d)`, `k` and `v` `(b, t, hkv, d)`, of one dtype, and `lse (b, hq, t)` in f32
+/// -> those of `q`, `k` and `v`.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 on the CPU.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn attention_backward(
     q: &Tensor,
     k: &Tensor,
@@ -98,23 +101,28 @@ pub fn attention_backward(
     }
     let inputs = [("q", q), ("k", k), ("v", v), ("the gradient", grad)];
     let [q_host, k_host, v_host, grad] =
-        inputs.map(|(what, tensor)| HostF32::new(NAME, what, tensor));
+        inputs.map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
     let (q_host, k_host, v_host, grad) = (q_host?, k_host?, v_host?, grad?);
+    let inputs = [("q", &q_host), ("k", &k_host), ("v", &v_host)];
+    let dtype = one_dtype(NAME, &inputs)?;
+    one_dtype(NAME, &[("q", &q_host), ("the gradient", &grad)])?;
     let lse = HostF32::new(NAME, "lse", lse)?;
     let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
     let [dq, dk, dv] = blocks.backward(values, &lse.read(), &grad.read());
-    Ok((
-        Tensor::from_vec(dq, q.shape(), q.device())?,
-        Tensor::from_vec(dk, k.shape(), k.device())?,
-        Tensor::from_vec(dv, v.shape(), v.device())?,
-    ))
+    let tensor =
+        |values, like: &Tensor| OpOutput::rounded(values, dtype, like.shape()).into_tensor();
+    Ok((tensor(dq, q), tensor(dk, k), tensor(dv, v)))
 }
 
-fn forward(blocks: &AttentionBlocks, [q, k, v]: [&Tensor; 3]) -> Result<(Vec<f32>, Vec<f32>)> {
-    let q = HostF32::new(NAME, "q", q)?;
-    let k = HostF32::new(NAME, "k", k)?;
-    let v = HostF32::new(NAME, "v", v)?;
-    Ok(blocks.forward([&q.read(), &k.read(), &v.read()]))
+/// The output, and the log-sum-exp in f32.
+fn forward(blocks: &AttentionBlocks, [q, k, v]: [&Tensor; 3]) -> Result<(OpOutput, Vec<f32>)> {
+    let shape = q.shape();
+    let q = HostFloats::new(NAME, "q", q)?;
+    let k = HostFloats::new(NAME, "k", k)?;
+    let v = HostFloats::new(NAME, "v", v)?;
+    let dtype = one_dtype(NAME, &[("q", &q), ("k", &k), ("v", &v)])?;
+    let (out, lse) = blocks.forward([&q.read(), &k.read(), &v.read()]);
+    Ok((OpOutput::rounded(out, dtype, shape), lse))
 }
 
 /// Sizes of inputs that fit.

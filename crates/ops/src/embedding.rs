@@ -2,9 +2,12 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::filled::{filled, zeros};
-use crate::host::{HostF32, HostU32};
-use crate::with_backward1;
-use candle_core::{Result, Tensor, bail};
+use crate::host::HostU32;
+use crate::host_floats::HostFloats;
+use crate::in_place::write;
+use crate::{OpOutput, with_backward1};
+use candle_core::{CpuStorage, DType, Result, Tensor, bail};
+use half::bf16;
 
 const NAME: &str = "embedding";
 
@@ -15,30 +18,32 @@ const NAME: &str = "embedding";
 /// where ids seldom repeat and 2e-7 where they often do: see `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `weight (v, h)` f32, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.
+/// `weight (v, h)`, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.
 ///
 /// # Errors
 /// When `weight` has not two dimensions, or a tensor has another dtype or device.
 pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    let (y, dims) = forward(weight, ids)?;
+    let y = forward(weight, ids)?;
     let (table, ids) = (weight.shape().clone(), ids.detach());
-    with_backward1(weight, (y, dims), NAME, move |dy| {
+    with_backward1(weight, y, NAME, move |dy| {
+        let h = width(&ids, dy)?;
+        let dtype = dy.dtype();
+        let (dy, ids) = gradient_and_ids(&ids, dy)?;
         let mut dw = zeros(table.elem_count());
-        embedding_grad_into(&mut dw, true, &ids, dy)?;
-        Ok(Some(Tensor::from_vec(dw, &table, dy.device())?))
+        scatter_add(&mut dw, true, &dy.read(), &ids.read(), h);
+        Ok(Some(OpOutput::rounded(dw, dtype, &table).into_tensor()))
     })
 }
 
 /// [`embedding`] outside any graph.
 ///
 /// # Shapes
-/// `weight (v, h)` f32, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.
+/// `weight (v, h)`, `ids (b, t)` u32 (any rank) -> `(b, t, h)`.
 ///
 /// # Errors
 /// When `weight` has not two dimensions, or a tensor has another dtype or device.
 pub fn embedding_forward(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    let (y, dims) = forward(weight, ids)?;
-    Tensor::from_vec(y, dims, weight.device())
+    Ok(forward(weight, ids)?.into_tensor())
 }
 
 /// Writes, or adds if `add`, the gradient of the table to `dst`; outside any graph.
@@ -46,51 +51,78 @@ pub fn embedding_forward(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// Ids that are no row of the table are skipped; without `add`, rows that no id names become zeros.
 ///
 /// # Shapes
-/// `dst` the `v * h` values of the table, row by row, `ids (b, t)` u32 (any rank), `dy (b, t, h)` f32.
+/// `dst` the `v * h` values of the table, row by row, f32; `ids (b, t)` u32 (any rank), `dy (b, t, h)` f32 or bf16.
 ///
 /// # Errors
 /// When the shapes do not fit, or a tensor has another dtype or device.
-pub fn embedding_grad_into(dst: &mut [f32], add: bool, ids: &Tensor, dy: &Tensor) -> Result<()> {
-    let h = match dy.dims() {
-        [leading @ .., h] if leading == ids.dims() => *h,
+pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -> Result<()> {
+    let h = width(ids, dy)?;
+    let len = dst.elem_count();
+    if !len.is_multiple_of(h.max(1)) {
+        bail!("{NAME}: expected a gradient buffer of rows of {h}, got {len} values")
+    }
+    let (dy, ids) = gradient_and_ids(ids, dy)?;
+    write(NAME, dst, len, |dst| {
+        scatter_add(dst, add, &dy.read(), &ids.read(), h);
+    })
+}
+
+/// `h` of a gradient `(.., h)` that fits `ids`.
+fn width(ids: &Tensor, dy: &Tensor) -> Result<usize> {
+    match dy.dims() {
+        [leading @ .., h] if leading == ids.dims() => Ok(*h),
         dims => bail!(
             "{NAME}: expected a gradient (.., h) for ids {:?}, got {dims:?}",
             ids.dims()
         ),
-    };
-    if !dst.len().is_multiple_of(h.max(1)) {
-        bail!(
-            "{NAME}: expected a gradient buffer of rows of {h}, got {} values",
-            dst.len()
-        )
     }
-    let dy = HostF32::new(NAME, "the gradient", dy)?;
-    let ids = HostU32::new(NAME, "ids", ids)?;
-    scatter_add(dst, add, &dy.read(), &ids.read(), h);
-    Ok(())
 }
 
-fn forward(weight: &Tensor, ids: &Tensor) -> Result<(Vec<f32>, Vec<usize>)> {
+fn gradient_and_ids(ids: &Tensor, dy: &Tensor) -> Result<(HostFloats, HostU32)> {
+    let dy = HostFloats::new(NAME, "the gradient", dy)?;
+    Ok((dy, HostU32::new(NAME, "ids", ids)?))
+}
+
+fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     let &[_v, h] = weight.dims() else {
         bail!("{NAME}: expected weight (v, h), got {:?}", weight.dims())
     };
-    let table = HostF32::new(NAME, "weight", weight)?;
+    let table = HostFloats::new(NAME, "weight", weight)?;
     let ids = HostU32::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();
-    let y = gather(&table.read(), &ids.read(), h);
-    Ok((y, dims))
+    let y = match table.dtype() {
+        // Only the rows that are asked for are read: widening the table would cost more than the look-up.
+        DType::BF16 => CpuStorage::BF16(gather_bf16(&table.read_bf16(), &ids.read(), h)),
+        _ => CpuStorage::F32(gather(&table.read(), &ids.read(), h)),
+    };
+    Ok(OpOutput::from((y, dims)))
+}
+
+fn gather_bf16(table: &[bf16], ids: &[u32], h: usize) -> Vec<bf16> {
+    let (rows, len) = (rows_per_chunk(h), ids.len() * h);
+    let mut y = vec![bf16::ZERO; len];
+    for_each_chunk(&mut y, rows * h, len, |chunk, y| {
+        copy_rows(y, table, &ids[chunk * rows..], h);
+    });
+    y
 }
 
 fn gather(table: &[f32], ids: &[u32], h: usize) -> Vec<f32> {
-    let (rows, v, len) = (rows_per_chunk(h), table.len() / h.max(1), ids.len() * h);
+    let (rows, len) = (rows_per_chunk(h), ids.len() * h);
     filled(len, rows * h, len, |chunk, y| {
-        for (y, &id) in y.chunks_exact_mut(h).zip(&ids[chunk * rows..]) {
-            let id = id as usize;
-            if id < v {
-                y.copy_from_slice(&table[id * h..][..h]);
-            }
-        }
+        copy_rows(y, table, &ids[chunk * rows..], h);
     })
+}
+
+/// Overwrites the rows of `y` with those of `table` that `ids` name; the others stay.
+fn copy_rows<T: Copy>(y: &mut [T], table: &[T], ids: &[u32], h: usize) {
+    let v = table.len() / h.max(1);
+    for (y, &id) in y.chunks_exact_mut(h).zip(ids) {
+        let id = id as usize;
+        if id < v {
+            y.copy_from_slice(&table[id * h..][..h]);
+        }
+    }
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.

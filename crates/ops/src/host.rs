@@ -19,6 +19,11 @@ fn checked(op: &str, what: &str, tensor: &Tensor, dtype: DType) -> Result<Tensor
             tensor.device().location()
         )
     }
+    detached(tensor)
+}
+
+/// The values of `tensor` outside of any graph, copied only if they are not contiguous.
+pub(crate) fn detached(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().contiguous()
 }
 
@@ -26,14 +31,6 @@ impl HostF32 {
     /// Checks `tensor`, the argument `what` of the operation `op`; copies it only if it is not contiguous.
     pub(crate) fn new(op: &str, what: &str, tensor: &Tensor) -> Result<Self> {
         Ok(Self(checked(op, what, tensor, DType::F32)?))
-    }
-
-    pub(crate) fn tensor(&self) -> &Tensor {
-        &self.0
-    }
-
-    pub(crate) fn into_tensor(self) -> Tensor {
-        self.0
     }
 
     /// Locks the values for reading.
@@ -73,7 +70,8 @@ pub(crate) struct Values<'a, T> {
 }
 
 impl<'a, T> Values<'a, T> {
-    fn new(tensor: &'a Tensor, of_dtype: fn(&CpuStorage) -> &[T]) -> Self {
+    /// The values that `of_dtype` finds in the storage of a contiguous tensor.
+    pub(crate) fn new(tensor: &'a Tensor, of_dtype: fn(&CpuStorage) -> &[T]) -> Self {
         let (guard, layout) = tensor.storage_and_layout();
         let (start, len) = (layout.start_offset(), layout.shape().elem_count());
         Self {

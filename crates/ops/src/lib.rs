@@ -2,8 +2,10 @@
 //!
 //! Every operation here has a forward that touches memory once and a hand-written backward, both on all cores and
 //! both giving the same bits for any number of threads: work is cut into chunks that depend on the shape alone, and
-//! partial sums are added in chunk order. Inputs are f32 tensors on the CPU; anything else is an error that names the
-//! operation, the device and the dtype. Gradients are computed only for the inputs candle tracks.
+//! partial sums are added in chunk order. Inputs are tensors of f32 or bf16 on the CPU, all of one dtype; anything else is an
+//! error that names the operation, the device and the dtype. The arithmetic is that of f32 for both: bf16 is widened
+//! when it is read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
+//! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks.
 //!
 //! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
 //! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and
@@ -13,6 +15,7 @@
 
 mod attention;
 mod attention_blocks;
+mod brain_float;
 mod chunks;
 mod cross_entropy;
 mod embedding;
@@ -20,6 +23,7 @@ mod exp;
 mod filled;
 mod head_groups;
 mod host;
+mod host_floats;
 mod in_place;
 mod lanes;
 mod linear;

@@ -4,22 +4,21 @@
 //! edge, and no transposed copies.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
-use crate::filled::copied;
-use crate::host::HostF32;
+use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Matrix, MatrixMut, parallel_product};
-use crate::{with_backward2, with_backward3};
-use candle_core::{Result, Tensor, bail};
+use crate::{OpOutput, with_backward2, with_backward3};
+use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
 
 /// `xs W^T + bias`, differentiable in all three; a gradient is computed only for what is tracked.
 ///
 /// # Shapes
-/// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; f32.
+/// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = forward(xs, weight, bias)?;
     let (x, w) = (xs.detach(), weight.detach());
@@ -43,22 +42,21 @@ pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 /// `xs W^T + bias` outside any graph.
 ///
 /// # Shapes
-/// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; f32.
+/// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let (y, shape) = forward(xs, weight, bias)?;
-    Tensor::from_vec(y, shape, xs.device())
+    Ok(forward(xs, weight, bias)?.into_tensor())
 }
 
 /// `residual + xs W^T` outside any graph: the product is accumulated onto a copy of `residual`.
 ///
 /// # Shapes
-/// `residual (.., out)`, `xs (.., in)` with the same leading dimensions, `weight (out, in)` -> `(.., out)`; f32.
+/// `residual (.., out)`, `xs (.., in)` with the same leading dimensions, `weight (out, in)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let op = "linear_forward_add";
     let product = Rows::new(op, xs, weight)?;
@@ -69,12 +67,14 @@ pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Re
             residual.dims()
         )
     }
-    let mut y = copied(&HostF32::new(op, "residual", residual)?.read());
+    let residual = HostFloats::new(op, "residual", residual)?;
+    let dtype = one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
+    let mut y = residual.read().into_owned();
     product.add_to(&mut y);
-    Tensor::from_vec(y, product.dims, xs.device())
+    Ok(OpOutput::rounded(y, dtype, product.dims).into_tensor())
 }
 
-fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f32>, Vec<usize>)> {
+fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutput> {
     let product = Rows::new(NAME, xs, weight)?;
     let num_out = product.num_out;
     let mut y = product.compute();
@@ -82,7 +82,8 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f
         if bias.dims() != [num_out] {
             bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
         }
-        let bias = HostF32::new(NAME, "bias", bias)?;
+        let bias = HostFloats::new(NAME, "bias", bias)?;
+        one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
         let bias = bias.read();
         let work = y.len();
         for_each_chunk(&mut y, rows_per_chunk(num_out) * num_out, work, |_, y| {
@@ -93,13 +94,14 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(Vec<f
             }
         });
     }
-    Ok((y, product.dims))
+    Ok(OpOutput::rounded(y, product.dtype, product.dims))
 }
 
 /// `x W^T`, checked and ready to be computed.
 struct Rows {
-    xs: HostF32,
-    weight: HostF32,
+    xs: HostFloats,
+    weight: HostFloats,
+    dtype: DType,
     rows: usize,
     num_in: usize,
     num_out: usize,
@@ -111,13 +113,16 @@ impl Rows {
     fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
         let (num_out, num_in) = weight_dims(op, weight)?;
         let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
+        let xs = HostFloats::new(op, "xs", xs)?;
+        let weight = HostFloats::new(op, "weight", weight)?;
         Ok(Self {
-            xs: HostF32::new(op, "xs", xs)?,
-            weight: HostF32::new(op, "weight", weight)?,
+            dtype: one_dtype(op, &[("xs", &xs), ("weight", &weight)])?,
+            dims: [leading, &[num_out]].concat(),
+            xs,
+            weight,
             rows,
             num_in,
             num_out,
-            dims: [leading, &[num_out]].concat(),
         })
     }
 

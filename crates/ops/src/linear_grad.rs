@@ -1,8 +1,10 @@
 //! Gradients of the linear layer, each by itself, for layers that communicate or do not train everything:
 //! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
 
+use crate::OpOutput;
 use crate::chunks::{for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
-use crate::host::HostF32;
+use crate::host_floats::{HostFloats, one_dtype};
+use crate::in_place::write;
 use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Matrix, MatrixMut, parallel_product};
 use candle_core::{Result, Tensor, bail};
@@ -10,10 +12,10 @@ use candle_core::{Result, Tensor, bail};
 /// Gradient of the input: `dx = dy W`, outside any graph.
 ///
 /// # Shapes
-/// `dy (.., out)`, `weight (out, in)` -> `(.., in)`; f32.
+/// `dy (.., out)`, `weight (out, in)` -> `(.., in)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     input_grad("linear_input_grad", &[(dy, weight)])
 }
@@ -21,10 +23,10 @@ pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// Gradient of the input of several linear layers: the sum of `dy W` over the terms `(dy, W)`, outside any graph.
 ///
 /// # Shapes
-/// Each `dy (.., out)` and `weight (out, in)`, with `in` and the leading dimensions in common -> `(.., in)`; f32.
+/// Each `dy (.., out)` and `weight (out, in)`, with `in` and the leading dimensions in common -> `(.., in)`; one dtype.
 ///
 /// # Errors
-/// When there is no term, the shapes do not fit or a tensor is not f32 on the CPU.
+/// When there is no term, the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_input_grad_sum(terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
     input_grad("linear_input_grad_sum", terms)
 }
@@ -39,6 +41,13 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
     for (i, (dy, weight)) in terms.iter().enumerate() {
         let (num_out, term_in) = weight_dims(op, weight)?;
         let (_, term_leading) = rows_of(op, "dy", dy, num_out)?;
+        if dy.dtype() != first.dtype() {
+            bail!(
+                "{op}: the terms must have one dtype, got {:?} and {:?}",
+                first.dtype(),
+                dy.dtype()
+            )
+        }
         if term_in != num_in || term_leading != leading {
             bail!(
                 "{op}: expected terms that add up to {leading:?} rows of {num_in}, got dy {:?} and weight {:?}",
@@ -46,8 +55,9 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
                 weight.dims()
             )
         }
-        let dy = HostF32::new(op, "dy", dy)?;
-        let weight = HostF32::new(op, "weight", weight)?;
+        let dy = HostFloats::new(op, "dy", dy)?;
+        let weight = HostFloats::new(op, "weight", weight)?;
+        one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
         let (dy, weight) = (dy.read(), weight.read());
         let dy = Matrix::new(&dy, rows, num_out, num_out);
         let weight = Matrix::new(&weight, num_out, num_in, num_in);
@@ -57,78 +67,89 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
             MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(true, dy, weight);
         }
     }
-    Tensor::from_vec(dx, [leading, &[num_in]].concat(), first.device())
+    Ok(OpOutput::rounded(dx, first.dtype(), [leading, &[num_in]].concat()).into_tensor())
 }
 
 /// Gradient of the weight: `dW = dy^T x`, outside any graph.
 ///
 /// # Shapes
-/// `dy (.., out)`, `xs (.., in)` with the same leading dimensions -> `(out, in)`; f32.
+/// `dy (.., out)`, `xs (.., in)` with the same leading dimensions -> `(out, in)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
-    let (dy, xs) = (HostF32::new(op, "dy", dy)?, HostF32::new(op, "xs", xs)?);
+    let (dy, xs) = dy_and_xs(op, dy, xs)?;
     let dw = parallel_product(
         Matrix::new(&dy.read(), rows, num_out, num_out).t(),
         Matrix::new(&xs.read(), rows, num_in, num_in),
     );
-    Tensor::from_vec(dw, (num_out, num_in), dy.tensor().device())
+    Ok(OpOutput::rounded(dw, dy.dtype(), (num_out, num_in)).into_tensor())
 }
 
 /// Writes, or adds if `add`, the gradient of the weight, `dy^T x`, to `dst`; outside any graph, without transposing
 /// anything in memory.
 ///
 /// # Shapes
-/// `dst` the `out * in` values of the weight, row by row, `dy (.., out)`, `xs (.., in)` with the same leading
-/// dimensions; f32.
+/// `dst` the `out * in` values of the weight, row by row, f32; `dy (.., out)`, `xs (.., in)` with the same leading
+/// dimensions; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
-pub fn linear_weight_grad_into(dst: &mut [f32], add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
+pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
     let op = "linear_weight_grad_into";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
-    check_len(op, dst, num_out * num_in)?;
-    let (dy, xs) = (HostF32::new(op, "dy", dy)?, HostF32::new(op, "xs", xs)?);
-    MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
-        add,
-        Matrix::new(&dy.read(), rows, num_out, num_out).t(),
-        Matrix::new(&xs.read(), rows, num_in, num_in),
-    );
-    Ok(())
+    let (dy, xs) = dy_and_xs(op, dy, xs)?;
+    write(op, dst, num_out * num_in, |dst| {
+        MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
+            add,
+            Matrix::new(&dy.read(), rows, num_out, num_out).t(),
+            Matrix::new(&xs.read(), rows, num_in, num_in),
+        );
+    })
 }
 
 /// Gradient of the bias: the sum of `dy` over its rows, outside any graph.
 ///
 /// # Shapes
-/// `dy (.., out)` -> `(out)`; f32.
+/// `dy (.., out)` -> `(out)`, of its dtype.
 ///
 /// # Errors
-/// When `dy` has no dimension or is not f32 on the CPU.
+/// When `dy` has no dimension or is not f32 or bf16 on the CPU.
 pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
-    let mut db = vec![0f32; dy.dims().last().copied().unwrap_or_default()];
-    linear_bias_grad_into(&mut db, true, dy)?;
-    let num_out = db.len();
-    Tensor::from_vec(db, num_out, dy.device())
+    let op = "linear_bias_grad";
+    let num_out = bias_len(op, dy)?;
+    let mut db = vec![0f32; num_out];
+    sum_rows(&mut db, true, &HostFloats::new(op, "dy", dy)?);
+    Ok(OpOutput::rounded(db, dy.dtype(), num_out).into_tensor())
 }
 
 /// Writes, or adds if `add`, the gradient of the bias, the sum of `dy` over its rows, to `dst`; outside any graph.
 ///
 /// # Shapes
-/// `dst` the `out` values of the bias, `dy (.., out)`; f32.
+/// `dst` the `out` values of the bias, f32; `dy (.., out)`.
 ///
 /// # Errors
-/// When the shapes do not fit or `dy` is not f32 on the CPU.
-pub fn linear_bias_grad_into(dst: &mut [f32], add: bool, dy: &Tensor) -> Result<()> {
-    let op = "linear_bias_grad";
-    let &[.., num_out] = dy.dims() else {
-        bail!("{op}: expected dy (.., out), got a scalar")
-    };
-    check_len(op, dst, num_out)?;
-    let values = HostF32::new(op, "dy", dy)?;
-    let values = values.read();
+/// When the shapes do not fit or `dy` is not f32 or bf16 on the CPU.
+pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()> {
+    let op = "linear_bias_grad_into";
+    let num_out = bias_len(op, dy)?;
+    let dy = HostFloats::new(op, "dy", dy)?;
+    write(op, dst, num_out, |dst| sum_rows(dst, add, &dy))
+}
+
+/// `out` of a gradient `dy (.., out)`.
+fn bias_len(op: &str, dy: &Tensor) -> Result<usize> {
+    match dy.dims() {
+        [.., num_out] => Ok(*num_out),
+        [] => bail!("{op}: expected dy (.., out), got a scalar"),
+    }
+}
+
+/// Writes, or adds if `add`, the sum of rows as long as `dst`.
+fn sum_rows(dst: &mut [f32], add: bool, dy: &HostFloats) {
+    let (values, num_out) = (dy.read(), dst.len());
     let rows = rows_per_partial(values.len() / num_out.max(1), num_out);
     let mut partials = vec![0f32; values.len().div_ceil((rows * num_out).max(1)) * num_out];
     for_each_chunk(&mut partials, num_out, values.len(), |chunk, sum| {
@@ -140,20 +161,23 @@ pub fn linear_bias_grad_into(dst: &mut [f32], add: bool, dy: &Tensor) -> Result<
         }
     });
     sum_partials(dst, add, &partials);
-    Ok(())
 }
 
 /// Writes, or adds if `add`, `values` to `dst`.
 ///
 /// # Shapes
-/// `dst` as many values as `values`, in row-major order; f32.
+/// `dst` as many values as `values`, in row-major order, f32.
 ///
 /// # Errors
-/// When the numbers of values differ or `values` is not f32 on the CPU.
-pub fn add_into(dst: &mut [f32], add: bool, values: &Tensor) -> Result<()> {
-    check_len("add_into", dst, values.elem_count())?;
-    let values = HostF32::new("add_into", "values", values)?;
+/// When the numbers of values differ or `values` is not f32 or bf16 on the CPU.
+pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
+    let op = "add_into";
+    let values = HostFloats::new(op, "values", values)?;
     let values = values.read();
+    write(op, dst, values.len(), |dst| add_values(dst, add, &values))
+}
+
+fn add_values(dst: &mut [f32], add: bool, values: &[f32]) {
     let (len, work) = (rows_per_chunk(1), dst.len());
     for_each_chunk(dst, len, work, |chunk, dst| {
         let values = &values[chunk * len..][..dst.len()];
@@ -165,7 +189,15 @@ pub fn add_into(dst: &mut [f32], add: bool, values: &Tensor) -> Result<()> {
             dst.copy_from_slice(values);
         }
     });
-    Ok(())
+}
+
+fn dy_and_xs(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(HostFloats, HostFloats)> {
+    let (dy, xs) = (
+        HostFloats::new(op, "dy", dy)?,
+        HostFloats::new(op, "xs", xs)?,
+    );
+    one_dtype(op, &[("dy", &dy), ("xs", &xs)])?;
+    Ok((dy, xs))
 }
 
 /// Rows, `out` and `in` of gradients and inputs that fit.
@@ -178,11 +210,4 @@ fn rows_out_in(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(usize, usize, usiz
             "{op}: expected dy (.., out) and xs (.., in) with the same leading dimensions, got dy {dy:?} and xs {xs:?}"
         ),
     }
-}
-
-fn check_len(op: &str, dst: &[f32], len: usize) -> Result<()> {
-    if dst.len() != len {
-        bail!("{op}: expected a buffer of {len} values, got {}", dst.len())
-    }
-    Ok(())
 }

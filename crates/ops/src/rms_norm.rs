@@ -2,10 +2,10 @@
 
 use crate::chunks::{rows_per_chunk, rows_per_partial, sum_partials};
 use crate::filled::{filled, filled2};
-use crate::host::HostF32;
+use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::dot;
 use crate::vectorised::vectorised;
-use crate::with_backward2;
+use crate::{OpOutput, with_backward2};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rms_norm";
@@ -19,29 +19,31 @@ const SUMMED_ROWS: usize = 16;
 /// gradient of `weight` 1e-7: see `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `xs (.., h)`, `weight (h)` -> `(.., h)`; f32.
+/// `xs (.., h)`, `weight (h)` -> `(.., h)`; one dtype.
 ///
 /// # Errors
-/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 on the CPU.
+/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let y = forward(xs, weight, eps)?;
     let (x, w) = (xs.detach(), weight.detach());
     let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
-    with_backward2(xs, weight, (y, xs.shape()), NAME, move |dy| {
+    with_backward2(xs, weight, y, NAME, move |dy| {
         let (dx, dw) = rms_norm_backward(&x, &w, dy, eps, None, w_tracked)?;
-        Ok((x_tracked.then_some(dx), dw))
+        // candle adds gradients in the dtype of what they belong to.
+        let dw = dw.map(|dw| dw.to_dtype(w.dtype()));
+        Ok((x_tracked.then_some(dx), dw.transpose()?))
     })
 }
 
 /// [`rms_norm`] outside any graph.
 ///
 /// # Shapes
-/// `xs (.., h)`, `weight (h)` -> `(.., h)`; f32.
+/// `xs (.., h)`, `weight (h)` -> `(.., h)`; one dtype.
 ///
 /// # Errors
-/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 on the CPU.
+/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    Tensor::from_vec(forward(xs, weight, eps)?, xs.shape(), xs.device())
+    Ok(forward(xs, weight, eps)?.into_tensor())
 }
 
 /// Gradient of `xs`, plus `residual` if there is one, and that of `weight` if `weight_grad`; outside any graph.
@@ -49,10 +51,10 @@ pub fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor
 /// `residual` is the gradient that reaches `xs` along the path around the norm; it is added in the same pass.
 ///
 /// # Shapes
-/// `xs`, `dy` and `residual` `(.., h)`, `weight (h)` -> `(.., h)` and `(h)`; f32.
+/// `xs`, `dy` and `residual` `(.., h)`, `weight (h)`, of one dtype -> `(.., h)` in that dtype, and `(h)` in f32.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 on the CPU.
+/// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn rms_norm_backward(
     xs: &Tensor,
     weight: &Tensor,
@@ -71,18 +73,23 @@ pub fn rms_norm_backward(
             )
         }
     }
-    let x = HostF32::new(NAME, "xs", xs)?;
-    let w = HostF32::new(NAME, "weight", weight)?;
-    let dy = HostF32::new(NAME, "the gradient", dy)?;
+    let x = HostFloats::new(NAME, "xs", xs)?;
+    let w = HostFloats::new(NAME, "weight", weight)?;
+    let dy = HostFloats::new(NAME, "the gradient", dy)?;
     let residual = residual
-        .map(|residual| HostF32::new(NAME, "residual", residual))
+        .map(|residual| HostFloats::new(NAME, "residual", residual))
         .transpose()?;
-    let residual = residual.as_ref().map(HostF32::read);
+    let inputs = [("xs", &x), ("weight", &w), ("the gradient", &dy)];
+    let dtype = one_dtype(NAME, &inputs)?;
+    if let Some(residual) = &residual {
+        one_dtype(NAME, &[("xs", &x), ("residual", residual)])?;
+    }
+    let residual = residual.as_ref().map(HostFloats::read);
     let inputs = (&x.read()[..], &w.read()[..], &dy.read()[..]);
     let (dx, dw) = backward(inputs, residual.as_deref(), h, eps, weight_grad);
     let dw = weight_grad.then(|| Tensor::from_vec(dw, h, xs.device()));
     Ok((
-        Tensor::from_vec(dx, xs.shape(), xs.device())?,
+        OpOutput::rounded(dx, dtype, xs.shape()).into_tensor(),
         dw.transpose()?,
     ))
 }
@@ -104,13 +111,14 @@ fn inverse_rms(x: &[f32], eps: f64) -> f32 {
     (1.0 / (dot(x, x) as f64 / x.len() as f64 + eps).sqrt()) as f32
 }
 
-fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f32>> {
+fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
     let h = width(xs, weight)?;
-    let x = HostF32::new(NAME, "xs", xs)?;
-    let w = HostF32::new(NAME, "weight", weight)?;
+    let x = HostFloats::new(NAME, "xs", xs)?;
+    let w = HostFloats::new(NAME, "weight", weight)?;
+    let dtype = one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;
     let (x, w) = (x.read(), w.read());
     let chunk_len = rows_per_chunk(h) * h;
-    Ok(filled(x.len(), chunk_len, x.len(), |chunk, y| {
+    let y = filled(x.len(), chunk_len, x.len(), |chunk, y| {
         let x = &x[chunk * chunk_len..][..y.len()];
         for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
             vectorised(
@@ -118,7 +126,8 @@ fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Vec<f32>> {
                 || forward_row(x, &w, eps, y),
             );
         }
-    }))
+    });
+    Ok(OpOutput::rounded(y, dtype, xs.shape()))
 }
 
 #[inline(always)]

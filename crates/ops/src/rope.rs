@@ -4,11 +4,11 @@
 //! `y1 = x1 cos - x2 sin`, `y2 = x2 cos + x1 sin`; the backward is the rotation by the negative angle.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
-use crate::filled::copied;
 use crate::host::HostF32;
+use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
 use crate::vectorised::vectorised;
-use crate::with_backward1;
+use crate::{OpOutput, with_backward1};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rope";
@@ -28,26 +28,25 @@ pub enum RopeDirection {
 /// `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `xs (b, t, h, d)`, `cos (t, d/2)`, `sin (t, d/2)` -> `(b, t, h, d)`; f32.
+/// `xs (b, t, h, d)`, `cos (t, d/2)` and `sin (t, d/2)` in f32 -> `(b, t, h, d)`, of the dtype of `xs`.
 ///
 /// # Errors
-/// When the shapes do not fit, `d` is odd, or a tensor is not f32 on the CPU.
+/// When the shapes do not fit, `d` is odd, or a tensor has another dtype or device.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let sizes = sizes(xs, cos, sin)?;
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
-    let x = HostF32::new(NAME, "xs", xs)?;
-    let turned = move |x: &HostF32, direction| {
-        let mut y = copied(&x.read());
+    let x = HostFloats::new(NAME, "xs", xs)?;
+    let turned = move |x: &HostFloats, direction| {
+        let mut y = x.read().into_owned();
         rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
-        y
+        OpOutput::rounded(y, x.dtype(), x.tensor().shape())
     };
     let y = turned(&x, RopeDirection::Forward);
-    with_backward1(xs, (y, xs.shape()), NAME, move |dy| {
-        let dy = HostF32::new(NAME, "the gradient", dy)?;
+    with_backward1(xs, y, NAME, move |dy| {
+        let dy = HostFloats::new(NAME, "the gradient", dy)?;
         let dx = turned(&dy, RopeDirection::Backward);
-        let (shape, device) = (dy.tensor().shape(), dy.tensor().device());
-        Ok(Some(Tensor::from_vec(dx, shape, device)?))
+        Ok(Some(dx.into_tensor()))
     })
 }
 
@@ -57,10 +56,10 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// only if they are not contiguous.
 ///
 /// # Shapes
-/// `xs (b, t, h, d)`, `cos (t, d/2)`, `sin (t, d/2)` -> `(b, t, h, d)`; f32.
+/// `xs (b, t, h, d)`, `cos (t, d/2)` and `sin (t, d/2)` in f32 -> `(b, t, h, d)`, of the dtype of `xs`.
 ///
 /// # Errors
-/// When the shapes do not fit, `d` is odd, or a tensor is not f32 on the CPU.
+/// When the shapes do not fit, `d` is odd, or a tensor has another dtype or device.
 pub fn rope_in_place(
     xs: Tensor,
     cos: &Tensor,

@@ -4,9 +4,9 @@
 use crate::chunks::rows_per_chunk;
 use crate::exp::exp;
 use crate::filled::{filled, filled2};
-use crate::host::HostF32;
+use crate::host_floats::{HostFloats, one_dtype};
 use crate::vectorised::vectorised;
-use crate::with_backward2;
+use crate::{OpOutput, with_backward2};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "swiglu";
@@ -16,15 +16,15 @@ const NAME: &str = "swiglu";
 /// Relative error against f64 about 5e-8, that of the gradient of `gate` 7e-8: see `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `gate` and `up` of one shape -> the same shape; f32.
+/// `gate` and `up` of one shape -> the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 on the CPU.
+/// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let (g, u) = checked(gate, up)?;
-    let y = forward(&g.read(), &u.read());
+    let y = OpOutput::rounded(forward(&g.read(), &u.read()), g.dtype(), gate.shape());
     let (gate_tracked, up_tracked) = (gate.track_op(), up.track_op());
-    with_backward2(gate, up, (y, gate.shape()), NAME, move |dy| {
+    with_backward2(gate, up, y, NAME, move |dy| {
         let (dg, du) = swiglu_backward(g.tensor(), u.tensor(), dy)?;
         Ok((gate_tracked.then_some(dg), up_tracked.then_some(du)))
     })
@@ -33,23 +33,23 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `silu(gate) * up`, element by element, outside any graph.
 ///
 /// # Shapes
-/// `gate` and `up` of one shape -> the same shape; f32.
+/// `gate` and `up` of one shape -> the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 on the CPU.
+/// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let (g, u) = checked(gate, up)?;
     let y = forward(&g.read(), &u.read());
-    Tensor::from_vec(y, gate.shape(), gate.device())
+    Ok(OpOutput::rounded(y, g.dtype(), gate.shape()).into_tensor())
 }
 
 /// Gradients of `gate` and `up` from that of the output, outside any graph.
 ///
 /// # Shapes
-/// `gate`, `up` and `dy` of one shape -> two of the same shape; f32.
+/// `gate`, `up` and `dy` of one shape -> two of the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 on the CPU.
+/// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     let (g, u) = checked(gate, up)?;
     if dy.dims() != gate.dims() {
@@ -59,16 +59,14 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
             dy.dims()
         )
     }
-    let dy = HostF32::new(NAME, "the gradient", dy)?;
+    let dy = HostFloats::new(NAME, "the gradient", dy)?;
+    let dtype = one_dtype(NAME, &[("gate", &g), ("the gradient", &dy)])?;
     let (dg, du) = backward(&g.read(), &u.read(), &dy.read());
-    let (shape, device) = (dy.tensor().shape(), dy.tensor().device());
-    Ok((
-        Tensor::from_vec(dg, shape, device)?,
-        Tensor::from_vec(du, shape, device)?,
-    ))
+    let tensor = |values| OpOutput::rounded(values, dtype, gate.shape()).into_tensor();
+    Ok((tensor(dg), tensor(du)))
 }
 
-fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostF32, HostF32)> {
+fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
     if gate.dims() != up.dims() {
         bail!(
             "{NAME}: expected gate and up of one shape, got gate {:?} and up {:?}",
@@ -76,8 +74,10 @@ fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostF32, HostF32)> {
             up.dims()
         )
     }
-    let gate = HostF32::new(NAME, "gate", gate)?;
-    Ok((gate, HostF32::new(NAME, "up", up)?))
+    let gate = HostFloats::new(NAME, "gate", gate)?;
+    let up = HostFloats::new(NAME, "up", up)?;
+    one_dtype(NAME, &[("gate", &gate), ("up", &up)])?;
+    Ok((gate, up))
 }
 
 fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {

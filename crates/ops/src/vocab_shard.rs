@@ -5,10 +5,11 @@
 //! `dlogit = (exp(logit - log_sum_exp) - onehot(target)) * grad`.
 
 use crate::IGNORE_INDEX;
+use crate::OpOutput;
 use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
 use crate::exp::exp;
-use crate::filled::copied;
 use crate::host::{HostF32, HostU32};
+use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
 use crate::lanes;
 use crate::vectorised::vectorised;
@@ -20,13 +21,13 @@ const BLOCK: usize = 1024;
 /// The maximum of each row; minus infinity where a row is empty.
 ///
 /// # Shapes
-/// `logits (n, v)` -> `(n)`; f32, outside any graph.
+/// `logits (n, v)` f32 or bf16 -> `(n)` f32, outside any graph.
 ///
 /// # Errors
-/// When `logits` has not two dimensions or is not f32 on the CPU.
+/// When `logits` has not two dimensions or is not f32 or bf16 on the CPU.
 pub fn row_max(logits: &Tensor) -> Result<Tensor> {
     let (n, v) = rows_of("row_max", logits)?;
-    let host = HostF32::new("row_max", "logits", logits)?;
+    let host = HostFloats::new("row_max", "logits", logits)?;
     let values = host.read();
     let mut max = vec![f32::NEG_INFINITY; n];
     let rows = rows_per_chunk(v);
@@ -48,7 +49,7 @@ pub fn row_max(logits: &Tensor) -> Result<Tensor> {
 /// Row 1 of the result is 0 where the target is not local, so that summing the results of all shards completes both.
 ///
 /// # Shapes
-/// `logits (n, v)`, `max (n)` f32, `targets (n)` u32 -> `(2, n)`; f32, outside any graph.
+/// `logits (n, v)` f32 or bf16, `max (n)` f32, `targets (n)` u32 -> `(2, n)` f32, outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.
@@ -62,7 +63,7 @@ pub fn sum_exp_and_target_logit(
     let (n, v) = rows_of(op, logits)?;
     check_rows(op, n, &[("max", max), ("targets", targets)])?;
     let device = logits.device();
-    let logits = HostF32::new(op, "logits", logits)?;
+    let logits = HostFloats::new(op, "logits", logits)?;
     let max = HostF32::new(op, "max", max)?;
     let targets = HostU32::new(op, "targets", targets)?;
     let (logits, max, targets) = (logits.read(), max.read(), targets.read());
@@ -91,7 +92,7 @@ pub fn sum_exp_and_target_logit(
 ///
 /// # Shapes
 /// `logits (n, v)`, `log_sum_exp (n)` (over the whole vocabulary), `targets (n)` u32, `grad (n)` (of the rows'
-/// losses) -> `(n, v)`; f32, outside any graph.
+/// losses) -> `(n, v)` of the dtype of the logits; the rest is f32. Outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.
@@ -107,8 +108,9 @@ pub fn cross_entropy_grad(
     check_rows(op, n, &[("grad", grad)])?;
     let grad = HostF32::new(op, "grad", grad)?;
     let grad = grad.read();
-    let copy = copied(&HostF32::new(op, "logits", logits)?.read());
-    let copy = Tensor::from_vec(copy, logits.shape(), logits.device())?;
+    let logits = HostFloats::new(op, "logits", logits)?;
+    let (copy, shape) = (logits.read().into_owned(), logits.tensor().shape());
+    let copy = OpOutput::rounded(copy, logits.dtype(), shape).into_tensor();
     rows_in_place(op, copy, (log_sum_exp, targets, vocab_start), |row| {
         grad[row]
     })
@@ -120,8 +122,8 @@ pub fn cross_entropy_grad(
 /// only if they are not contiguous.
 ///
 /// # Shapes
-/// `logits (n, v)`, `log_sum_exp (n)` (over the whole vocabulary), `targets (n)` u32 -> `(n, v)`; f32, outside any
-/// graph.
+/// `logits (n, v)`, `log_sum_exp (n)` (over the whole vocabulary), `targets (n)` u32 -> `(n, v)` of the dtype of
+/// the logits; the rest is f32. Outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.

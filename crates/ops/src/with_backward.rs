@@ -4,11 +4,13 @@
 //! (a kernel, a collective, another graph), and then entered into the graph with the function that maps its gradient
 //! to the gradients of its inputs.
 
+use crate::brain_float::rounded;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor,
+    bail,
 };
 use std::sync::{Mutex, PoisonError};
 
@@ -42,6 +44,15 @@ impl<S: Into<Shape>> From<(Vec<f32>, S)> for OpOutput {
 }
 
 impl OpOutput {
+    /// `values`, exactly as many as `shape` has elements, as they are for f32, rounded once for bf16.
+    pub(crate) fn rounded(values: Vec<f32>, dtype: DType, shape: impl Into<Shape>) -> Self {
+        let storage = match dtype {
+            DType::BF16 => CpuStorage::BF16(rounded(&values)),
+            _ => CpuStorage::F32(values),
+        };
+        Self(Value::Host(storage, shape.into()))
+    }
+
     /// The value as a tensor outside any graph, without a copy.
     pub fn into_tensor(self) -> Tensor {
         match self.0 {

@@ -2,6 +2,8 @@
 
 #[path = "ops/attention.rs"]
 mod attention;
+#[path = "ops/brain_float.rs"]
+mod brain_float;
 #[path = "ops/check.rs"]
 mod check;
 #[path = "ops/cross_entropy.rs"]

@@ -1,9 +1,7 @@
 //! One contiguous f32 buffer that many parameters share.
 
-use std::cell::Cell;
-
 use candle_core::{
-    CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, bail,
+    CpuStorage, DType, Device, InplaceOp2, Layout, Result, Storage, Tensor, bail,
 };
 use rayon::prelude::*;
 
@@ -53,17 +51,6 @@ impl FlatBuffer {
         view.inplace_op2(&values, &AddAssign)
     }
 
-    /// Lets `write` change the `len` values from `offset` on.
-    pub fn update(
-        &self,
-        offset: usize,
-        len: usize,
-        write: impl FnOnce(&mut [f32]) -> Result<()>,
-    ) -> Result<()> {
-        let update = Update(Cell::new(Some(write)));
-        self.view(offset, len)?.inplace_op1(&update)
-    }
-
     /// Calls `read` with the values.
     pub fn read<T>(&self, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
         let (storage, layout) = self.0.storage_and_layout();
@@ -98,22 +85,6 @@ pub(crate) fn contiguous_mut<'a>(
     match (storage, layout.contiguous_offsets()) {
         (CpuStorage::F32(values), Some((start, end))) => Ok(&mut values[start..end]),
         _ => bail!("expected a contiguous f32 tensor, got layout {layout:?}"),
-    }
-}
-
-/// Calls a function with the values of a view, once.
-struct Update<F>(Cell<Option<F>>);
-
-impl<F: FnOnce(&mut [f32]) -> Result<()>> InplaceOp1 for Update<F> {
-    fn name(&self) -> &'static str {
-        "update"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        match self.0.take() {
-            Some(write) => write(contiguous_mut(storage, layout)?),
-            None => Ok(()),
-        }
     }
 }
 

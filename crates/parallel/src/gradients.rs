@@ -111,12 +111,12 @@ impl Gradients {
     /// Lets `write` put the gradient of the parameter behind `weight` straight into its bucket; does nothing if `weight` is
     /// frozen.
     ///
-    /// `write` gets the gradient's values, row-major, and whether to add to them: if not, what they hold is left over and
-    /// must be overwritten.
+    /// `write` gets the gradient's values, a flat view of f32, row-major, to be written in place, and whether to add to
+    /// them: if not, what they hold is left over and must be overwritten.
     pub fn write(
         &mut self,
         weight: &Tensor,
-        write: impl FnOnce(&mut [f32], bool) -> Result<()>,
+        write: impl FnOnce(&Tensor, bool) -> Result<()>,
     ) -> Result<()> {
         if !weight.track_op() {
             return Ok(());
@@ -129,7 +129,7 @@ impl Gradients {
         };
         if let Some((bucket, offset)) = self.layout.places[index] {
             let (len, add) = (weight.elem_count(), self.is_filled[index]);
-            self.buckets[bucket].update(offset, len, |values| write(values, add))?;
+            write(&self.buckets[bucket].view(offset, len)?, add)?;
             self.mark_written(index);
         }
         Ok(())

@@ -4,7 +4,7 @@
 use crate::check::{
     assert_close, assert_same_bits, doubles, floats, grads, random, random_ids, random_var,
 };
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward, attention_forward,
     causal_attention, cross_entropy_grad, cross_entropy_grad_in_place, embedding,
@@ -26,18 +26,26 @@ fn sum(a: &Tensor, b: &Tensor) -> Result<Vec<f64>> {
 fn check_into(
     what: &str,
     want: &Tensor,
-    write: impl Fn(&mut [f32], bool) -> Result<()>,
+    write: impl Fn(&Tensor, bool) -> Result<()>,
 ) -> Result<()> {
     let start = random(77, want.shape())?;
-    let mut dst = vec![f32::NAN; want.elem_count()];
-    write(&mut dst, false)?;
-    let set = Tensor::from_vec(dst, want.shape(), &Device::Cpu)?;
-    assert_close(&format!("{what} set"), &set, &doubles(want)?, 1e-6);
-    let mut dst = floats(&start)?;
-    write(&mut dst, true)?;
-    let added = Tensor::from_vec(dst, want.shape(), &Device::Cpu)?;
-    assert_close(&format!("{what} added"), &added, &sum(&start, want)?, 1e-6);
-    assert!(write(&mut vec![0.0; want.elem_count() + 1], true).is_err());
+    let len = want.elem_count();
+    // A view into a larger buffer, whose other values stay.
+    let buffer = Tensor::full(f32::NAN, len + 3, &Device::Cpu)?;
+    buffer
+        .narrow(0, 0, 2)?
+        .const_set(candle_core::scalar::Scalar::F32(7.0))?;
+    let dst = buffer.narrow(0, 2, len)?;
+    write(&dst, false)?;
+    assert_close(&format!("{what} set"), &dst, &doubles(want)?, 1e-6);
+    assert_eq!(floats(&buffer)?[..2], [7.0, 7.0]);
+    assert!(floats(&buffer)?[len + 2].is_nan());
+    let dst = start.copy()?.flatten_all()?;
+    write(&dst, true)?;
+    assert_close(&format!("{what} added"), &dst, &sum(&start, want)?, 1e-6);
+    assert!(write(&Tensor::zeros(len + 1, DType::F32, &Device::Cpu)?, true).is_err());
+    let err = write(&Tensor::zeros(len, DType::BF16, &Device::Cpu)?, true).unwrap_err();
+    assert!(err.to_string().contains("contiguous f32"), "{err}");
     Ok(())
 }
 
@@ -161,7 +169,7 @@ fn vocabulary_pieces_equal_the_operations() -> Result<()> {
         let (y, dy) = (embedding(&weight, &ids)?, random(3, (t, h))?);
         let [dw] = grads(&y, &dy, [&weight])?;
         assert_eq!(floats(&embedding_forward(&weight, &ids)?)?, floats(&y)?);
-        let write = |dst: &mut [f32], add| embedding_grad_into(dst, add, &ids, &dy);
+        let write = |dst: &Tensor, add| embedding_grad_into(dst, add, &ids, &dy);
         check_into("embedding", &dw, write)?;
     }
     let (n, v) = (13, 97);
@@ -185,15 +193,15 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
         random(3, (1, 1009, 257))?,
         Tensor::new(random_ids(4, 1009, 500), &Device::Cpu)?,
     );
-    let buffer = |len: usize, write: &dyn Fn(&mut [f32]) -> Result<()>| -> Result<Tensor> {
-        let mut dst = vec![0.5; len];
-        write(&mut dst)?;
-        Tensor::from_vec(dst, len, &Device::Cpu)
+    let buffer = |len: usize, write: &dyn Fn(&Tensor) -> Result<()>| -> Result<Tensor> {
+        let dst = Tensor::full(0.5f32, len, &Device::Cpu)?;
+        write(&dst)?;
+        Ok(dst)
     };
     let ids = ids.reshape((1, 1009))?;
     assert_same_bits("linear pieces", || {
-        let add = |dst: &mut [f32]| linear_weight_grad_into(dst, true, &dy, &x);
-        let scatter = |dst: &mut [f32]| embedding_grad_into(dst, true, &ids, &dy);
+        let add = |dst: &Tensor| linear_weight_grad_into(dst, true, &dy, &x);
+        let scatter = |dst: &Tensor| embedding_grad_into(dst, true, &ids, &dy);
         Ok(vec![
             linear_forward_add(&dy, &x, &w)?,
             linear_input_grad_sum(&[(&dy, &w), (&dy, &w)])?,
