@@ -31,6 +31,7 @@ mod linear_grad;
 mod matrix;
 mod rms_norm;
 mod rope;
+mod round;
 mod swiglu;
 mod vectorised;
 mod vocab_shard;
@@ -47,6 +48,7 @@ pub use linear_grad::{
 };
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
+pub use round::round_into;
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,

@@ -1,8 +1,6 @@
 //! One contiguous f32 buffer that many parameters share.
 
-use candle_core::{
-    CpuStorage, DType, Device, InplaceOp2, Layout, Result, Storage, Tensor, bail,
-};
+use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
 
 /// Values handled by one task; fixed, so that sums do not depend on the number of threads.

@@ -11,6 +11,7 @@ mod flat_buffer;
 mod gradients;
 mod head_partition;
 mod init;
+mod master_weights;
 mod micro_batch;
 mod optimizer;
 mod param;

@@ -1,17 +1,19 @@
 //! AdamW under data parallelism, with its state whole on every rank (ZeRO-0) or divided over them (ZeRO-1,
-//! arXiv:1910.02054). Both move 2Ψ(N−1)/N values a step over N data-parallel ranks.
+//! arXiv:1910.02054). Both move 2Ψ(N−1)/N values a step over N data-parallel ranks: gradients in f32, weights in their own
+//! type.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use candle_comm::{Mesh, Pending, ReduceOp};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::{AdamWConfig, AdamWUpdate};
 use crate::flat_buffer::{FlatBuffer, sum_of_squares};
 use crate::gradients::{Bucket, BucketLayout, Gradients};
+use crate::master_weights::{MasterWeights, intersect, offset_by};
 use crate::parameters::Parameters;
 
 /// What data-parallel ranks divide between them.
@@ -31,6 +33,7 @@ pub struct Optimizer {
     config: AdamWConfig,
     layout: BucketLayout,
     moments: Vec<Moments>,
+    masters: Vec<MasterWeights>,
     num_steps: usize,
 }
 
@@ -39,7 +42,7 @@ struct Moments {
     exp_avg_sq: Mutex<Vec<f32>>,
 }
 
-/// The moments of the part of a parameter that a rank updates.
+/// What a rank keeps for the part of a parameter that it updates.
 #[derive(Clone, Debug)]
 pub struct ParamMoments {
     /// Hugging Face name.
@@ -50,6 +53,8 @@ pub struct ParamMoments {
     pub exp_avg: Vec<f32>,
     /// Average of the squared gradients, v.
     pub exp_avg_sq: Vec<f32>,
+    /// The weights before they were rounded to their type; `None` if they are f32.
+    pub master: Option<Vec<f32>>,
 }
 
 /// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them (ZeRO-1).
@@ -88,6 +93,7 @@ impl Optimizer {
             config,
             layout,
             moments: Vec::new(),
+            masters: Vec::new(),
             num_steps: 0,
         };
         let buckets = &optimizer.layout.buckets;
@@ -100,6 +106,11 @@ impl Optimizer {
                 exp_avg_sq: Mutex::new(vec![0.0; len]),
             })
             .collect();
+        let masters = buckets.iter().map(|bucket| {
+            let own = optimizer.own_range(bucket);
+            MasterWeights::new(params, bucket, &own, mesh.world.device())
+        });
+        optimizer.masters = masters.collect::<Result<_>>()?;
         Ok(optimizer)
     }
 
@@ -259,10 +270,11 @@ impl Optimizer {
             max_norm.map_or(1.0, |max_norm| (max_norm / (reduced.norm + 1e-6)).min(1.0));
         let mut under_way = None;
         let buckets = self.layout.buckets.iter().zip(&reduced.buckets);
-        for ((bucket, flat), moments) in buckets.zip(&self.moments) {
-            self.update(bucket, flat, moments, lr, grad_scale)?;
+        let state = self.moments.iter().zip(&self.masters);
+        for ((bucket, flat), (moments, masters)) in buckets.zip(state) {
+            self.update(bucket, flat, (moments, masters), lr, grad_scale)?;
             if self.zero == ZeroStage::One && self.mesh.dp.world_size() > 1 {
-                let slice = self.pack(bucket, &self.own_range(bucket))?;
+                let slice = self.pack(bucket, &self.own_range(bucket), masters.dtype())?;
                 let started = self.mesh.dp.start_all_gather(&slice)?;
                 if let Some((bucket, earlier)) = under_way.replace((bucket, started)) {
                     self.unpack(bucket, &earlier.wait()?)?;
@@ -280,7 +292,7 @@ impl Optimizer {
         &self,
         bucket: &Bucket,
         flat: &FlatBuffer,
-        moments: &Moments,
+        (moments, masters): (&Moments, &MasterWeights),
         lr: f64,
         grad_scale: f64,
     ) -> Result<()> {
@@ -306,33 +318,29 @@ impl Optimizer {
                 grad_scale,
                 step: self.num_steps,
             };
-            let values = param.var.as_detached_tensor().flatten_all()?;
-            let values = values.narrow(0, mine.start - range.start, mine.len())?;
+            let values = param.flat_part(&offset_by(&mine, range.start))?;
             let grads = flat.view(mine.start - own.start, mine.len())?;
-            values
-                .inplace_op2(&grads, &update)
+            masters
+                .update(&values, offset_by(&mine, own.start), |values| {
+                    values.inplace_op2(&grads, &update)
+                })
                 .map_err(|err| err.context(format!("updating parameter {}", param.name)))?;
         }
         Ok(())
     }
 
     /// This rank's slice of a bucket's parameters, flat.
-    fn pack(&self, bucket: &Bucket, own: &Range<usize>) -> Result<Tensor> {
-        let slice = FlatBuffer::zeros(own.len(), self.mesh.world.device())?;
+    fn pack(&self, bucket: &Bucket, own: &Range<usize>, dtype: DType) -> Result<Tensor> {
+        let slice = Tensor::zeros(own.len(), dtype, self.mesh.world.device())?;
         for (index, range) in &bucket.slots {
             let mine = intersect(range, own);
             if !mine.is_empty() {
-                let values = self
-                    .params
-                    .get(*index)
-                    .var
-                    .as_detached_tensor()
-                    .flatten_all()?;
-                let values = values.narrow(0, mine.start - range.start, mine.len())?;
-                slice.write(mine.start - own.start, &values)?;
+                let param = self.params.get(*index);
+                let values = param.flat_part(&offset_by(&mine, range.start))?;
+                slice.slice_set(&values.contiguous()?, 0, mine.start - own.start)?;
             }
         }
-        Ok(slice.tensor().clone())
+        Ok(slice)
     }
 
     /// Writes a bucket's parameters, gathered from all slices.
@@ -345,15 +353,16 @@ impl Optimizer {
             let values = flat
                 .narrow(0, range.start, range.len())?
                 .reshape(var.dims())?;
-            var.set(&values.to_dtype(var.dtype())?)?;
+            var.set(&values)?;
         }
         Ok(())
     }
 
-    /// The moments that this rank keeps, by parameter name.
-    pub fn moments(&self) -> Vec<ParamMoments> {
+    /// The moments and masters that this rank keeps, by parameter name.
+    pub fn moments(&self) -> Result<Vec<ParamMoments>> {
         let mut all = BTreeMap::new();
-        for (bucket, moments) in self.layout.buckets.iter().zip(&self.moments) {
+        let state = self.moments.iter().zip(&self.masters);
+        for (bucket, (moments, masters)) in self.layout.buckets.iter().zip(state) {
             let own = self.own_range(bucket);
             let exp_avg = moments
                 .exp_avg
@@ -368,17 +377,18 @@ impl Optimizer {
                 if mine.is_empty() {
                     continue;
                 }
-                let local = mine.start - own.start..mine.end - own.start;
+                let local = offset_by(&mine, own.start);
                 let moments = ParamMoments {
                     name: self.params.get(*index).name.clone(),
-                    offsets: mine.start - range.start..mine.end - range.start,
+                    offsets: offset_by(&mine, range.start),
                     exp_avg: exp_avg[local.clone()].to_vec(),
-                    exp_avg_sq: exp_avg_sq[local].to_vec(),
+                    exp_avg_sq: exp_avg_sq[local.clone()].to_vec(),
+                    master: masters.get(local)?,
                 };
                 all.insert(moments.name.clone(), moments);
             }
         }
-        all.into_values().collect()
+        Ok(all.into_values().collect())
     }
 
     /// Local gradients out of reduced ones, for inspection: the whole local gradient of each trainable parameter, by its
@@ -398,8 +408,4 @@ impl Optimizer {
         }
         Ok(grads)
     }
-}
-
-fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
-    a.start.clamp(b.start, b.end)..a.end.clamp(b.start, b.end)
 }

@@ -1,6 +1,8 @@
 //! One parameter as its rank sees it.
 
-use candle_core::{DType, Shape, Tensor, Var};
+use std::ops::Range;
+
+use candle_core::{DType, Result, Shape, Tensor, Var};
 
 use crate::shard::Shard;
 
@@ -34,13 +36,19 @@ impl Param {
         }
     }
 
+    /// A flat view of some of the local values, given as row-major offsets; outside of any graph.
+    pub(crate) fn flat_part(&self, offsets: &Range<usize>) -> Result<Tensor> {
+        let values = self.var.as_detached_tensor().flatten_all()?;
+        values.narrow(0, offsets.start, offsets.len())
+    }
+
     /// Number of values held here.
     pub fn num_values(&self) -> usize {
         self.var.elem_count()
     }
 
     /// The parts of the local values, as ranges of row-major offsets, that lie in this rank's [`Shard::owned`].
-    pub(crate) fn owned_offsets(&self) -> Vec<std::ops::Range<usize>> {
+    pub(crate) fn owned_offsets(&self) -> Vec<Range<usize>> {
         let Some(shard) = &self.shard else {
             return std::iter::once(0..self.num_values()).collect();
         };

@@ -45,10 +45,19 @@ pub struct CatalogEntry {
     pub shape: Vec<usize>,
     /// Type in the source checkpoint.
     pub stored_dtype: DType,
+    /// Whether it gets a gradient and an update.
+    pub trainable: bool,
     /// World ranks and the disjoint parts that they answer for, in order; together they are the whole parameter.
     pub holders: Vec<Holder>,
     /// Dim along which the parts lie.
     pub dim: usize,
+}
+
+impl CatalogEntry {
+    /// Number of values of the whole parameter.
+    pub fn num_values(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 /// The part of a parameter that one rank answers for when it is saved.
@@ -153,8 +162,17 @@ impl Parameters {
 
     /// Number of values of the whole model; shared ones count once.
     pub fn num_global_values(&self) -> usize {
-        let num_values = |entry: &CatalogEntry| entry.shape.iter().product::<usize>();
-        self.inner.catalog.iter().map(num_values).sum()
+        self.inner
+            .catalog
+            .iter()
+            .map(CatalogEntry::num_values)
+            .sum()
+    }
+
+    /// Number of values of the whole model that are not frozen; shared ones count once.
+    pub fn num_trainable_values(&self) -> usize {
+        let trainable = self.inner.catalog.iter().filter(|entry| entry.trainable);
+        trainable.map(CatalogEntry::num_values).sum()
     }
 
     /// Offsets of the values of parameter `index` for which this rank answers: over a data-parallel replica, each value of
@@ -257,6 +275,7 @@ fn catalog(ranks: &[RankAnnouncements]) -> Result<Vec<CatalogEntry>> {
                 name: param.name.clone(),
                 shape: param.shape.clone(),
                 stored_dtype: param.stored_dtype.parse().unwrap_or(DType::F32),
+                trainable: param.trainable,
                 holders: Vec::new(),
                 dim: param.dim,
             });

@@ -1,5 +1,7 @@
 //! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
 
+#[path = "parallel/brain_float.rs"]
+mod brain_float;
 #[path = "parallel/by_hand.rs"]
 mod by_hand;
 #[path = "parallel/chain.rs"]

@@ -29,7 +29,7 @@ pub fn gather_full(
     let Some(dtype) = own
         .as_ref()
         .map(Tensor::dtype)
-        .or(params.iter().next().map(|p| p.var.dtype()))
+        .or_else(|| (0..params.len()).find_map(|index| Some(local(index).ok()?.dtype())))
     else {
         bail!(
             "rank 0 holds no parameter: it does not know the type of {}",

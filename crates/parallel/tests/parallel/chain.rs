@@ -24,6 +24,8 @@ pub struct Chain {
     pub num_layers: usize,
     /// Whether the head uses the embedding's weight.
     pub tied: bool,
+    /// Type of weights and activations.
+    pub dtype: DType,
 }
 
 /// Values by parameter name.
@@ -49,6 +51,7 @@ impl Default for Chain {
             vocab: 13,
             num_layers: 3,
             tied: false,
+            dtype: DType::F32,
         }
     }
 }
@@ -91,7 +94,7 @@ impl Chain {
 
     /// This rank's blocks.
     pub fn stage(&self, mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
-        let vb = store.builder(DType::F32, &Device::Cpu);
+        let vb = store.builder(self.dtype, &Device::Cpu);
         Stage::build(mesh, &vb, self.num_blocks(), HIDDEN, |index, vb| {
             self.block(index, &mesh.tp, &vb)
         })
@@ -143,7 +146,8 @@ pub fn gather(
     let mut values = Values::new();
     for entry in stage.params().catalog() {
         if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
-            values.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
+            let whole = whole.flatten_all()?.to_dtype(DType::F32)?;
+            values.insert(entry.name.clone(), whole.to_vec1::<f32>()?);
         }
     }
     Ok(values)
@@ -166,8 +170,9 @@ pub fn local_bits(stage: &Stage) -> BTreeMap<String, Vec<u32>> {
     let params = stage.params().iter();
     params
         .map(|param| {
-            let values = param.var.flatten_all().unwrap().to_vec1().unwrap();
-            (param.name.clone(), bits(values))
+            let values = param.var.flatten_all().unwrap();
+            let values = values.to_dtype(DType::F32).unwrap();
+            (param.name.clone(), bits(values.to_vec1().unwrap()))
         })
         .collect()
 }

@@ -132,7 +132,7 @@ fn equals_plain_loops_with_and_without_clipping() {
                     let values = param.var.flatten_all()?.to_vec1::<f32>()?;
                     assert_near(&param.name, &values, &expected.values);
                 }
-                for moments in optimizer.moments() {
+                for moments in optimizer.moments()? {
                     let is_it = |param: &Param| param.name == moments.name;
                     let index = stage.params().iter().position(is_it).unwrap();
                     let range = moments.offsets.clone();
@@ -159,7 +159,7 @@ fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
             accumulate(&stage, &mesh, step, &mut gradients)?;
             optimizer.step(&mut gradients, LR, Some(1.0))?;
         }
-        Ok((local_bits(&stage), optimizer.moments()))
+        Ok((local_bits(&stage), optimizer.moments()?))
     })
 }
 

@@ -87,6 +87,7 @@ const LARGE: Chain = Chain {
     vocab: 10_000,
     num_layers: 3,
     tied: false,
+    dtype: candle_core::DType::F32,
 };
 
 /// Runs this test again in a shell that has run `prepare`, as its own process; whether the preparation was possible.

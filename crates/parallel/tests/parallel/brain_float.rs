@@ -1,0 +1,259 @@
+//! bf16 weights: f32 masters, gradients in f32, half the bytes, and layouts that agree.
+
+use std::collections::BTreeMap;
+
+use candle_comm::Mesh;
+use candle_core::{DType, Result, Tensor};
+use candle_parallel::{
+    AdamWConfig, Gradients, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+};
+
+use crate::chain::{Chain, Values, gather, local_bits};
+use crate::check::{assert_says, message, on_mesh, random, single_mesh};
+
+const STEPS: usize = 4;
+
+fn chain() -> Chain {
+    Chain {
+        dtype: DType::BF16,
+        ..Chain::default()
+    }
+}
+
+/// Any gradient, the same for both types of weights, in f32 and not a value of bf16.
+fn accumulate(stage: &Stage, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
+    for (index, param) in stage.params().iter().enumerate() {
+        let seed = 1000 * step + 100 * mesh.dp.rank() + index;
+        gradients.accumulate(index, &random(seed as u64, param.var.shape())?)?;
+    }
+    Ok(())
+}
+
+fn bits(values: &Tensor) -> Result<Vec<u32>> {
+    let values = values.flatten_all()?.to_dtype(DType::F32)?;
+    Ok(values
+        .to_vec1::<f32>()?
+        .into_iter()
+        .map(f32::to_bits)
+        .collect())
+}
+
+#[test]
+fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() {
+    for (dp, zero) in [
+        (1, ZeroStage::Zero),
+        (1, ZeroStage::One),
+        (3, ZeroStage::Zero),
+        (3, ZeroStage::One),
+    ] {
+        on_mesh((1, dp, 1), |mesh| {
+            let narrow = chain().stage(&mesh, &ParamStore::init(5))?;
+            let wide = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+            for (wide, narrow) in wide.params().iter().zip(narrow.params().iter()) {
+                wide.var.set(&narrow.var.to_dtype(DType::F32)?)?;
+            }
+            for stage in [&wide, &narrow] {
+                let config = AdamWConfig::default();
+                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                for step in 0..STEPS {
+                    accumulate(stage, &mesh, step, &mut gradients)?;
+                    optimizer.step(&mut gradients, 0.01, Some(1.0))?;
+                }
+                for state in optimizer.moments()? {
+                    let is_it =
+                        |(_, param): &(usize, &candle_parallel::Param)| param.name == state.name;
+                    let (index, _) = stage.params().iter().enumerate().find(is_it).unwrap();
+                    let want = bits(&wide.params().get(index).var)?;
+                    match state.master {
+                        None => assert_eq!(stage.dtype(), DType::F32),
+                        Some(master) => {
+                            let master: Vec<u32> = master.iter().map(|x| x.to_bits()).collect();
+                            assert_eq!(
+                                master, want[state.offsets],
+                                "{} dp {dp} {zero:?}",
+                                state.name
+                            );
+                        }
+                    }
+                }
+            }
+            for (wide, narrow) in wide.params().iter().zip(narrow.params().iter()) {
+                assert_eq!(narrow.var.dtype(), DType::BF16);
+                let rounded = wide.var.to_dtype(DType::BF16)?;
+                assert_eq!(bits(&narrow.var)?, bits(&rounded)?, "{}", narrow.name);
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn updates_smaller_than_a_step_of_bf16_add_up() -> Result<()> {
+    const LR: f64 = 2e-5;
+    let mesh = single_mesh();
+    let stage = chain().stage(&mesh, &ParamStore::init(5))?;
+    let config = AdamWConfig {
+        weight_decay: 0.0,
+        ..AdamWConfig::default()
+    };
+    let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::One, config)?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
+    let is_norm = |param: &&candle_parallel::Param| param.name == "layers.0.norm.weight";
+    let norm = stage.params().iter().find(is_norm).unwrap();
+    // A gradient that stays the same moves a weight by the learning rate; below 1 the values of bf16 are 1/256 apart.
+    for num_steps in 1..=400 {
+        for (index, param) in stage.params().iter().enumerate() {
+            gradients.accumulate(
+                index,
+                &Tensor::ones(param.var.shape(), DType::F32, mesh.world.device())?,
+            )?;
+        }
+        optimizer.step(&mut gradients, LR, None)?;
+        let want = 1.0 - LR * num_steps as f64;
+        for weight in norm.var.to_dtype(DType::F64)?.to_vec1::<f64>()? {
+            let error = (weight - want).abs();
+            assert!(
+                error <= 1.0 / 512.0 + 1e-5,
+                "{weight} not {want} after {num_steps} steps"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Values of this rank's buckets: one per block, padded to a multiple of the number of replicas.
+fn padded_values(stage: &Stage, dp: usize) -> usize {
+    let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
+    for param in stage.params().iter() {
+        *by_block.entry(param.blocks[0]).or_default() += param.num_values();
+    }
+    let lens = by_block.into_values();
+    lens.map(|len| len.next_multiple_of(dp)).sum()
+}
+
+#[test]
+fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
+    for zero in [ZeroStage::Zero, ZeroStage::One] {
+        on_mesh((2, 3, 1), |mesh| {
+            let (chain, dp) = (chain(), 3);
+            let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+            let mut optimizer =
+                Optimizer::new(stage.params(), &mesh, zero, AdamWConfig::default())?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+            let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
+            mesh.dp.reset_counters();
+            mesh.pp.reset_counters();
+            pipeline.forward_backward(&stage, &batches, 12 * dp, &mut gradients)?;
+            // Two micro-batches of (2, 3, 6) go one way.
+            assert_eq!(mesh.pp.counters().bytes("batch_send_recv"), 2 * 36 * 2);
+            optimizer.step(&mut gradients, 0.1, Some(1.0))?;
+            let counters = mesh.dp.counters();
+            let once = (padded_values(&stage, dp) / dp * (dp - 1)) as u64;
+            match zero {
+                ZeroStage::Zero => assert_eq!(counters.bytes("all_reduce"), 2 * 4 * once),
+                ZeroStage::One => {
+                    assert_eq!(counters.bytes("reduce_scatter"), 4 * once);
+                    assert_eq!(counters.bytes("all_gather"), 2 * once);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// What rank 0 knows after a step: the loss of rank 0's replica (if it has the last stage), gradients, weights.
+fn trained(
+    layout: (usize, usize, usize),
+    dtype: DType,
+    tied: bool,
+) -> (Values, Vec<BTreeMap<String, Vec<u32>>>) {
+    let ranks = on_mesh(layout, |mesh| {
+        let chain = Chain {
+            dtype,
+            tied,
+            ..Chain::default()
+        };
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let config = AdamWConfig::default();
+        let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::One, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
+        let (dp, rank) = (mesh.dp.world_size(), mesh.dp.rank());
+        let per_rank = 4 / dp;
+        let batches = chain.micro_batches(1, 4)?;
+        let batches = &batches[rank * per_rank..(rank + 1) * per_rank];
+        pipeline.forward_backward(&stage, batches, 24, &mut gradients)?;
+        let reduced = optimizer.reduce(&mut gradients)?;
+        let local = optimizer.local_gradients(&reduced)?;
+        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        optimizer.apply(&reduced, 0.01, Some(1.0))?;
+        Ok((grads, local_bits(&stage)))
+    });
+    let mut all = ranks.into_iter();
+    let (grads, first) = all.next().unwrap();
+    (
+        grads,
+        std::iter::once(first)
+            .chain(all.map(|(_, bits)| bits))
+            .collect(),
+    )
+}
+
+/// Relative L2 distance of two sets of gradients.
+fn distance(a: &Values, b: &Values) -> f64 {
+    assert!(a.keys().eq(b.keys()) && !a.is_empty());
+    let pairs = || a.values().flatten().zip(b.values().flatten());
+    let square = |x: f32| f64::from(x).powi(2);
+    let difference: f64 = pairs().map(|(a, b)| square(a - b)).sum();
+    let norm: f64 = pairs().map(|(_, b)| square(*b)).sum();
+    (difference / norm).sqrt()
+}
+
+#[test]
+fn layouts_agree_up_to_the_roundings_of_bf16() {
+    // A value goes through about 6 roundings per layer forward and as many backward, 3 layers and the two ends: 48. Each is
+    // off by at most 2^-9, evenly spread, so 2^-9 / sqrt(3) on average; they add up like a random walk, in both runs.
+    let tolerance = 2f64.powi(-9) / 3f64.sqrt() * (2.0 * 48f64).sqrt();
+    for tied in [false, true] {
+        let (alone, _) = trained((1, 1, 1), DType::BF16, tied);
+        let (wide, _) = trained((1, 1, 1), DType::F32, tied);
+        assert!(
+            distance(&alone, &wide) <= tolerance,
+            "{}",
+            distance(&alone, &wide)
+        );
+        for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2), (3, 1, 3)] {
+            let (grads, bits) = trained(layout, DType::BF16, tied);
+            let error = distance(&grads, &alone);
+            assert!(error <= tolerance, "{layout:?} tied {tied}: {error}");
+            assert_eq!(
+                trained(layout, DType::BF16, tied),
+                (grads, bits),
+                "{layout:?}: two runs differ"
+            );
+        }
+    }
+}
+
+#[test]
+fn types_that_cannot_be_trained_are_errors_that_name_the_parameter() -> Result<()> {
+    let mesh = single_mesh();
+    let chain = Chain {
+        dtype: DType::F16,
+        ..Chain::default()
+    };
+    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+    let made = Optimizer::new(
+        stage.params(),
+        &mesh,
+        ZeroStage::One,
+        AdamWConfig::default(),
+    );
+    assert_says(
+        &message(made),
+        &["embed.weight", "F16", "expected F32 or BF16"],
+    );
+    Ok(())
+}
