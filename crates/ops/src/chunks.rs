@@ -7,6 +7,9 @@ use rayon::prelude::*;
 const INLINE_ELEMENTS: usize = 1 << 14;
 /// Elements of work in a chunk: 32 KiB of f32, so that a chunk stays in the first-level cache.
 const CHUNK_ELEMENTS: usize = 1 << 13;
+/// Rows that are summed one by one, before their sum is added to others: the rounding errors of a long sum grow with
+/// its number of terms.
+pub(crate) const SUMMED_ROWS: usize = 16;
 /// Most partial sums kept for one reduction over rows.
 const MAX_PARTIALS: usize = 64;
 /// Columns of partial sums summed at a time: their sums stay in registers.

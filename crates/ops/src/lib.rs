@@ -15,6 +15,8 @@
 
 mod attention;
 mod attention_blocks;
+#[cfg(target_arch = "x86_64")]
+mod avx512_product;
 mod brain_float;
 mod chunks;
 mod cross_entropy;

@@ -2,7 +2,7 @@
 //! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
 
 use crate::OpOutput;
-use crate::chunks::{for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::write;
 use crate::linear::{rows_of, weight_dims};
@@ -154,9 +154,15 @@ fn sum_rows(dst: &mut [f32], add: bool, dy: &HostFloats) {
     let mut partials = vec![0f32; values.len().div_ceil((rows * num_out).max(1)) * num_out];
     for_each_chunk(&mut partials, num_out, values.len(), |chunk, sum| {
         let chunk = values.chunks(rows * num_out).nth(chunk).unwrap_or_default();
-        for dy in chunk.chunks_exact(num_out) {
-            for (sum, dy) in sum.iter_mut().zip(dy) {
-                *sum += dy;
+        let mut block_sum = vec![0f32; num_out];
+        for block in chunk.chunks(SUMMED_ROWS * num_out) {
+            for dy in block.chunks_exact(num_out) {
+                for (sum, dy) in block_sum.iter_mut().zip(dy) {
+                    *sum += dy;
+                }
+            }
+            for (sum, block_sum) in sum.iter_mut().zip(&mut block_sum) {
+                *sum += std::mem::take(block_sum);
             }
         }
     });

@@ -1,24 +1,29 @@
-//! Strided f32 matrices inside larger buffers, and their products by the `gemm` crate.
+//! Strided f32 matrices inside larger buffers, and their products: large ones by `avx512_product` where the processor allows,
+//! the others by the `gemm` crate.
 //!
-//! gemm cuts the rows and columns of a product among threads, never the sum over `k`: the bits are the same for any
-//! number of threads.
+//! Both cut the rows and columns of a product among threads, never the sum over `k`: the bits are the same for any number of
+//! threads. A sum over `k` is made of sums of at most 192 terms, whose rounding errors stay smaller than those of one long sum.
 
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+use crate::avx512_product;
 use gemm::Parallelism;
 use std::marker::PhantomData;
 
 /// Products of fewer multiplications than this stay on the calling thread: waking the others would cost more.
 const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
+/// Most terms that are summed in one go.
+pub(crate) const SUM_LEN: usize = 192;
 
 /// A matrix to read.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    data: &'a [f32],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
+    pub(crate) data: &'a [f32],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
 }
 
 impl<'a> Matrix<'a> {
@@ -31,6 +36,15 @@ impl<'a> Matrix<'a> {
             cols,
             row_stride,
             col_stride: 1,
+        }
+    }
+
+    /// `count` columns from `first` on.
+    fn columns(self, first: usize, count: usize) -> Self {
+        Self {
+            data: self.data.get(first * self.col_stride..).unwrap_or_default(),
+            cols: count,
+            ..self
         }
     }
 
@@ -48,10 +62,10 @@ impl<'a> Matrix<'a> {
 
 /// A matrix to write.
 pub(crate) struct MatrixMut<'a> {
-    data: *mut f32,
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
+    pub(crate) data: *mut f32,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
     lifetime: PhantomData<&'a mut [f32]>,
 }
 
@@ -80,7 +94,20 @@ impl<'a> MatrixMut<'a> {
 
     /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on all threads of the current pool if that is worth it.
     pub(crate) fn parallel_product(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.write(add, lhs, rhs, parallelism(lhs, rhs));
+        let num_threads = rayon::current_num_threads();
+        let multiplications = (lhs.rows * rhs.cols).saturating_mul(lhs.cols);
+        if multiplications <= PARALLEL_MULTIPLICATIONS {
+            return self.write(add, lhs, rhs, Parallelism::None);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if avx512_product::is_worth_it(self.rows, self.cols) {
+            self.check_shapes(lhs, rhs);
+            return avx512_product::product(self, add, lhs, rhs);
+        }
+        match num_threads {
+            1 => self.write(add, lhs, rhs, Parallelism::None),
+            _ => self.write(add, lhs, rhs, Parallelism::Rayon(num_threads)),
+        }
     }
 
     /// Multiplies each row by its factor.
@@ -99,18 +126,36 @@ impl<'a> MatrixMut<'a> {
         }
     }
 
-    fn write(
+    /// The pointers are only as good as these shapes.
+    fn check_shapes(&self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+        assert_eq!(
+            (self.rows, self.cols, lhs.cols),
+            (lhs.rows, rhs.cols, rhs.rows)
+        );
+    }
+
+    fn write(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
+        self.check_shapes(lhs, rhs);
+        if lhs.cols == 0 {
+            return self.write_part(add, lhs, rhs, parallelism);
+        }
+        let sum_len = lhs.cols.div_ceil(lhs.cols.div_ceil(SUM_LEN));
+        for k in (0..lhs.cols).step_by(sum_len) {
+            let len = sum_len.min(lhs.cols - k);
+            let (lhs, rhs) = (lhs.columns(k, len), rhs.t().columns(k, len).t());
+            self.write_part(add || k > 0, lhs, rhs, parallelism);
+        }
+    }
+
+    /// As `write`, with sums in one go.
+    fn write_part(
         &mut self,
         accumulate: bool,
         lhs: Matrix<'_>,
         rhs: Matrix<'_>,
         parallelism: Parallelism,
     ) {
-        // The pointers below are only as good as these shapes.
-        assert_eq!(
-            (self.rows, self.cols, lhs.cols),
-            (lhs.rows, rhs.cols, rhs.rows)
-        );
+        self.check_shapes(lhs, rhs);
         // SAFETY: each matrix was checked to lie inside its slice when it was made, the shapes fit (checked above),
         // and `self` is the only access to its elements: it came from an exclusive borrow, or from
         // `SharedBuffer::matrix`, whose caller vouches for it. Strides are at most a slice's length, so fit isize.
@@ -142,39 +187,31 @@ impl<'a> MatrixMut<'a> {
 
 /// `lhs * rhs` row by row, on the calling thread.
 pub(crate) fn product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, Parallelism::None)
+    new_product(lhs, rhs, |out| out.set_product(lhs, rhs))
 }
 
 /// `lhs * rhs` row by row, on all threads of the current pool if that is worth it.
 pub(crate) fn parallel_product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, parallelism(lhs, rhs))
+    new_product(lhs, rhs, |out| out.parallel_product(false, lhs, rhs))
 }
 
-fn new_product(lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) -> Vec<f32> {
+fn new_product(
+    lhs: Matrix<'_>,
+    rhs: Matrix<'_>,
+    write: impl FnOnce(&mut MatrixMut<'_>),
+) -> Vec<f32> {
     let (rows, cols) = (lhs.rows, rhs.cols);
     let mut values = Vec::<f32>::with_capacity(rows * cols);
-    let mut out = MatrixMut {
+    write(&mut MatrixMut {
         data: values.as_mut_ptr(),
         rows,
         cols,
         row_stride: cols,
         lifetime: PhantomData,
-    };
-    out.write(false, lhs, rhs, parallelism);
+    });
     // SAFETY: a product that does not add reads nothing and writes every element, `rows * cols` in a row.
     unsafe { values.set_len(rows * cols) };
     values
-}
-
-/// All threads of the current pool if that is worth it.
-fn parallelism(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Parallelism {
-    let num_threads = rayon::current_num_threads();
-    let multiplications = (lhs.rows * rhs.cols).saturating_mul(lhs.cols);
-    if num_threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS {
-        Parallelism::Rayon(num_threads)
-    } else {
-        Parallelism::None
-    }
 }
 
 /// A buffer of which several threads write disjoint strided matrices, such as the heads of `(t, heads, d)`.

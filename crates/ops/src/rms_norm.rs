@@ -1,6 +1,6 @@
 //! Root-mean-square normalisation: `y = x / sqrt(mean(x^2) + eps) * w` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-use crate::chunks::{rows_per_chunk, rows_per_partial, sum_partials};
+use crate::chunks::{SUMMED_ROWS, rows_per_chunk, rows_per_partial, sum_partials};
 use crate::filled::{filled, filled2};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::dot;
@@ -9,9 +9,6 @@ use crate::{OpOutput, with_backward2};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rms_norm";
-/// Rows whose contributions to the gradient of the weight are summed one by one, before their sum is added to others:
-/// the rounding errors of a long sum grow with its number of terms.
-const SUMMED_ROWS: usize = 16;
 
 /// Normalises each row of `xs` by its root mean square and scales it by `weight`, as Hugging Face's Llama does.
 ///
