@@ -1,6 +1,7 @@
 //! Times training steps of a Llama with random weights on random tokens, and prints one JSON line.
 //!
-//! The model, tape and optimizer are those of `finetune_llama`. A step is forward, backward, clipping and AdamW.
+//! The model, tape and optimizer are those of `finetune_llama`. A step is forward, backward, clipping and AdamW. With one rank
+//! the line also tells the time that the products of the linear layers take alone, below which no step can be.
 
 use std::process::ExitCode;
 
@@ -9,7 +10,7 @@ use candle_core::{DType, Result, bail};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
-    DTypeChoice, exit_with, keep_freed_memory, page_faults, peak_rss_bytes,
+    DTypeChoice, exit_with, keep_freed_memory, page_faults, peak_rss_bytes, product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -73,6 +74,8 @@ struct Measured {
     times: Vec<StepTimes>,
     num_parameters: usize,
     page_faults_per_step: u64,
+    /// With one rank, the time that the matrix products of a step take alone.
+    product_floor_secs: Option<f64>,
 }
 
 fn main() -> ExitCode {
@@ -191,6 +194,7 @@ fn bench(
         times: Vec::new(),
         num_parameters,
         page_faults_per_step: 0,
+        product_floor_secs: None,
     };
     let mut faults_before = 0;
     for step in 0..num_steps {
@@ -204,6 +208,10 @@ fn bench(
         }
     }
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
+    if mesh.world.world_size() == 1 {
+        let num_tokens = args.batch_size * args.seq_len;
+        measured.product_floor_secs = Some(product_floor_secs(config, num_tokens, dtype)?);
+    }
     Ok(measured)
 }
 
@@ -225,6 +233,7 @@ fn print(args: &Args, measured: &mut Measured) -> Result<()> {
         "parameters": measured.num_parameters,
         "peak_rss_bytes": peak_rss_bytes(),
         "page_faults_per_step": measured.page_faults_per_step,
+        "product_floor_secs": measured.product_floor_secs,
         "forward_secs": mean(|t| t.forward_secs),
         "backward_secs": mean(|t| t.backward_secs),
         "communication_secs": mean(|t| t.communication_secs),
