@@ -10,7 +10,8 @@ use candle_core::{DType, Result, bail};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
-    DTypeChoice, exit_with, keep_freed_memory, page_faults, peak_rss_bytes, product_floor_secs,
+    DTypeChoice, DeviceArgs, FreezeArgs, exit_with, keep_freed_memory, page_faults, peak_rss_bytes,
+    product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -49,9 +50,13 @@ struct Args {
     /// Threads that compute, over all ranks; 0: one per core
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// Type of weights and activations
     #[arg(long, default_value = "f32")]
     dtype: DTypeChoice,
+    #[command(flatten)]
+    freeze: FreezeArgs,
     /// Use the embedding's weight in the head
     #[arg(long)]
     tie: bool,
@@ -73,6 +78,7 @@ struct Measured {
     step_secs: Vec<f64>,
     times: Vec<StepTimes>,
     num_parameters: usize,
+    num_trainable_parameters: usize,
     page_faults_per_step: u64,
     /// With one rank, the time that the matrix products of a step take alone.
     product_floor_secs: Option<f64>,
@@ -84,6 +90,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    args.device.check()?;
     let config = model_config(args);
     let degrees = Degrees {
         pp: args.pp,
@@ -158,9 +165,12 @@ fn bench(
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
     let dtype: DType = args.dtype.into();
-    let vb = ParamStore::init(0).builder(dtype, mesh.world.device());
+    let store = args.freeze.apply(ParamStore::init(0));
+    let vb = store.builder(dtype, mesh.world.device());
     let stage = Llama::stage(config, &mesh, &vb)?;
+    args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();
+    let num_trainable_parameters = stage.params().num_trainable_values();
     let num_steps = NUM_WARM_UP_STEPS + args.steps;
     let train = TrainConfig {
         lr_schedule: LrSchedule {
@@ -193,6 +203,7 @@ fn bench(
         step_secs: Vec::new(),
         times: Vec::new(),
         num_parameters,
+        num_trainable_parameters,
         page_faults_per_step: 0,
         product_floor_secs: None,
     };
@@ -231,6 +242,7 @@ fn print(args: &Args, measured: &mut Measured) -> Result<()> {
         "min_step_secs": steps[0],
         "tokens_per_sec": (args.batch_size * args.seq_len) as f64 / step_secs,
         "parameters": measured.num_parameters,
+        "trainable_parameters": measured.num_trainable_parameters,
         "peak_rss_bytes": peak_rss_bytes(),
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,

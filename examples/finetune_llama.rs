@@ -64,6 +64,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
+    training.device.check()?;
     training.world_size()?;
     let model = resolve_model(args.model.as_deref().unwrap_or(BUNDLED_MODEL))?;
     let config = LlamaConfig::from_file(model.join("config.json"))?;
@@ -113,9 +114,12 @@ fn run(args: &Args) -> Result<()> {
 fn finetune(job: &Job, world: ProcessGroup) -> Result<()> {
     let training = &job.args.training;
     let mesh = Mesh::new(world, training.degrees())?;
-    let store = ParamStore::from_pretrained(job.model)?;
+    let store = training
+        .freeze
+        .apply(ParamStore::from_pretrained(job.model)?);
     let vb = store.builder(training.dtype.into(), mesh.world.device());
     let stage = Llama::stage(job.config, &mesh, &vb)?;
+    training.freeze.check(stage.params())?;
     job.samples.print("before", &mesh, &stage)?;
     let trainer = fit(training, job.train, &mesh, stage, job.tokens)?;
     job.samples.print("after", &mesh, trainer.stage())?;

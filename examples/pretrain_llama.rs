@@ -95,6 +95,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
+    training.device.check()?;
     let world_size = training.world_size()?;
     let data = args.data.as_deref().unwrap_or(Path::new(BUNDLED_DATA));
     let documents = Documents::read(data)?;
@@ -204,9 +205,10 @@ fn sidecars(
 fn pretrain(job: &Job, world: ProcessGroup) -> Result<()> {
     let training = &job.args.training;
     let mesh = Mesh::new(world, training.degrees())?;
-    let store = ParamStore::init(training.seed);
+    let store = training.freeze.apply(ParamStore::init(training.seed));
     let vb = store.builder(training.dtype.into(), mesh.world.device());
     let stage = Llama::stage(job.config, &mesh, &vb)?;
+    training.freeze.check(stage.params())?;
     if mesh.world.rank() == 0 {
         print_line(&format!(
             "{} parameters",

@@ -29,12 +29,15 @@ impl From<ScheduleChoice> for Schedule {
 pub enum DTypeChoice {
     /// 32-bit floats
     F32,
+    /// 16-bit floats with the range of f32; sums, gradients and the optimizer's copy of the weights stay f32
+    Bf16,
 }
 
 impl From<DTypeChoice> for DType {
     fn from(choice: DTypeChoice) -> Self {
         match choice {
             DTypeChoice::F32 => DType::F32,
+            DTypeChoice::Bf16 => DType::BF16,
         }
     }
 }

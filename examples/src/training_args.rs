@@ -9,6 +9,8 @@ use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfi
 use clap::Args;
 
 use crate::choices::{DTypeChoice, ScheduleChoice};
+use crate::device::DeviceArgs;
+use crate::freeze::FreezeArgs;
 
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug)]
@@ -43,9 +45,15 @@ pub struct TrainingArgs {
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b", help_heading = "Layout")]
     pub schedule: ScheduleChoice,
+    /// Where it runs
+    #[command(flatten, next_help_heading = "Layout")]
+    pub device: DeviceArgs,
     /// Type of weights and activations while training
     #[arg(long, default_value = "f32", help_heading = "Layout")]
     pub dtype: DTypeChoice,
+    /// What stays as it is
+    #[command(flatten, next_help_heading = "Optimizer")]
+    pub freeze: FreezeArgs,
 
     /// Sequences that pass through the model at once
     #[arg(

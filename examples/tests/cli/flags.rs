@@ -20,7 +20,22 @@ fn values_out_of_range_are_refused_with_the_name_and_the_value() {
         ("--top-p", "0", &["top_p is 0"]),
         ("--zero", "2", &["2", "0..=1", "--zero"]),
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
-        ("--dtype", "f64", &["'f64'", "f32"]),
+        ("--dtype", "f64", &["'f64'", "f32, bf16"]),
+        (
+            "--freeze",
+            "layers.(",
+            &["'layers.('", "--freeze", "unclosed group"],
+        ),
+        (
+            "--freeze",
+            "lm_heads",
+            &["--freeze lm_heads", "none of the 39 parameters", "hint: "],
+        ),
+        (
+            "--freeze",
+            "weight$",
+            &["--freeze weight$", "all 39 parameters", "nothing is left"],
+        ),
         ("--save-dtype", "i8", &["'i8'", "f32, f16, bf16"]),
         ("--steps", "-1", &["'-1'", "--steps"]),
         ("--seed", "-1", &["'-1'", "--seed"]),

@@ -72,6 +72,15 @@ pub fn read_tensors(path: &Path) -> Tensors {
     file.tensors().into_iter().map(tensor).collect()
 }
 
+/// The tensors of all files of a checkpoint.
+pub fn read_checkpoint(dir: &Path) -> Tensors {
+    let files = names(dir).into_iter();
+    let files = files.filter(|name| name.ends_with(".safetensors"));
+    files
+        .flat_map(|name| read_tensors(&dir.join(name)))
+        .collect()
+}
+
 pub fn edit_tensors(path: &Path, edit: impl FnOnce(&mut Tensors)) {
     let mut tensors = read_tensors(path);
     edit(&mut tensors);

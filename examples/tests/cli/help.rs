@@ -41,7 +41,11 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--dp", &["[default: 2]", "REPLICAS"]),
     ("--zero", &["[default: 1]"]),
     ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
-    ("--dtype", &["[default: f32]"]),
+    ("--dtype", &["[default: f32]", "bf16"]),
+    (
+        "--freeze",
+        &["[default: none]", "PATTERN", "regular expression"],
+    ),
     ("--micro-batch-size", &["[default: 4]", "SEQUENCES"]),
     ("--global-batch-size", &["[default: 16]", "SEQUENCES"]),
     ("--seq-len", &["[default: 128]", "TOKENS"]),

@@ -6,7 +6,7 @@ use std::path::Path;
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
-use crate::folder::{fixture, read_json, read_tensors};
+use crate::folder::{fixture, read_checkpoint, read_json, read_tensors};
 use crate::program::Program;
 use crate::workspace::Workspace;
 
@@ -206,6 +206,58 @@ fn the_type_of_the_saved_weights_can_be_chosen_and_config_json_says_it() {
             read_json(&workspace.output().join("config.json"))["dtype"],
             name
         );
+    }
+}
+
+#[test]
+fn training_in_bf16_follows_training_in_f32_and_keeps_the_type_of_the_weights() {
+    let workspace = Workspace::new();
+    let losses = |dtype: &str| -> Vec<f64> {
+        let path = workspace.path(&format!("{dtype}.jsonl"));
+        workspace
+            .finetune()
+            .flag("--steps", 30)
+            .flag("--global-batch-size", 8)
+            .flag("--dtype", dtype)
+            .flag("--metrics", path.display())
+            .succeeds();
+        let saved = read_tensors(&workspace.output().join("model.safetensors"));
+        assert!(saved.values().all(|tensor| tensor.0 == Dtype::F32));
+        let metrics = metrics(&path);
+        metrics
+            .iter()
+            .map(|step| step["loss"].as_f64().unwrap())
+            .collect()
+    };
+    let (wide, narrow) = (losses("f32"), losses("bf16"));
+    assert!(wide[29] < 0.95 * wide[0], "{wide:?}");
+    assert_ne!(wide, narrow);
+    for (step, (a, b)) in wide.iter().zip(&narrow).enumerate() {
+        assert!((a - b).abs() < 0.01 * a, "step {step}: {b} instead of {a}");
+    }
+    // The same seed and layout: the same bits.
+    assert_eq!(losses("bf16"), narrow);
+}
+
+#[test]
+fn frozen_parameters_are_saved_as_they_were() {
+    for dtype in ["f32", "bf16"] {
+        let workspace = Workspace::with_model("bf16_sharded");
+        workspace
+            .finetune()
+            .flag("--freeze", r"embed_tokens|layers\.[0-1]\.mlp")
+            .flag("--dtype", dtype)
+            .flag("--lr", 0.1)
+            .succeeds();
+        let saved = read_checkpoint(&workspace.output());
+        let model = read_checkpoint(&workspace.path("model"));
+        assert!(saved.keys().eq(model.keys()));
+        for (name, tensor) in &model {
+            let is_frozen = name.contains("embed_tokens")
+                || name.contains("layers.0.mlp")
+                || name.contains("layers.1.mlp");
+            assert_eq!(saved[name] == *tensor, is_frozen, "{name}");
+        }
     }
 }
 
