@@ -153,19 +153,30 @@ impl Optimizer {
         gradients.check_complete()?;
         gradients.sum_shared(&self.mesh)?;
         let mut buckets = Vec::with_capacity(self.layout.buckets.len());
+        let mut sum_of_squares = 0.0;
+        // The squares are summed bucket by bucket, while what was just reduced is in the cache.
+        let mut finish = |started: (&Bucket, &FlatBuffer, Pending<Tensor>)| -> Result<()> {
+            let bucket = started.0;
+            let flat = self.finish_reduction(started)?;
+            sum_of_squares += self.sum_of_squares(bucket, &flat)?;
+            buckets.push(flat);
+            Ok(())
+        };
         let mut under_way = None;
         // Two buckets are under way at a time; the sums take the place of what was summed.
         for (bucket, flat) in self.layout.buckets.iter().zip(gradients.buckets()) {
             let started = self.start_reduction(flat)?;
             if let Some(earlier) = under_way.replace((bucket, flat, started)) {
-                buckets.push(self.finish_reduction(earlier)?);
+                finish(earlier)?;
             }
         }
         if let Some(last) = under_way {
-            buckets.push(self.finish_reduction(last)?);
+            finish(last)?;
         }
         gradients.clear();
-        let norm = self.norm(&buckets)?;
+        let sum = Tensor::new(&[sum_of_squares], self.mesh.world.device())?;
+        let sum = self.mesh.world.all_reduce(&sum, ReduceOp::Sum)?;
+        let norm = sum.to_vec1::<f64>()?[0].sqrt();
         Ok(ReducedGradients { buckets, norm })
     }
 
@@ -191,29 +202,25 @@ impl Optimizer {
         FlatBuffer::new(flat.view(own.start, own.len())?)
     }
 
-    fn norm(&self, buckets: &[FlatBuffer]) -> Result<f64> {
-        let mut sum = 0.0;
-        if self.zero == ZeroStage::One || self.mesh.dp.rank() == 0 {
-            for (bucket, flat) in self.layout.buckets.iter().zip(buckets) {
-                let own = self.own_range(bucket);
-                sum += flat.read(|values| {
-                    let slots = bucket.slots.iter();
-                    let counted = slots.flat_map(|(index, range)| {
-                        let counted = self.params.counted(*index).iter();
-                        counted.map(|c| range.start + c.start..range.start + c.end)
-                    });
-                    counted
-                        .map(|range| intersect(&range, &own))
-                        .map(|range| {
-                            sum_of_squares(&values[range.start - own.start..range.end - own.start])
-                        })
-                        .sum::<f64>()
-                })?;
-            }
+    /// Of the values of a reduced bucket that count on this rank: each of the model counts on one.
+    fn sum_of_squares(&self, bucket: &Bucket, flat: &FlatBuffer) -> Result<f64> {
+        if self.zero == ZeroStage::Zero && self.mesh.dp.rank() > 0 {
+            return Ok(0.0);
         }
-        let sum = Tensor::new(&[sum], self.mesh.world.device())?;
-        let sum = self.mesh.world.all_reduce(&sum, ReduceOp::Sum)?;
-        Ok(sum.to_vec1::<f64>()?[0].sqrt())
+        let own = self.own_range(bucket);
+        flat.read(|values| {
+            let slots = bucket.slots.iter();
+            let counted = slots.flat_map(|(index, range)| {
+                let counted = self.params.counted(*index).iter();
+                counted.map(|c| range.start + c.start..range.start + c.end)
+            });
+            counted
+                .map(|range| intersect(&range, &own))
+                .map(|range| {
+                    sum_of_squares(&values[range.start - own.start..range.end - own.start])
+                })
+                .sum::<f64>()
+        })
     }
 
     /// An error on every rank if the norm is not finite; it names the first parameter, in name order, that has a NaN or
