@@ -20,6 +20,9 @@ mod avx512_product;
 mod brain_float;
 mod chunks;
 mod cross_entropy;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device_choice;
 mod embedding;
 mod exp;
 mod filled;
@@ -41,6 +44,7 @@ mod with_backward;
 
 pub use attention::{attention_backward, attention_forward, causal_attention};
 pub use cross_entropy::cross_entropy;
+pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use head_groups::HeadGroups;
 pub use linear::{linear, linear_forward, linear_forward_add};

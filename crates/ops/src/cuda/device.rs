@@ -1,0 +1,56 @@
+//! Opening a GPU the way training needs it.
+
+use super::library::missing_library;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
+use candle_core::{CudaDevice, Device, Result, bail};
+
+/// Opens GPU `ordinal`: one stream shared by all threads, freed memory kept, no events per tensor.
+///
+/// # Errors
+/// When a library could not be loaded, there is no such GPU, or it fails to start.
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    let num_devices = match CudaContext::device_count() {
+        Ok(count) => usize::try_from(count).unwrap_or_default(),
+        Err(err) => return Err(unavailable(ordinal, &err.to_string())),
+    };
+    if ordinal >= num_devices {
+        bail!("cuda:{ordinal} is not there: CUDA shows {num_devices} GPUs, numbered from 0")
+    }
+    // candle's plain constructor uses one stream per host thread, without order between them.
+    let device = Device::new_cuda_with_stream(ordinal)
+        .map_err(|err| unavailable(ordinal, &err.to_string()))?;
+    let cuda = device.as_cuda_device()?;
+    keep_freed_memory(cuda)?;
+    // SAFETY: tensors of this device are used on its one stream, which orders them. The default costs two events for each
+    // allocation; work on a second stream must record and wait for events of its own.
+    unsafe { cuda.disable_event_tracking() };
+    Ok(device)
+}
+
+fn unavailable(ordinal: usize, reason: &str) -> candle_core::Error {
+    let sentence = missing_library().unwrap_or_else(|| reason.to_string());
+    candle_core::Error::Msg(format!("cuda:{ordinal} cannot be used: {sentence}"))
+}
+
+/// Tells the driver's memory pool to give nothing back: by default it does at each synchronisation, and the next step
+/// maps the same memory again.
+fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is open, so its handle is valid and its default pool lives as long as it; the attribute is a
+    // 64-bit count of bytes, read during the call.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device()).w()?;
+        result::mem_pool::set_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut threshold).cast(),
+        )
+        .w()
+    }
+}

@@ -1,0 +1,62 @@
+//! Which of NVIDIA's libraries a program has, looked up when something failed.
+//!
+//! A program linked against `scripts/cuda-stand-ins.py`'s files starts without them, and what is missing shows as an error
+//! code that could also mean something else. Here the loader itself is asked.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+/// A function of each library that opening a device needs, the library's file, and where it comes from.
+const LIBRARIES: [(&CStr, &CStr, &str); 3] = [
+    (
+        c"cuInit",
+        c"libcuda.so.1",
+        "it comes with NVIDIA's driver, version 580 or later",
+    ),
+    (
+        c"cublasCreate_v2",
+        c"libcublas.so.13",
+        "it comes with CUDA 13 and with PyPI's nvidia-cublas; name its folder in LD_LIBRARY_PATH",
+    ),
+    (
+        c"curandCreateGenerator",
+        c"libcurand.so.10",
+        "it comes with CUDA 13 and with PyPI's nvidia-curand; name its folder in LD_LIBRARY_PATH",
+    ),
+];
+
+const RTLD_NOW: c_int = 2;
+/// All that the process has loaded and made visible.
+const RTLD_DEFAULT: *mut c_void = std::ptr::null_mut();
+
+unsafe extern "C" {
+    fn dlopen(file: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    fn dlerror() -> *const c_char;
+}
+
+/// The first library that is neither loaded nor can be, as a sentence with a hint.
+pub(super) fn missing_library() -> Option<String> {
+    LIBRARIES
+        .iter()
+        .find_map(|(function, file, origin)| missing(function, file, origin))
+}
+
+fn missing(function: &CStr, file: &CStr, origin: &str) -> Option<String> {
+    // SAFETY: both names end in a zero byte. NVIDIA's libraries may be loaded at any time; one that is stays loaded.
+    // `dlerror` is null or a text of this thread that lives until its next call of these functions.
+    let reason = unsafe {
+        if !dlsym(RTLD_DEFAULT, function.as_ptr()).is_null()
+            || !dlopen(file.as_ptr(), RTLD_NOW).is_null()
+        {
+            return None;
+        }
+        let text = dlerror();
+        (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
+    };
+    let file = file.to_string_lossy();
+    let reason = reason.unwrap_or_default();
+    let reason = reason.trim_start_matches(&*file);
+    Some(format!(
+        "{file} could not be loaded{reason}\nhint: {origin}"
+    ))
+}
