@@ -7,6 +7,8 @@ mod run;
 #[path = "end_to_end/tensors.rs"]
 mod tensors;
 
+#[path = "end_to_end/brain_float.rs"]
+mod brain_float;
 #[path = "end_to_end/degrees.rs"]
 mod degrees;
 #[path = "end_to_end/determinism.rs"]
@@ -15,6 +17,8 @@ mod determinism;
 mod edge_cases;
 #[path = "end_to_end/faults.rs"]
 mod faults;
+#[path = "end_to_end/frozen.rs"]
+mod frozen;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
 #[path = "end_to_end/reference.rs"]

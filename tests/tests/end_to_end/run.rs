@@ -53,11 +53,29 @@ impl Layout {
     }
 }
 
+/// What is trained, and in which type.
+#[derive(Clone, Copy)]
+pub struct Variant {
+    pub dtype: DType,
+    pub is_frozen: fn(&str) -> bool,
+}
+
+impl Default for Variant {
+    fn default() -> Self {
+        Self {
+            dtype: DType::F32,
+            is_frozen: |_| false,
+        }
+    }
+}
+
 /// What a run gave.
 pub struct Outcome {
     pub metrics: Vec<StepMetrics>,
     pub first_gradients: Tensors,
     pub final_weights: Tensors,
+    /// Names of the parameters of which the first rank has optimizer state.
+    pub optimized: Vec<String>,
 }
 
 /// Whether position `.1` of sequence `.0` of a global batch has no target.
@@ -70,10 +88,29 @@ pub fn train(fixture: &Fixture, run: &Run, layout: Layout) -> Result<Outcome> {
 
 /// As [`train`], without the targets that `mask` ignores.
 pub fn train_masked(fixture: &Fixture, run: &Run, layout: Layout, mask: Mask) -> Result<Outcome> {
+    train_on_mesh(fixture, run, layout, (mask, Variant::default()))
+}
+
+/// As [`train`], in another type or with frozen parameters.
+pub fn train_variant(
+    fixture: &Fixture,
+    run: &Run,
+    layout: Layout,
+    variant: Variant,
+) -> Result<Outcome> {
+    train_on_mesh(fixture, run, layout, (|_, _| false, variant))
+}
+
+fn train_on_mesh(
+    fixture: &Fixture,
+    run: &Run,
+    layout: Layout,
+    what: (Mask, Variant),
+) -> Result<Outcome> {
     let outcome = Mutex::new(None);
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let result = train_rank(fixture, run, layout, mask, &mesh)?;
+        let result = train_rank(fixture, run, layout, what, &mesh)?;
         if mesh.world.rank() == 0 {
             *outcome.lock().unwrap() = Some(result);
         }
@@ -95,10 +132,10 @@ fn train_rank(
     fixture: &Fixture,
     run: &Run,
     layout: Layout,
-    mask: Mask,
+    (mask, variant): (Mask, Variant),
     mesh: &Mesh,
 ) -> Result<Outcome> {
-    let stage = load(fixture, mesh)?;
+    let stage = load_variant(fixture, mesh, variant)?;
     let batches = batches(fixture, run, mesh)?;
     let config = run.train_config(layout.zero, layout.schedule);
 
@@ -112,7 +149,16 @@ fn train_rank(
     pipeline.forward_backward(&stage, &micro_batches, num_targets, &mut gradients)?;
     let reduced = optimizer.reduce(&mut gradients)?;
     let local = optimizer.local_gradients(&reduced)?;
-    let first_gradients = gather(&stage, mesh, |index| Ok(local[&index].clone()))?;
+    let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
+        Some(grad) => Ok(grad.clone()),
+        None => stage
+            .params()
+            .get(index)
+            .var
+            .zeros_like()?
+            .to_dtype(DType::F32),
+    })?;
+    first_gradients.retain(|name, _| !(variant.is_frozen)(name));
 
     let mut trainer = Trainer::new(config, mesh, stage)?;
     let metrics = (0..run.steps)
@@ -126,6 +172,12 @@ fn train_rank(
         metrics,
         first_gradients,
         final_weights,
+        optimized: trainer
+            .optimizer()
+            .moments()?
+            .into_iter()
+            .map(|moments| moments.name)
+            .collect(),
     })
 }
 
@@ -152,12 +204,16 @@ fn masked(batches: &Batches, step: usize, mask: Mask, mesh: &Mesh) -> Result<Vec
 
 /// This rank's stage of the fixture's model.
 pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
+    load_variant(fixture, mesh, Variant::default())
+}
+
+fn load_variant(fixture: &Fixture, mesh: &Mesh, variant: Variant) -> Result<Stage> {
     let config = LlamaConfig::from_file(fixture.model_dir().join("config.json"))?;
-    let store = ParamStore::from_pretrained(fixture.model_dir())?;
+    let store = ParamStore::from_pretrained(fixture.model_dir())?.freeze(variant.is_frozen);
     Llama::stage(
         &config,
         mesh,
-        &store.builder(DType::F32, mesh.world.device()),
+        &store.builder(variant.dtype, mesh.world.device()),
     )
 }
 
@@ -184,7 +240,13 @@ pub fn gather(
     for entry in stage.params().catalog() {
         if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
             assert_eq!(whole.dims(), entry.shape);
-            tensors.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
+            tensors.insert(
+                entry.name.clone(),
+                whole
+                    .flatten_all()?
+                    .to_dtype(DType::F32)?
+                    .to_vec1::<f32>()?,
+            );
         }
     }
     Ok(tensors)

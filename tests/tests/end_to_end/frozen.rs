@@ -1,0 +1,61 @@
+//! Frozen parameters: they stay as they are, have no optimizer state, and the others train as if they were not.
+
+use candle_core::DType;
+use candle_parallel::ZeroStage;
+
+use crate::fixture::Fixture;
+use crate::run::{Layout, Variant, train_variant};
+
+const PARTS: [fn(&str) -> bool; 6] = [
+    |name| !name.contains("norm"),
+    |name| name.contains("norm"),
+    |name| name.contains("embed_tokens"),
+    |name| name.contains("self_attn"),
+    |name| name.contains("mlp.down_proj") || name.contains("lm_head"),
+    |name| name.contains("layers.0.") || name.contains("layers.1."),
+];
+
+#[test]
+fn frozen_parameters_stay_and_the_others_get_the_gradients_they_had() {
+    for (name, dtype) in [
+        ("gqa", DType::F32),
+        ("tied_bias", DType::F32),
+        ("bf16_sharded", DType::BF16),
+    ] {
+        let fixture = Fixture::new(name);
+        let mut run = fixture.run.clone();
+        // Fast enough for two steps to move weights of bf16.
+        (run.lr, run.warmup_steps, run.seq_len) = (0.1, 0, 16);
+        for (pp, dp, tp) in [(1, 1, 1), (2, 1, 2)] {
+            let layout = Layout {
+                zero: ZeroStage::One,
+                ..Layout::new(pp, dp, tp)
+            };
+            let train = |is_frozen: fn(&str) -> bool, steps: usize| {
+                let mut run = run.clone();
+                run.steps = steps;
+                train_variant(&fixture, &run, layout, Variant { dtype, is_frozen }).unwrap()
+            };
+            let all = train(|_| false, 2);
+            let before = train(|_| false, 0).final_weights;
+            for (part, is_frozen) in PARTS.into_iter().enumerate() {
+                let what = format!("{name} {dtype:?} {layout:?}, part {part}");
+                let ours = train(is_frozen, 2);
+                let mut gradients = all.first_gradients.clone();
+                gradients.retain(|name, _| !is_frozen(name));
+                assert!(!gradients.is_empty(), "{what}");
+                assert!(
+                    ours.first_gradients == gradients,
+                    "{what}: gradients differ"
+                );
+                assert!(!ours.optimized.iter().any(|name| is_frozen(name)), "{what}");
+                for (name, values) in &ours.final_weights {
+                    if is_frozen(name) {
+                        assert!(*values == before[name], "{what}: {name} has changed");
+                    }
+                }
+                assert!(ours.final_weights != before, "{what}: nothing was trained");
+            }
+        }
+    }
+}
