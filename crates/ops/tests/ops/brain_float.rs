@@ -9,7 +9,7 @@ use candle_ops::{
     embedding_grad_into, linear, linear_bias_grad, linear_bias_grad_into, linear_forward,
     linear_forward_add, linear_input_grad, linear_input_grad_sum, linear_weight_grad,
     linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
-    row_max, sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
+    round_into, row_max, sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
 };
 
 /// Values that bf16 holds, as f32.
@@ -231,6 +231,29 @@ fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
         for part in ["one dtype", "F32", "BF16"] {
             assert!(message.contains(part), "{i}: {message}");
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn rounding_into_a_view_is_candles_rounding_and_leaves_the_rest() -> Result<()> {
+    let (values, buffer) = (
+        random(1, 30_000)?,
+        Tensor::ones(30_003, BF16, &Device::Cpu)?,
+    );
+    let view = buffer.narrow(0, 2, 30_000)?;
+    round_into(&view, &values)?;
+    let want = values.to_dtype(BF16)?.to_dtype(F32)?;
+    let got = floats(&buffer.to_dtype(F32)?)?;
+    assert_eq!(got[2..30_002], floats(&want)?);
+    assert_eq!([got[0], got[1], got[30_002]], [1.0; 3]);
+    for (dst, values, part) in [
+        (&view, &random(2, 3)?, "as many values"),
+        (&view, &buffer.narrow(0, 0, 30_000)?, "F32"),
+        (&values, &values.copy()?, "BF16"),
+    ] {
+        let message = round_into(dst, values).expect_err(part).to_string();
+        assert!(message.contains(part), "{message}");
     }
     Ok(())
 }
