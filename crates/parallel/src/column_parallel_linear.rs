@@ -2,7 +2,7 @@
 //! (arXiv:1909.08053, section 3).
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{Module, Result, Tensor};
+use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Init;
 use candle_ops::{
     linear_bias_grad, linear_bias_grad_into, linear_forward, linear_input_grad,
@@ -84,15 +84,21 @@ impl ColumnParallelLinear {
         linear_forward(xs, &self.weight, self.bias.as_ref())
     }
 
-    /// Writes the gradients of weight and bias; `dy` (.., local_out) is that of the output for the input `xs` (.., in).
+    /// Whether the backward pass reads the layer's input: only the gradient of a trainable weight does.
+    pub fn needs_input(&self) -> bool {
+        self.weight.track_op()
+    }
+
+    /// Writes the gradients of weight and bias; `dy` (.., local_out) is that of the output for the input `xs` (.., in), which
+    /// may be missing if [`Self::needs_input`] is false.
     pub fn write_gradients(
         &self,
         dy: &Tensor,
-        xs: &Tensor,
+        xs: Option<&Tensor>,
         gradients: &mut Gradients,
     ) -> Result<()> {
         gradients.write(&self.weight, |dst, add| {
-            linear_weight_grad_into(dst, add, dy, xs)
+            linear_weight_grad_into(dst, add, dy, kept(xs)?)
         })?;
         match &self.bias {
             None => Ok(()),
@@ -102,10 +108,11 @@ impl ColumnParallelLinear {
 }
 
 /// Backward pass of layers that share the input `xs` (.., in), each with the gradient (.., local_out) of its output: the
-/// gradient of the input, summed over `tp`, which is under way while the weights' gradients are computed.
+/// gradient of the input, summed over `tp`, which is under way while the weights' gradients are computed. The input may be
+/// missing if no layer [needs](ColumnParallelLinear::needs_input) it.
 pub fn column_parallel_backward(
     layers: &[(&ColumnParallelLinear, &Tensor)],
-    xs: &Tensor,
+    xs: Option<&Tensor>,
     tp: &ProcessGroup,
     gradients: &mut Gradients,
 ) -> Result<Tensor> {
@@ -118,6 +125,17 @@ pub fn column_parallel_backward(
         layer.write_gradients(dy, xs, gradients)?;
     }
     started.wait()
+}
+
+/// The input of a layer whose weight is trained.
+pub(crate) fn kept(xs: Option<&Tensor>) -> Result<&Tensor> {
+    match xs {
+        Some(xs) => Ok(xs),
+        None => bail!(
+            "a linear layer with a trainable weight got no input in its backward pass\nhint: keep the input if needs_input() \
+             says so"
+        ),
+    }
 }
 
 impl Module for ColumnParallelLinear {

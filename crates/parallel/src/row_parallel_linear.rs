@@ -9,6 +9,7 @@ use candle_ops::{
     linear_weight_grad, linear_weight_grad_into, with_backward2,
 };
 
+use crate::column_parallel_linear::kept;
 use crate::gradients::Gradients;
 use crate::param_builder::{ParamBuilder, WEIGHT_INIT};
 use crate::shard::Shard;
@@ -76,11 +77,21 @@ impl RowParallelLinear {
         self.tp.all_reduce(&partial, ReduceOp::Sum)
     }
 
+    /// Whether the backward pass reads the layer's input: only the gradient of a trainable weight does.
+    pub fn needs_input(&self) -> bool {
+        self.weight.track_op()
+    }
+
     /// The gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out); writes the gradients of weight
-    /// and bias.
-    pub fn backward(&self, dy: &Tensor, xs: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+    /// and bias. The input may be missing if [`Self::needs_input`] is false.
+    pub fn backward(
+        &self,
+        dy: &Tensor,
+        xs: Option<&Tensor>,
+        gradients: &mut Gradients,
+    ) -> Result<Tensor> {
         gradients.write(&self.weight, |dst, add| {
-            linear_weight_grad_into(dst, add, dy, xs)
+            linear_weight_grad_into(dst, add, dy, kept(xs)?)
         })?;
         if let Some(bias) = &self.bias {
             gradients.write(bias, |dst, add| linear_bias_grad_into(dst, add, dy))?;

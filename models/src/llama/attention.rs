@@ -27,9 +27,10 @@ pub(super) struct Attention {
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs: the input, q and k after rotation, v, the heads' output and its log-sum-exp.
+/// What the backward pass needs: the input if weights that read it are trained, q and k after rotation, v, the heads' output
+/// and its log-sum-exp.
 pub(super) struct Saved {
-    xs: Tensor,
+    xs: Option<Tensor>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,6 +84,8 @@ impl Attention {
         let (ys, lse) = attention_forward(&q, &k, &v, self.scale(), self.groups)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let out = self.o_proj.forward_add_detached(&ys, residual)?;
+        let readers = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let xs = readers.iter().any(|proj| proj.needs_input()).then_some(xs);
         Ok((
             out,
             Saved {
@@ -106,10 +109,10 @@ impl Attention {
             ys,
             lse,
         } = saved;
-        let (_b, t, _hidden) = xs.dims3()?;
+        let (_b, t, _num_heads, _head_dim) = q.dims4()?;
         let dys = self
             .o_proj
-            .backward(dy, &ys, gradients)?
+            .backward(dy, Some(&ys), gradients)?
             .reshape(q.dims())?;
         let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &dys, self.scale(), self.groups)?;
         let (cos, sin) = self.rotary.get(t)?;
@@ -122,6 +125,6 @@ impl Attention {
             (&self.k_proj, &dk),
             (&self.v_proj, &dv),
         ];
-        column_parallel_backward(&layers, &xs, &self.tp, gradients)
+        column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
     }
 }

@@ -18,12 +18,13 @@ pub(super) struct Mlp {
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs: the input, and gate, up and their product before the last projection.
+/// What the backward pass needs: gate and up, and if weights that read them are trained, the input and what the last
+/// projection gets.
 pub(super) struct Saved {
-    xs: Tensor,
+    xs: Option<Tensor>,
     gate: Tensor,
     up: Tensor,
-    ys: Tensor,
+    ys: Option<Tensor>,
 }
 
 impl Mlp {
@@ -49,15 +50,22 @@ impl Mlp {
         let up = self.up_proj.forward_detached(&xs)?;
         let ys = swiglu_forward(&gate, &up)?;
         let out = self.down_proj.forward_add_detached(&ys, residual)?;
-        Ok((out, Saved { xs, gate, up, ys }))
+        let reads_xs = self.gate_proj.needs_input() || self.up_proj.needs_input();
+        let saved = Saved {
+            xs: reads_xs.then_some(xs),
+            gate,
+            up,
+            ys: self.down_proj.needs_input().then_some(ys),
+        };
+        Ok((out, saved))
     }
 
     /// The gradient of `xs` from that of the output; (b, t, hidden) both.
     pub fn backward(&self, saved: Saved, dy: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
         let Saved { xs, gate, up, ys } = saved;
-        let dys = self.down_proj.backward(dy, &ys, gradients)?;
+        let dys = self.down_proj.backward(dy, ys.as_ref(), gradients)?;
         let (dgate, dup) = swiglu_backward(&gate, &up, &dys)?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
-        column_parallel_backward(&layers, &xs, &self.tp, gradients)
+        column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
     }
 }

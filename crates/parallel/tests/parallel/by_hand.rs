@@ -61,10 +61,10 @@ impl Gated {
         dy: &Tensor,
         gradients: &mut Gradients,
     ) -> Result<Tensor> {
-        let dproduct = self.down.backward(dy, &product, gradients)?;
+        let dproduct = self.down.backward(dy, Some(&product), gradients)?;
         let (dleft, dright) = ((&dproduct * right)?, (&dproduct * left)?);
         let layers = [(&self.left, &dleft), (&self.right, &dright)];
-        dy + column_parallel_backward(&layers, &xs, &self.tp, gradients)?
+        dy + column_parallel_backward(&layers, Some(&xs), &self.tp, gradients)?
     }
 }
 
