@@ -1,5 +1,7 @@
 //! The example programs run as a user runs them: what they print, what they write, and how they refuse bad input.
 
+#[path = "cli/bench.rs"]
+mod bench;
 #[path = "cli/config.rs"]
 mod config;
 #[path = "cli/data.rs"]
