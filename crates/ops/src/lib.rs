@@ -21,7 +21,7 @@ mod brain_float;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub mod cuda;
 mod device_choice;
 mod embedding;
 mod exp;

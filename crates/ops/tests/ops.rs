@@ -10,12 +10,16 @@ mod check;
 mod cross_entropy;
 #[path = "ops/determinism.rs"]
 mod determinism;
+#[path = "ops/device_choice.rs"]
+mod device_choice;
 #[path = "ops/elementwise.rs"]
 mod elementwise;
 #[path = "ops/embedding.rs"]
 mod embedding;
 #[path = "ops/errors.rs"]
 mod errors;
+#[path = "ops/kernel_signatures.rs"]
+mod kernel_signatures;
 #[path = "ops/linear.rs"]
 mod linear;
 #[path = "ops/pieces.rs"]

@@ -1,8 +1,40 @@
-//! The operations on a GPU: kernels from `kernels/`, launched on candle's stream, and cuBLAS for matrix products.
+//! The operations on a GPU, in f32 and bf16: kernels from `kernels/`, launched on candle's stream, and cuBLAS for matrix
+//! products. All functions work outside any graph.
+//!
+//! The launch code has been compiled, and its argument lists compared with the kernels' sources; the kernels themselves
+//! run on the CPU in tests. Nothing here has run on a GPU yet.
 
 #![allow(unsafe_code)]
 
+mod adamw;
+mod attention;
+mod column_sum;
+mod cross_entropy;
 mod device;
+mod elements;
+mod embedding;
+mod grad_norm;
+mod kernel_table;
+mod launch;
 mod library;
+mod linear;
+mod pointer;
+mod rms_norm;
+mod rope;
+mod swiglu;
+mod values;
 
+pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
+pub use attention::{AttentionGrad, attention_backward, attention_forward};
+pub use column_sum::linear_bias_grad_into;
+pub use cross_entropy::{
+    LossGrad, cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,
+};
 pub(crate) use device::open;
+pub use elements::{add_into, cast_into, fill};
+pub use embedding::{embedding_forward, embedding_grad_add};
+pub use grad_norm::{clip_scale, sum_of_squares_into};
+pub use linear::{linear_forward, linear_input_grad, linear_weight_grad_into};
+pub use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub use rope::rope_in_place;
+pub use swiglu::{swiglu_backward, swiglu_forward};

@@ -1,0 +1,50 @@
+//! Names of devices.
+
+use candle_ops::DeviceChoice;
+
+#[test]
+fn names_are_read_and_written() {
+    let choices = [
+        ("cpu", DeviceChoice::Cpu, "cpu"),
+        ("cuda", DeviceChoice::Cuda(0), "cuda:0"),
+        ("cuda:3", DeviceChoice::Cuda(3), "cuda:3"),
+    ];
+    for (name, expected, written) in choices {
+        let choice: DeviceChoice = name.parse().unwrap();
+        assert_eq!(choice, expected);
+        assert_eq!(choice.to_string(), written);
+    }
+}
+
+#[test]
+fn other_names_are_errors_that_say_what_is_expected() {
+    for name in [
+        "",
+        "gpu",
+        "cuda:",
+        "cuda:+1",
+        "cuda:-1",
+        "cuda:x",
+        "CUDA",
+        "cuda:99999999999999999999",
+    ] {
+        let error = name.parse::<DeviceChoice>().unwrap_err().to_string();
+        assert!(
+            error.contains("`cuda:N`") && error.contains(&format!("`{name}`")),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn the_cpu_opens() {
+    assert!(DeviceChoice::Cpu.open().unwrap().is_cpu());
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_needs_a_build_with_cuda() {
+    assert_eq!(DeviceChoice::preferred(), DeviceChoice::Cpu);
+    let error = DeviceChoice::Cuda(0).open().unwrap_err().to_string();
+    assert!(error.contains("built without CUDA"), "{error}");
+}
