@@ -85,7 +85,8 @@ impl Gradients {
         })
     }
 
-    /// Adds `grad` to the gradient of parameter `index`.
+    /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
+    /// so rounded once a micro-batch if that is bf16; what [`Self::write`] is used for is never rounded.
     pub fn accumulate(&mut self, index: usize, grad: &Tensor) -> Result<()> {
         let param = self.params.get(index);
         if grad.dims() != param.var.dims() {
