@@ -21,6 +21,8 @@ fn values_out_of_range_are_refused_with_the_name_and_the_value() {
         ("--zero", "2", &["2", "0..=1", "--zero"]),
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
         ("--dtype", "f64", &["'f64'", "f32, bf16"]),
+        ("--device", "gpu", &["'gpu'", "--device", "`cuda:N`"]),
+        ("--device", "cuda", &["cuda"]),
         (
             "--freeze",
             "layers.(",
