@@ -44,6 +44,8 @@ enum Segment {
         backward: Backward,
         num_writes: Vec<usize>,
     },
+    /// Nothing at or before this block is trained: the backward pass ends after it.
+    Frozen,
 }
 
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
@@ -150,8 +152,17 @@ impl Stage {
     ) -> Result<(Tensor, Tape)> {
         let mut segments = Vec::with_capacity(self.blocks.len());
         let mut xs = input;
-        for block in &self.blocks {
-            let (output, segment) = segment_forward(block, xs, batch, pass)
+        let num_frozen = self.num_frozen_blocks();
+        for (position, block) in self.blocks.iter().enumerate() {
+            let result = if position < num_frozen {
+                let output = block
+                    .block
+                    .forward(xs.as_ref().unwrap_or(&batch.tokens), batch);
+                output.map(|output| (output.detach(), Segment::Frozen))
+            } else {
+                segment_forward(block, xs, batch, pass)
+            };
+            let (output, segment) = result
                 .map_err(|err| err.context(format!("forward pass of block {}", block.index)))?;
             xs = Some(output);
             segments.push(segment);
@@ -159,6 +170,23 @@ impl Stage {
         match xs {
             Some(xs) => Ok((xs, Tape { segments })),
             None => bail!("a pipeline stage without blocks"),
+        }
+    }
+
+    /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
+    /// to reach them. A later stage passes gradients on, as it does not know what the stages before it train.
+    fn num_frozen_blocks(&self) -> usize {
+        let is_trained = |block: &StageBlock| {
+            let mut params = block.params.iter();
+            params.any(|&index| self.params.get(index).trainable)
+        };
+        match self.is_first() {
+            true => self
+                .blocks
+                .iter()
+                .take_while(|block| !is_trained(block))
+                .count(),
+            false => 0,
         }
     }
 
@@ -191,6 +219,7 @@ impl Stage {
                 );
             };
             upstream = match segment {
+                Segment::Frozen => return Ok(None),
                 Segment::ByHand {
                     backward,
                     num_writes,
