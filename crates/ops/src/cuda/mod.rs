@@ -8,6 +8,7 @@
 
 mod adamw;
 mod attention;
+mod attention_backward;
 mod column_sum;
 mod cross_entropy;
 mod device;
@@ -25,7 +26,8 @@ mod swiglu;
 mod values;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
-pub use attention::{AttentionGrad, attention_backward, attention_forward};
+pub use attention::attention_forward;
+pub use attention_backward::{AttentionGrad, attention_backward};
 pub use column_sum::linear_bias_grad_into;
 pub use cross_entropy::{
     LossGrad, cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,

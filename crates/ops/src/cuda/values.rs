@@ -2,12 +2,13 @@
 
 use super::launch::Launch;
 use super::pointer::{In, Out};
+use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CudaDevice, CudaStorage, InplaceOp1, Layout, Result, Shape, Storage, StorageRef,
-    Tensor, WithDType, bail,
+    CpuStorage, CudaDevice, CudaStorage, Device, InplaceOp1, Layout, Result, Shape, Storage,
+    StorageRef, Tensor, WithDType, bail,
 };
 use half::bf16;
 use std::cell::Cell;
@@ -61,7 +62,7 @@ impl Gpu {
     /// The GPU that holds `tensor`.
     pub(super) fn of(op: &'static str, tensor: &Tensor) -> Result<Self> {
         match tensor.device() {
-            candle_core::Device::Cuda(device) => Ok(Self {
+            Device::Cuda(device) => Ok(Self {
                 device: device.clone(),
                 op,
             }),
@@ -137,13 +138,7 @@ impl Gpu {
         what: &str,
         tensor: &'a Tensor,
     ) -> Result<Values<'a>> {
-        check::<T>(self.op, what, tensor)?;
-        if !tensor
-            .device()
-            .same_device(&candle_core::Device::Cuda(self.device.clone()))
-        {
-            bail!("{}: {what} is on another device than the rest", self.op)
-        }
+        self.check::<T>(what, tensor)?;
         Values::new::<T>(tensor)
     }
 
@@ -154,7 +149,7 @@ impl Gpu {
         dst: &Tensor,
         write: impl FnOnce(Out<T>) -> Result<()>,
     ) -> Result<()> {
-        check::<T>(self.op, what, dst)?;
+        self.check::<T>(what, dst)?;
         if dst.elem_count() == 0 {
             return Ok(());
         }
@@ -165,19 +160,23 @@ impl Gpu {
             of: std::marker::PhantomData,
         })
     }
-}
 
-fn check<T: WithDType>(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
-    if !tensor.device().is_cuda() || tensor.dtype() != T::DTYPE || !tensor.is_contiguous() {
-        bail!(
-            "{op}: {what} must be contiguous {:?} on CUDA, got dtype {:?} on device {:?} with strides {:?}",
-            T::DTYPE,
-            tensor.dtype(),
-            tensor.device().location(),
-            tensor.stride()
-        )
+    fn check<T: WithDType>(&self, what: &str, tensor: &Tensor) -> Result<()> {
+        let op = self.op;
+        if !tensor.device().is_cuda() || tensor.dtype() != T::DTYPE || !tensor.is_contiguous() {
+            bail!(
+                "{op}: {what} must be contiguous {:?} on CUDA, got dtype {:?} on device {:?} with strides {:?}",
+                T::DTYPE,
+                tensor.dtype(),
+                tensor.device().location(),
+                tensor.stride()
+            )
+        }
+        match tensor.device() {
+            Device::Cuda(device) if device.same_device(&self.device) => Ok(()),
+            _ => bail!("{op}: {what} is on another device than the rest"),
+        }
     }
-    Ok(())
 }
 
 /// The values of a tensor under candle's read lock.

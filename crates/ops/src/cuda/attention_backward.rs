@@ -1,0 +1,184 @@
+//! The backward pass of causal attention on the GPU: scores are computed again, once for the queries' gradient and once for
+//! that of keys and values.
+
+use super::attention::{NAME, Sizes};
+use super::launch;
+use super::values::{BLOCK, Element, Fresh, Gpu, Values, by_dtype, dims_must_be, same_shape};
+use crate::HeadGroups;
+use candle_core::{Result, Tensor};
+
+/// What the forward pass read and wrote, and the gradient of what it returned.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGrad<'a> {
+    /// `(b, t, heads, d)`.
+    pub q: &'a Tensor,
+    /// `(b, t, kv_heads, d)`.
+    pub k: &'a Tensor,
+    /// `(b, t, kv_heads, d)`.
+    pub v: &'a Tensor,
+    /// The output, of the shape of q.
+    pub out: &'a Tensor,
+    /// `(b, heads, t)` f32.
+    pub log_sum_exp: &'a Tensor,
+    /// Gradient of the output.
+    pub grad: &'a Tensor,
+}
+
+/// Gradients of q, k and v, in their shapes and dtype.
+///
+/// # Errors
+/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
+pub fn attention_backward(
+    pass: AttentionGrad,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let [q, k, v, out, grad] =
+        [pass.q, pass.k, pass.v, pass.out, pass.grad].map(Tensor::contiguous);
+    let (q, k, v, out, grad) = (q?, k?, v?, out?, grad?);
+    let pass = AttentionGrad {
+        q: &q,
+        k: &k,
+        v: &v,
+        out: &out,
+        grad: &grad,
+        ..pass
+    };
+    by_dtype!(NAME, q.dtype(), T => {
+        let gpu = Gpu::of(NAME, &q)?;
+        let pass = Pass::new::<T>(&gpu, pass, scale, groups)?;
+        let delta = pass.delta::<T>()?;
+        let dq = pass.q_grad::<T>(&delta)?.into_tensor(q.shape());
+        let (dk, dv) = pass.kv_grads::<T>(&delta)?;
+        Ok((dq, dk.into_tensor(k.shape()), dv.into_tensor(v.shape())))
+    })
+}
+
+/// The tensors of [`AttentionGrad`], checked, of one dtype.
+struct Pass<'a> {
+    gpu: &'a Gpu,
+    sizes: Sizes,
+    scale: f32,
+    q: Values<'a>,
+    k: Values<'a>,
+    v: Values<'a>,
+    out: Values<'a>,
+    log_sum_exp: Values<'a>,
+    grad: Values<'a>,
+}
+
+impl<'a> Pass<'a> {
+    fn new<T: Element>(
+        gpu: &'a Gpu,
+        pass: AttentionGrad<'a>,
+        scale: f32,
+        groups: HeadGroups,
+    ) -> Result<Self> {
+        let AttentionGrad {
+            q,
+            k,
+            v,
+            out,
+            log_sum_exp,
+            grad,
+        } = pass;
+        let sizes = Sizes::new(gpu, [q, k, v], groups)?;
+        same_shape(
+            NAME,
+            &[("q", q), ("the output", out), ("the gradient", grad)],
+        )?;
+        let rows = [sizes.b, sizes.heads, sizes.t];
+        dims_must_be(NAME, "log_sum_exp", log_sum_exp, &rows)?;
+        Ok(Self {
+            gpu,
+            sizes,
+            scale,
+            q: gpu.read::<T>("q", q)?,
+            k: gpu.read::<T>("k", k)?,
+            v: gpu.read::<T>("v", v)?,
+            out: gpu.read::<T>("the output", out)?,
+            log_sum_exp: gpu.read::<f32>("log_sum_exp", log_sum_exp)?,
+            grad: gpu.read::<T>("the gradient", grad)?,
+        })
+    }
+
+    /// The product of output and gradient, summed over each head: `(b, heads, t)`.
+    fn delta<T: Element>(&self) -> Result<Fresh<f32>> {
+        let (gpu, rows) = (self.gpu, self.sizes.num_rows());
+        let delta = gpu.alloc::<f32>(rows)?;
+        let [t, heads, _, d] = self.sizes.counts(gpu)?;
+        if rows > 0 {
+            let launch = gpu.blocks(rows.div_ceil(8).min(2112), BLOCK, 0)?;
+            let (out, grad) = (self.out.get::<T>(), self.grad.get());
+            // SAFETY: out and grad have rows of d values, delta one for each row.
+            unsafe {
+                launch::attention_delta(&launch, delta.out(), out, grad, rows as i64, t, heads, d)
+            }?;
+        }
+        Ok(delta)
+    }
+
+    fn q_grad<T: Element>(&self, delta: &Fresh<f32>) -> Result<Fresh<T>> {
+        let (gpu, s) = (self.gpu, &self.sizes);
+        let [t, heads, kv_heads, d] = s.counts(gpu)?;
+        let [group_size, group_offset] = s.groups(gpu)?;
+        let num_rows = s.num_rows();
+        let dq = gpu.alloc::<T>(num_rows * d as usize)?;
+        if num_rows > 0 && d > 0 {
+            // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+            unsafe {
+                launch::attention_backward_q(
+                    &gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(4, 1))?,
+                    dq.out(),
+                    self.q.get::<T>(),
+                    self.k.get(),
+                    self.v.get(),
+                    self.grad.get(),
+                    self.log_sum_exp.get(),
+                    delta.out().read(),
+                    t,
+                    heads,
+                    kv_heads,
+                    d,
+                    group_size,
+                    group_offset,
+                    self.scale,
+                )
+            }?;
+        }
+        Ok(dq)
+    }
+
+    /// Of keys and values; zeros for heads that no query reads.
+    fn kv_grads<T: Element>(&self, delta: &Fresh<f32>) -> Result<(Fresh<T>, Fresh<T>)> {
+        let (gpu, s) = (self.gpu, &self.sizes);
+        let [t, heads, kv_heads, d] = s.counts(gpu)?;
+        let [group_size, group_offset] = s.groups(gpu)?;
+        let len = s.b * s.t * s.kv_heads * d as usize;
+        let (dk, dv) = (gpu.alloc::<T>(len)?, gpu.alloc::<T>(len)?);
+        if len > 0 {
+            // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+            unsafe {
+                launch::attention_backward_kv(
+                    &gpu.grid(s.blocks(s.kv_heads), BLOCK, s.shared_bytes(4, 2))?,
+                    dk.out(),
+                    dv.out(),
+                    self.q.get::<T>(),
+                    self.k.get(),
+                    self.v.get(),
+                    self.grad.get(),
+                    self.log_sum_exp.get(),
+                    delta.out().read(),
+                    t,
+                    heads,
+                    kv_heads,
+                    d,
+                    group_size,
+                    group_offset,
+                    self.scale,
+                )
+            }?;
+        }
+        Ok((dk, dv))
+    }
+}
