@@ -1,6 +1,7 @@
 //! Table look-up: `y[i] = weight[ids[i]]`; backward: `dweight[v] = sum of dy[i] over ids[i] = v`, in the order of `i`.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::dispatch::on_cuda;
 use crate::filled::{filled, zeros};
 use crate::host::HostU32;
 use crate::host_floats::HostFloats;
@@ -61,8 +62,9 @@ pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -
     if !len.is_multiple_of(h.max(1)) {
         bail!("{NAME}: expected a gradient buffer of rows of {h}, got {len} values")
     }
+    on_cuda!(dst => crate::cuda::embedding_grad_into(dst, add, ids, dy));
     let (dy, ids) = gradient_and_ids(ids, dy)?;
-    write(NAME, dst, len, |dst| {
+    write(NAME, "dst", dst, len, |dst| {
         scatter_add(dst, add, &dy.read(), &ids.read(), h);
     })
 }

@@ -2,8 +2,10 @@
 
 use crate::brain_float::{round_into, widened};
 use crate::host_floats::HostFloats;
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor, bail};
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use half::bf16;
 use std::cell::Cell;
+use std::marker::PhantomData;
 
 /// Lets `change` write the values of `xs`, the argument `what` of the operation `op`, and returns the tensor. Values of
 /// bf16 are widened for it and rounded back.
@@ -22,26 +24,70 @@ pub(crate) fn in_place(
     Ok(xs)
 }
 
-/// Lets `write` fill or change the `len` values of `dst`, the f32 buffer that the operation `op` writes to, such as a view
-/// of a larger one.
+/// A type of values that [`write`] finds in a storage.
+pub(crate) trait HostValue: Sized {
+    const DTYPE: DType;
+
+    fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! host_values {
+    ($($value:ty, $dtype:ident;)*) => {
+        $(impl HostValue for $value {
+            const DTYPE: DType = DType::$dtype;
+
+            fn of(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$dtype(values) => Some(values),
+                    _ => None,
+                }
+            }
+        })*
+    };
+}
+
+host_values! {
+    f32, F32;
+    f64, F64;
+    bf16, BF16;
+}
+
+/// Lets `write` fill or change the `len` values of `dst`, the argument `what` that the operation `op` writes to, such as a
+/// view of a larger buffer.
 ///
 /// # Errors
-/// When `dst` has another number of values, is not contiguous, or is not f32 or bf16 on the CPU.
-pub(crate) fn write(
+/// When `dst` has another number of values, is not contiguous, or is not of that dtype on the CPU.
+pub(crate) fn write<T: HostValue>(
     op: &'static str,
+    what: &str,
     dst: &Tensor,
     len: usize,
-    write: impl FnOnce(&mut [f32]),
+    write: impl FnOnce(&mut [T]),
+) -> Result<()> {
+    try_write(op, what, dst, len, |values| {
+        write(values);
+        Ok(())
+    })
+}
+
+/// [`write`] with a function that may fail.
+pub(crate) fn try_write<T: HostValue>(
+    op: &'static str,
+    what: &str,
+    dst: &Tensor,
+    len: usize,
+    write: impl FnOnce(&mut [T]) -> Result<()>,
 ) -> Result<()> {
     if dst.elem_count() != len {
         bail!(
-            "{op}: expected a buffer of {len} values, got {}",
+            "{op}: expected {what} of {len} values, got {}",
             dst.elem_count()
         )
     }
-    if dst.dtype() != DType::F32 || !dst.device().is_cpu() || !dst.is_contiguous() {
+    if dst.dtype() != T::DTYPE || !dst.device().is_cpu() || !dst.is_contiguous() {
         bail!(
-            "{op}: the buffer must be contiguous f32 on the CPU, got dtype {:?} on device {:?} with strides {:?}",
+            "{op}: {what} must be contiguous {:?} on the CPU, got dtype {:?} on device {:?} with strides {:?}",
+            T::DTYPE,
             dst.dtype(),
             dst.device().location(),
             dst.stride()
@@ -50,30 +96,37 @@ pub(crate) fn write(
     if len == 0 {
         return Ok(());
     }
-    dst.inplace_op1(&Write {
+    dst.inplace_op1(&Write::<T, _> {
         op,
         write: Cell::new(Some(write)),
+        of: PhantomData,
     })
 }
 
-/// Calls a function with the values of a buffer, once.
-struct Write<F> {
-    op: &'static str,
-    write: Cell<Option<F>>,
+/// Whether two tensors are views of one storage: candle locks storages, so work on two views at a time would wait for
+/// itself.
+pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {
+    let address = |tensor: &Tensor| -> *const Storage { &*tensor.storage_and_layout().0 };
+    address(a) == address(b)
 }
 
-impl<F: FnOnce(&mut [f32])> InplaceOp1 for Write<F> {
+/// Calls a function with the values of a buffer, once.
+struct Write<T, F> {
+    op: &'static str,
+    write: Cell<Option<F>>,
+    of: PhantomData<T>,
+}
+
+impl<T: HostValue, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Write<T, F> {
     fn name(&self) -> &'static str {
         self.op
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        match (storage, layout.contiguous_offsets(), self.write.take()) {
-            (CpuStorage::F32(values), Some((start, end)), Some(write)) => {
-                write(&mut values[start..end]);
-                Ok(())
-            }
-            _ => bail!("{}: expected contiguous f32 values", self.op),
+        let parts = (T::of(storage), layout.contiguous_offsets());
+        match (parts, self.write.take()) {
+            ((Some(values), Some((start, end))), Some(write)) => write(&mut values[start..end]),
+            _ => bail!("{}: expected contiguous {:?} values", self.op, T::DTYPE),
         }
     }
 }

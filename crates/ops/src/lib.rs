@@ -13,6 +13,8 @@
 
 #![deny(unsafe_code)]
 
+mod adamw;
+mod add_into;
 mod attention;
 mod attention_blocks;
 #[cfg(target_arch = "x86_64")]
@@ -23,9 +25,11 @@ mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod device_choice;
+mod dispatch;
 mod embedding;
 mod exp;
 mod filled;
+mod grad_norm;
 mod head_groups;
 mod host;
 mod host_floats;
@@ -42,14 +46,17 @@ mod vectorised;
 mod vocab_shard;
 mod with_backward;
 
+pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
+pub use add_into::add_into;
 pub use attention::{attention_backward, attention_forward, causal_attention};
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
+pub use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
 pub use linear::{linear, linear_forward, linear_forward_add};
 pub use linear_grad::{
-    add_into, linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
+    linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into,
 };
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};

@@ -2,7 +2,7 @@
 //! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
 
 use crate::OpOutput;
-use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::write;
 use crate::linear::{rows_of, weight_dims};
@@ -101,7 +101,7 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     let op = "linear_weight_grad_into";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
-    write(op, dst, num_out * num_in, |dst| {
+    write(op, "dst", dst, num_out * num_in, |dst| {
         MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
             add,
             Matrix::new(&dy.read(), rows, num_out, num_out).t(),
@@ -136,7 +136,9 @@ pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()>
     let op = "linear_bias_grad_into";
     let num_out = bias_len(op, dy)?;
     let dy = HostFloats::new(op, "dy", dy)?;
-    write(op, dst, num_out, |dst| sum_rows(dst, add, &dy))
+    write(op, "dst", dst, num_out, |dst: &mut [f32]| {
+        sum_rows(dst, add, &dy)
+    })
 }
 
 /// `out` of a gradient `dy (.., out)`.
@@ -167,34 +169,6 @@ fn sum_rows(dst: &mut [f32], add: bool, dy: &HostFloats) {
         }
     });
     sum_partials(dst, add, &partials);
-}
-
-/// Writes, or adds if `add`, `values` to `dst`.
-///
-/// # Shapes
-/// `dst` as many values as `values`, in row-major order, f32.
-///
-/// # Errors
-/// When the numbers of values differ or `values` is not f32 or bf16 on the CPU.
-pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
-    let op = "add_into";
-    let values = HostFloats::new(op, "values", values)?;
-    let values = values.read();
-    write(op, dst, values.len(), |dst| add_values(dst, add, &values))
-}
-
-fn add_values(dst: &mut [f32], add: bool, values: &[f32]) {
-    let (len, work) = (rows_per_chunk(1), dst.len());
-    for_each_chunk(dst, len, work, |chunk, dst| {
-        let values = &values[chunk * len..][..dst.len()];
-        if add {
-            for (dst, value) in dst.iter_mut().zip(values) {
-                *dst += value;
-            }
-        } else {
-            dst.copy_from_slice(values);
-        }
-    });
 }
 
 fn dy_and_xs(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(HostFloats, HostFloats)> {

@@ -22,6 +22,8 @@ mod errors;
 mod kernel_signatures;
 #[path = "ops/linear.rs"]
 mod linear;
+#[path = "ops/optimizer.rs"]
+mod optimizer;
 #[path = "ops/pieces.rs"]
 mod pieces;
 #[path = "ops/rms_norm.rs"]

@@ -1,6 +1,7 @@
 //! Rows of a table, and the gradient of the table, on the GPU. The gradient is summed in the order of the positions: rows
 //! are sorted first, then each is added up by one block.
 
+use super::elements::fill;
 use super::launch;
 use super::values::{BLOCK, Element, Gpu, by_dtype, dims_must_be};
 use candle_core::{Result, Tensor, bail};
@@ -44,25 +45,22 @@ fn forward<T: Element>(table: &Tensor, ids: &Tensor, vocab_start: usize) -> Resu
     Ok(y.into_tensor(dims))
 }
 
-/// Adds the gradient of the table to `dst`; ids that this slice of the vocabulary does not have are skipped.
-///
-/// # Shapes
-/// `dst` the `v * h` values of the table, row by row, f32; `ids` u32 of any shape, `dy (ids.., h)` f32 or bf16.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn embedding_grad_add(
+/// Writes, or adds if `add`, the gradient of the table to `dst`, f32; ids that are no row are skipped.
+pub(crate) fn embedding_grad_into(
     dst: &Tensor,
+    add: bool,
     ids: &Tensor,
     dy: &Tensor,
-    vocab_start: usize,
 ) -> Result<()> {
-    let (ids, dy) = (ids.contiguous()?, dy.contiguous()?);
-    by_dtype!(NAME, dy.dtype(), T => grad_add::<T>(dst, &ids, &dy, vocab_start))
+    let gpu = Gpu::of(NAME, dst)?;
+    if !add {
+        fill(&gpu, dst, 0.0)?;
+    }
+    let (ids, dy) = (ids.detach().contiguous()?, dy.detach().contiguous()?);
+    by_dtype!(NAME, dy.dtype(), T => grad_add::<T>(&gpu, dst, &ids, &dy))
 }
 
-fn grad_add<T: Element>(dst: &Tensor, ids: &Tensor, dy: &Tensor, vocab_start: usize) -> Result<()> {
-    let gpu = Gpu::of(NAME, dst)?;
+fn grad_add<T: Element>(gpu: &Gpu, dst: &Tensor, ids: &Tensor, dy: &Tensor) -> Result<()> {
     let hidden = dy.dims().last().copied().unwrap_or(1);
     dims_must_be(NAME, "the gradient", dy, &[ids.dims(), &[hidden]].concat())?;
     let len = dst.elem_count();
@@ -73,7 +71,7 @@ fn grad_add<T: Element>(dst: &Tensor, ids: &Tensor, dy: &Tensor, vocab_start: us
     if num_ids == 0 || len == 0 {
         return Ok(());
     }
-    let (count, vocab_start) = (gpu.u32(num_ids)?, gpu.u32(vocab_start)?);
+    let count = gpu.u32(num_ids)?;
     let local_vocab = gpu.u32(len / hidden)?;
     let (ids, dy) = (
         gpu.read::<u32>("ids", ids)?,
@@ -83,17 +81,7 @@ fn grad_add<T: Element>(dst: &Tensor, ids: &Tensor, dy: &Tensor, vocab_start: us
     let sort = gpu.blocks(num_ids.div_ceil(BLOCK as usize), BLOCK, 4 * BLOCK as usize)?;
     let (sorted, from) = (rows.out(), order.out());
     // SAFETY: ids and both results have num_ids values; a thread for each, and shared memory for a block's ids.
-    unsafe {
-        launch::embedding_order(
-            &sort,
-            sorted,
-            from,
-            ids.get(),
-            count,
-            vocab_start,
-            local_vocab,
-        )
-    }?;
+    unsafe { launch::embedding_order(&sort, sorted, from, ids.get(), count, 0, local_vocab) }?;
     gpu.write::<f32>("the buffer", dst, |grad| {
         // SAFETY: grad has local_vocab rows of hidden values, dy a row for each of num_ids ids.
         unsafe {

@@ -25,7 +25,7 @@ mod rope;
 mod swiglu;
 mod values;
 
-pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
+pub(crate) use adamw::adamw;
 pub use attention::attention_forward;
 pub use attention_backward::{AttentionGrad, attention_backward};
 pub use column_sum::linear_bias_grad_into;
@@ -33,9 +33,10 @@ pub use cross_entropy::{
     LossGrad, cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,
 };
 pub(crate) use device::open;
-pub use elements::{add_into, cast_into, fill};
-pub use embedding::{embedding_forward, embedding_grad_add};
-pub use grad_norm::{clip_scale, sum_of_squares_into};
+pub(crate) use elements::{add_into, round_into};
+pub use embedding::embedding_forward;
+pub(crate) use embedding::embedding_grad_into;
+pub(crate) use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
 pub use linear::{linear_forward, linear_input_grad, linear_weight_grad_into};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope::rope_in_place;

@@ -3,8 +3,9 @@
 use super::launch::Launch;
 use super::pointer::{In, Out};
 use candle_core::backend::BackendDevice;
-use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
+use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, Device, InplaceOp1, Layout, Result, Shape, Storage,
@@ -71,6 +72,26 @@ impl Gpu {
                 other.location()
             ),
         }
+    }
+
+    /// The operation.
+    pub(super) fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// Puts a copy of `len` values on the GPU's stream.
+    ///
+    /// # Safety
+    /// Both must hold `len` values, not the same ones.
+    pub(super) unsafe fn copy<T: DeviceRepr>(
+        &self,
+        dst: Out<T>,
+        src: In<T>,
+        len: usize,
+    ) -> Result<()> {
+        let (stream, bytes) = (self.device.cuda_stream(), len * size_of::<T>());
+        // SAFETY: the caller's promise; both are on this stream's GPU.
+        unsafe { memcpy_dtod_async(dst.address(), src.address(), bytes, stream.cu_stream()) }.w()
     }
 
     /// A grid of `blocks` blocks in a row.

@@ -45,7 +45,7 @@ fn check_into(
     assert_close(&format!("{what} added"), &dst, &sum(&start, want)?, 1e-6);
     assert!(write(&Tensor::zeros(len + 1, DType::F32, &Device::Cpu)?, true).is_err());
     let err = write(&Tensor::zeros(len, DType::BF16, &Device::Cpu)?, true).unwrap_err();
-    assert!(err.to_string().contains("contiguous f32"), "{err}");
+    assert!(err.to_string().contains("contiguous F32"), "{err}");
     Ok(())
 }
 

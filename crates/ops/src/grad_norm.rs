@@ -1,0 +1,80 @@
+//! The global norm of gradients, and the factor that clips them, without the host having to read either.
+
+use crate::dispatch::on_cuda;
+use crate::host_floats::HostFloats;
+use crate::in_place::write;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+
+/// Values summed by one task; fixed, so that the bits do not depend on the number of threads.
+const CHUNK: usize = 16 * 1024;
+
+/// The sum of the squares of `xs` in f64, in an order that depends on the number of values alone; outside any graph.
+///
+/// # Shapes
+/// `xs`, f32 or bf16, of any shape -> one f64 value, a scalar on the device of `xs`.
+///
+/// # Errors
+/// When `xs` is not f32 or bf16.
+pub fn sum_of_squares(xs: &Tensor) -> Result<Tensor> {
+    on_cuda!(xs => crate::cuda::sum_of_squares(xs));
+    Tensor::new(host_sum("sum_of_squares", xs)?, &Device::Cpu)
+}
+
+/// Writes, or adds if `add`, the sum of the squares of `xs` to `dst`; outside any graph.
+///
+/// # Shapes
+/// `dst` one f64 value; `xs`, f32 or bf16, of any shape, on the same device.
+///
+/// # Errors
+/// When `dst` is not one f64 value, `xs` is not f32 or bf16, or they are on different devices.
+pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
+    let op = "sum_of_squares_into";
+    one_value(op, "dst", dst)?;
+    on_cuda!(dst => crate::cuda::sum_of_squares_into(dst, add, xs));
+    let sum = host_sum(op, xs)?;
+    write::<f64>(op, "dst", dst, 1, |dst| {
+        dst[0] = if add { dst[0] + sum } else { sum };
+    })
+}
+
+/// `min(1, max_norm / (sqrt(sum) + 1e-6))` of a sum of squares; NaN if that is not finite.
+///
+/// It is [`adamw`](crate::adamw)'s `device_scale`. An infinite `max_norm` only checks.
+///
+/// # Shapes
+/// `sum` one f64 value -> one f32 value, a scalar on its device.
+///
+/// # Errors
+/// When `sum` is not one f64 value.
+pub fn clip_scale(sum: &Tensor, max_norm: f64) -> Result<Tensor> {
+    let op = "clip_scale";
+    one_value(op, "sum", sum)?;
+    on_cuda!(sum => crate::cuda::clip_scale(sum, max_norm));
+    let norm = sum.reshape(())?.to_scalar::<f64>()?.sqrt();
+    let scale = match norm.is_finite() {
+        true => (max_norm / (norm + 1e-6)).min(1.0) as f32,
+        false => f32::NAN,
+    };
+    Tensor::new(scale, &Device::Cpu)
+}
+
+fn host_sum(op: &str, xs: &Tensor) -> Result<f64> {
+    let xs = HostFloats::new(op, "xs", xs)?;
+    let values = xs.read();
+    let square_sum =
+        |chunk: &[f32]| -> f64 { chunk.iter().map(|&x| f64::from(x) * f64::from(x)).sum() };
+    let partial: Vec<f64> = values.par_chunks(CHUNK).map(square_sum).collect();
+    Ok(partial.iter().sum())
+}
+
+fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
+    if tensor.elem_count() != 1 || tensor.dtype() != DType::F64 {
+        bail!(
+            "{op}: expected {what} of one F64 value, got {:?} of {:?}",
+            tensor.dims(),
+            tensor.dtype()
+        )
+    }
+    Ok(())
+}
