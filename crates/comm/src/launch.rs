@@ -26,11 +26,13 @@ pub fn threads<T: Send>(
 /// Runs `run` on threads named `rank-0`, `rank-1`, .. and returns what they return, in rank order. It returns when all
 /// of them have ended; a rank that computes for ever cannot be stopped.
 ///
+/// A rank's tensors live on its device, [`ProcessGroup::device`]; with GPUs, operations return when their work is enqueued.
+///
 /// Each rank runs inside a rayon pool of its own, so that ranks do not queue behind each other and parallel iterators cost
 /// a rank with one thread nothing. A rank must not communicate from inside a rayon job that it starts.
 ///
 /// # Errors
-/// If ranks fail: the error of the first one that failed by itself, as `rank N failed: ..`. A panic counts as a failure
+/// Devices that ranks cannot have. If ranks fail: the error of the first one that failed by itself, as `rank N failed: ..`. A panic counts as a failure
 /// with the panic's message. The others, which notice within milliseconds, are not reported.
 pub fn threads_with<T: Send>(
     config: LocalConfig,
@@ -41,7 +43,7 @@ pub fn threads_with<T: Send>(
             Error::Argument("a run needs at least one rank, got world_size 0".into()).into(),
         );
     }
-    let world = World::new(&config);
+    let world = World::new(&config)?;
     let threads_per_rank = config
         .threads_per_rank
         .unwrap_or(num_cores() / config.world_size)
@@ -97,9 +99,12 @@ fn run_rank<T>(
     rank: usize,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Option<T> {
-    let group = ProcessGroup::new(Box::new(LocalCommunicator::new(world.clone(), rank)));
+    let end = LocalCommunicator::new(world.clone(), rank);
     // What a panicking rank leaves behind is never looked at: the run ends with its message.
-    match catch_unwind(AssertUnwindSafe(|| run(group))) {
+    match catch_unwind(AssertUnwindSafe(|| {
+        end.make_current()?;
+        run(ProcessGroup::new(Box::new(end)))
+    })) {
         Ok(Ok(value)) => {
             world.leave(rank);
             Some(value)

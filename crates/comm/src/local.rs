@@ -1,4 +1,4 @@
-//! The `local` backend: the ranks are threads of one process, on the CPU.
+//! The `local` backend: the ranks are threads of one process, on the CPU or on GPUs.
 //!
 //! Starting an operation deposits the input and returns. The last rank to arrive does the work for everybody: small
 //! operations on the spot, large ones in a background job, so that they progress while the ranks compute. One pass reads
@@ -6,16 +6,29 @@
 //!
 //! All waiting is on condition variables over one lock that guards the bookkeeping of the whole world; data is never
 //! touched under it, except when an input is given up before the other ranks have arrived.
+//!
+//! On GPUs nothing waits for a GPU, and the work, being only enqueued, is always done on the spot. All ranks on a GPU use
+//! one stream, and the GPU does what is on it in the order in which the host enqueued it. The lock gives that order: a rank
+//! enqueues what makes its input, then deposits it; the last rank enqueues the work, then marks the operation as done; a
+//! rank that sees this enqueues what uses its output, or overwrites its input. Several GPUs are ordered by events: a copy
+//! waits for what is on the source's stream, and that stream for the copy. Inputs live until the work is enqueued, and a
+//! stream frees memory in its order too. So a wait on the host says that the result may be used, not that it is there.
+//! Reductions are made on the GPU of the lowest rank that gets the result, once, and copied to the others.
 
 mod call;
 mod channel;
 mod collective;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod devices;
 mod element;
+mod host;
 mod pieces;
 mod point_to_point;
 mod report;
 mod slot;
+mod work;
 mod world;
 
 use std::sync::Arc;
@@ -45,13 +58,19 @@ impl LocalCommunicator {
     /// The end of `rank` in the group of all ranks.
     pub(crate) fn new(world: Arc<World>, rank: usize) -> Self {
         let members = world.members(0);
+        let device = world.device(rank).clone();
         Self {
             world,
             group: 0,
             members,
             rank,
-            device: Device::Cpu,
+            device,
         }
+    }
+
+    /// Makes this thread's calls to CUDA go to the rank's device.
+    pub(crate) fn make_current(&self) -> Result<()> {
+        devices::make_current(&self.device)
     }
 
     fn world_rank(&self) -> usize {

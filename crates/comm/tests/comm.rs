@@ -2,6 +2,12 @@
 
 #[path = "comm/conformance/mod.rs"]
 mod conformance;
+#[cfg(feature = "cuda")]
+#[path = "comm/cuda.rs"]
+mod cuda;
+#[cfg(feature = "cuda")]
+#[path = "comm/cuda_ranks.rs"]
+mod cuda_ranks;
 #[path = "comm/determinism.rs"]
 mod determinism;
 #[path = "comm/failures.rs"]
@@ -14,3 +20,5 @@ mod mesh;
 mod mismatches;
 #[path = "comm/reference.rs"]
 mod reference;
+#[path = "comm/threads.rs"]
+mod threads;

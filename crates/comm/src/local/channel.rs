@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use candle_core::Tensor;
 
-/// A sent tensor, a copy that nobody else can write to.
+/// A sent tensor: a copy on the receiver's device that nobody else can write to.
 pub(super) struct Message {
     pub xs: Tensor,
     pub site: &'static Location<'static>,

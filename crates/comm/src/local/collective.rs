@@ -4,18 +4,19 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use super::call::{Call, Operation};
+use super::devices;
 use super::element;
 use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
 use super::world::{Group, LastCall, Progress, State, World};
-use super::{LocalCommunicator, pieces};
+use super::{LocalCommunicator, work};
 use crate::pending::Work;
 use crate::{Error, Pending, call_site};
 
-/// From this input size on, in bytes, the work goes to a background job: about where handing it over costs less than doing
-/// it while everybody waits.
+/// From this input size on, in bytes, work on the CPU goes to a background job: about where handing it over costs less than
+/// doing it while everybody waits.
 const BACKGROUND_BYTES: usize = 256 << 10;
 
 /// A rank's claim to its output of a started collective.
@@ -35,7 +36,8 @@ impl LocalCommunicator {
         operation: Operation,
         xs: &Tensor,
     ) -> Result<Pending<Tensor>> {
-        element::check(xs)?;
+        element::check(xs, self.world_rank(), &self.device)?;
+        element::check_reduces(&operation, xs.dtype(), &self.device)?;
         let tensor = Some((xs.shape().clone(), xs.dtype()));
         let ticket = self.start(operation, tensor, Payload::Tensor(xs.detach()))?;
         Ok(Pending::from_work(Box::new(ticket)))
@@ -87,7 +89,7 @@ impl LocalCommunicator {
         match deposits {
             Some(deposits) if call.tensor.is_some() => {
                 drop(state);
-                self.work(seq, &call.operation, deposits);
+                self.work(seq, &call.operation, deposits)?;
             }
             Some(deposits) => {
                 let outputs = rendezvous(&mut state, self.group, &deposits);
@@ -107,8 +109,8 @@ impl LocalCommunicator {
         })
     }
 
-    /// Computes the outputs of all ranks, here or in the background.
-    fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) {
+    /// Computes the outputs of all ranks, here or in the background. On GPUs that is to enqueue it, which is done here.
+    fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) -> Result<()> {
         let inputs: Vec<Tensor> = deposits
             .into_iter()
             .filter_map(|deposit| match deposit.payload {
@@ -116,14 +118,17 @@ impl LocalCommunicator {
                 _ => None,
             })
             .collect();
-        let in_background = inputs
-            .iter()
-            .any(|xs| xs.elem_count() * xs.dtype().size_in_bytes() >= BACKGROUND_BYTES);
+        let in_background = self.device.is_cpu()
+            && inputs
+                .iter()
+                .any(|xs| xs.elem_count() * xs.dtype().size_in_bytes() >= BACKGROUND_BYTES);
         let (world, group, operation) = (self.world.clone(), self.group, operation.clone());
+        let members = self.members.clone();
         let job = move || {
             // A panic must reach the waiting ranks as an error: in a background job it would abort the process.
+            let devices: Vec<&Device> = members.iter().map(|rank| world.device(*rank)).collect();
             let outputs = catch_unwind(AssertUnwindSafe(|| {
-                pieces::run(&operation, &inputs, in_background)
+                work::run(&operation, &inputs, &devices, in_background)
             }));
             let outputs = match outputs {
                 Ok(Ok(outputs)) => Ok(outputs.into_iter().map(Output::Tensor).collect()),
@@ -134,10 +139,11 @@ impl LocalCommunicator {
             world.finish(group, seq, outputs);
         };
         if in_background {
-            self.world.spawn(job)
-        } else {
-            job()
+            self.world.spawn(job);
+            return Ok(());
         }
+        job();
+        devices::make_current(&self.device)
     }
 }
 
@@ -216,7 +222,7 @@ impl Ticket {
         let Some(slot) = group.slots.get_mut(&self.seq) else {
             return Progress::Ready(());
         };
-        if !slot.release(self.rank, |xs| pieces::copy(xs).ok()) {
+        if !slot.release(self.rank, |xs| work::copy(xs, xs.device())) {
             return Progress::Missing(Vec::new());
         }
         if slot.is_over() {

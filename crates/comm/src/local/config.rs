@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use candle_core::Result;
+use candle_core::{Device, Result};
 
 use super::num_cores;
 use crate::{Degrees, Error};
@@ -12,6 +12,9 @@ use crate::{Degrees, Error};
 pub struct LocalConfig {
     /// Number of ranks.
     pub world_size: usize,
+    /// The devices of the ranks, which take them in turn. Ranks on one GPU share a clone of one `Device` and hence its
+    /// stream. All must be the CPU, or all GPUs. Default: none, which means the CPU.
+    pub devices: Vec<Device>,
     /// How long one wait may last before it becomes an error. Default: 10 minutes, more than any step of a run on
     /// one machine should take.
     pub deadline: Duration,
@@ -60,6 +63,7 @@ impl Default for LocalConfig {
     fn default() -> Self {
         Self {
             world_size: 1,
+            devices: Vec::new(),
             deadline: Duration::from_secs(600),
             delays: None,
             threads_per_rank: None,

@@ -1,9 +1,11 @@
 //! The element types that ranks exchange, and how their values are combined.
 
-use candle_core::{DType, Result, Tensor, WithDType};
+use candle_core::{DType, Device, Result, Tensor, WithDType};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
+use super::call::Operation;
+use super::devices;
 use crate::{Error, ReduceOp};
 
 /// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
@@ -105,15 +107,20 @@ pub(super) fn unsupported(dtype: DType) -> candle_core::Error {
     .into()
 }
 
-/// An error unless the local backend can exchange `xs`.
-pub(super) fn check(xs: &Tensor) -> Result<()> {
+/// An error unless a rank on `device` can exchange `xs`.
+pub(super) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
     fn known<T: Element>() -> Result<()> {
         Ok(())
     }
-    if !xs.device().is_cpu() {
+    if !xs.device().same_device(device) {
+        let (own, got) = (devices::name(device), devices::name(xs.device()));
+        let other = match own == got {
+            true => " opened a second time, with another stream",
+            false => "",
+        };
         let message = format!(
-            "the local backend exchanges tensors on the CPU, not on {:?}",
-            xs.device().location()
+            "rank {rank} exchanges tensors on {own}, its device, got one on {got}{other}\n\
+             hint: make tensors on the group's `device()`, or move them there by `to_device`"
         );
         return Err(Error::Argument(message).into());
     }
@@ -126,6 +133,23 @@ pub(super) fn check(xs: &Tensor) -> Result<()> {
         return Err(Error::Argument(message).into());
     }
     with_element!(xs.dtype(), known())
+}
+
+/// An error unless there are kernels that reduce `dtype` on `device`, if that is what `operation` does.
+pub(super) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
+    let reduces = matches!(
+        operation,
+        Operation::AllReduce(_) | Operation::ReduceScatter(_)
+    );
+    if reduces && !device.is_cpu() && matches!(dtype, DType::I16 | DType::I32) {
+        return Err(Error::Argument(format!(
+            "{operation} of {} works on the CPU only: candle adds and compares no such integers on GPUs\n\
+             hint: use i64 or u32",
+            dtype.as_str()
+        ))
+        .into());
+    }
+    Ok(())
 }
 
 /// Reduces the sources, in their order, into every destination. All have the same length. One source is copied bit by

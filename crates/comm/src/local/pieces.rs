@@ -10,199 +10,115 @@
 //! | reduce_scatter | for each i | `input[i]` of every rank | output i |
 //! | all_to_all | for each i, j | `input[j]` of rank i | `output[i]` of rank j |
 
-use candle_core::{Device, Result, Shape, Storage, Tensor};
-use rayon::prelude::*;
+use candle_core::Shape;
 
 use super::call::Operation;
-use super::element::{Element, reduce, with_element};
 use crate::ReduceOp;
 
-/// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
-const TASK_BYTES: usize = 512 << 10;
-
-/// Reduces ranges of the inputs into ranges of the outputs.
-struct Piece<'a, T> {
+/// Reduces ranges of the inputs into ranges of the outputs, all of `len` elements.
+pub(super) struct Piece {
     /// (input, first element)
-    sources: Vec<(usize, usize)>,
-    destinations: Vec<&'a mut [T]>,
+    pub sources: Vec<(usize, usize)>,
+    /// (output, first element)
+    pub destinations: Vec<(usize, usize)>,
+    pub len: usize,
 }
 
-/// The outputs of a collective, one per rank, each with a storage of its own. With `parallel` on all cores.
-pub(super) fn run(operation: &Operation, inputs: &[Tensor], parallel: bool) -> Result<Vec<Tensor>> {
-    let Some(first) = inputs.first() else {
-        return Ok(Vec::new());
-    };
-    with_element!(
-        first.dtype(),
-        run_typed(operation, inputs, first.shape(), parallel)
-    )
+/// What gives the outputs of a collective.
+pub(super) struct Plan {
+    /// The shape of each output.
+    pub dims: Vec<usize>,
+    /// How sources are combined where there are several.
+    pub op: ReduceOp,
+    /// They fill every output from its first element to its last, in this order, without gaps.
+    pub pieces: Vec<Piece>,
 }
 
-/// A copy of `xs` with a storage of its own, of the size of `xs` even if `xs` is a view of something larger.
-pub(super) fn copy(xs: &Tensor) -> Result<Tensor> {
-    let mut copies = run(
-        &Operation::Broadcast { root: 0 },
-        std::slice::from_ref(xs),
-        false,
-    )?;
-    copies
-        .pop()
-        .ok_or_else(|| candle_core::Error::msg("a copy of one tensor gave none"))
-}
-
-fn run_typed<T: Element>(
-    operation: &Operation,
-    inputs: &[Tensor],
-    shape: &Shape,
-    parallel: bool,
-) -> Result<Vec<Tensor>> {
-    let world_size = inputs.len();
-    let mut dims = shape.dims().to_vec();
-    match (operation, dims.first_mut()) {
-        (Operation::AllGather, Some(dim)) => *dim *= world_size,
-        (Operation::ReduceScatter(_), Some(dim)) => *dim /= world_size,
-        _ => {}
-    }
-    let len = dims.iter().product();
-    let mut outputs: Vec<Vec<T>> = (0..world_size).map(|_| T::zeros(len)).collect();
-    if len > 0 {
+impl Plan {
+    /// The plan for one input of this shape for each of `world_size` ranks.
+    pub fn new(operation: &Operation, shape: &Shape, world_size: usize) -> Self {
+        let mut dims = shape.dims().to_vec();
+        match (operation, dims.first_mut()) {
+            (Operation::AllGather, Some(dim)) => *dim *= world_size,
+            (Operation::ReduceScatter(_), Some(dim)) => *dim /= world_size,
+            _ => {}
+        }
         let op = match operation {
             Operation::AllReduce(op) | Operation::ReduceScatter(op) => *op,
             _ => ReduceOp::Sum,
         };
-        let pieces = cut(pieces(operation, &mut outputs, len));
-        if parallel {
-            pieces
-                .into_par_iter()
-                .try_for_each(|piece| fill(op, piece, inputs))?;
-        } else {
-            pieces
-                .into_iter()
-                .try_for_each(|piece| fill(op, piece, inputs))?;
-        }
+        let pieces = match dims.iter().product() {
+            0 => Vec::new(),
+            len => pieces(operation, len, world_size),
+        };
+        Self { dims, op, pieces }
     }
-    outputs
-        .into_iter()
-        .map(|output| Tensor::from_vec(output, dims.as_slice(), &Device::Cpu))
-        .collect()
+
+    /// Elements of each output.
+    pub fn len(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    /// The same work in pieces of at most `longest` elements.
+    pub fn cut(mut self, longest: usize) -> Self {
+        let moved = |places: &[(usize, usize)], start| {
+            let places = places.iter();
+            places
+                .map(|(tensor, first)| (*tensor, first + start))
+                .collect()
+        };
+        let parts = |piece: Piece| {
+            (0..piece.len).step_by(longest).map(move |start| Piece {
+                sources: moved(&piece.sources, start),
+                destinations: moved(&piece.destinations, start),
+                len: longest.min(piece.len - start),
+            })
+        };
+        self.pieces = self.pieces.into_iter().flat_map(parts).collect();
+        self
+    }
 }
 
 /// The pieces of a collective whose outputs have `len` elements each; see the table above.
-fn pieces<'a, T>(
-    operation: &Operation,
-    outputs: &'a mut [Vec<T>],
-    len: usize,
-) -> Vec<Piece<'a, T>> {
-    let world_size = outputs.len();
-    let all_inputs = |offset: usize| {
-        (0..world_size)
-            .map(|input| (input, offset))
-            .collect::<Vec<_>>()
-    };
+fn pieces(operation: &Operation, len: usize, world_size: usize) -> Vec<Piece> {
+    let ranks = 0..world_size;
+    let everywhere = |first: usize| ranks.clone().map(|rank| (rank, first)).collect();
     let part = len / world_size;
     match operation {
-        Operation::AllGather => {
-            let mut pieces: Vec<Piece<'a, T>> = (0..world_size)
-                .map(|input| Piece {
-                    sources: vec![(input, 0)],
-                    destinations: Vec::new(),
-                })
-                .collect();
-            for output in outputs {
-                for (piece, destination) in pieces.iter_mut().zip(output.chunks_mut(part)) {
-                    piece.destinations.push(destination);
-                }
-            }
-            pieces
-        }
-        Operation::ReduceScatter(_) => {
-            let piece = |(rank, output): (usize, &'a mut Vec<T>)| Piece {
-                sources: all_inputs(rank * len),
-                destinations: vec![output],
-            };
-            outputs.iter_mut().enumerate().map(piece).collect()
-        }
-        Operation::AllToAll => {
-            let mut pieces = Vec::new();
-            for (rank, output) in outputs.iter_mut().enumerate() {
-                for (input, destination) in output.chunks_mut(part).enumerate() {
-                    pieces.push(Piece {
-                        sources: vec![(input, rank * part)],
-                        destinations: vec![destination],
-                    });
-                }
-            }
-            pieces
-        }
-        Operation::Broadcast { root } => vec![whole(vec![(*root, 0)], outputs)],
-        _ => vec![whole(all_inputs(0), outputs)],
+        Operation::AllGather => ranks
+            .clone()
+            .map(|rank| Piece {
+                sources: vec![(rank, 0)],
+                destinations: everywhere(rank * part),
+                len: part,
+            })
+            .collect(),
+        Operation::ReduceScatter(_) => ranks
+            .clone()
+            .map(|rank| Piece {
+                sources: everywhere(rank * len),
+                destinations: vec![(rank, 0)],
+                len,
+            })
+            .collect(),
+        Operation::AllToAll => ranks
+            .clone()
+            .flat_map(|src| ranks.clone().map(move |dst| (src, dst)))
+            .map(|(src, dst)| Piece {
+                sources: vec![(src, dst * part)],
+                destinations: vec![(dst, src * part)],
+                len: part,
+            })
+            .collect(),
+        Operation::Broadcast { root } => vec![Piece {
+            sources: vec![(*root, 0)],
+            destinations: everywhere(0),
+            len,
+        }],
+        _ => vec![Piece {
+            sources: everywhere(0),
+            destinations: everywhere(0),
+            len,
+        }],
     }
-}
-
-fn whole<T>(sources: Vec<(usize, usize)>, outputs: &mut [Vec<T>]) -> Piece<'_, T> {
-    Piece {
-        sources,
-        destinations: outputs.iter_mut().map(Vec::as_mut_slice).collect(),
-    }
-}
-
-/// The same work in pieces of at most `TASK_BYTES`.
-fn cut<T>(pieces: Vec<Piece<'_, T>>) -> Vec<Piece<'_, T>> {
-    let task = (TASK_BYTES / size_of::<T>()).max(1);
-    let mut tasks = Vec::new();
-    for Piece {
-        sources,
-        destinations,
-    } in pieces
-    {
-        let first = tasks.len();
-        for destination in destinations {
-            for (i, destination) in destination.chunks_mut(task).enumerate() {
-                if tasks.len() == first + i {
-                    let sources = sources
-                        .iter()
-                        .map(|(input, offset)| (*input, offset + i * task))
-                        .collect();
-                    tasks.push(Piece {
-                        sources,
-                        destinations: Vec::new(),
-                    });
-                }
-                tasks[first + i].destinations.push(destination);
-            }
-        }
-    }
-    tasks
-}
-
-/// Does the work of one piece. Inputs are locked here and not around the parallel loop: a thread that helps out with
-/// other work while it holds a lock could wait for itself.
-fn fill<T: Element>(op: ReduceOp, piece: Piece<'_, T>, inputs: &[Tensor]) -> Result<()> {
-    let Piece {
-        sources,
-        mut destinations,
-    } = piece;
-    let len = destinations
-        .first()
-        .map_or(0, |destination| destination.len());
-    let storages: Vec<_> = sources
-        .iter()
-        .map(|(input, _)| inputs[*input].storage_and_layout())
-        .collect();
-    let slices = storages
-        .iter()
-        .zip(&sources)
-        .map(|((storage, layout), (_, offset))| {
-            let Storage::Cpu(storage) = &**storage else {
-                candle_core::bail!("an input of the local backend is not on the CPU");
-            };
-            let start = layout.start_offset() + offset;
-            let Some(slice) = storage.as_slice::<T>()?.get(start..start + len) else {
-                candle_core::bail!("an input of the local backend is shorter than its shape");
-            };
-            Ok(slice)
-        })
-        .collect::<Result<Vec<_>>>()?;
-    reduce(op, &slices, &mut destinations);
-    Ok(())
 }

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 use super::call::{Call, Operation};
 use super::channel::Message;
 use super::world::{LastCall, Progress, State, World};
-use super::{LocalCommunicator, element, pieces, report};
+use super::{LocalCommunicator, devices, element, report, work};
 use crate::pending::Work;
 use crate::{Error, P2p, Pending, call_site};
 
@@ -44,16 +44,17 @@ impl LocalCommunicator {
         let mut messages = Vec::new();
         for op in ops {
             if let P2p::Send { xs, dst } = op {
-                element::check(xs)?;
+                element::check(xs, world_rank, &self.device)?;
                 messages.push((
                     *dst,
                     Message {
-                        xs: pieces::copy(xs)?,
+                        xs: work::copy(xs, self.world.device(self.members[*dst]))?,
                         site: call.site,
                     },
                 ));
             }
         }
+        devices::make_current(&self.device)?;
         let receivers: Vec<usize> = messages.iter().map(|(dst, _)| self.members[*dst]).collect();
 
         let mut state = self.world.lock();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Result, Tensor};
 
 use super::call::Call;
 use crate::Error;
@@ -117,7 +117,7 @@ impl Slot {
     }
 
     /// Sets the outputs, one per rank in rank order, or the error that all ranks get.
-    pub fn finish(&mut self, outputs: Result<Vec<Output>, Error>) {
+    pub fn finish(&mut self, outputs: std::result::Result<Vec<Output>, Error>) {
         match outputs {
             Ok(outputs) => {
                 for ((slot, output), released) in
@@ -152,22 +152,24 @@ impl Slot {
     }
 
     /// Gives up a rank's output. While other ranks are missing, `copy` replaces the rank's input by one that nobody
-    /// else can write to. Returns whether the input is no longer read.
-    pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Option<Tensor>) -> bool {
+    /// else can write to. Returns whether the input is no longer read; without memory for a copy it still is.
+    pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Result<Tensor>) -> bool {
         if matches!(self.phase, Phase::Working) {
             return false;
         }
-        self.released[rank] = true;
-        self.outputs[rank] = None;
         if matches!(self.phase, Phase::Gathering)
             && let Some(Deposit {
                 payload: Payload::Tensor(xs),
                 ..
             }) = &mut self.deposits[rank]
-            && let Some(copy) = copy(xs)
         {
-            *xs = copy;
+            match copy(xs) {
+                Ok(copy) => *xs = copy,
+                Err(_) => return false,
+            }
         }
+        self.released[rank] = true;
+        self.outputs[rank] = None;
         true
     }
 

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use candle_core::{Device, Result};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
 use super::call::Call;
 use super::channel::Channel;
-use super::report;
 use super::slot::Slot;
+use super::{devices, report};
 use crate::{Error, message_of};
 
 /// A wait looks at the clock at least this often.
@@ -29,6 +30,7 @@ pub(crate) struct World {
     deadline: Duration,
     delays: Option<u64>,
     num_delays: Vec<AtomicU64>,
+    devices: Vec<Device>,
     state: Mutex<State>,
     wake: Vec<Condvar>,
     /// Threads for the work of large operations. Not those of a rank's own pool: a rank may be blocked in a wait on them.
@@ -93,21 +95,32 @@ pub(super) enum Progress<T> {
 }
 
 impl World {
-    pub(crate) fn new(config: &LocalConfig) -> Arc<Self> {
+    /// What the ranks of a run share.
+    ///
+    /// # Errors
+    /// Devices that the ranks cannot have.
+    pub(crate) fn new(config: &LocalConfig) -> Result<Arc<Self>> {
+        let devices = devices::of_ranks(config)?;
         let ranks = 0..config.world_size;
         let state = State {
             failure: None,
             ranks: ranks.clone().map(|_| RankState::default()).collect(),
             groups: vec![Group::new(ranks.clone().collect())],
         };
-        Arc::new(Self {
+        Ok(Arc::new(Self {
             deadline: config.deadline,
             delays: config.delays,
             num_delays: ranks.clone().map(|_| AtomicU64::new(0)).collect(),
+            devices,
             state: Mutex::new(state),
             wake: ranks.map(|_| Condvar::new()).collect(),
             jobs: OnceLock::new(),
-        })
+        }))
+    }
+
+    /// The device of a rank.
+    pub(crate) fn device(&self, rank: usize) -> &Device {
+        &self.devices[rank]
     }
 
     /// Runs `job` in the background.
@@ -175,7 +188,11 @@ impl World {
     }
 
     /// An error if a rank has failed: nothing new starts after that.
-    pub(super) fn check_alive(state: &State, waiting: usize, call: &Call) -> Result<(), Error> {
+    pub(super) fn check_alive(
+        state: &State,
+        waiting: usize,
+        call: &Call,
+    ) -> std::result::Result<(), Error> {
         match &state.failure {
             None => Ok(()),
             Some(Failure { rank, message, .. }) => {
@@ -195,8 +212,21 @@ impl World {
         &self,
         rank: usize,
         call: &Call,
+        look: impl FnMut(&mut State) -> Progress<T>,
+    ) -> std::result::Result<T, Error> {
+        let found = self.wait_until(rank, call, look);
+        // Other ranks' inputs may have been freed here, on their GPUs.
+        devices::make_current(self.device(rank))
+            .map_err(|error| Error::Argument(format!("{call}: {error}")))?;
+        found
+    }
+
+    fn wait_until<T>(
+        &self,
+        rank: usize,
+        call: &Call,
         mut look: impl FnMut(&mut State) -> Progress<T>,
-    ) -> Result<T, Error> {
+    ) -> std::result::Result<T, Error> {
         let mut waited = Duration::ZERO;
         let mut state = self.lock();
         loop {

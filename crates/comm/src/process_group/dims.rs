@@ -3,6 +3,15 @@
 use candle_core::{Result, Tensor};
 
 use crate::Error;
+use crate::empty::empty;
+
+/// `xs` as backends take it: contiguous, without a graph.
+pub(super) fn contiguous(xs: &Tensor) -> Result<Tensor> {
+    match xs.elem_count() {
+        0 => empty(xs.shape(), xs.dtype(), xs.device()),
+        _ => xs.detach().contiguous(),
+    }
+}
 
 /// An error unless `xs` has dim `dim`.
 pub(super) fn check_dim(operation: &str, xs: &Tensor, dim: usize) -> Result<()> {

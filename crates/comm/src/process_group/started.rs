@@ -19,7 +19,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         self.count("all_reduce", 2, size_in_bytes(xs));
-        let xs = xs.detach().contiguous()?;
+        let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.all_reduce(&xs, op))
     }
 
@@ -34,7 +34,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         self.count("all_gather", 1, self.world_size() * size_in_bytes(xs));
-        let xs = xs.detach().contiguous()?;
+        let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.all_gather(&xs))
     }
 
@@ -49,7 +49,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         self.count("reduce_scatter", 1, size_in_bytes(xs));
-        let xs = xs.detach().contiguous()?;
+        let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.reduce_scatter(&xs, op))
     }
 
@@ -64,7 +64,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         self.count("broadcast", 1, size_in_bytes(xs));
-        let xs = xs.detach().contiguous()?;
+        let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.broadcast(&xs, root))
     }
 
@@ -79,7 +79,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         self.count("all_to_all", 1, size_in_bytes(xs));
-        let xs = xs.detach().contiguous()?;
+        let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.all_to_all(&xs))
     }
 
@@ -103,7 +103,7 @@ impl ProcessGroup {
                 .into());
             }
             if let P2p::Send { xs, .. } = op {
-                sends.push(xs.detach().contiguous()?);
+                sends.push(dims::contiguous(xs)?);
             }
         }
         if ops.is_empty() {

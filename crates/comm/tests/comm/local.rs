@@ -5,33 +5,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_comm::{LocalConfig, ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::conformance::{self, Launch};
+use crate::conformance;
 use crate::reference::{assert_same, input};
-
-/// Ranks as threads; with a seed, with delays.
-struct Threads(Option<u64>);
-
-impl Launch for Threads {
-    fn run<T: Send>(
-        &self,
-        world_size: usize,
-        run: impl Fn(ProcessGroup) -> Result<T> + Sync,
-    ) -> Result<Vec<T>> {
-        launch::threads_with(
-            LocalConfig {
-                delays: self.0,
-                ..LocalConfig::new(world_size)
-            },
-            run,
-        )
-    }
-}
+use crate::threads::Threads;
 
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
         $(#[test]
         fn $name() -> Result<()> {
-            conformance::$name(&Threads(None))
+            conformance::$name(&Threads::default())
         })*
     };
 }
@@ -56,7 +38,10 @@ conformance!(
 #[test]
 fn with_delays() -> Result<()> {
     for seed in 0..3 {
-        let threads = Threads(Some(seed));
+        let threads = Threads {
+            delays: Some(seed),
+            ..Threads::default()
+        };
         conformance::splits(&threads)?;
         conformance::many_in_flight(&threads)?;
         conformance::message_order(&threads)?;

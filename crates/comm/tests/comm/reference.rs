@@ -1,6 +1,6 @@
 //! Inputs that every rank can compute for every other rank, and naive references made of candle's own operations.
 
-use candle_comm::ReduceOp;
+use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// The dtypes that a backend must exchange.
@@ -42,6 +42,17 @@ pub fn input(seed: u64, rank: usize, dims: &[usize], dtype: DType) -> Result<Ten
         })
         .collect();
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)
+}
+
+/// `xs` on the rank's device.
+pub fn on(world: &ProcessGroup, xs: &Tensor) -> Result<Tensor> {
+    if xs.elem_count() > 0 {
+        return xs.to_device(world.device());
+    }
+    // CUDA allocates no empty memory.
+    Tensor::zeros(1, xs.dtype(), world.device())?
+        .narrow(0, 0, 0)?
+        .reshape(xs.shape())
 }
 
 pub fn inputs(seed: u64, world_size: usize, dims: &[usize], dtype: DType) -> Result<Vec<Tensor>> {
@@ -87,7 +98,7 @@ pub fn cat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Tensor::zeros(dims, parts[0].dtype(), &Device::Cpu)
 }
 
-/// Same shape, dtype and values, to the bit.
+/// Same shape, dtype and values, to the bit, on whatever device.
 #[track_caller]
 pub fn assert_same(what: &str, got: &Tensor, expected: &Tensor) -> Result<()> {
     assert_eq!(got.dtype(), expected.dtype(), "{what}: dtype");
@@ -99,6 +110,7 @@ pub fn assert_same(what: &str, got: &Tensor, expected: &Tensor) -> Result<()> {
 
 /// The values as the bits of f64.
 pub fn bits(xs: &Tensor) -> Result<Vec<u64>> {
-    let values = xs.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    let values = xs.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+    let values = values.flatten_all()?.to_vec1::<f64>()?;
     Ok(values.into_iter().map(f64::to_bits).collect())
 }

@@ -4,7 +4,7 @@ use candle_comm::ReduceOp;
 use candle_core::{D, DType, Result};
 
 use super::{Launch, for_all};
-use crate::reference::{assert_same, cat, input, inputs, part, reduce};
+use crate::reference::{assert_same, cat, input, inputs, on, part, reduce};
 
 const OPS: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Max];
 
@@ -13,7 +13,7 @@ pub fn all_reduce(launch: &impl Launch) -> Result<()> {
     for_all(launch, &shapes, |world, dims, dtype| {
         for op in OPS {
             let all = inputs(1, world.world_size(), dims, dtype)?;
-            let got = world.all_reduce(&all[world.rank()], op)?;
+            let got = world.all_reduce(&on(world, &all[world.rank()])?, op)?;
             assert_same(
                 &format!("all_reduce({op}) {dims:?}"),
                 &got,
@@ -29,7 +29,7 @@ pub fn all_gather(launch: &impl Launch) -> Result<()> {
     for_all(launch, &shapes, |world, dims, dtype| {
         for dim in 0..dims.len() {
             let all = inputs(2, world.world_size(), dims, dtype)?;
-            let got = world.all_gather(&all[world.rank()], dim)?;
+            let got = world.all_gather(&on(world, &all[world.rank()])?, dim)?;
             assert_same(
                 &format!("all_gather {dims:?} dim {dim}"),
                 &got,
@@ -47,7 +47,7 @@ pub fn reduce_scatter(launch: &impl Launch) -> Result<()> {
             let mut dims = dims.to_vec();
             dims[dim] *= world.world_size();
             let all = inputs(3, world.world_size(), &dims, dtype)?;
-            let got = world.reduce_scatter(&all[world.rank()], op, dim)?;
+            let got = world.reduce_scatter(&on(world, &all[world.rank()])?, op, dim)?;
             let expected = part(&reduce(&all, op)?, dim, world.rank(), world.world_size())?;
             assert_same(
                 &format!("reduce_scatter({op}) {dims:?} dim {dim}"),
@@ -63,7 +63,7 @@ pub fn broadcast(launch: &impl Launch) -> Result<()> {
     let shapes: [&[usize]; 5] = [&[], &[0], &[7], &[3, 5], &[4099]];
     for_all(launch, &shapes, |world, dims, dtype| {
         for root in 0..world.world_size() {
-            let mine = input(4, world.rank(), dims, dtype)?;
+            let mine = on(world, &input(4, world.rank(), dims, dtype)?)?;
             let got = world.broadcast(&mine, root)?;
             assert_same(
                 &format!("broadcast {dims:?} root {root}"),
@@ -83,7 +83,7 @@ pub fn all_to_all(launch: &impl Launch) -> Result<()> {
             let mut dims = dims.to_vec();
             dims[dim] *= n;
             let all = inputs(5, n, &dims, dtype)?;
-            let got = world.all_to_all(&all[world.rank()], dim)?;
+            let got = world.all_to_all(&on(world, &all[world.rank()])?, dim)?;
             let parts = all
                 .iter()
                 .map(|xs| part(xs, dim, world.rank(), n))
@@ -105,7 +105,7 @@ pub fn large(launch: &impl Launch) -> Result<()> {
             let (rank, n) = (world.rank(), world_size);
             let all = inputs(7, n, &[n * 60_013, 3], dtype)?;
             let sum = reduce(&all, ReduceOp::Sum)?;
-            let mine = &all[rank];
+            let mine = &on(&world, &all[rank])?;
             assert_same("all_reduce", &world.all_reduce(mine, ReduceOp::Sum)?, &sum)?;
             assert_same(
                 "reduce_scatter",

@@ -4,7 +4,7 @@ use candle_comm::{P2p, Pending, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::{Launch, WORLD_SIZES};
-use crate::reference::{assert_same, cat, input, inputs, part, reduce};
+use crate::reference::{assert_same, cat, input, inputs, on, part, reduce};
 
 /// Groups of groups, ordered by key, used in turns with the world.
 pub fn splits(launch: &impl Launch) -> Result<()> {
@@ -30,15 +30,16 @@ pub fn splits(launch: &impl Launch) -> Result<()> {
             for round in 0..4 {
                 let all = inputs(10 + round, world_size, &[5], DType::F32)?;
                 let theirs: Vec<Tensor> = members.iter().map(|r| all[*r].clone()).collect();
-                let a = half.start_all_gather(&all[rank])?;
-                let b = world.start_all_reduce(&all[rank], ReduceOp::Sum)?;
-                let c = same.start_all_reduce(&all[rank], ReduceOp::Sum)?;
+                let mine = on(&world, &all[rank])?;
+                let a = half.start_all_gather(&mine)?;
+                let b = world.start_all_reduce(&mine, ReduceOp::Sum)?;
+                let c = same.start_all_reduce(&mine, ReduceOp::Sum)?;
                 assert_same("same", &c.wait()?, &reduce(&theirs, ReduceOp::Sum)?)?;
                 assert_same("world", &b.wait()?, &reduce(&all, ReduceOp::Sum)?)?;
                 assert_same("half", &a.wait()?, &cat(&theirs, 0)?)?;
                 assert_same(
                     "alone",
-                    &alone.all_reduce(&all[rank], ReduceOp::Sum)?,
+                    &alone.all_reduce(&mine, ReduceOp::Sum)?,
                     &all[rank],
                 )?;
             }
@@ -61,7 +62,7 @@ pub fn many_in_flight(launch: &impl Launch) -> Result<()> {
         };
         let mut pending: Vec<(u64, Pending<Tensor>)> = Vec::new();
         for i in 0..60 {
-            let mine = input(i, rank, &dims(i), DType::F32)?;
+            let mine = on(&world, &input(i, rank, &dims(i), DType::F32)?)?;
             pending.push((
                 i,
                 match i % 4 {
@@ -102,7 +103,7 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
     for world_size in WORLD_SIZES {
         launch.run(world_size, |world| {
             let n = world_size as u64;
-            let xs = Tensor::zeros((world_size, 10), DType::F32, &Device::Cpu)?;
+            let xs = Tensor::zeros((world_size, 10), DType::F32, world.device())?;
             let size = n * 40;
             world.all_reduce(&xs, ReduceOp::Sum)?;
             world.start_all_reduce(&xs, ReduceOp::Max)?.wait()?;
@@ -163,8 +164,8 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
 pub fn independent_results(launch: &impl Launch) -> Result<()> {
     launch.run(3, |world| {
         let all = inputs(9, 3, &[6], DType::F32)?;
-        let mine = all[world.rank()].clone();
-        let zeros = Tensor::zeros(6, DType::F32, &Device::Cpu)?;
+        let mine = on(&world, &all[world.rank()])?.copy()?;
+        let zeros = Tensor::zeros(6, DType::F32, world.device())?;
         let results = [
             (
                 world.all_reduce(&mine, ReduceOp::Sum)?,
@@ -215,7 +216,7 @@ pub fn views(launch: &impl Launch) -> Result<()> {
     launch.run(3, |world| {
         let all = inputs(8, 3, &[6, 4], DType::F32)?;
         let sum = reduce(&all, ReduceOp::Sum)?;
-        let mine = &all[world.rank()];
+        let mine = &on(&world, &all[world.rank()])?;
         assert_same(
             "transposed",
             &world.all_reduce(&mine.t()?, ReduceOp::Sum)?,
@@ -233,7 +234,7 @@ pub fn views(launch: &impl Launch) -> Result<()> {
             &world.all_reduce(&columns(mine)?, ReduceOp::Sum)?,
             &columns(&sum)?,
         )?;
-        let empty = Tensor::zeros((2, 0, 3), DType::F32, &Device::Cpu)?;
+        let empty = on(&world, &Tensor::zeros((2, 0, 3), DType::F32, &Device::Cpu)?)?;
         let empty = empty.narrow(2, 1, 2)?.transpose(0, 2)?;
         assert_eq!(world.all_reduce(&empty, ReduceOp::Sum)?.dims(), [2, 0, 2]);
         assert_eq!(world.all_gather(&empty, 2)?.dims(), [2, 0, 6]);

@@ -4,7 +4,7 @@ use candle_comm::P2p;
 use candle_core::{DType, Result, Shape};
 
 use super::{Launch, WORLD_SIZES, for_all};
-use crate::reference::{assert_same, input};
+use crate::reference::{assert_same, input, on};
 
 /// Every rank sends two messages to every other rank, in one batch with its receives, listed in an order of its own.
 pub fn batch_send_recv(launch: &impl Launch) -> Result<()> {
@@ -16,8 +16,8 @@ pub fn batch_send_recv(launch: &impl Launch) -> Result<()> {
         let mut sends = Vec::new();
         for dst in &peers {
             sends.extend([
-                (*dst, message(rank, *dst, 0)?),
-                (*dst, message(rank, *dst, 1)?),
+                (*dst, on(world, &message(rank, *dst, 0)?)?),
+                (*dst, on(world, &message(rank, *dst, 1)?)?),
             ]);
         }
         let recv = |src: &usize| P2p::Recv {
@@ -49,7 +49,7 @@ pub fn message_order(launch: &impl Launch) -> Result<()> {
         let peer = 1 - world.rank();
         let mut pending = Vec::new();
         for i in 0..20 {
-            let xs = input(i, world.rank(), &[3], DType::F32)?;
+            let xs = on(&world, &input(i, world.rank(), &[3], DType::F32)?)?;
             let recv = P2p::Recv {
                 shape: 3.into(),
                 dtype: DType::F32,

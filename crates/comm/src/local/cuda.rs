@@ -1,0 +1,207 @@
+//! The work of collectives on GPUs: copies between devices, and reductions made of candle's kernels.
+//!
+//! Nothing here waits for a GPU. What a rank enqueued before it started an operation runs before the operation, and what it
+//! enqueues after the wait runs after it: ranks on one GPU share its stream, and a copy between two streams makes each of
+//! them wait for the other (see [`copy_between`]).
+
+#![allow(unsafe_code)]
+
+use candle_core::cuda_backend::{CudaDType, WrapErr};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
+    Tensor, bail,
+};
+
+use super::call::Operation;
+use super::element::with_element;
+use super::pieces::{Piece, Plan};
+use crate::ReduceOp;
+use crate::empty::empty;
+
+/// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
+/// cache of a large GPU while the inputs are added one by one.
+const LONGEST: usize = 4 << 20;
+
+/// The address that means a stream for each thread of the host.
+const STREAM_PER_THREAD: usize = 2;
+
+/// Whether all work on `device` goes through one stream, whichever thread it comes from.
+pub(super) fn has_a_stream(device: &CudaDevice) -> bool {
+    device.cuda_stream().cu_stream() as usize != STREAM_PER_THREAD
+}
+
+/// Makes this thread's calls to CUDA go to `device`.
+pub(super) fn make_current(device: &CudaDevice) -> Result<()> {
+    device.cuda_stream().context().bind_to_thread().w()
+}
+
+/// Enqueues the outputs of a collective, one per rank, each with a storage of its own on the rank's device.
+pub(super) fn run(
+    operation: &Operation,
+    inputs: &[Tensor],
+    devices: &[&Device],
+) -> Result<Vec<Tensor>> {
+    let Some(first) = inputs.first() else {
+        return Ok(Vec::new());
+    };
+    let plan = Plan::new(operation, first.shape(), inputs.len());
+    let (len, dtype) = (plan.len(), first.dtype());
+    let longest = match plan.pieces.iter().any(|piece| piece.sources.len() > 1) {
+        true => LONGEST,
+        false => len.max(1),
+    };
+    let Plan { dims, op, pieces } = plan.cut(longest);
+    let rows = inputs
+        .iter()
+        .map(Tensor::flatten_all)
+        .collect::<Result<Vec<_>>>()?;
+    let mut outputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
+    for piece in &pieces {
+        fill(op, piece, &rows, devices, len, &mut outputs)?;
+    }
+    let outputs = outputs.into_iter().zip(devices);
+    outputs
+        .map(|(output, device)| match output {
+            Some(output) => output.reshape(dims.as_slice()),
+            None => empty(dims.as_slice(), dtype, device),
+        })
+        .collect()
+}
+
+/// Enqueues the work of one piece, on the device of its first destination, and its result's way to all of them. `len` is
+/// that of an output.
+fn fill(
+    op: ReduceOp,
+    piece: &Piece,
+    inputs: &[Tensor],
+    devices: &[&Device],
+    len: usize,
+    outputs: &mut [Option<Tensor>],
+) -> Result<()> {
+    let sources = piece.sources.iter();
+    let sources = sources
+        .map(|(input, first)| inputs[*input].narrow(0, *first, piece.len))
+        .collect::<Result<Vec<_>>>()?;
+    let mut destinations = &piece.destinations[..];
+    let result = match (&sources[..], destinations) {
+        ([source], _) => source.clone(),
+        (_, [(output, _), others @ ..]) => {
+            let result = reduce(op, &sources, devices[*output])?;
+            if piece.len == len {
+                // It is new and a whole output, and nobody else's.
+                outputs[*output] = Some(result.clone());
+                destinations = others;
+            }
+            result
+        }
+        _ => return Ok(()),
+    };
+    for (output, first) in destinations {
+        let all = match &mut outputs[*output] {
+            Some(all) => all,
+            none => none.insert(unwritten(len, result.dtype(), devices[*output])?),
+        };
+        all.narrow(0, *first, piece.len)?
+            .inplace_op1(&CopyOf(&result))?;
+    }
+    Ok(())
+}
+
+/// A copy of `xs` on `device`, with a storage of its own.
+pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
+    if xs.elem_count() == 0 {
+        return empty(xs.shape(), xs.dtype(), device);
+    }
+    let copy = unwritten(xs.elem_count(), xs.dtype(), device)?;
+    copy.inplace_op1(&CopyOf(xs))?;
+    copy.reshape(xs.shape())
+}
+
+/// Memory for `len` values, which the caller must write before anything reads it.
+fn unwritten(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    // SAFETY: `copy` writes all of it, and the pieces of a plan fill an output from its first element to its last.
+    unsafe { Tensor::empty(len, dtype, device) }
+}
+
+/// The reduction of several tensors in their order, on `device`. Half precision is accumulated in f32 and rounded once, as
+/// on the CPU, so that the result has the same bits.
+fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
+    let mut acc: Option<Tensor> = None;
+    for source in sources {
+        let here = match source.device().same_device(device) {
+            true => source.clone(),
+            false => copy(source, device)?,
+        };
+        let xs = match here.dtype() {
+            DType::BF16 | DType::F16 => here.to_dtype(DType::F32)?,
+            _ => here,
+        };
+        acc = Some(match (acc, op) {
+            (None, _) => xs,
+            (Some(acc), ReduceOp::Sum) => acc.add(&xs)?,
+            (Some(acc), ReduceOp::Max) => larger(&acc, &xs)?,
+        });
+    }
+    match (acc, sources) {
+        (Some(acc), [first, ..]) => acc.to_dtype(first.dtype()),
+        _ => bail!("nothing to reduce"),
+    }
+}
+
+/// The larger of two values, NaN if one is: `maximum` on a GPU drops a NaN, and a NaN on one rank must be seen by all.
+fn larger(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if !a.dtype().is_float() {
+        return a.maximum(b);
+    }
+    let a_unless_number = a.ne(a)?.where_cond(a, b)?;
+    a.gt(b)?.where_cond(a, &a_unless_number)
+}
+
+/// Fills a tensor on a GPU with the values of another one, on this or another GPU, of the same dtype and size.
+struct CopyOf<'a>(&'a Tensor);
+
+impl InplaceOp1 for CopyOf<'_> {
+    fn name(&self) -> &'static str {
+        "copy"
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("copy: a rank's device is the CPU while the others' are GPUs")
+    }
+
+    fn cuda_fwd(&self, dst: &mut CudaStorage, dst_layout: &Layout) -> Result<()> {
+        let (src, src_layout) = self.0.storage_and_layout();
+        let Storage::Cuda(src) = &*src else {
+            bail!("copy: an input is not on a GPU as the other ranks' are")
+        };
+        let places = (dst_layout.start_offset(), src_layout.start_offset());
+        let len = src_layout.shape().elem_count();
+        with_element!(self.0.dtype(), copy_between(dst, src, places, len))
+    }
+}
+
+/// Enqueues a copy on the stream of `dst`. Between two streams that of `dst` first waits for what has been enqueued on that
+/// of `src`, which in turn does not overwrite or free the values before they have been copied.
+fn copy_between<T: CudaDType>(
+    dst: &mut CudaStorage,
+    src: &CudaStorage,
+    (dst_start, src_start): (usize, usize),
+    len: usize,
+) -> Result<()> {
+    let (here, there) = (dst.device.cuda_stream(), src.device.cuda_stream());
+    let from = src.as_cuda_slice::<T>()?;
+    let to = dst.as_cuda_slice_mut::<T>()?;
+    let (Some(from), Some(mut to)) = (
+        from.try_slice(src_start..src_start + len),
+        to.try_slice_mut(dst_start..dst_start + len),
+    ) else {
+        bail!("copy: a tensor is shorter than its shape")
+    };
+    if here == there {
+        return here.memcpy_dtod(&from, &mut to).w();
+    }
+    here.join(&there).w()?;
+    let copied = here.memcpy_dtod(&from, &mut to).w();
+    there.join(&here).w()?;
+    copied
+}
