@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
+#ifndef __global__
 #define __global__
+#endif
 #define __device__
 // All shared memory of the kernels is the one dynamic array, which launch.cpp defines: a block at a time runs on a thread.
 #define __shared__ __thread
@@ -22,9 +24,12 @@ void shim_barrier(const char* file, int line);
 // Waits until every lane of the warp has given its value, and returns that of `source_lane`.
 uint64_t shim_exchange(unsigned int mask, uint64_t value, unsigned int source_lane, const char* file, int line);
 
+// Number of the running thread in its warp.
+unsigned int shim_lane();
+
 #define __syncthreads() shim_barrier(__FILE__, __LINE__)
 #define __shfl_xor_sync(mask, value, distance) \
-    shim_shuffle(mask, value, (threadIdx.x % 32) ^ (unsigned int)(distance), __FILE__, __LINE__)
+    shim_shuffle(mask, value, shim_lane() ^ (unsigned int)(distance), __FILE__, __LINE__)
 
 template <typename V>
 V shim_shuffle(unsigned int mask, V value, unsigned int source_lane, const char* file, int line) {

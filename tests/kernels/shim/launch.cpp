@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <numeric>
 #include <utility>
@@ -15,7 +16,7 @@
 namespace {
 
 constexpr size_t STACK_BYTES = 64 * 1024;
-constexpr size_t SHARED_FLOATS = 32 * 1024;
+constexpr size_t SHARED_FLOATS = 227 * 256; // what a block may have on sm_90
 constexpr unsigned int WARP_SIZE = 32;
 constexpr unsigned char POISON = 0xff; // four of them are a NaN, and so are two
 
@@ -38,6 +39,7 @@ struct Warp {
 };
 
 struct Block {
+    unsigned int size;
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     // The order in which warps are asked for a thread that can run.
@@ -55,6 +57,35 @@ struct Block {
 
 thread_local Block block;
 thread_local uint64_t random_state;
+
+// Stacks for the threads of a block, kept from launch to launch: their pages cost more than most kernels.
+struct Stacks {
+    char* start = nullptr;
+    size_t bytes = 0;
+
+    ~Stacks() {
+        if (start != nullptr) {
+            munmap(start, bytes);
+        }
+    }
+
+    bool hold(unsigned int num_threads) {
+        size_t needed = num_threads * STACK_BYTES;
+        if (needed <= bytes) {
+            return true;
+        }
+        void* fresh = mmap(nullptr, needed, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (fresh == MAP_FAILED) {
+            return false;
+        }
+        this->~Stacks();
+        start = static_cast<char*>(fresh);
+        bytes = needed;
+        return true;
+    }
+};
+
+thread_local Stacks stacks;
 
 unsigned int random_below(unsigned int bound) {
     random_state ^= random_state >> 12;
@@ -123,18 +154,18 @@ bool arrive(unsigned int index) {
     Thread& thread = block.threads[index];
     unsigned int first = index / WARP_SIZE * WARP_SIZE;
     Warp& warp = block.warps[index / WARP_SIZE];
-    if (thread.state == State::AtBarrier && ++block.num_at_barrier == blockDim.x) {
+    if (thread.state == State::AtBarrier && ++block.num_at_barrier == block.size) {
         block.num_at_barrier = 0;
         draw_turns();
-        for (unsigned int i = 0; i < blockDim.x; ++i) {
+        for (unsigned int i = 0; i < block.size; ++i) {
             if (block.threads[i].file != thread.file || block.threads[i].line != thread.line) {
                 return fail("threads of a block wait at different barriers, one at %s:%d", thread);
             }
             make_ready(i);
         }
-    } else if (thread.state == State::AtShuffle && ++warp.num_waiting == WARP_SIZE) {
+    } else if (thread.state == State::AtShuffle && ++warp.num_waiting == std::min(block.size - first, WARP_SIZE)) {
         warp.num_waiting = 0;
-        for (unsigned int i = first; i < first + WARP_SIZE; ++i) {
+        for (unsigned int i = first; i < std::min(block.size, first + WARP_SIZE); ++i) {
             if (block.threads[i].line != thread.line) {
                 return fail("lanes of a warp wait at different shuffles, one at %s:%d", thread);
             }
@@ -144,9 +175,9 @@ bool arrive(unsigned int index) {
     return true;
 }
 
-void resume(unsigned int index, char* stacks, bool started) {
+void resume(unsigned int index, bool started) {
     block.current = index;
-    threadIdx = {index, 0, 0};
+    threadIdx = {index % blockDim.x, index / blockDim.x % blockDim.y, index / blockDim.x / blockDim.y};
     if (_setjmp(block.scheduler) != 0) {
         return;
     }
@@ -154,27 +185,27 @@ void resume(unsigned int index, char* stacks, bool started) {
         _longjmp(block.threads[index].resume, 1);
     }
     getcontext(&block.start);
-    block.start.uc_stack.ss_sp = stacks + index * STACK_BYTES;
+    block.start.uc_stack.ss_sp = stacks.start + index * STACK_BYTES;
     block.start.uc_stack.ss_size = STACK_BYTES;
     block.start.uc_link = nullptr;
     makecontext(&block.start, run_on_own_stack, 0);
     setcontext(&block.start);
 }
 
-bool run_block(char* stacks, std::vector<bool>& started) {
+bool run_block(std::vector<bool>& started) {
     block.num_at_barrier = 0;
     draw_turns();
     for (Warp& warp : block.warps) {
         warp.num_waiting = 0;
         warp.num_ready = 0;
     }
-    for (unsigned int i = 0; i < blockDim.x; ++i) {
+    for (unsigned int i = 0; i < block.size; ++i) {
         block.threads[i].num_shuffles = 0;
         make_ready(i);
     }
     unsigned int index;
     while (take_ready(index)) {
-        resume(index, stacks, started[index]);
+        resume(index, started[index]);
         started[index] = true;
         if (!arrive(index)) {
             return false;
@@ -220,26 +251,30 @@ uint64_t shim_exchange(unsigned int mask, uint64_t value, unsigned int source_la
     return values[source_lane];
 }
 
-// Calls kernel(arguments) in every thread of a grid of one-dimensional blocks of whole warps; null, or what went wrong.
-extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int block_size, size_t shared_bytes,
-                                   uint64_t seed, void (*kernel)(void*), void* arguments) {
-    if (block_size == 0 || block_size % WARP_SIZE != 0 || block_size > 1024) {
-        return "the block is not 1 to 32 whole warps";
+unsigned int shim_lane() {
+    return block.current % WARP_SIZE;
+}
+
+// Calls kernel(arguments) in every thread of a grid; null, or what went wrong.
+extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsigned int block_dim[3], size_t shared_bytes,
+                                        uint64_t seed, void (*kernel)(void*), void* arguments) {
+    uint64_t block_size = (uint64_t)block_dim[0] * block_dim[1] * block_dim[2];
+    if (block_size == 0 || block_size > 1024) {
+        return "the block does not have 1 to 1024 threads";
     }
     if (shared_bytes > sizeof shared) {
         return "more shared memory than there is";
     }
-    size_t bytes = block_size * STACK_BYTES;
-    void* stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) {
+    if (!stacks.hold((unsigned int)block_size)) {
         return "no memory for the threads' stacks";
     }
     random_state = seed * 2 + 1;
     gridDim = {grid[0], grid[1], grid[2]};
-    blockDim = {block_size, 1, 1};
+    blockDim = {block_dim[0], block_dim[1], block_dim[2]};
+    block.size = (unsigned int)block_size;
     block.threads.assign(block_size, Thread{});
-    block.warps.assign(block_size / WARP_SIZE, Warp{});
-    block.turns.resize(block_size / WARP_SIZE);
+    block.warps.assign((block_size + WARP_SIZE - 1) / WARP_SIZE, Warp{});
+    block.turns.resize(block.warps.size());
     std::iota(block.turns.begin(), block.turns.end(), 0u);
     block.kernel = kernel;
     block.arguments = arguments;
@@ -252,11 +287,20 @@ extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int bloc
         blockIdx = {(unsigned int)(i % grid[0]), (unsigned int)(i / grid[0] % grid[1]),
                     (unsigned int)(i / grid[0] / grid[1])};
         std::memset(shared, POISON, shared_bytes);
-        good = run_block(static_cast<char*>(stacks), started);
+        good = run_block(started);
     }
-    munmap(stacks, bytes);
     if (good && !is_poison(bytes_of_shared + shared_bytes, bytes_of_shared + sizeof shared)) {
         return "a block wrote beyond its shared memory";
     }
     return good ? nullptr : block.error;
+}
+
+// The same with one-dimensional blocks of whole warps, which is what the project's kernels ask for.
+extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int block_size, size_t shared_bytes,
+                                   uint64_t seed, void (*kernel)(void*), void* arguments) {
+    if (block_size == 0 || block_size % WARP_SIZE != 0 || block_size > 1024) {
+        return "the block is not 1 to 32 whole warps";
+    }
+    const unsigned int block_dim[3] = {block_size, 1, 1};
+    return shim_launch_grid(grid, block_dim, shared_bytes, seed, kernel, arguments);
 }
