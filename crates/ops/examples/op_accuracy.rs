@@ -9,11 +9,11 @@
 
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_ops::{
-    HeadGroups, attention_backward, attention_forward, cross_entropy_grad, embedding_forward,
-    embedding_grad_into, linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad,
-    linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into, rms_norm_backward,
-    rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit, swiglu_backward,
-    swiglu_forward,
+    AttentionGrad, HeadGroups, attention_backward, attention_forward, cross_entropy_grad,
+    embedding_forward, embedding_grad_into, linear_bias_grad, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+    rms_norm_backward, rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit,
+    swiglu_backward, swiglu_forward,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -199,7 +199,15 @@ impl Run {
         );
         let (scale, groups) = (1.0 / (d as f32).sqrt(), HeadGroups::new(hq / hkv));
         let (y, lse) = attention_forward(&q, &k, &v, scale, groups)?;
-        let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &dy, scale, groups)?;
+        let pass = AttentionGrad {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &y,
+            log_sum_exp: &lse,
+            grad: &dy,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, scale, groups)?;
         self.keep(
             &format!("causal_attention {b} x {t} x {hq} ({hkv} kv) x {d}"),
             &[

@@ -61,6 +61,19 @@ __device__ void sum_exp_and_target_logit(float* out, const T* logits, const floa
     }
 }
 
+// loss (rows) and log_sum_exp (rows) from what all shards of the vocabulary have: max (rows) and sums (2, rows), as
+// sum_exp_and_target_logit gives them. The loss is 0 without a target, NaN for one beyond the vocabulary.
+extern "C" __global__ void cross_entropy_loss(float* loss, float* log_sum_exp, const float* max, const float* sums,
+                                              const u32* targets, i64 rows, i64 vocab) {
+    for (i64 row = thread_index(); row < rows; row += thread_count()) {
+        u32 target = targets[row];
+        float log_sum = logf(sums[row]);
+        log_sum_exp[row] = max[row] + log_sum;
+        float of_target = (i64)target < vocab ? log_sum - sums[rows + row] : __uint_as_float(0x7fc00000u);
+        loss[row] = target == IGNORE_INDEX ? 0.0f : of_target;
+    }
+}
+
 // dlogits (rows, cols), which may be logits: (exp(logit - log_sum_exp) - onehot(target)) * grad, where grad is
 // row_grads[row], or `grad` if row_grads is null; 0 in rows with IGNORE_INDEX.
 template <typename T>

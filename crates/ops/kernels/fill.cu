@@ -1,4 +1,4 @@
-// dst[i] = value.
+// Memory with a start value: the same number everywhere, or the same row in all rows (a bias, to which a product is added).
 #include "pack.cuh"
 
 template <typename T>
@@ -20,4 +20,24 @@ extern "C" __global__ void fill_f32(float* dst, float value, i64 len) {
 
 extern "C" __global__ void fill_bf16(bf16* dst, float value, i64 len) {
     fill(dst, value, len);
+}
+
+// dst (rows, cols): each row = row (cols). A block per row, in turns.
+template <typename T>
+__device__ void fill_rows(T* dst, const T* row, i64 rows, i64 cols) {
+    bool packed = cols % PACK<T> == 0 && aligned(dst, row);
+    for (i64 i = blockIdx.x; i < rows; i += gridDim.x) {
+        for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 col) {
+            constexpr int N = decltype(width)::value;
+            store(dst + i * cols + col, load<N>(row + col));
+        });
+    }
+}
+
+extern "C" __global__ void fill_rows_f32(float* dst, const float* row, i64 rows, i64 cols) {
+    fill_rows(dst, row, rows, cols);
+}
+
+extern "C" __global__ void fill_rows_bf16(bf16* dst, const bf16* row, i64 rows, i64 cols) {
+    fill_rows(dst, row, rows, cols);
 }

@@ -3,7 +3,7 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::host_floats::HostFloats;
-use crate::in_place::write;
+use crate::in_place::{len_must_be, write};
 use candle_core::{Result, Tensor};
 
 const NAME: &str = "add_into";
@@ -16,6 +16,7 @@ const NAME: &str = "add_into";
 /// # Errors
 /// When the numbers of values differ, `values` is not f32 or bf16, or the two are on different devices.
 pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
+    len_must_be(NAME, dst, values.elem_count())?;
     on_cuda!(dst => crate::cuda::add_into(dst, add, values));
     let values = HostFloats::new(NAME, "values", values)?;
     let values = values.read();

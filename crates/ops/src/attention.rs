@@ -3,10 +3,12 @@
 //! Never more than one block of rows of scores per thread: see [`crate::attention_blocks`].
 
 use crate::attention_blocks::AttentionBlocks;
+use crate::dispatch::on_cuda;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
-use crate::{HeadGroups, OpOutput, with_backward3};
-use candle_core::{Result, Tensor, bail};
+use crate::with_backward::with_backward3_of_result;
+use crate::{HeadGroups, OpOutput};
+use candle_core::{Device, Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
 
@@ -30,14 +32,19 @@ pub fn causal_attention(
     scale: f32,
     groups: HeadGroups,
 ) -> Result<Tensor> {
-    let blocks = blocks(q, k, v, scale, groups)?;
-    let (out, lse) = forward(&blocks, [q, k, v])?;
-    let lse = Tensor::from_vec(lse, (blocks.b, blocks.hq, blocks.t), q.device())?;
+    let (out, log_sum_exp) = forward(q, k, v, scale, groups)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
     let tracked = [q, k, v].map(Tensor::track_op);
-    with_backward3(q, k, v, out, NAME, move |grad| {
-        let (dq, dk, dv) =
-            attention_backward(&q_value, &k_value, &v_value, &lse, grad, scale, groups)?;
+    with_backward3_of_result(q, k, v, out, NAME, move |out, grad| {
+        let pass = AttentionGrad {
+            q: &q_value,
+            k: &k_value,
+            v: &v_value,
+            out,
+            log_sum_exp: &log_sum_exp,
+            grad,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, scale, groups)?;
         Ok((
             tracked[0].then_some(dq),
             tracked[1].then_some(dk),
@@ -61,68 +68,92 @@ pub fn attention_forward(
     scale: f32,
     groups: HeadGroups,
 ) -> Result<(Tensor, Tensor)> {
-    let blocks = blocks(q, k, v, scale, groups)?;
-    let (out, lse) = forward(&blocks, [q, k, v])?;
-    Ok((
-        out.into_tensor(),
-        Tensor::from_vec(lse, (blocks.b, blocks.hq, blocks.t), q.device())?,
-    ))
+    let (out, log_sum_exp) = forward(q, k, v, scale, groups)?;
+    Ok((out.into_tensor(), log_sum_exp))
 }
 
-/// Gradients of `q`, `k` and `v` from that of the output and the log-sum-exp that [`attention_forward`] returned;
-/// outside any graph.
-///
-/// # Shapes
-/// `q` and `grad` `(b, t, hq, d)`, `k` and `v` `(b, t, hkv, d)`, of one dtype, and `lse (b, hq, t)` in f32
-/// -> those of `q`, `k` and `v`.
+/// What the forward pass read and returned, and the gradient of its output.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGrad<'a> {
+    /// `(b, t, hq, d)`.
+    pub q: &'a Tensor,
+    /// `(b, t, hkv, d)`.
+    pub k: &'a Tensor,
+    /// `(b, t, hkv, d)`.
+    pub v: &'a Tensor,
+    /// The output, of the shape of q. GPUs read it; on the CPU what it stands for is summed anew, in f32.
+    pub out: &'a Tensor,
+    /// `(b, hq, t)` f32.
+    pub log_sum_exp: &'a Tensor,
+    /// Gradient of the output, of the shape of q.
+    pub grad: &'a Tensor,
+}
+
+/// Gradients of `q`, `k` and `v`, in their shapes and dtype; outside any graph.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
 pub fn attention_backward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    lse: &Tensor,
-    grad: &Tensor,
+    pass: &AttentionGrad<'_>,
     scale: f32,
     groups: HeadGroups,
 ) -> Result<(Tensor, Tensor, Tensor)> {
+    let AttentionGrad {
+        q,
+        k,
+        v,
+        out,
+        log_sum_exp,
+        grad,
+    } = *pass;
     let blocks = blocks(q, k, v, scale, groups)?;
-    if grad.dims() != q.dims() || lse.dims() != [blocks.b, blocks.hq, blocks.t] {
-        bail!(
-            "{NAME}: expected a gradient of the shape of q {:?} and lse [{}, {}, {}], got {:?} and {:?}",
-            q.dims(),
-            blocks.b,
-            blocks.hq,
-            blocks.t,
-            grad.dims(),
-            lse.dims()
-        )
+    let rows = [blocks.b, blocks.hq, blocks.t];
+    for (what, tensor, dims) in [
+        ("the output", out, q.dims()),
+        ("the gradient", grad, q.dims()),
+        ("log_sum_exp", log_sum_exp, &rows[..]),
+    ] {
+        if tensor.dims() != dims {
+            bail!("{NAME}: expected {what} {dims:?}, got {:?}", tensor.dims())
+        }
     }
-    let inputs = [("q", q), ("k", k), ("v", v), ("the gradient", grad)];
-    let [q_host, k_host, v_host, grad] =
-        inputs.map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
+    on_cuda!(q => crate::cuda::attention_backward(pass, scale, groups));
+    let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
+        .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
     let (q_host, k_host, v_host, grad) = (q_host?, k_host?, v_host?, grad?);
-    let inputs = [("q", &q_host), ("k", &k_host), ("v", &v_host)];
+    let inputs = [
+        ("q", &q_host),
+        ("k", &k_host),
+        ("v", &v_host),
+        ("the gradient", &grad),
+    ];
     let dtype = one_dtype(NAME, &inputs)?;
-    one_dtype(NAME, &[("q", &q_host), ("the gradient", &grad)])?;
-    let lse = HostF32::new(NAME, "lse", lse)?;
+    let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
     let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
-    let [dq, dk, dv] = blocks.backward(values, &lse.read(), &grad.read());
+    let [dq, dk, dv] = blocks.backward(values, &log_sum_exp.read(), &grad.read());
     let tensor =
         |values, like: &Tensor| OpOutput::rounded(values, dtype, like.shape()).into_tensor();
     Ok((tensor(dq, q), tensor(dk, k), tensor(dv, v)))
 }
 
-/// The output, and the log-sum-exp in f32.
-fn forward(blocks: &AttentionBlocks, [q, k, v]: [&Tensor; 3]) -> Result<(OpOutput, Vec<f32>)> {
+/// The output, and the log-sum-exp.
+fn forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<(OpOutput, Tensor)> {
+    let blocks = blocks(q, k, v, scale, groups)?;
+    on_cuda!(q => crate::cuda::attention_forward(q, k, v, scale, groups));
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;
     let k = HostFloats::new(NAME, "k", k)?;
     let v = HostFloats::new(NAME, "v", v)?;
     let dtype = one_dtype(NAME, &[("q", &q), ("k", &k), ("v", &v)])?;
-    let (out, lse) = blocks.forward([&q.read(), &k.read(), &v.read()]);
-    Ok((OpOutput::rounded(out, dtype, shape), lse))
+    let (out, log_sum_exp) = blocks.forward([&q.read(), &k.read(), &v.read()]);
+    let log_sum_exp = Tensor::from_vec(log_sum_exp, (blocks.b, blocks.hq, blocks.t), &Device::Cpu)?;
+    Ok((OpOutput::rounded(out, dtype, shape), log_sum_exp))
 }
 
 /// Sizes of inputs that fit.

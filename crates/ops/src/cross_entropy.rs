@@ -1,7 +1,7 @@
 //! Cross-entropy of whole rows of logits: `loss = ln(sum exp(logit)) - logit[target]`.
 
 use crate::host::HostU32;
-use crate::vocab_shard::{cross_entropy_grad, row_max, sum_exp_and_target_logit};
+use crate::vocab_shard::{cross_entropy_grad, losses, row_max, sum_exp_and_target_logit};
 use crate::{IGNORE_INDEX, with_backward1};
 use candle_core::{Result, Tensor, bail};
 
@@ -16,37 +16,19 @@ const NAME: &str = "cross_entropy";
 /// `logits (n, v)` f32 or bf16, `targets (n)` u32 -> `(n)` f32, in nats.
 ///
 /// # Errors
-/// When a target is not an id of the vocabulary, the shapes do not fit, or a tensor has another dtype or device.
+/// When a target is not an id of the vocabulary (on a GPU, where checking would stall it, such a loss is NaN), the shapes do not fit, or a tensor has another dtype or device.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let &[n, v] = logits.dims() else {
+    let &[_n, v] = logits.dims() else {
         bail!("{NAME}: expected logits (n, v), got {:?}", logits.dims())
     };
     let (logits_value, targets) = (logits.detach(), targets.detach());
-    let ids = HostU32::new(NAME, "targets", &targets)?;
-    if let Some(id) = ids
-        .read()
-        .iter()
-        .find(|&&id| id != IGNORE_INDEX && id as usize >= v)
-    {
-        bail!(
-            "{NAME}: target {id} is not in the vocabulary of {v} ids\nhint: the tokenizer and the model must belong together"
-        )
+    if targets.device().is_cpu() {
+        check_targets(&targets, v)?;
     }
     let max = row_max(&logits_value)?;
-    let pieces = sum_exp_and_target_logit(&logits_value, &max, &targets, 0)?;
-    let (max, pieces, ids) = (max.to_vec1::<f32>()?, pieces.to_vec2::<f32>()?, ids.read());
-    let mut loss = vec![0f32; n];
-    let mut log_sum_exp = vec![0f32; n];
-    for row in 0..n {
-        let log_sum = pieces[0][row].ln();
-        log_sum_exp[row] = max[row] + log_sum;
-        if ids[row] != IGNORE_INDEX {
-            loss[row] = log_sum - pieces[1][row];
-        }
-    }
-    drop(ids);
-    let log_sum_exp = Tensor::from_vec(log_sum_exp, n, logits.device())?;
-    with_backward1(logits, (loss, n), NAME, move |grad| {
+    let sums = sum_exp_and_target_logit(&logits_value, &max, &targets, 0)?;
+    let (loss, log_sum_exp) = losses(&max, &sums, &targets, v)?;
+    with_backward1(logits, loss, NAME, move |grad| {
         Ok(Some(cross_entropy_grad(
             &logits_value,
             &log_sum_exp,
@@ -55,4 +37,16 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
             grad,
         )?))
     })
+}
+
+fn check_targets(targets: &Tensor, v: usize) -> Result<()> {
+    let ids = HostU32::new(NAME, "targets", targets)?;
+    let ids = ids.read();
+    let is_foreign = |&&id: &&u32| id != IGNORE_INDEX && id as usize >= v;
+    match ids.iter().find(is_foreign) {
+        Some(id) => bail!(
+            "{NAME}: target {id} is not in the vocabulary of {v} ids\nhint: the tokenizer and the model must belong together"
+        ),
+        None => Ok(()),
+    }
 }

@@ -25,14 +25,9 @@ const NAME: &str = "embedding";
 /// When `weight` has not two dimensions, or a tensor has another dtype or device.
 pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let y = forward(weight, ids)?;
-    let (table, ids) = (weight.shape().clone(), ids.detach());
+    let (table, ids) = (weight.dims2()?, ids.detach());
     with_backward1(weight, y, NAME, move |dy| {
-        let h = width(&ids, dy)?;
-        let dtype = dy.dtype();
-        let (dy, ids) = gradient_and_ids(&ids, dy)?;
-        let mut dw = zeros(table.elem_count());
-        scatter_add(&mut dw, true, &dy.read(), &ids.read(), h);
-        Ok(Some(OpOutput::rounded(dw, dtype, &table).into_tensor()))
+        Ok(Some(table_grad(table, &ids, dy)?))
     })
 }
 
@@ -69,6 +64,17 @@ pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -
     })
 }
 
+/// The gradient of a table `(v, h)`, in the dtype of `dy`.
+fn table_grad(table: (usize, usize), ids: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    let h = width(ids, dy)?;
+    on_cuda!(dy => crate::cuda::embedding_grad(table, ids, dy));
+    let dtype = dy.dtype();
+    let (dy, ids) = gradient_and_ids(ids, dy)?;
+    let mut dw = zeros(table.0 * table.1);
+    scatter_add(&mut dw, true, &dy.read(), &ids.read(), h);
+    Ok(OpOutput::rounded(dw, dtype, table).into_tensor())
+}
+
 /// `h` of a gradient `(.., h)` that fits `ids`.
 fn width(ids: &Tensor, dy: &Tensor) -> Result<usize> {
     match dy.dims() {
@@ -89,6 +95,7 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     let &[_v, h] = weight.dims() else {
         bail!("{NAME}: expected weight (v, h), got {:?}", weight.dims())
     };
+    on_cuda!(weight => crate::cuda::embedding_forward(weight, ids));
     let table = HostFloats::new(NAME, "weight", weight)?;
     let ids = HostU32::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();

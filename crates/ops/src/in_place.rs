@@ -103,6 +103,17 @@ pub(crate) fn try_write<T: HostValue>(
     })
 }
 
+/// An error unless `dst`, the buffer that `op` writes to, has `len` values.
+pub(crate) fn len_must_be(op: &str, dst: &Tensor, len: usize) -> Result<()> {
+    if dst.elem_count() != len {
+        bail!(
+            "{op}: expected dst of {len} values, got {}",
+            dst.elem_count()
+        )
+    }
+    Ok(())
+}
+
 /// Whether two tensors are views of one storage: candle locks storages, so work on two views at a time would wait for
 /// itself.
 pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {

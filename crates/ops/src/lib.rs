@@ -23,7 +23,7 @@ mod brain_float;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
-pub mod cuda;
+mod cuda;
 mod device_choice;
 mod dispatch;
 mod embedding;
@@ -48,7 +48,7 @@ mod with_backward;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
 pub use add_into::add_into;
-pub use attention::{attention_backward, attention_forward, causal_attention};
+pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
@@ -64,7 +64,8 @@ pub use rope::{RopeDirection, rope, rope_in_place};
 pub use round::round_into;
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
 pub use vocab_shard::{
-    cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
+    sum_exp_and_target_logit,
 };
 pub use with_backward::{OpOutput, with_backward1, with_backward2, with_backward3};
 

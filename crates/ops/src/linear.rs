@@ -4,6 +4,9 @@
 //! edge, and no transposed copies.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+#[cfg(feature = "cuda")]
+use crate::cuda::Added;
+use crate::dispatch::on_cuda;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Matrix, MatrixMut, parallel_product};
@@ -61,29 +64,38 @@ pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 /// When the shapes do not fit or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let op = "linear_forward_add";
-    let product = Rows::new(op, xs, weight)?;
-    if residual.dims() != product.dims {
+    let dims = dims(op, xs, weight)?;
+    if residual.dims() != dims {
         bail!(
-            "{op}: expected residual {:?}, got {:?}",
-            product.dims,
+            "{op}: expected residual {dims:?}, got {:?}",
             residual.dims()
         )
     }
+    on_cuda!(xs => {
+        let residual = Added::Residual(residual);
+        Ok(crate::cuda::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
+    });
+    let product = Rows::new(op, xs, weight)?;
     let residual = HostFloats::new(op, "residual", residual)?;
     let dtype = one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
     let mut y = residual.read().into_owned();
     product.add_to(&mut y);
-    Ok(OpOutput::rounded(y, dtype, product.dims).into_tensor())
+    Ok(OpOutput::rounded(y, dtype, dims).into_tensor())
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutput> {
+    let dims = dims(NAME, xs, weight)?;
+    let num_out = weight.dims()[0];
+    if let Some(bias) = bias.filter(|bias| bias.dims() != [num_out]) {
+        bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
+    }
+    on_cuda!(xs => {
+        let bias = bias.map_or(Added::Nothing, Added::Bias);
+        crate::cuda::linear_forward(NAME, &dims, xs, weight, bias)
+    });
     let product = Rows::new(NAME, xs, weight)?;
-    let num_out = product.num_out;
     let mut y = product.compute();
     if let Some(bias) = bias {
-        if bias.dims() != [num_out] {
-            bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
-        }
         let bias = HostFloats::new(NAME, "bias", bias)?;
         one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
         let bias = bias.read();
@@ -96,7 +108,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutp
             }
         });
     }
-    Ok(OpOutput::rounded(y, product.dtype, product.dims))
+    Ok(OpOutput::rounded(y, product.dtype, dims))
 }
 
 /// `x W^T`, checked and ready to be computed.
@@ -107,19 +119,16 @@ struct Rows {
     rows: usize,
     num_in: usize,
     num_out: usize,
-    /// Shape of the result.
-    dims: Vec<usize>,
 }
 
 impl Rows {
     fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
         let (num_out, num_in) = weight_dims(op, weight)?;
-        let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
+        let (rows, _) = rows_of(op, "xs", xs, num_in)?;
         let xs = HostFloats::new(op, "xs", xs)?;
         let weight = HostFloats::new(op, "weight", weight)?;
         Ok(Self {
             dtype: one_dtype(op, &[("xs", &xs), ("weight", &weight)])?,
-            dims: [leading, &[num_out]].concat(),
             xs,
             weight,
             rows,
@@ -147,6 +156,13 @@ impl Rows {
             Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
         ]
     }
+}
+
+/// Shape of `xs W^T`.
+fn dims(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
+    let (num_out, num_in) = weight_dims(op, weight)?;
+    let (_, leading) = rows_of(op, "xs", xs, num_in)?;
+    Ok([leading, &[num_out]].concat())
 }
 
 /// `(out, in)` of a weight.

@@ -3,8 +3,9 @@
 
 use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
+use crate::dispatch::on_cuda;
 use crate::host_floats::{HostFloats, one_dtype};
-use crate::in_place::write;
+use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Matrix, MatrixMut, parallel_product};
 use candle_core::{Result, Tensor, bail};
@@ -31,14 +32,37 @@ pub fn linear_input_grad_sum(terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
     input_grad("linear_input_grad_sum", terms)
 }
 
-fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
-    let Some((first, weight)) = terms.first() else {
+fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
+    let Some((first, _)) = terms.first() else {
         bail!("{op}: expected at least one term, got none")
     };
-    let (num_out, num_in) = weight_dims(op, weight)?;
-    let (rows, leading) = rows_of(op, "dy", first, num_out)?;
+    let dims = dims_of_sum(op, terms)?;
+    on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
     let mut dx = Vec::new();
     for (i, (dy, weight)) in terms.iter().enumerate() {
+        let (num_out, num_in) = weight_dims(op, weight)?;
+        let (rows, _) = rows_of(op, "dy", dy, num_out)?;
+        let dy = HostFloats::new(op, "dy", dy)?;
+        let weight = HostFloats::new(op, "weight", weight)?;
+        one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
+        let (dy, weight) = (dy.read(), weight.read());
+        let dy = Matrix::new(&dy, rows, num_out, num_out);
+        let weight = Matrix::new(&weight, num_out, num_in, num_in);
+        if i == 0 {
+            dx = parallel_product(dy, weight);
+        } else {
+            MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(true, dy, weight);
+        }
+    }
+    Ok(OpOutput::rounded(dx, first.dtype(), dims).into_tensor())
+}
+
+/// The shape that all terms `dy W` have, at least one, all of one dtype.
+fn dims_of_sum(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Vec<usize>> {
+    let (first, weight) = terms[0];
+    let (num_out, num_in) = weight_dims(op, weight)?;
+    let (_, leading) = rows_of(op, "dy", first, num_out)?;
+    for (dy, weight) in terms {
         let (num_out, term_in) = weight_dims(op, weight)?;
         let (_, term_leading) = rows_of(op, "dy", dy, num_out)?;
         if dy.dtype() != first.dtype() {
@@ -55,19 +79,8 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
                 weight.dims()
             )
         }
-        let dy = HostFloats::new(op, "dy", dy)?;
-        let weight = HostFloats::new(op, "weight", weight)?;
-        one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
-        let (dy, weight) = (dy.read(), weight.read());
-        let dy = Matrix::new(&dy, rows, num_out, num_out);
-        let weight = Matrix::new(&weight, num_out, num_in, num_in);
-        if i == 0 {
-            dx = parallel_product(dy, weight);
-        } else {
-            MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(true, dy, weight);
-        }
     }
-    Ok(OpOutput::rounded(dx, first.dtype(), [leading, &[num_in]].concat()).into_tensor())
+    Ok([leading, &[num_in]].concat())
 }
 
 /// Gradient of the weight: `dW = dy^T x`, outside any graph.
@@ -80,6 +93,7 @@ fn input_grad(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
 pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
+    on_cuda!(dy => crate::cuda::linear_weight_grad(op, dy, xs));
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     let dw = parallel_product(
         Matrix::new(&dy.read(), rows, num_out, num_out).t(),
@@ -100,6 +114,8 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
 pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
     let op = "linear_weight_grad_into";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
+    len_must_be(op, dst, num_out * num_in)?;
+    on_cuda!(dst => crate::cuda::linear_weight_grad_into(op, dst, add, dy, xs));
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     write(op, "dst", dst, num_out * num_in, |dst| {
         MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
@@ -120,6 +136,7 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
 pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
     let op = "linear_bias_grad";
     let num_out = bias_len(op, dy)?;
+    on_cuda!(dy => crate::cuda::linear_bias_grad(op, dy));
     let mut db = vec![0f32; num_out];
     sum_rows(&mut db, true, &HostFloats::new(op, "dy", dy)?);
     Ok(OpOutput::rounded(db, dy.dtype(), num_out).into_tensor())
@@ -135,6 +152,8 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
 pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()> {
     let op = "linear_bias_grad_into";
     let num_out = bias_len(op, dy)?;
+    len_must_be(op, dst, num_out)?;
+    on_cuda!(dst => crate::cuda::linear_bias_grad_into(op, dst, add, dy));
     let dy = HostFloats::new(op, "dy", dy)?;
     write(op, "dst", dst, num_out, |dst: &mut [f32]| {
         sum_rows(dst, add, &dy)

@@ -1,6 +1,7 @@
 //! Root-mean-square normalisation: `y = x / sqrt(mean(x^2) + eps) * w` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
 use crate::chunks::{SUMMED_ROWS, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::dispatch::on_cuda;
 use crate::filled::{filled, filled2};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::dot;
@@ -70,6 +71,7 @@ pub fn rms_norm_backward(
             )
         }
     }
+    on_cuda!(xs => crate::cuda::rms_norm_backward(xs, weight, dy, eps, residual, weight_grad));
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     let dy = HostFloats::new(NAME, "the gradient", dy)?;
@@ -110,6 +112,7 @@ fn inverse_rms(x: &[f32], eps: f64) -> f32 {
 
 fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
     let h = width(xs, weight)?;
+    on_cuda!(xs => crate::cuda::rms_norm_forward(xs, weight, eps));
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     let dtype = one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;

@@ -4,6 +4,7 @@
 //! `y1 = x1 cos - x2 sin`, `y2 = x2 cos + x1 sin`; the backward is the rotation by the negative angle.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::dispatch::on_cuda;
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
@@ -33,21 +34,23 @@ pub enum RopeDirection {
 /// # Errors
 /// When the shapes do not fit, `d` is odd, or a tensor has another dtype or device.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let y = turned(xs, cos, sin, RopeDirection::Forward)?;
+    let (cos, sin) = (cos.detach(), sin.detach());
+    with_backward1(xs, y, NAME, move |dy| {
+        let dx = turned(dy, &cos, &sin, RopeDirection::Backward)?;
+        Ok(Some(dx.into_tensor()))
+    })
+}
+
+fn turned(xs: &Tensor, cos: &Tensor, sin: &Tensor, direction: RopeDirection) -> Result<OpOutput> {
     let sizes = sizes(xs, cos, sin)?;
+    on_cuda!(xs => crate::cuda::rope(xs, cos, sin, direction));
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let x = HostFloats::new(NAME, "xs", xs)?;
-    let turned = move |x: &HostFloats, direction| {
-        let mut y = x.read().into_owned();
-        rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
-        OpOutput::rounded(y, x.dtype(), x.tensor().shape())
-    };
-    let y = turned(&x, RopeDirection::Forward);
-    with_backward1(xs, y, NAME, move |dy| {
-        let dy = HostFloats::new(NAME, "the gradient", dy)?;
-        let dx = turned(&dy, RopeDirection::Backward);
-        Ok(Some(dx.into_tensor()))
-    })
+    let mut y = x.read().into_owned();
+    rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
+    Ok(OpOutput::rounded(y, x.dtype(), xs.shape()))
 }
 
 /// Rotates each head of each position in the storage of `xs`, outside any graph, and returns `xs`.
@@ -67,6 +70,7 @@ pub fn rope_in_place(
     direction: RopeDirection,
 ) -> Result<Tensor> {
     let sizes = sizes(&xs, cos, sin)?;
+    on_cuda!(xs => crate::cuda::rope_in_place(xs, cos, sin, direction));
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let (cos, sin) = (cos.read(), sin.read());

@@ -2,8 +2,10 @@
 //! arXiv:2002.05202). `sigmoid(g) = 1 / (1 + e^-g)`.
 
 use crate::chunks::rows_per_chunk;
+use crate::dispatch::on_cuda;
 use crate::exp::exp;
 use crate::filled::{filled, filled2};
+use crate::host::detached;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::vectorised::vectorised;
 use crate::{OpOutput, with_backward2};
@@ -21,11 +23,11 @@ const NAME: &str = "swiglu";
 /// # Errors
 /// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    let (g, u) = checked(gate, up)?;
-    let y = OpOutput::rounded(forward(&g.read(), &u.read()), g.dtype(), gate.shape());
+    let y = forward(gate, up)?;
+    let (g, u) = (detached(gate)?, detached(up)?);
     let (gate_tracked, up_tracked) = (gate.track_op(), up.track_op());
     with_backward2(gate, up, y, NAME, move |dy| {
-        let (dg, du) = swiglu_backward(g.tensor(), u.tensor(), dy)?;
+        let (dg, du) = swiglu_backward(&g, &u, dy)?;
         Ok((gate_tracked.then_some(dg), up_tracked.then_some(du)))
     })
 }
@@ -38,9 +40,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    let (g, u) = checked(gate, up)?;
-    let y = forward(&g.read(), &u.read());
-    Ok(OpOutput::rounded(y, g.dtype(), gate.shape()).into_tensor())
+    Ok(forward(gate, up)?.into_tensor())
 }
 
 /// Gradients of `gate` and `up` from that of the output, outside any graph.
@@ -51,7 +51,7 @@ pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When the shapes differ or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
 pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (g, u) = checked(gate, up)?;
+    one_shape(gate, up)?;
     if dy.dims() != gate.dims() {
         bail!(
             "{NAME}: expected a gradient of the shape of gate {:?}, got {:?}",
@@ -59,14 +59,24 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
             dy.dims()
         )
     }
+    on_cuda!(gate => crate::cuda::swiglu_backward(gate, up, dy));
+    let (g, u) = on_host(gate, up)?;
     let dy = HostFloats::new(NAME, "the gradient", dy)?;
     let dtype = one_dtype(NAME, &[("gate", &g), ("the gradient", &dy)])?;
-    let (dg, du) = backward(&g.read(), &u.read(), &dy.read());
+    let (dg, du) = backward_values(&g.read(), &u.read(), &dy.read());
     let tensor = |values| OpOutput::rounded(values, dtype, gate.shape()).into_tensor();
     Ok((tensor(dg), tensor(du)))
 }
 
-fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
+fn forward(gate: &Tensor, up: &Tensor) -> Result<OpOutput> {
+    one_shape(gate, up)?;
+    on_cuda!(gate => crate::cuda::swiglu_forward(gate, up));
+    let (g, u) = on_host(gate, up)?;
+    let y = forward_values(&g.read(), &u.read());
+    Ok(OpOutput::rounded(y, g.dtype(), gate.shape()))
+}
+
+fn one_shape(gate: &Tensor, up: &Tensor) -> Result<()> {
     if gate.dims() != up.dims() {
         bail!(
             "{NAME}: expected gate and up of one shape, got gate {:?} and up {:?}",
@@ -74,13 +84,17 @@ fn checked(gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
             up.dims()
         )
     }
+    Ok(())
+}
+
+fn on_host(gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
     let gate = HostFloats::new(NAME, "gate", gate)?;
     let up = HostFloats::new(NAME, "up", up)?;
     one_dtype(NAME, &[("gate", &gate), ("up", &up)])?;
     Ok((gate, up))
 }
 
-fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
+fn forward_values(gate: &[f32], up: &[f32]) -> Vec<f32> {
     let len = rows_per_chunk(1);
     filled(gate.len(), len, gate.len(), |chunk, y| {
         let start = chunk * len;
@@ -98,7 +112,7 @@ fn forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
 }
 
 /// With `s = sigmoid(gate)`: `dgate = dy up (s + gate s (1 - s))`, `dup = dy gate s`.
-fn backward(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
+fn backward_values(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let len = rows_per_chunk(1);
     let sizes = (gate.len(), len);
     filled2(sizes, sizes, 2 * gate.len(), |chunk, dg, du| {

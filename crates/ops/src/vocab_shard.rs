@@ -7,13 +7,14 @@
 use crate::IGNORE_INDEX;
 use crate::OpOutput;
 use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use crate::dispatch::on_cuda;
 use crate::exp::exp;
 use crate::host::{HostF32, HostU32};
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
 use crate::lanes;
 use crate::vectorised::vectorised;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 /// Columns summed in f32 before the sum goes on in f64.
 const BLOCK: usize = 1024;
@@ -27,6 +28,7 @@ const BLOCK: usize = 1024;
 /// When `logits` has not two dimensions or is not f32 or bf16 on the CPU.
 pub fn row_max(logits: &Tensor) -> Result<Tensor> {
     let (n, v) = rows_of("row_max", logits)?;
+    on_cuda!(logits => crate::cuda::row_max(logits));
     let host = HostFloats::new("row_max", "logits", logits)?;
     let values = host.read();
     let mut max = vec![f32::NEG_INFINITY; n];
@@ -62,6 +64,7 @@ pub fn sum_exp_and_target_logit(
     let op = "sum_exp_and_target_logit";
     let (n, v) = rows_of(op, logits)?;
     check_rows(op, n, &[("max", max), ("targets", targets)])?;
+    on_cuda!(logits => crate::cuda::sum_exp_and_target_logit(logits, max, targets, vocab_start));
     let device = logits.device();
     let logits = HostFloats::new(op, "logits", logits)?;
     let max = HostF32::new(op, "max", max)?;
@@ -88,6 +91,62 @@ pub fn sum_exp_and_target_logit(
     Tensor::from_vec(out, (2, n), device)
 }
 
+/// The loss of each row, and its log-sum-exp, from what all shards of the vocabulary have together.
+///
+/// `max` is the largest of the shards' maxima, `sums` the sum of what [`sum_exp_and_target_logit`] returned for them.
+/// The loss is 0 where the target is [`IGNORE_INDEX`], and NaN where it is beyond the vocabulary of `vocab_size` ids: an
+/// error would have to wait for the GPU.
+///
+/// # Shapes
+/// `max (n)`, `sums (2, n)` f32, `targets (n)` u32 -> `(n)` and `(n)` f32, outside any graph.
+///
+/// # Errors
+/// When the shapes do not fit or a tensor has another dtype or device.
+pub fn cross_entropy_loss(
+    max: &Tensor,
+    sums: &Tensor,
+    targets: &Tensor,
+    vocab_size: usize,
+) -> Result<(Tensor, Tensor)> {
+    let (loss, log_sum_exp) = losses(max, sums, targets, vocab_size)?;
+    Ok((loss.into_tensor(), log_sum_exp))
+}
+
+/// [`cross_entropy_loss`], of which the loss may enter a graph.
+pub(crate) fn losses(
+    max: &Tensor,
+    sums: &Tensor,
+    targets: &Tensor,
+    vocab_size: usize,
+) -> Result<(OpOutput, Tensor)> {
+    let op = "cross_entropy_loss";
+    let n = targets.elem_count();
+    check_rows(op, n, &[("max", max), ("targets", targets)])?;
+    if sums.dims() != [2, n] {
+        bail!("{op}: expected sums (2, {n}), got {:?}", sums.dims())
+    }
+    on_cuda!(sums => crate::cuda::cross_entropy_loss(max, sums, targets, vocab_size));
+    let max = HostF32::new(op, "max", max)?;
+    let sums = HostF32::new(op, "sums", sums)?;
+    let targets = HostU32::new(op, "targets", targets)?;
+    let (max, sums, targets) = (max.read(), sums.read(), targets.read());
+    let (mut loss, mut log_sum_exp) = (vec![0f32; n], vec![0f32; n]);
+    for (row, &target) in targets.iter().enumerate() {
+        let log_sum = sums[row].ln();
+        log_sum_exp[row] = max[row] + log_sum;
+        if target != IGNORE_INDEX {
+            let is_known = (target as usize) < vocab_size;
+            loss[row] = if is_known {
+                log_sum - sums[n + row]
+            } else {
+                f32::NAN
+            };
+        }
+    }
+    let log_sum_exp = Tensor::from_vec(log_sum_exp, n, &Device::Cpu)?;
+    Ok((OpOutput::from((loss, n)), log_sum_exp))
+}
+
 /// Gradient of the local logits: `(softmax - onehot(target)) * grad`, and 0 in rows with [`IGNORE_INDEX`].
 ///
 /// # Shapes
@@ -105,7 +164,13 @@ pub fn cross_entropy_grad(
 ) -> Result<Tensor> {
     let op = "cross_entropy_grad";
     let (n, _v) = rows_of(op, logits)?;
-    check_rows(op, n, &[("grad", grad)])?;
+    let rows = [
+        ("log_sum_exp", log_sum_exp),
+        ("targets", targets),
+        ("grad", grad),
+    ];
+    check_rows(op, n, &rows)?;
+    on_cuda!(logits => crate::cuda::cross_entropy_grad(logits, log_sum_exp, targets, vocab_start, grad));
     let grad = HostF32::new(op, "grad", grad)?;
     let grad = grad.read();
     let logits = HostFloats::new(op, "logits", logits)?;
@@ -135,6 +200,11 @@ pub fn cross_entropy_grad_in_place(
     grad: f32,
 ) -> Result<Tensor> {
     let op = "cross_entropy_grad_in_place";
+    let (n, _v) = rows_of(op, &logits)?;
+    check_rows(op, n, &[("log_sum_exp", log_sum_exp), ("targets", targets)])?;
+    on_cuda!(logits => {
+        crate::cuda::cross_entropy_grad_in_place(logits, log_sum_exp, targets, vocab_start, grad)
+    });
     rows_in_place(op, logits, (log_sum_exp, targets, vocab_start), |_| grad)
 }
 
@@ -146,7 +216,6 @@ fn rows_in_place(
     grad: impl Fn(usize) -> f32 + Sync,
 ) -> Result<Tensor> {
     let (n, v) = rows_of(op, &logits)?;
-    check_rows(op, n, &[("log_sum_exp", log_sum_exp), ("targets", targets)])?;
     let log_sum_exp = HostF32::new(op, "log_sum_exp", log_sum_exp)?;
     let targets = HostU32::new(op, "targets", targets)?;
     let (log_sum_exp, targets) = (log_sum_exp.read(), targets.read());

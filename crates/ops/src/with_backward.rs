@@ -6,11 +6,10 @@
 
 use crate::brain_float::rounded;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor,
-    bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape,
+    Storage, Tensor, bail,
 };
 use std::sync::{Mutex, PoisonError};
 
@@ -22,7 +21,7 @@ pub struct OpOutput(Value);
 
 enum Value {
     Tensor(Tensor),
-    Host(CpuStorage, Shape),
+    Storage(Storage, Shape),
 }
 
 impl From<Tensor> for OpOutput {
@@ -33,13 +32,13 @@ impl From<Tensor> for OpOutput {
 
 impl<S: Into<Shape>> From<(CpuStorage, S)> for OpOutput {
     fn from((storage, shape): (CpuStorage, S)) -> Self {
-        Self(Value::Host(storage, shape.into()))
+        Self(Value::Storage(Storage::Cpu(storage), shape.into()))
     }
 }
 
 impl<S: Into<Shape>> From<(Vec<f32>, S)> for OpOutput {
     fn from((values, shape): (Vec<f32>, S)) -> Self {
-        Self(Value::Host(CpuStorage::F32(values), shape.into()))
+        Self::from((CpuStorage::F32(values), shape))
     }
 }
 
@@ -50,55 +49,71 @@ impl OpOutput {
             DType::BF16 => CpuStorage::BF16(rounded(&values)),
             _ => CpuStorage::F32(values),
         };
-        Self(Value::Host(storage, shape.into()))
+        Self::from((storage, shape))
+    }
+
+    /// What a kernel wrote: at least as many values as `shape` has elements.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_cuda(storage: CudaStorage, shape: impl Into<Shape>) -> Self {
+        Self(Value::Storage(Storage::Cuda(storage), shape.into()))
     }
 
     /// The value as a tensor outside any graph, without a copy.
     pub fn into_tensor(self) -> Tensor {
         match self.0 {
             Value::Tensor(tensor) => tensor,
-            Value::Host(storage, shape) => {
-                Tensor::from_storage(Storage::Cpu(storage), shape, BackpropOp::none(), false)
+            Value::Storage(storage, shape) => {
+                Tensor::from_storage(storage, shape, BackpropOp::none(), false)
             }
         }
     }
 
-    fn into_host(self, name: &'static str) -> Result<(CpuStorage, Shape)> {
+    fn into_storage(self, name: &'static str) -> Result<(Storage, Shape)> {
         let tensor = match self.0 {
-            Value::Host(storage, shape) => return Ok((storage, shape)),
+            Value::Storage(storage, shape) => return Ok((storage, shape)),
             Value::Tensor(tensor) => tensor,
         };
-        let shape = tensor.shape().clone();
         let (guard, layout) = tensor.storage_and_layout();
-        let Storage::Cpu(source) = &*guard else {
-            bail!(
-                "{name}: a value with a hand-written backward lives on the CPU for now, got device {:?}, dtype {:?}",
-                tensor.device().location(),
-                tensor.dtype()
-            )
+        let storage = match &*guard {
+            Storage::Cpu(storage) => Storage::Cpu(copied(storage, layout)?),
+            Storage::Cuda(storage) => Storage::Cuda(copied(storage, layout)?),
+            Storage::Metal(_) => bail!("{name}: expected a value on the CPU or on CUDA"),
         };
-        let mut storage = CpuDevice.zeros_impl(&shape, tensor.dtype())?;
-        if shape.elem_count() > 0 {
-            source.copy_strided_src(&mut storage, 0, layout)?;
-        }
-        Ok((storage, shape))
+        Ok((storage, tensor.shape().clone()))
     }
 }
 
-/// A graph node: the value until candle takes it, and the backward.
+/// The values of a view, contiguous.
+fn copied<S>(source: &S, layout: &Layout) -> Result<S>
+where
+    S: BackendStorage,
+    S::Device: BackendDevice<Storage = S>,
+{
+    let num_values = layout.shape().elem_count();
+    // An allocation of nothing is an error to CUDA.
+    let mut storage = source
+        .device()
+        .zeros_impl(&Shape::from(num_values.max(1)), source.dtype())?;
+    if num_values > 0 {
+        source.copy_strided_src(&mut storage, 0, layout)?;
+    }
+    Ok(storage)
+}
+
+/// A graph node: the value until candle takes it, and the backward, a function of that value and its gradient.
 struct Node<F> {
     name: &'static str,
-    value: Mutex<Option<(CpuStorage, Shape)>>,
+    value: Mutex<Option<(Storage, Shape)>>,
     bwd: F,
 }
 
 impl<F> Node<F> {
     fn new(name: &'static str, out: OpOutput, bwd: F) -> Result<Self> {
-        let value = Mutex::new(Some(out.into_host(name)?));
+        let value = Mutex::new(Some(out.into_storage(name)?));
         Ok(Self { name, value, bwd })
     }
 
-    fn take(&self) -> Result<(CpuStorage, Shape)> {
+    fn take(&self) -> Result<(Storage, Shape)> {
         match self
             .value
             .lock()
@@ -112,28 +127,46 @@ impl<F> Node<F> {
             ),
         }
     }
+
+    fn take_cpu(&self) -> Result<(CpuStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => bail!("{}: the inputs are on the CPU, the value is not", self.name),
+        }
+    }
+
+    fn take_cuda(&self) -> Result<(CudaStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => bail!("{}: the inputs are on CUDA, the value is not", self.name),
+        }
+    }
 }
 
 impl<F> CustomOp1 for Node<F>
 where
-    F: Fn(&Tensor) -> Result<Option<Tensor>>,
+    F: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>>,
 {
     fn name(&self) -> &'static str {
         self.name
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        (self.bwd)(grad)
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
+    }
+
+    fn bwd(&self, _: &Tensor, value: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        (self.bwd)(value, grad)
     }
 }
 
 impl<F> CustomOp2 for Node<F>
 where
-    F: Fn(&Tensor) -> Result<(Option<Tensor>, Option<Tensor>)>,
+    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)>,
 {
     fn name(&self) -> &'static str {
         self.name
@@ -146,23 +179,33 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
     }
 
     fn bwd(
         &self,
         _: &Tensor,
         _: &Tensor,
-        _: &Tensor,
+        value: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        (self.bwd)(grad)
+        (self.bwd)(value, grad)
     }
 }
 
 impl<F> CustomOp3 for Node<F>
 where
-    F: Fn(&Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>,
+    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>,
 {
     fn name(&self) -> &'static str {
         self.name
@@ -177,7 +220,19 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
     }
 
     fn bwd(
@@ -185,10 +240,10 @@ where
         _: &Tensor,
         _: &Tensor,
         _: &Tensor,
-        _: &Tensor,
+        value: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        (self.bwd)(grad)
+        (self.bwd)(value, grad)
     }
 }
 
@@ -204,7 +259,7 @@ where
 /// If `x` is not tracked, `out` comes back as it is, without a graph.
 ///
 /// # Errors
-/// When a graph is needed and `out` or `x` is not on the CPU.
+/// When a graph is needed and `out` and `x` are on different devices, or neither on the CPU nor on CUDA.
 pub fn with_backward1<F>(
     x: &Tensor,
     out: impl Into<OpOutput>,
@@ -218,7 +273,9 @@ where
     if !x.track_op() {
         return Ok(out.into_tensor());
     }
-    x.apply_op1(Node::new(name, out, bwd)?)
+    x.apply_op1(Node::new(name, out, move |_: &Tensor, grad: &Tensor| {
+        bwd(grad)
+    })?)
 }
 
 /// [`with_backward1`] for a value computed from `x` and `y`; `bwd` returns their gradients in this order.
@@ -239,7 +296,10 @@ where
     if !x.track_op() && !y.track_op() {
         return Ok(out.into_tensor());
     }
-    x.apply_op2(y, Node::new(name, out, bwd)?)
+    x.apply_op2(
+        y,
+        Node::new(name, out, move |_: &Tensor, grad: &Tensor| bwd(grad))?,
+    )
 }
 
 /// [`with_backward1`] for a value computed from `x`, `y` and `z`; `bwd` returns their gradients in this order.
@@ -256,6 +316,24 @@ pub fn with_backward3<F>(
 ) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>
+        + Send
+        + Sync
+        + 'static,
+{
+    with_backward3_of_result(x, y, z, out, name, move |_, grad| bwd(grad))
+}
+
+/// [`with_backward3`] with a backward that reads the value, too, and so need not keep it.
+pub(crate) fn with_backward3_of_result<F>(
+    x: &Tensor,
+    y: &Tensor,
+    z: &Tensor,
+    out: impl Into<OpOutput>,
+    name: &'static str,
+    bwd: F,
+) -> Result<Tensor>
+where
+    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>
         + Send
         + Sync
         + 'static,

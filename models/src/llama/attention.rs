@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_ops::{HeadGroups, RopeDirection, attention_backward, attention_forward, rope_in_place};
+use candle_ops::{
+    AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward, rope_in_place,
+};
 use candle_parallel::{
     ColumnParallelLinear, Gradients, HeadPartition, ParamBuilder, RowParallelLinear,
     column_parallel_backward, column_parallel_linear_shard, row_parallel_linear_shard,
@@ -114,7 +116,15 @@ impl Attention {
             .o_proj
             .backward(dy, Some(&ys), gradients)?
             .reshape(q.dims())?;
-        let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &dys, self.scale(), self.groups)?;
+        let pass = AttentionGrad {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &ys.reshape(q.dims())?,
+            log_sum_exp: &lse,
+            grad: &dys,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, self.scale(), self.groups)?;
         let (cos, sin) = self.rotary.get(t)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let dq = unrope(dq)?.flatten_from(2)?; // (b, t, num_heads * head_dim)

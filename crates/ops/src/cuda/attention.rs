@@ -2,7 +2,8 @@
 
 use super::launch;
 use super::values::{BLOCK, Element, Gpu, by_dtype, dims_must_be};
-use crate::HeadGroups;
+use crate::host::detached;
+use crate::{HeadGroups, OpOutput};
 use candle_core::{Result, Tensor, bail};
 
 pub(super) const NAME: &str = "causal_attention";
@@ -10,30 +11,23 @@ pub(super) const NAME: &str = "causal_attention";
 /// Rows of queries or keys that a block works on.
 const TILE: usize = 16;
 
-/// The output, and the logarithm of the sum of the exponentials of each query's scores.
-///
-/// # Shapes
-/// `q (b, t, heads, d)`, `k` and `v` `(b, t, kv_heads, d)`, one dtype, f32 or bf16, d at most 256 -> `(b, t, heads, d)` in
-/// that dtype and `(b, heads, t)` f32.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn attention_forward(
+/// The output, in the shape and dtype of q, and the log-sum-exp of each row of scores, `(b, heads, t)` f32.
+pub(crate) fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     scale: f32,
     groups: HeadGroups,
-) -> Result<(Tensor, Tensor)> {
-    let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
-    by_dtype!(NAME, q.dtype(), T => forward::<T>([&q, &k, &v], scale, groups))
+) -> Result<(OpOutput, Tensor)> {
+    let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
+    by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], scale, groups))
 }
 
 fn forward<T: Element>(
     [q, k, v]: [&Tensor; 3],
     scale: f32,
     groups: HeadGroups,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<(OpOutput, Tensor)> {
     let gpu = Gpu::of(NAME, q)?;
     let s = Sizes::new(&gpu, [q, k, v], groups)?;
     let (q_in, k, v) = (
@@ -43,7 +37,7 @@ fn forward<T: Element>(
     );
     let o = gpu.alloc::<T>(q.elem_count())?;
     let log_sum_exp = gpu.alloc::<f32>(s.num_rows())?;
-    if q.elem_count() > 0 {
+    if s.num_rows() > 0 {
         let launch = gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(2, 1))?;
         let [t, heads, kv_heads, d] = s.counts(&gpu)?;
         let [group_size, group_offset] = s.groups(&gpu)?;
@@ -67,7 +61,7 @@ fn forward<T: Element>(
         }?;
     }
     let log_sum_exp = log_sum_exp.into_tensor((s.b, s.heads, s.t));
-    Ok((o.into_tensor(q.shape()), log_sum_exp))
+    Ok((o.into_output(q.shape()), log_sum_exp))
 }
 
 /// Shapes of an attention, checked.

@@ -4,47 +4,31 @@
 use super::attention::{NAME, Sizes};
 use super::launch;
 use super::values::{BLOCK, Element, Fresh, Gpu, Values, by_dtype, dims_must_be, same_shape};
-use crate::HeadGroups;
+use crate::host::detached;
+use crate::{AttentionGrad, HeadGroups};
 use candle_core::{Result, Tensor};
-
-/// What the forward pass read and wrote, and the gradient of what it returned.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionGrad<'a> {
-    /// `(b, t, heads, d)`.
-    pub q: &'a Tensor,
-    /// `(b, t, kv_heads, d)`.
-    pub k: &'a Tensor,
-    /// `(b, t, kv_heads, d)`.
-    pub v: &'a Tensor,
-    /// The output, of the shape of q.
-    pub out: &'a Tensor,
-    /// `(b, heads, t)` f32.
-    pub log_sum_exp: &'a Tensor,
-    /// Gradient of the output.
-    pub grad: &'a Tensor,
-}
 
 /// Gradients of q, k and v, in their shapes and dtype.
 ///
 /// # Errors
 /// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn attention_backward(
-    pass: AttentionGrad,
+pub(crate) fn attention_backward(
+    pass: &AttentionGrad<'_>,
     scale: f32,
     groups: HeadGroups,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let [q, k, v, out, grad] =
-        [pass.q, pass.k, pass.v, pass.out, pass.grad].map(Tensor::contiguous);
-    let (q, k, v, out, grad) = (q?, k?, v?, out?, grad?);
+    let (q, k, v) = (detached(pass.q)?, detached(pass.k)?, detached(pass.v)?);
+    let (out, grad) = (detached(pass.out)?, detached(pass.grad)?);
+    let log_sum_exp = detached(pass.log_sum_exp)?;
     let pass = AttentionGrad {
         q: &q,
         k: &k,
         v: &v,
         out: &out,
+        log_sum_exp: &log_sum_exp,
         grad: &grad,
-        ..pass
     };
-    by_dtype!(NAME, q.dtype(), T => {
+    by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
         let pass = Pass::new::<T>(&gpu, pass, scale, groups)?;
         let delta = pass.delta::<T>()?;

@@ -1,23 +1,19 @@
-//! Cross-entropy over a slice of the vocabulary on the GPU; the equations are those of the crate's `vocab_shard`.
+//! Cross-entropy over a slice of the vocabulary on the GPU; the equations are those of the crate's `vocab_shard`,
+//! which checks the shapes.
 
 use super::launch;
 use super::pointer::{In, OptIn, Out};
-use super::values::{BLOCK, Element, Gpu, Values, by_dtype, dims_must_be};
+use super::values::{BLOCK, Element, Gpu, Values, by_dtype};
+use crate::OpOutput;
+use crate::host::detached;
 use candle_core::{Result, Tensor};
 
 /// Threads of a block that passes over a row of logits, which may be as long as the vocabulary.
 const WIDE_BLOCK: u32 = 1024;
 
-/// The largest logit of each row, negative infinity for rows of none.
-///
-/// # Shapes
-/// `logits (n, v)` f32 or bf16 -> `(n)` f32.
-///
-/// # Errors
-/// When `logits` has another rank or dtype, or is not on CUDA.
-pub fn row_max(logits: &Tensor) -> Result<Tensor> {
-    let logits = logits.contiguous()?;
-    by_dtype!("row_max", logits.dtype(), T => row_max_as::<T>(&logits))
+/// The largest logit of each row.
+pub(crate) fn row_max(logits: &Tensor) -> Result<Tensor> {
+    by_dtype!("row_max", "logits", logits, T => row_max_as::<T>(&detached(logits)?))
 }
 
 fn row_max_as<T: Element>(logits: &Tensor) -> Result<Tensor> {
@@ -33,21 +29,17 @@ fn row_max_as<T: Element>(logits: &Tensor) -> Result<Tensor> {
     Ok(max.into_tensor(n))
 }
 
-/// For each row the sum of `exp(logit - max)`, and the target's logit if this slice has it, else 0.
-///
-/// # Shapes
-/// `logits (n, v)` f32 or bf16, `max (n)` f32, `targets (n)` u32 -> `(2, n)` f32.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn sum_exp_and_target_logit(
+/// For each row the sum of `exp(logit - max)`, and the target's `logit - max` if this slice has it, else 0.
+pub(crate) fn sum_exp_and_target_logit(
     logits: &Tensor,
     max: &Tensor,
     targets: &Tensor,
     vocab_start: usize,
 ) -> Result<Tensor> {
-    let logits = logits.contiguous()?;
-    by_dtype!("sum_exp_and_target_logit", logits.dtype(), T => sums::<T>(&logits, max, targets, vocab_start))
+    let (max, targets) = (detached(max)?, detached(targets)?);
+    by_dtype!("sum_exp_and_target_logit", "logits", logits, T => {
+        sums::<T>(&detached(logits)?, &max, &targets, vocab_start)
+    })
 }
 
 fn sums<T: Element>(
@@ -56,11 +48,8 @@ fn sums<T: Element>(
     targets: &Tensor,
     vocab_start: usize,
 ) -> Result<Tensor> {
-    let op = "sum_exp_and_target_logit";
-    let gpu = Gpu::of(op, logits)?;
+    let gpu = Gpu::of("sum_exp_and_target_logit", logits)?;
     let (n, v) = logits.dims2()?;
-    dims_must_be(op, "max", max, &[n])?;
-    dims_must_be(op, "targets", targets, &[n])?;
     let values = gpu.read::<T>("logits", logits)?;
     let (max, targets) = (
         gpu.read::<f32>("max", max)?,
@@ -85,35 +74,65 @@ fn sums<T: Element>(
     Ok(out.into_tensor((2, n)))
 }
 
+/// The loss of each row and its log-sum-exp.
+pub(crate) fn cross_entropy_loss(
+    max: &Tensor,
+    sums: &Tensor,
+    targets: &Tensor,
+    vocab: usize,
+) -> Result<(OpOutput, Tensor)> {
+    let gpu = Gpu::of("cross_entropy_loss", sums)?;
+    let n = targets.elem_count();
+    let (max, sums, targets) = (detached(max)?, detached(sums)?, detached(targets)?);
+    let max = gpu.read::<f32>("max", &max)?;
+    let sums = gpu.read::<f32>("sums", &sums)?;
+    let targets = gpu.read::<u32>("targets", &targets)?;
+    let (loss, log_sum_exp) = (gpu.alloc::<f32>(n)?, gpu.alloc::<f32>(n)?);
+    if n > 0 {
+        // SAFETY: sums has 2 n values, the others n.
+        unsafe {
+            launch::cross_entropy_loss(
+                &gpu.elements(n)?,
+                loss.out(),
+                log_sum_exp.out(),
+                max.get(),
+                sums.get(),
+                targets.get(),
+                n as i64,
+                vocab as i64,
+            )
+        }?;
+    }
+    Ok((loss.into_output(n), log_sum_exp.into_tensor(n)))
+}
+
 /// Gradient of a row's loss.
-#[derive(Clone, Copy, Debug)]
-pub enum LossGrad<'a> {
+#[derive(Clone, Copy)]
+pub(crate) enum LossGrad<'a> {
     /// The same for all rows.
     Same(f32),
     /// One for each row: `(n)` f32.
     PerRow(&'a Tensor),
 }
 
-/// Gradient of the logits, `grad (softmax - one-hot target)`; rows whose target is `IGNORE_INDEX` get zeros.
-///
-/// # Shapes
-/// `logits (n, v)` f32 or bf16, `log_sum_exp (n)` f32, `targets (n)` u32 -> `(n, v)` in the dtype of `logits`.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn cross_entropy_grad(
+/// Gradient of the logits, in their dtype.
+pub(crate) fn cross_entropy_grad(
     logits: &Tensor,
     log_sum_exp: &Tensor,
     targets: &Tensor,
     vocab_start: usize,
-    grad: LossGrad,
+    grad: &Tensor,
 ) -> Result<Tensor> {
-    let logits = logits.contiguous()?;
-    by_dtype!("cross_entropy_grad", logits.dtype(), T => {
-        let gpu = Gpu::of("cross_entropy_grad", &logits)?;
+    let gpu = Gpu::of("cross_entropy_grad", logits)?;
+    let logits = detached(logits)?;
+    let rows = [log_sum_exp, targets, grad].map(detached);
+    let [log_sum_exp, targets, grad] = rows;
+    let (log_sum_exp, targets, grad) = (log_sum_exp?, targets?, grad?);
+    let grad = LossGrad::PerRow(&grad);
+    let rows = Rows::new(&gpu, &logits, (&log_sum_exp, &targets, vocab_start), grad)?;
+    by_dtype!(gpu.op(), "logits", logits, T => {
         let dlogits = gpu.alloc::<T>(logits.elem_count())?;
         let values = gpu.read::<T>("logits", &logits)?;
-        let rows = Rows::new(&gpu, logits.dims2()?, log_sum_exp, targets, vocab_start, grad)?;
         // SAFETY: logits and its gradient have as many values as the rows.
         unsafe { rows.backward::<T>(dlogits.out(), values.get()) }?;
         drop(values);
@@ -121,21 +140,20 @@ pub fn cross_entropy_grad(
     })
 }
 
-/// [`cross_entropy_grad`] that overwrites the logits with their gradient, so that only one of the two exists.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not contiguous or not on the same GPU.
-pub fn cross_entropy_grad_in_place(
+/// Overwrites the logits with their gradient, so that only one of the two exists.
+pub(crate) fn cross_entropy_grad_in_place(
     logits: Tensor,
     log_sum_exp: &Tensor,
     targets: &Tensor,
     vocab_start: usize,
-    grad: LossGrad,
+    grad: f32,
 ) -> Result<Tensor> {
-    let logits = logits.detach().contiguous()?;
-    by_dtype!("cross_entropy_grad_in_place", logits.dtype(), T => {
-        let gpu = Gpu::of("cross_entropy_grad_in_place", &logits)?;
-        let rows = Rows::new(&gpu, logits.dims2()?, log_sum_exp, targets, vocab_start, grad)?;
+    let gpu = Gpu::of("cross_entropy_grad_in_place", &logits)?;
+    let logits = detached(&logits)?;
+    let (log_sum_exp, targets) = (detached(log_sum_exp)?, detached(targets)?);
+    let grad = LossGrad::Same(grad);
+    let rows = Rows::new(&gpu, &logits, (&log_sum_exp, &targets, vocab_start), grad)?;
+    by_dtype!(gpu.op(), "logits", logits, T => {
         gpu.write::<T>("logits", &logits, |values| {
             // SAFETY: values are the rows' logits; the kernel lets its output be its input.
             unsafe { rows.backward::<T>(values, values.read()) }
@@ -158,21 +176,14 @@ struct Rows<'a> {
 impl<'a> Rows<'a> {
     fn new(
         gpu: &'a Gpu,
-        sizes: (usize, usize),
-        log_sum_exp: &'a Tensor,
-        targets: &'a Tensor,
-        vocab_start: usize,
+        logits: &Tensor,
+        (log_sum_exp, targets, vocab_start): (&'a Tensor, &'a Tensor, usize),
         grad: LossGrad<'a>,
     ) -> Result<Self> {
-        let op = "cross_entropy_grad";
-        dims_must_be(op, "log_sum_exp", log_sum_exp, &[sizes.0])?;
-        dims_must_be(op, "targets", targets, &[sizes.0])?;
+        let sizes = logits.dims2()?;
         let (row_grads, grad) = match grad {
             LossGrad::Same(grad) => (None, grad),
-            LossGrad::PerRow(grads) => {
-                dims_must_be(op, "grad", grads, &[sizes.0])?;
-                (Some(gpu.read::<f32>("grad", grads)?), 0.0)
-            }
+            LossGrad::PerRow(grads) => (Some(gpu.read::<f32>("grad", grads)?), 0.0),
         };
         Ok(Self {
             gpu,

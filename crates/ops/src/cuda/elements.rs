@@ -1,17 +1,19 @@
 //! Converting and adding on the GPU, value by value.
 
 use super::launch;
-use super::values::{Element, Gpu, by_dtype};
-use candle_core::{DType, Result, Tensor, bail};
+use super::pointer::Out;
+use super::values::{Element, Fresh, Gpu, by_dtype};
+use crate::host::detached;
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 /// `dst`, f32, `= src` or, if `add`, `+= src`, f32 or bf16.
 pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("add_into", dst)?;
     same_len(&gpu, dst, src)?;
-    let src = src.detach().contiguous()?;
+    let src = detached(src)?;
     match (add, src.dtype()) {
-        (true, dtype) => by_dtype!(gpu.op(), dtype, T => add_as::<T>(&gpu, dst, &src)),
+        (true, _) => by_dtype!(gpu.op(), "values", src, T => add_as::<T>(&gpu, dst, &src)),
         (false, DType::F32) => copy(&gpu, dst, &src),
         (false, DType::BF16) => widen(&gpu, dst, &src),
         (false, dtype) => bail!(
@@ -25,7 +27,7 @@ pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
 pub(crate) fn round_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("round_into", dst)?;
     same_len(&gpu, dst, src)?;
-    let (len, src) = (src.elem_count(), src.detach().contiguous()?);
+    let (len, src) = (src.elem_count(), detached(src)?);
     let src = gpu.read::<f32>("values", &src)?;
     gpu.write::<bf16>("dst", dst, |dst| {
         // SAFETY: both have len values.
@@ -33,13 +35,32 @@ pub(crate) fn round_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     })
 }
 
-/// Sets every value of `dst`, f32, to `value`.
-pub(super) fn fill(gpu: &Gpu, dst: &Tensor, value: f32) -> Result<()> {
-    let len = dst.elem_count();
-    gpu.write::<f32>("dst", dst, |dst| {
-        // SAFETY: dst has len values.
-        unsafe { launch::fill(&gpu.elements(len)?, dst, value, len as i64) }
-    })
+/// Sets the `len` values of `dst` to zero.
+///
+/// # Safety
+/// It must have as many.
+pub(super) unsafe fn zero<T: Element>(gpu: &Gpu, dst: Out<T>, len: usize) -> Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { launch::fill(&gpu.elements(len)?, dst, 0.0, len as i64) }
+}
+
+/// The first `len` values of `src` as a tensor of bf16.
+pub(super) fn rounded(
+    gpu: &Gpu,
+    src: &Fresh<f32>,
+    len: usize,
+    shape: impl Into<Shape>,
+) -> Result<Tensor> {
+    let dst = gpu.alloc::<bf16>(len)?;
+    if len > 0 {
+        let (launch, src) = (gpu.elements(len)?, src.out().read());
+        // SAFETY: both have len values.
+        unsafe { launch::cast_f32_to_bf16(&launch, dst.out(), src, len as i64) }?;
+    }
+    Ok(dst.into_tensor(shape))
 }
 
 fn add_as<T: Element>(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {

@@ -3,6 +3,7 @@
 use super::launch;
 use super::pointer::Out;
 use super::values::{BLOCK, Element, Gpu, by_dtype};
+use crate::host::detached;
 use candle_core::{Result, Tensor};
 
 /// Blocks that leave a partial sum each.
@@ -11,20 +12,20 @@ const MAX_PARTIALS: usize = 1056;
 /// The sum of the squares of `src` as an f64 scalar.
 pub(crate) fn sum_of_squares(src: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of("sum_of_squares", src)?;
-    let src = src.detach().contiguous()?;
+    let src = detached(src)?;
     let dst = gpu.alloc_f64(1)?;
-    by_dtype!(gpu.op(), src.dtype(), T => launch_sum::<T>(&gpu, dst.out(), false, &src))?;
+    by_dtype!(gpu.op(), "xs", src, T => launch_sum::<T>(&gpu, dst.out(), false, &src))?;
     Ok(dst.into_tensor(()))
 }
 
 /// Writes or adds it to `dst`, one f64 value.
 pub(crate) fn sum_of_squares_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("sum_of_squares_into", dst)?;
-    let src = src.detach().contiguous()?;
+    let src = detached(src)?;
     gpu.write::<f64>(
         "dst",
         dst,
-        |dst| by_dtype!(gpu.op(), src.dtype(), T => launch_sum::<T>(&gpu, dst, add, &src)),
+        |dst| by_dtype!(gpu.op(), "xs", src, T => launch_sum::<T>(&gpu, dst, add, &src)),
     )
 }
 
@@ -47,7 +48,7 @@ fn launch_sum<T: Element>(gpu: &Gpu, dst: Out<f64>, add: bool, src: &Tensor) -> 
 /// The factor that clips, an f32 scalar, from `sum`, one f64 value.
 pub(crate) fn clip_scale(sum: &Tensor, max_norm: f64) -> Result<Tensor> {
     let gpu = Gpu::of("clip_scale", sum)?;
-    let sum = sum.detach().contiguous()?;
+    let sum = detached(sum)?;
     let sum = gpu.read::<f64>("sum", &sum)?;
     let scale = gpu.alloc::<f32>(1)?;
     let launch = gpu.blocks(1, 32, 0)?;

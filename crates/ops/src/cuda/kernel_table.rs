@@ -42,6 +42,8 @@ macro_rules! for_each_kernel {
                 row_max[T](max: Out<f32>, logits: In<T>, rows: i64, cols: i64);
                 sum_exp_and_target_logit[T](out: Out<f32>, logits: In<T>, max: In<f32>, targets: In<u32>, rows: i64,
                     cols: i64, vocab_start: i64);
+                cross_entropy_loss(loss: Out<f32>, log_sum_exp: Out<f32>, max: In<f32>, sums: In<f32>, targets: In<u32>,
+                    rows: i64, vocab: i64);
                 cross_entropy_backward[T](dlogits: Out<T>, logits: In<T>, log_sum_exp: In<f32>, targets: In<u32>,
                     row_grads: OptIn<f32>, grad: f32, rows: i64, cols: i64, vocab_start: i64);
             }
@@ -55,6 +57,7 @@ macro_rules! for_each_kernel {
             }
             "fill" {
                 fill[T](dst: Out<T>, value: f32, len: i64);
+                fill_rows[T](dst: Out<T>, row: In<T>, rows: i64, cols: i64);
             }
             "rms_norm" {
                 rms_norm_forward[T](y: Out<T>, sum: OptOut<T>, x: In<T>, residual: OptIn<T>, w: In<T>, rows: i64,

@@ -1,81 +1,147 @@
-//! Linear layers on the GPU by cuBLAS: `y = x W^T`, `dx = dy W` and `dW += dy^T x`, products of f32 or bf16 summed in f32.
+//! Linear layers on the GPU by cuBLAS: `y = x W^T`, `dx = dy W` and `dW += dy^T x`, products of f32 or bf16 summed in f32;
+//! shapes are checked by the crate's `linear` and `linear_grad`.
 //!
 //! cuBLAS counts along columns, so a matrix of rows is its own transpose to it: each product below is asked for as the
 //! transpose of what the equation says.
 
+use super::elements::zero;
+use super::launch;
 use super::pointer::{In, Out};
-use super::values::{Element, Gpu, by_dtype, dims_must_be};
+use super::values::{BLOCK, Element, Fresh, Gpu, by_dtype};
+use crate::OpOutput;
+use crate::host::detached;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 use std::ffi::c_int;
 
-/// `xs W^T`, plus `added` if there is one (a bias or a residual), rounded once; outside any graph.
-///
-/// # Shapes
-/// `xs (.., in)`, `weight (out, in)`, `added` something that broadcasts to `(.., out)` -> `(.., out)`; one dtype.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn linear_forward(xs: &Tensor, weight: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
-    let op = "linear";
+/// What the product of a layer is added to, in the same rounding.
+#[derive(Clone, Copy)]
+pub(crate) enum Added<'a> {
+    Nothing,
+    /// `(out)`, to each row.
+    Bias(&'a Tensor),
+    /// Of the shape of the result.
+    Residual(&'a Tensor),
+}
+
+/// `xs W^T` and what is added, of shape `dims`.
+pub(crate) fn linear_forward(
+    op: &'static str,
+    dims: &[usize],
+    xs: &Tensor,
+    weight: &Tensor,
+    added: Added<'_>,
+) -> Result<OpOutput> {
+    let (xs, weight) = (detached(xs)?, detached(weight)?);
+    by_dtype!(op, "xs", xs, T => {
+        let gpu = Gpu::of(op, &xs)?;
+        let y = start::<T>(&gpu, dims, added)?;
+        let add = !matches!(added, Added::Nothing);
+        forward::<T>(&gpu, y.out(), add, &xs, &weight)?;
+        Ok(y.into_output(dims))
+    })
+}
+
+/// Memory for the result, with what is added.
+fn start<T: Element>(gpu: &Gpu, dims: &[usize], added: Added<'_>) -> Result<Fresh<T>> {
+    let len = dims.iter().product();
+    let y = gpu.alloc::<T>(len)?;
+    match added {
+        _ if len == 0 => (),
+        Added::Nothing => (),
+        Added::Residual(residual) => {
+            let residual = detached(residual)?;
+            let residual = gpu.read::<T>("residual", &residual)?;
+            // SAFETY: both have len values.
+            unsafe { gpu.copy(y.out(), residual.get(), len) }?;
+        }
+        Added::Bias(bias) => {
+            let bias = detached(bias)?;
+            let cols = bias.elem_count();
+            let bias = gpu.read::<T>("bias", &bias)?;
+            let launch = gpu.rows(len / cols, BLOCK, 0)?;
+            let (rows, cols) = ((len / cols) as i64, cols as i64);
+            // SAFETY: y has rows of cols values, bias has cols.
+            unsafe { launch::fill_rows::<T>(&launch, y.out(), bias.get(), rows, cols) }?;
+        }
+    }
+    Ok(y)
+}
+
+/// `y` has a row of `out` values for each of `xs`.
+fn forward<T: Element>(
+    gpu: &Gpu,
+    y: Out<T>,
+    add: bool,
+    xs: &Tensor,
+    weight: &Tensor,
+) -> Result<()> {
     let (num_out, num_in) = weight.dims2()?;
-    let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
-    let dims = [leading, &[num_out]].concat();
-    product(
-        op,
-        &dims,
-        added,
-        xs,
-        weight,
-        Product {
-            transposed: [true, false],
-            sizes: [num_out, rows, num_in],
-            strides: [num_in, num_in, num_out],
-        },
-    )
+    let rows = rows_of(xs);
+    let (x, w) = (gpu.read::<T>("xs", xs)?, gpu.read::<T>("weight", weight)?);
+    let product = Product {
+        transposed: [true, false],
+        sizes: [num_out, rows, num_in],
+        strides: [num_in, num_in, num_out],
+    };
+    // SAFETY: w has out * in values, x rows * in and y rows * out.
+    unsafe { product.run::<T, T>(gpu, w.get(), x.get(), y, add) }
 }
 
-/// Gradient of the input, `dy W`, plus `added` if there is one: the gradient along another path; outside any graph.
-///
-/// # Shapes
-/// `dy (.., out)`, `weight (out, in)`, `added (.., in)` -> `(.., in)`; one dtype.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn linear_input_grad(dy: &Tensor, weight: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
-    let op = "linear_input_grad";
+/// The sum of `dy W` over the terms `(dy, W)`, rounded after each, of shape `dims`.
+pub(crate) fn linear_input_grad(
+    op: &'static str,
+    dims: &[usize],
+    terms: &[(&Tensor, &Tensor)],
+) -> Result<Tensor> {
+    let Some((first, _)) = terms.first() else {
+        candle_core::bail!("{op}: expected at least one term, got none")
+    };
+    by_dtype!(op, "dy", first, T => {
+        let gpu = Gpu::of(op, first)?;
+        let dx = gpu.alloc::<T>(dims.iter().product())?;
+        for (i, (dy, weight)) in terms.iter().enumerate() {
+            input_grad::<T>(&gpu, dx.out(), i > 0, &detached(dy)?, &detached(weight)?)?;
+        }
+        Ok(dx.into_tensor(dims))
+    })
+}
+
+/// `dx` has a row of `in` values for each of `dy`.
+fn input_grad<T: Element>(
+    gpu: &Gpu,
+    dx: Out<T>,
+    add: bool,
+    dy: &Tensor,
+    weight: &Tensor,
+) -> Result<()> {
     let (num_out, num_in) = weight.dims2()?;
-    let (rows, leading) = rows_of(op, "dy", dy, num_out)?;
-    let dims = [leading, &[num_in]].concat();
-    product(
-        op,
-        &dims,
-        added,
-        dy,
-        weight,
-        Product {
-            transposed: [false, false],
-            sizes: [num_in, rows, num_out],
-            strides: [num_in, num_out, num_in],
-        },
-    )
+    let rows = rows_of(dy);
+    let (dy, w) = (gpu.read::<T>("dy", dy)?, gpu.read::<T>("weight", weight)?);
+    let product = Product {
+        transposed: [false, false],
+        sizes: [num_in, rows, num_out],
+        strides: [num_in, num_out, num_in],
+    };
+    // SAFETY: w has out * in values, dy rows * out and dx rows * in.
+    unsafe { product.run::<T, T>(gpu, w.get(), dy.get(), dx, add) }
 }
 
-/// Writes, or adds if `add`, the gradient of the weight, `dy^T x`, to an f32 buffer; outside any graph.
-///
-/// # Shapes
-/// `dst` the `out * in` values of the weight, row by row, f32; `dy (.., out)`, `xs (.., in)` of one dtype.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
-    let op = "linear_weight_grad_into";
-    let (dy, xs) = (dy.contiguous()?, xs.contiguous()?);
-    by_dtype!(op, xs.dtype(), T => weight_grad::<T>(op, dst, add, &dy, &xs))
+/// `dy^T x` of shape `(out, in)` in their dtype.
+pub(crate) fn linear_weight_grad(op: &'static str, dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
+    let (dy, xs) = (detached(dy)?, detached(xs)?);
+    let shape = (last_dim(&dy), last_dim(&xs));
+    by_dtype!(op, "dy", dy, T => {
+        let gpu = Gpu::of(op, &dy)?;
+        let dw = gpu.alloc::<T>(shape.0 * shape.1)?;
+        weight_grad::<T, T>(&gpu, dw.out(), false, &dy, &xs)?;
+        Ok(dw.into_tensor(shape))
+    })
 }
 
-fn weight_grad<T: Element>(
+/// Writes, or adds if `add`, `dy^T x` to `dst`, f32, of `out * in` values.
+pub(crate) fn linear_weight_grad_into(
     op: &'static str,
     dst: &Tensor,
     add: bool,
@@ -83,50 +149,31 @@ fn weight_grad<T: Element>(
     xs: &Tensor,
 ) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
-    let [num_out, num_in] = [dy, xs].map(|tensor| tensor.dims().last().copied().unwrap_or(1));
-    let (rows, leading) = rows_of(op, "dy", dy, num_out)?;
-    dims_must_be(op, "xs", xs, &[leading, &[num_in]].concat())?;
-    if dst.elem_count() != num_out * num_in {
-        bail!(
-            "{op}: expected a buffer of {num_out} x {num_in} values, got {}",
-            dst.elem_count()
-        )
-    }
+    let (dy, xs) = (detached(dy)?, detached(xs)?);
+    gpu.write::<f32>(
+        "dst",
+        dst,
+        |dst| by_dtype!(op, "dy", dy, T => weight_grad::<T, f32>(&gpu, dst, add, &dy, &xs)),
+    )
+}
+
+/// `dw` has a row of `in` values for each of the `out` of `dy`.
+fn weight_grad<T: Element, C: Element>(
+    gpu: &Gpu,
+    dw: Out<C>,
+    add: bool,
+    dy: &Tensor,
+    xs: &Tensor,
+) -> Result<()> {
+    let (num_out, num_in, rows) = (last_dim(dy), last_dim(xs), rows_of(dy));
     let (dy, xs) = (gpu.read::<T>("dy", dy)?, gpu.read::<T>("xs", xs)?);
     let product = Product {
         transposed: [false, true],
         sizes: [num_in, num_out, rows],
         strides: [num_in, num_out, num_in],
     };
-    gpu.write::<f32>("the buffer", dst, |dst| {
-        // SAFETY: xs has rows * in values, dy rows * out and dst out * in.
-        unsafe { product.run::<T, f32>(&gpu, xs.get(), dy.get(), dst, add) }
-    })
-}
-
-/// The product of `xs` and `weight` as rows of `dims`, onto a copy of `added`.
-fn product(
-    op: &'static str,
-    dims: &[usize],
-    added: Option<&Tensor>,
-    xs: &Tensor,
-    weight: &Tensor,
-    product: Product,
-) -> Result<Tensor> {
-    let (xs, weight) = (xs.contiguous()?, weight.contiguous()?);
-    by_dtype!(op, xs.dtype(), T => {
-        let gpu = Gpu::of(op, &xs)?;
-        let (x, w) = (gpu.read::<T>("xs", &xs)?, gpu.read::<T>("weight", &weight)?);
-        let y = match added {
-            Some(added) => added.detach().broadcast_as(dims)?.force_contiguous()?,
-            None => gpu.alloc::<T>(dims.iter().product())?.into_tensor(dims),
-        };
-        gpu.write::<T>("the result", &y, |y| {
-            // SAFETY: sizes and strides are those of the shapes, which the callers checked.
-            unsafe { product.run::<T, T>(&gpu, w.get(), x.get(), y, added.is_some()) }
-        })?;
-        Ok(y)
-    })
+    // SAFETY: xs has rows * in values, dy rows * out and dw out * in.
+    unsafe { product.run::<T, C>(gpu, xs.get(), dy.get(), dw, add) }
 }
 
 /// `c = a b + add c` as cuBLAS counts, along columns: `a (m, k)`, `b (k, n)`, `c (m, n)`.
@@ -152,6 +199,17 @@ impl Product {
         c: Out<C>,
         add: bool,
     ) -> Result<()> {
+        let [m, n, k] = self.sizes;
+        if m * n == 0 {
+            return Ok(());
+        }
+        if k == 0 && add {
+            return Ok(());
+        }
+        if k == 0 {
+            // SAFETY: c has m * n values, sums of no terms.
+            return unsafe { zero(gpu, c, m * n) };
+        }
         let [m, n, k] = self.sizes.map(|size| gpu.i32(size));
         let [stride_a, stride_b, stride_c] = self.strides.map(|stride| gpu.i32(stride.max(1)));
         let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
@@ -200,14 +258,14 @@ fn data_type<T: Element>() -> sys::cudaDataType {
     }
 }
 
-fn rows_of<'a>(
-    op: &str,
-    what: &str,
-    tensor: &'a Tensor,
-    len: usize,
-) -> Result<(usize, &'a [usize])> {
+fn last_dim(tensor: &Tensor) -> usize {
+    tensor.dims().last().copied().unwrap_or(1)
+}
+
+/// Rows of the last dimension.
+fn rows_of(tensor: &Tensor) -> usize {
     match tensor.dims() {
-        [leading @ .., last] if *last == len => Ok((leading.iter().product(), leading)),
-        dims => bail!("{op}: expected {what} (.., {len}), got {dims:?}"),
+        [leading @ .., _] => leading.iter().product(),
+        [] => 1,
     }
 }

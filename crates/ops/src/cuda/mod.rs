@@ -26,18 +26,20 @@ mod swiglu;
 mod values;
 
 pub(crate) use adamw::adamw;
-pub use attention::attention_forward;
-pub use attention_backward::{AttentionGrad, attention_backward};
-pub use column_sum::linear_bias_grad_into;
-pub use cross_entropy::{
-    LossGrad, cross_entropy_grad, cross_entropy_grad_in_place, row_max, sum_exp_and_target_logit,
+pub(crate) use attention::attention_forward;
+pub(crate) use attention_backward::attention_backward;
+pub(crate) use column_sum::{linear_bias_grad, linear_bias_grad_into};
+pub(crate) use cross_entropy::{
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
+    sum_exp_and_target_logit,
 };
 pub(crate) use device::open;
 pub(crate) use elements::{add_into, round_into};
-pub use embedding::embedding_forward;
-pub(crate) use embedding::embedding_grad_into;
+pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
 pub(crate) use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
-pub use linear::{linear_forward, linear_input_grad, linear_weight_grad_into};
-pub use rms_norm::{rms_norm_backward, rms_norm_forward};
-pub use rope::rope_in_place;
-pub use swiglu::{swiglu_backward, swiglu_forward};
+pub(crate) use linear::{
+    Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
+};
+pub(crate) use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub(crate) use rope::{rope, rope_in_place};
+pub(crate) use swiglu::{swiglu_backward, swiglu_forward};

@@ -1,61 +1,84 @@
-//! Rotary positions on the GPU; the equations are those of the crate's `rope`.
+//! Rotary positions on the GPU; the equations are those of the crate's `rope`, which checks the shapes.
 
 use super::launch;
-use super::values::{Element, Gpu, by_dtype, dims_must_be};
-use crate::RopeDirection;
-use candle_core::{Result, Tensor, bail};
+use super::pointer::Out;
+use super::values::{Element, Gpu, by_dtype};
+use crate::host::detached;
+use crate::{OpOutput, RopeDirection};
+use candle_core::{Result, Tensor};
 
 const NAME: &str = "rope";
 
+/// `xs` turned, in its shape and dtype.
+pub(crate) fn rope(
+    xs: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    direction: RopeDirection,
+) -> Result<OpOutput> {
+    let xs = detached(xs)?;
+    by_dtype!(NAME, "xs", xs, T => {
+        let gpu = Gpu::of(NAME, &xs)?;
+        let x = gpu.read::<T>("xs", &xs)?;
+        let y = gpu.alloc::<T>(xs.elem_count())?;
+        // SAFETY: both have as many values as xs.
+        unsafe { gpu.copy(y.out(), x.get(), xs.elem_count()) }?;
+        turn::<T>(&gpu, y.out(), xs.dims(), [cos, sin], direction)?;
+        Ok(y.into_output(xs.shape()))
+    })
+}
+
 /// Turns `xs` where it is, and returns it; a tensor that is not contiguous is copied first.
-///
-/// # Shapes
-/// `xs (b, t, heads, d)` f32 or bf16, `cos` and `sin` `(t, d / 2)` f32.
-///
-/// # Errors
-/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
-pub fn rope_in_place(
+pub(crate) fn rope_in_place(
     xs: Tensor,
     cos: &Tensor,
     sin: &Tensor,
     direction: RopeDirection,
 ) -> Result<Tensor> {
-    let xs = xs.detach().contiguous()?;
+    let xs = detached(&xs)?;
+    let gpu = Gpu::of(NAME, &xs)?;
+    by_dtype!(NAME, "xs", xs, T => gpu.write::<T>("xs", &xs, |values| {
+        turn::<T>(&gpu, values, xs.dims(), [cos, sin], direction)
+    }))?;
+    Ok(xs)
+}
+
+/// `xs` has as many values as `dims` say.
+fn turn<T: Element>(
+    gpu: &Gpu,
+    xs: Out<T>,
+    dims: &[usize],
+    [cos, sin]: [&Tensor; 2],
+    direction: RopeDirection,
+) -> Result<()> {
+    let &[b, t, heads, d] = dims else {
+        candle_core::bail!("{NAME}: expected xs (b, t, h, d), got {dims:?}")
+    };
+    let (rows, half) = (b * t * heads, d / 2);
+    let (cos, sin) = (detached(cos)?, detached(sin)?);
+    let (cos, sin) = (gpu.read::<f32>("cos", &cos)?, gpu.read::<f32>("sin", &sin)?);
+    if rows * half == 0 {
+        return Ok(());
+    }
+    let (t, heads, num_pairs) = (gpu.i32(t)?, gpu.i32(heads)?, gpu.i32(half)?);
     let sign = match direction {
         RopeDirection::Forward => 1.0,
         RopeDirection::Backward => -1.0,
     };
-    by_dtype!(NAME, xs.dtype(), T => turn::<T>(&xs, cos, sin, sign))?;
-    Ok(xs)
-}
-
-fn turn<T: Element>(xs: &Tensor, cos: &Tensor, sin: &Tensor, sign: f32) -> Result<()> {
-    let gpu = Gpu::of(NAME, xs)?;
-    let (b, t, heads, d) = xs.dims4()?;
-    if !d.is_multiple_of(2) {
-        bail!("{NAME}: expected a head of even size, got {d}")
+    let launch = gpu.elements(rows * half)?;
+    let (cos, sin) = (cos.get(), sin.get());
+    // SAFETY: xs has rows * 2 half values, cos and sin t * half.
+    unsafe {
+        launch::rope(
+            &launch,
+            xs,
+            cos,
+            sin,
+            rows as i64,
+            t,
+            heads,
+            num_pairs,
+            sign,
+        )
     }
-    let (rows, half) = (b * t * heads, d / 2);
-    dims_must_be(NAME, "cos", cos, &[t, half])?;
-    dims_must_be(NAME, "sin", sin, &[t, half])?;
-    let (cos, sin) = (gpu.read::<f32>("cos", cos)?, gpu.read::<f32>("sin", sin)?);
-    let (t, heads, num_pairs) = (gpu.i32(t)?, gpu.i32(heads)?, gpu.i32(half)?);
-    gpu.write::<T>("xs", xs, |xs| {
-        let launch = gpu.elements(rows * half)?;
-        let (cos, sin) = (cos.get(), sin.get());
-        // SAFETY: xs has rows * 2 half values, cos and sin t * half.
-        unsafe {
-            launch::rope(
-                &launch,
-                xs,
-                cos,
-                sin,
-                rows as i64,
-                t,
-                heads,
-                num_pairs,
-                sign,
-            )
-        }
-    })
 }

@@ -2,11 +2,11 @@
 
 use super::launch::Launch;
 use super::pointer::{In, Out};
+use crate::OpOutput;
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, WrapErr};
-use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, Device, InplaceOp1, Layout, Result, Shape, Storage,
     StorageRef, Tensor, WithDType, bail,
@@ -35,10 +35,10 @@ impl Element for bf16 {
     const SUFFIX: &'static str = "_bf16";
 }
 
-/// Evaluates an expression with `$t` being the type of a dtype that kernels have.
+/// Evaluates an expression with `$t` being the type of `$tensor`'s values, f32 or bf16.
 macro_rules! by_dtype {
-    ($op:expr, $dtype:expr, $t:ident => $expression:expr) => {
-        match $dtype {
+    ($op:expr, $what:expr, $tensor:expr, $t:ident => $expression:expr) => {
+        match $tensor.dtype() {
             candle_core::DType::F32 => {
                 type $t = f32;
                 $expression
@@ -47,7 +47,12 @@ macro_rules! by_dtype {
                 type $t = half::bf16;
                 $expression
             }
-            dtype => candle_core::bail!("{}: expected f32 or bf16 on CUDA, got {dtype:?}", $op),
+            dtype => candle_core::bail!(
+                "{}: {} must be an F32 or BF16 tensor, got dtype {dtype:?} on device {:?}\nhint: convert it with to_dtype",
+                $op,
+                $what,
+                $tensor.device().location()
+            ),
         }
     };
 }
@@ -186,7 +191,7 @@ impl Gpu {
         let op = self.op;
         if !tensor.device().is_cuda() || tensor.dtype() != T::DTYPE || !tensor.is_contiguous() {
             bail!(
-                "{op}: {what} must be contiguous {:?} on CUDA, got dtype {:?} on device {:?} with strides {:?}",
+                "{op}: {what} must be contiguous {:?} on CUDA, got dtype {:?} on device {:?} with strides {:?}\nhint: convert it with to_dtype or move it with to_device",
                 T::DTYPE,
                 tensor.dtype(),
                 tensor.device().location(),
@@ -255,10 +260,14 @@ impl<T: CudaDType + DeviceRepr> Fresh<T> {
         Out::new(start)
     }
 
+    /// The values as what an operation returns.
+    pub(super) fn into_output(self, shape: impl Into<Shape>) -> OpOutput {
+        OpOutput::on_cuda(CudaStorage::wrap_cuda_slice(self.slice, self.device), shape)
+    }
+
     /// The values as a tensor outside any graph.
     pub(super) fn into_tensor(self, shape: impl Into<Shape>) -> Tensor {
-        let storage = CudaStorage::wrap_cuda_slice(self.slice, self.device);
-        Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+        self.into_output(shape).into_tensor()
     }
 }
 

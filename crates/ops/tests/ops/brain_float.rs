@@ -4,12 +4,13 @@
 use crate::check::{floats, random, random_ids};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeadGroups, RopeDirection, add_into, attention_backward, attention_forward, causal_attention,
-    cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place, embedding, embedding_forward,
-    embedding_grad_into, linear, linear_bias_grad, linear_bias_grad_into, linear_forward,
-    linear_forward_add, linear_input_grad, linear_input_grad_sum, linear_weight_grad,
-    linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
-    round_into, row_max, sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
+    AttentionGrad, HeadGroups, RopeDirection, add_into, attention_backward, attention_forward,
+    causal_attention, cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place, embedding,
+    embedding_forward, embedding_grad_into, linear, linear_bias_grad, linear_bias_grad_into,
+    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
+    rope, rope_in_place, round_into, row_max, sum_exp_and_target_logit, swiglu, swiglu_backward,
+    swiglu_forward,
 };
 
 /// Values that bf16 holds, as f32.
@@ -141,7 +142,15 @@ fn heads() -> Result<()> {
         };
         let groups = HeadGroups::new(hq / hkv);
         let (out, own_lse) = attention_forward(q, k, v, 0.3, groups)?;
-        let (dq, dk, dv) = attention_backward(q, k, v, &lse, grad, 0.3, groups)?;
+        let pass = AttentionGrad {
+            q,
+            k,
+            v,
+            out: &out,
+            log_sum_exp: &lse,
+            grad,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
         let turned = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Forward)?;
         let back = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Backward)?;
         let ys = [out, own_lse, dq, dk, dv, rope(q, &cos, &sin)?];

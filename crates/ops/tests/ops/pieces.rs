@@ -6,9 +6,9 @@ use crate::check::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward, attention_forward,
-    causal_attention, cross_entropy_grad, cross_entropy_grad_in_place, embedding,
-    embedding_forward, embedding_grad_into, linear_bias_grad, linear_bias_grad_into,
+    AttentionGrad, HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward,
+    attention_forward, causal_attention, cross_entropy_grad, cross_entropy_grad_in_place,
+    embedding, embedding_forward, embedding_grad_into, linear_bias_grad, linear_bias_grad_into,
     linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
     rope, rope_in_place, swiglu, swiglu_backward, swiglu_forward,
@@ -116,7 +116,15 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
         let (out, lse) = attention_forward(&q, &k, &v, 0.3, groups)?;
         assert_eq!(lse.dims(), &[b, hq, t]);
         assert_eq!(floats(&out)?, floats(&want)?);
-        let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &grad, 0.3, groups)?;
+        let pass = AttentionGrad {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &out,
+            log_sum_exp: &lse,
+            grad: &grad,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
         for (got, want) in [dq, dk, dv].iter().zip(&want_grads) {
             assert_eq!(floats(got)?, floats(want)?);
         }
@@ -214,7 +222,15 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let (k, v) = (random(7, (1, 500, 1, 16))?, random(8, (1, 500, 1, 16))?);
     assert_same_bits("attention pieces", || {
         let (out, lse) = attention_forward(&q, &k, &v, 0.3, HeadGroups::new(4))?;
-        let (dq, dk, dv) = attention_backward(&q, &k, &v, &lse, &grad, 0.3, HeadGroups::new(4))?;
+        let pass = AttentionGrad {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &out,
+            log_sum_exp: &lse,
+            grad: &grad,
+        };
+        let (dq, dk, dv) = attention_backward(&pass, 0.3, HeadGroups::new(4))?;
         Ok(vec![out, lse, dq, dk, dv])
     })
 }
