@@ -44,6 +44,8 @@ pub fn threads_with<T: Send>(
         );
     }
     let world = World::new(&config)?;
+    // Tensors that ranks return or leave behind may be freed on this thread, which takes a current context.
+    world.make_current(0)?;
     let threads_per_rank = config
         .threads_per_rank
         .unwrap_or(num_cores() / config.world_size)
@@ -99,11 +101,11 @@ fn run_rank<T>(
     rank: usize,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Option<T> {
-    let end = LocalCommunicator::new(world.clone(), rank);
+    let group = ProcessGroup::new(Box::new(LocalCommunicator::new(world.clone(), rank)));
     // What a panicking rank leaves behind is never looked at: the run ends with its message.
     match catch_unwind(AssertUnwindSafe(|| {
-        end.make_current()?;
-        run(ProcessGroup::new(Box::new(end)))
+        world.make_current(rank)?;
+        run(group)
     })) {
         Ok(Ok(value)) => {
             world.leave(rank);

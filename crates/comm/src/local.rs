@@ -68,11 +68,6 @@ impl LocalCommunicator {
         }
     }
 
-    /// Makes this thread's calls to CUDA go to the rank's device.
-    pub(crate) fn make_current(&self) -> Result<()> {
-        devices::make_current(&self.device)
-    }
-
     fn world_rank(&self) -> usize {
         self.members[self.rank]
     }

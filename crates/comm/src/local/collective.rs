@@ -7,7 +7,6 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 use super::call::{Call, Operation};
-use super::devices;
 use super::element;
 use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
 use super::world::{Group, LastCall, Progress, State, World};
@@ -143,7 +142,7 @@ impl LocalCommunicator {
             return Ok(());
         }
         job();
-        devices::make_current(&self.device)
+        self.world.make_current(self.world_rank())
     }
 }
 

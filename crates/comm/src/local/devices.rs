@@ -54,8 +54,7 @@ pub(super) fn name(device: &Device) -> String {
     }
 }
 
-/// Makes this thread's calls to CUDA go to `device`, as they did before the thread worked or cleaned up for ranks on
-/// other GPUs.
+/// Makes this thread's calls to CUDA go to `device`.
 pub(super) fn make_current(device: &Device) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 use super::call::{Call, Operation};
 use super::channel::Message;
 use super::world::{LastCall, Progress, State, World};
-use super::{LocalCommunicator, devices, element, report, work};
+use super::{LocalCommunicator, element, report, work};
 use crate::pending::Work;
 use crate::{Error, P2p, Pending, call_site};
 
@@ -54,7 +54,7 @@ impl LocalCommunicator {
                 ));
             }
         }
-        devices::make_current(&self.device)?;
+        self.world.make_current(world_rank)?;
         let receivers: Vec<usize> = messages.iter().map(|(dst, _)| self.members[*dst]).collect();
 
         let mut state = self.world.lock();

@@ -119,8 +119,14 @@ impl World {
     }
 
     /// The device of a rank.
-    pub(crate) fn device(&self, rank: usize) -> &Device {
+    pub(super) fn device(&self, rank: usize) -> &Device {
         &self.devices[rank]
+    }
+
+    /// Makes this thread's calls to CUDA go to a rank's device, as they did before the thread worked or cleaned up for
+    /// ranks on other GPUs.
+    pub(crate) fn make_current(&self, rank: usize) -> Result<()> {
+        devices::make_current(&self.devices[rank])
     }
 
     /// Runs `job` in the background.
@@ -216,7 +222,7 @@ impl World {
     ) -> std::result::Result<T, Error> {
         let found = self.wait_until(rank, call, look);
         // Other ranks' inputs may have been freed here, on their GPUs.
-        devices::make_current(self.device(rank))
+        self.make_current(rank)
             .map_err(|error| Error::Argument(format!("{call}: {error}")))?;
         found
     }

@@ -3,12 +3,12 @@
 use candle_comm::{P2p, Pending, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::{Launch, WORLD_SIZES};
+use super::Launch;
 use crate::reference::{assert_same, cat, input, inputs, on, part, reduce};
 
 /// Groups of groups, ordered by key, used in turns with the world.
 pub fn splits(launch: &impl Launch) -> Result<()> {
-    for world_size in WORLD_SIZES {
+    for &world_size in launch.world_sizes() {
         launch.run(world_size, |world| {
             let rank = world.rank();
             // Odd and even ranks, in reverse order.
@@ -100,7 +100,7 @@ pub fn many_in_flight(launch: &impl Launch) -> Result<()> {
 
 /// The bytes that a ring moves, for every operation.
 pub fn counters(launch: &impl Launch) -> Result<()> {
-    for world_size in WORLD_SIZES {
+    for &world_size in launch.world_sizes() {
         launch.run(world_size, |world| {
             let n = world_size as u64;
             let xs = Tensor::zeros((world_size, 10), DType::F32, world.device())?;

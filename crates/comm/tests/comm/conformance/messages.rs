@@ -3,7 +3,7 @@
 use candle_comm::P2p;
 use candle_core::{DType, Result, Shape};
 
-use super::{Launch, WORLD_SIZES, for_all};
+use super::{Launch, for_all};
 use crate::reference::{assert_same, input, on};
 
 /// Every rank sends two messages to every other rank, in one batch with its receives, listed in an order of its own.
@@ -79,7 +79,7 @@ pub fn message_order(launch: &impl Launch) -> Result<()> {
 }
 
 pub fn all_gather_bytes(launch: &impl Launch) -> Result<()> {
-    for world_size in WORLD_SIZES {
+    for &world_size in launch.world_sizes() {
         launch.run(world_size, |world| {
             for longest in [0, 1, 1000] {
                 let bytes = |rank: usize| vec![rank as u8; longest * rank / world_size];

@@ -15,6 +15,11 @@ use crate::reference::DTYPES;
 
 /// A way to run ranks.
 pub trait Launch {
+    /// The worlds to try.
+    fn world_sizes(&self) -> &[usize] {
+        &[1, 2, 3, 4, 5]
+    }
+
     fn run<T: Send>(
         &self,
         world_size: usize,
@@ -22,15 +27,13 @@ pub trait Launch {
     ) -> Result<Vec<T>>;
 }
 
-pub(super) const WORLD_SIZES: [usize; 5] = [1, 2, 3, 4, 5];
-
 /// Calls `check(world, dims, dtype)` for every world size, dtype and small shape.
 pub(super) fn for_all(
     launch: &impl Launch,
     shapes: &[&[usize]],
     check: impl Fn(&ProcessGroup, &[usize], DType) -> Result<()> + Sync,
 ) -> Result<()> {
-    for world_size in WORLD_SIZES {
+    for &world_size in launch.world_sizes() {
         launch.run(world_size, |world| {
             assert_eq!(world.world_size(), world_size);
             for dtype in DTYPES {
