@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
@@ -90,7 +90,6 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    args.device.check()?;
     let config = model_config(args);
     let degrees = Degrees {
         pp: args.pp,
@@ -106,6 +105,7 @@ fn run(args: &Args) -> Result<()> {
     if args.threads > 0 {
         local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
     }
+    local.devices = args.device.open(local.world_size)?;
     let ranks = launch::threads_with(local, |world| {
         bench(args, &config, &batch_config, degrees, world)
     })?;
@@ -191,13 +191,7 @@ fn bench(
     let num_ids = args.batch_size * args.seq_len + 1;
     let tokens = Tokens::from_ids(ids.take(num_ids).collect());
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
-    let batches = Batches::new(
-        &tokens,
-        batch_config.clone(),
-        dp_rank,
-        dp,
-        mesh.world.device(),
-    )?;
+    let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, stage)?;
     let mut measured = Measured {
         step_secs: Vec::new(),
@@ -219,7 +213,8 @@ fn bench(
         }
     }
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
-    if mesh.world.world_size() == 1 && num_trainable_parameters == num_parameters {
+    let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
+    if is_one_cpu && num_trainable_parameters == num_parameters {
         let num_tokens = args.batch_size * args.seq_len;
         measured.product_floor_secs = Some(product_floor_secs(config, num_tokens, dtype)?);
     }

@@ -98,7 +98,7 @@ fn main() -> Result<()> {
             if let (Some(sum), 0, 0, 9) =
                 (report.loss_sum, mesh.dp.rank(), mesh.tp.rank(), step % 10)
             {
-                let loss = sum / (num_targets / mesh.dp.world_size()) as f64;
+                let loss = sum.to_scalar::<f64>()? / (num_targets / mesh.dp.world_size()) as f64;
                 println!("step {} loss {loss:.4} gradient norm {norm:.3}", step + 1);
             }
         }

@@ -64,8 +64,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
-    training.device.check()?;
-    training.world_size()?;
+    let devices = training.device.open(training.world_size()?)?;
     let model = resolve_model(args.model.as_deref().unwrap_or(BUNDLED_MODEL))?;
     let config = LlamaConfig::from_file(model.join("config.json"))?;
     Llama::check_degrees(&config, &training.degrees())?;
@@ -104,7 +103,10 @@ fn run(args: &Args) -> Result<()> {
         samples: &samples,
         save: &save,
     };
-    let ranks = LocalConfig::for_mesh(&training.degrees())?;
+    let ranks = LocalConfig {
+        devices,
+        ..LocalConfig::for_mesh(&training.degrees())?
+    };
     launch::threads_with(ranks, |world| finetune(&job, world))?;
     print_line(&format!("saved to {}", args.output.display()));
     Ok(())

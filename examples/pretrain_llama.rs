@@ -95,8 +95,8 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let training = &args.training;
-    training.device.check()?;
     let world_size = training.world_size()?;
+    let devices = training.device.open(world_size)?;
     let data = args.data.as_deref().unwrap_or(Path::new(BUNDLED_DATA));
     let documents = Documents::read(data)?;
     let tokenizer = match &args.tokenizer {
@@ -142,7 +142,10 @@ fn run(args: &Args) -> Result<()> {
         samples: &samples,
         save: &save,
     };
-    let ranks = LocalConfig::for_mesh(&training.degrees())?;
+    let ranks = LocalConfig {
+        devices,
+        ..LocalConfig::for_mesh(&training.degrees())?
+    };
     launch::threads_with(ranks, |world| pretrain(&job, world))?;
     print_line(&format!("saved to {}", args.output.display()));
     Ok(())

@@ -1,35 +1,45 @@
-//! Which device a run uses.
+//! Which devices a run uses.
 
-use candle_core::{Result, bail};
+use candle_core::{Device, Result};
 use candle_ops::DeviceChoice;
 use clap::Args;
 
 /// `--device`
 #[derive(Args, Clone, Debug)]
 pub struct DeviceArgs {
-    /// cpu, cuda or cuda:N, the GPU's number [default: cpu]
+    /// cpu; cuda, all GPUs, which the ranks take in turn; or cuda:N, the GPU of that number for all ranks [default: cuda if
+    /// this program was built with it and a GPU answers, else cpu]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }
 
 impl DeviceArgs {
-    /// An error unless training runs on the device that was asked for. In a build with CUDA, a line on stderr says where a
-    /// run goes that did not ask.
-    pub fn check(&self) -> Result<()> {
-        match self.device {
-            Some(DeviceChoice::Cpu) => Ok(()),
-            Some(cuda @ DeviceChoice::Cuda(_)) => {
-                cuda.open()?;
-                bail!(
-                    "training on {cuda} is not there yet: the device opens, but layers and communication between ranks take tensors on the CPU only\nhint: --device cpu"
-                )
+    /// The devices that `num_ranks` ranks take in turn. In a build with CUDA, a line on stderr says where a run goes that did
+    /// not ask.
+    ///
+    /// # Errors
+    /// When the device that was asked for cannot be used.
+    pub fn open(&self, num_ranks: usize) -> Result<Vec<Device>> {
+        let choice = self.device.unwrap_or(DeviceChoice::preferred());
+        match (choice.open_for(num_ranks), self.device, choice) {
+            (opened, Some(_), _) | (opened, None, DeviceChoice::Cpu) => opened,
+            (Ok(devices), None, _) => {
+                eprintln!("device: {}", names(&devices));
+                Ok(devices)
             }
-            None => {
-                if DeviceChoice::preferred() != DeviceChoice::Cpu {
-                    eprintln!("device: cpu, because training on CUDA is not there yet");
-                }
-                Ok(())
+            (Err(err), None, _) => {
+                let reason = err.to_string();
+                let reason = reason.lines().next().unwrap_or_default();
+                eprintln!("device: cpu, because {reason}");
+                Ok(vec![Device::Cpu])
             }
         }
+    }
+}
+
+fn names(devices: &[Device]) -> String {
+    match devices.len() {
+        1 => "cuda:0".to_string(),
+        count => format!("cuda:0 to cuda:{}", count - 1),
     }
 }

@@ -1,7 +1,7 @@
 //! The training loop of the examples: trainer, progress bar, metrics file.
 
 use candle_comm::Mesh;
-use candle_core::Result;
+use candle_core::{Device, Result};
 use candle_parallel::Stage;
 use candle_train::{Batches, Metrics, Progress, Tokens, TrainConfig, Trainer};
 
@@ -15,9 +15,14 @@ pub fn fit(
     stage: Stage,
     tokens: &Tokens,
 ) -> Result<Trainer> {
-    let device = mesh.world.device();
     let (dp_rank, dp_world_size) = (mesh.dp.rank(), mesh.dp.world_size());
-    let batches = Batches::new(tokens, args.batch_config(), dp_rank, dp_world_size, device)?;
+    let batches = Batches::new(
+        tokens,
+        args.batch_config(),
+        dp_rank,
+        dp_world_size,
+        &Device::Cpu,
+    )?;
     let is_first = mesh.world.rank() == 0;
     let mut metrics = match &args.metrics {
         Some(path) if is_first => Some(Metrics::create(path)?),

@@ -4,26 +4,28 @@ use candle_core::{Device, Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// A device by name: `cpu`, `cuda` (the first GPU) or `cuda:N`.
+/// A device by name: `cpu`, `cuda` (all GPUs) or `cuda:N`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The host's processor and memory.
     Cpu,
+    /// Every GPU that CUDA shows.
+    AllCuda,
     /// A GPU by its number among those that CUDA shows, from 0.
     Cuda(usize),
 }
 
 impl DeviceChoice {
-    /// The first GPU if this build has CUDA, else the CPU.
+    /// All GPUs if this build has CUDA, else the CPU.
     pub fn preferred() -> Self {
         if cfg!(feature = "cuda") {
-            Self::Cuda(0)
+            Self::AllCuda
         } else {
             Self::Cpu
         }
     }
 
-    /// Opens the device. A GPU gets one stream for all threads that use it, keeps the memory it frees for the next
+    /// Opens the device, of several the first. A GPU gets one stream for all threads that use it, keeps the memory it frees for the next
     /// allocation, and records no event per tensor: whoever hands a tensor to another stream orders the two streams.
     ///
     /// # Errors
@@ -32,13 +34,34 @@ impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
+            Self::AllCuda => open_cuda(0),
             Self::Cuda(ordinal) => open_cuda(ordinal),
         }
+    }
+
+    /// Opens what `num_ranks` ranks need, one or more devices, which they take in turn.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_for(self, num_ranks: usize) -> Result<Vec<Device>> {
+        let count = match self {
+            Self::AllCuda => num_gpus().clamp(1, num_ranks.max(1)),
+            Self::Cpu | Self::Cuda(_) => 1,
+        };
+        let first = std::iter::once(self.open());
+        first
+            .chain((1..count).map(open_cuda))
+            .collect()
     }
 }
 
 #[cfg(feature = "cuda")]
-use crate::cuda::open as open_cuda;
+use crate::cuda::{num_gpus, open as open_cuda};
+
+#[cfg(not(feature = "cuda"))]
+fn num_gpus() -> usize {
+    0
+}
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_ordinal: usize) -> Result<Device> {
@@ -51,6 +74,7 @@ impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => write!(f, "cpu"),
+            Self::AllCuda => write!(f, "cuda"),
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
     }
@@ -62,7 +86,7 @@ impl FromStr for DeviceChoice {
     fn from_str(name: &str) -> Result<Self> {
         let choice = match name {
             "cpu" => Some(Self::Cpu),
-            "cuda" => Some(Self::Cuda(0)),
+            "cuda" => Some(Self::AllCuda),
             _ => name
                 .strip_prefix("cuda:")
                 .filter(|ordinal| ordinal.bytes().all(|byte| byte.is_ascii_digit()))

@@ -1,10 +1,7 @@
 //! One contiguous f32 buffer that many parameters share.
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Storage, Tensor, bail};
-use rayon::prelude::*;
-
-/// Values handled by one task; fixed, so that sums do not depend on the number of threads.
-const CHUNK: usize = 16 * 1024;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::add_into;
 
 /// A flat f32 tensor that is written in place, part by part.
 #[derive(Clone, Debug)]
@@ -30,83 +27,22 @@ impl FlatBuffer {
         self.0.narrow(0, offset, len)
     }
 
-    /// Overwrites the values from `offset` on.
+    /// Overwrites the values from `offset` on, with values of f32 or bf16.
     pub fn write(&self, offset: usize, values: &Tensor) -> Result<()> {
-        let values = values.flatten_all()?.to_dtype(DType::F32)?.contiguous()?;
-        if values.elem_count() == 0 {
-            return Ok(());
-        }
-        self.0.slice_set(&values, 0, offset)
+        self.put(offset, values, false)
     }
 
-    /// Adds to the values from `offset` on.
+    /// Adds to the values from `offset` on, values of f32 or bf16.
     pub fn add(&self, offset: usize, values: &Tensor) -> Result<()> {
-        let values = values.flatten_all()?.to_dtype(DType::F32)?.contiguous()?;
-        if values.elem_count() == 0 {
-            return Ok(());
-        }
-        let view = self.view(offset, values.elem_count())?;
-        view.inplace_op2(&values, &AddAssign)
+        self.put(offset, values, true)
     }
 
-    /// Calls `read` with the values.
-    pub fn read<T>(&self, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
-        let (storage, layout) = self.0.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => Ok(read(contiguous(storage, layout)?)),
-            _ => bail!("flat buffers on {:?} are not supported", self.0.device()),
-        }
-    }
-}
-
-/// Σ x² in f64, the same bits for any number of threads.
-pub(crate) fn sum_of_squares(values: &[f32]) -> f64 {
-    let square_sum =
-        |chunk: &[f32]| -> f64 { chunk.iter().map(|&x| f64::from(x) * f64::from(x)).sum() };
-    let partial: Vec<f64> = values.par_chunks(CHUNK).map(square_sum).collect();
-    partial.iter().sum()
-}
-
-/// The values of a contiguous f32 tensor.
-pub(crate) fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(values), Some((start, end))) => Ok(&values[start..end]),
-        _ => bail!("expected a contiguous f32 tensor, got layout {layout:?}"),
-    }
-}
-
-/// The values of a contiguous f32 tensor, to be written.
-pub(crate) fn contiguous_mut<'a>(
-    storage: &'a mut CpuStorage,
-    layout: &Layout,
-) -> Result<&'a mut [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(values), Some((start, end))) => Ok(&mut values[start..end]),
-        _ => bail!("expected a contiguous f32 tensor, got layout {layout:?}"),
-    }
-}
-
-struct AddAssign;
-
-impl InplaceOp2 for AddAssign {
-    fn name(&self) -> &'static str {
-        "add_assign"
+    fn put(&self, offset: usize, values: &Tensor, add: bool) -> Result<()> {
+        add_into(&self.view(offset, values.elem_count())?, add, values)
     }
 
-    fn cpu_fwd(
-        &self,
-        sum: &mut CpuStorage,
-        sum_layout: &Layout,
-        values: &CpuStorage,
-        values_layout: &Layout,
-    ) -> Result<()> {
-        let values = contiguous(values, values_layout)?;
-        contiguous_mut(sum, sum_layout)?
-            .par_chunks_mut(CHUNK)
-            .zip(values.par_chunks(CHUNK))
-            .for_each(|(sum, values)| {
-                sum.iter_mut().zip(values).for_each(|(s, v)| *s += v);
-            });
-        Ok(())
+    /// The `len` values from `offset` on, on the host.
+    pub fn values(&self, offset: usize, len: usize) -> Result<Vec<f32>> {
+        self.view(offset, len)?.to_vec1()
     }
 }

@@ -7,7 +7,6 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_ops::round_into;
 
 use crate::flat_buffer::FlatBuffer;
 use crate::gradients::Bucket;
@@ -54,28 +53,20 @@ impl MasterWeights {
         self.dtype
     }
 
-    /// Lets `update` change, in place and in f32, the weights of which `weights` is a flat view, whose masters are the
-    /// range `own`; then rounds them.
-    pub fn update(
-        &self,
-        weights: &Tensor,
-        own: Range<usize>,
-        update: impl FnOnce(&Tensor) -> Result<()>,
-    ) -> Result<()> {
-        let Some(values) = &self.values else {
-            return update(weights);
-        };
-        let masters = values.view(own.start, own.len())?;
-        update(&masters)?;
-        round_into(weights, &masters)
+    /// A flat view of the masters in the range `own`; `None` if the weights are f32.
+    pub fn view(&self, own: &Range<usize>) -> Result<Option<Tensor>> {
+        let values = self.values.as_ref();
+        values
+            .map(|values| values.view(own.start, own.len()))
+            .transpose()
     }
 
     /// The masters in the range `own`; `None` if the weights are f32.
     pub fn get(&self, own: Range<usize>) -> Result<Option<Vec<f32>>> {
-        match &self.values {
-            None => Ok(None),
-            Some(values) => Ok(Some(values.read(|values| values[own].to_vec())?)),
-        }
+        let values = self.values.as_ref();
+        values
+            .map(|values| values.values(own.start, own.len()))
+            .transpose()
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 /// last one has the targets.
 #[derive(Clone, Debug)]
 pub struct MicroBatch {
-    /// Token ids, (b, t) u32.
+    /// Token ids, (b, t) u32. They and the targets belong on the CPU, where they are checked and counted.
     pub tokens: Tensor,
     /// Target ids, (b, t) u32; [`candle_ops::IGNORE_INDEX`] marks a position without a target. `None`: the model returns
     /// logits instead of a loss.

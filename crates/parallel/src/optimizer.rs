@@ -4,14 +4,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 use candle_comm::{Mesh, Pending, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
+use candle_ops::{AdamWBuffers, adamw, sum_of_squares_into};
 use serde::{Deserialize, Serialize};
 
-use crate::adamw::{AdamWConfig, AdamWUpdate};
-use crate::flat_buffer::{FlatBuffer, sum_of_squares};
+use crate::adamw::AdamWConfig;
+use crate::flat_buffer::FlatBuffer;
 use crate::gradients::{Bucket, BucketLayout, Gradients};
 use crate::master_weights::{MasterWeights, intersect, offset_by};
 use crate::parameters::Parameters;
@@ -38,8 +38,8 @@ pub struct Optimizer {
 }
 
 struct Moments {
-    exp_avg: Mutex<Vec<f32>>,
-    exp_avg_sq: Mutex<Vec<f32>>,
+    exp_avg: FlatBuffer,
+    exp_avg_sq: FlatBuffer,
 }
 
 /// What a rank keeps for the part of a parameter that it updates.
@@ -97,20 +97,20 @@ impl Optimizer {
             num_steps: 0,
         };
         let buckets = &optimizer.layout.buckets;
-        let lens = buckets
-            .iter()
-            .map(|bucket| optimizer.own_range(bucket).len());
-        optimizer.moments = lens
-            .map(|len| Moments {
-                exp_avg: Mutex::new(vec![0.0; len]),
-                exp_avg_sq: Mutex::new(vec![0.0; len]),
+        let moments = buckets.iter().map(|bucket| {
+            let (len, device) = (optimizer.own_range(bucket).len(), mesh.world.device());
+            Ok(Moments {
+                exp_avg: FlatBuffer::zeros(len, device)?,
+                exp_avg_sq: FlatBuffer::zeros(len, device)?,
             })
-            .collect();
+        });
+        let moments = moments.collect::<Result<_>>()?;
         let masters = buckets.iter().map(|bucket| {
             let own = optimizer.own_range(bucket);
             MasterWeights::new(params, bucket, &own, mesh.world.device())
         });
         optimizer.masters = masters.collect::<Result<_>>()?;
+        optimizer.moments = moments;
         Ok(optimizer)
     }
 
@@ -150,15 +150,27 @@ impl Optimizer {
     /// Sums the gradients over all ranks and computes their norm. The gradients are cleared; what is returned may share
     /// their buffers and must be used before the next backward pass.
     pub fn reduce(&self, gradients: &mut Gradients) -> Result<ReducedGradients> {
+        Ok(self.reduce_with_loss(gradients, None)?.0)
+    }
+
+    /// [`Self::reduce`], and the sum over all ranks of `loss_sum`, the f64 scalar on its device that a rank has of the loss.
+    ///
+    /// Norm and loss come to the host in one read: on a GPU the only time in a step that the host waits for it.
+    pub fn reduce_with_loss(
+        &self,
+        gradients: &mut Gradients,
+        loss_sum: Option<&Tensor>,
+    ) -> Result<(ReducedGradients, f64)> {
         gradients.check_complete()?;
         gradients.sum_shared(&self.mesh)?;
         let mut buckets = Vec::with_capacity(self.layout.buckets.len());
-        let mut sum_of_squares = 0.0;
+        let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
+        let squares = zero.copy()?;
         // The squares are summed bucket by bucket, while what was just reduced is in the cache.
         let mut finish = |started: (&Bucket, &FlatBuffer, Pending<Tensor>)| -> Result<()> {
             let bucket = started.0;
             let flat = self.finish_reduction(started)?;
-            sum_of_squares += self.sum_of_squares(bucket, &flat)?;
+            self.add_squares(&squares, bucket, &flat)?;
             buckets.push(flat);
             Ok(())
         };
@@ -174,10 +186,12 @@ impl Optimizer {
             finish(last)?;
         }
         gradients.clear();
-        let sum = Tensor::new(&[sum_of_squares], self.mesh.world.device())?;
-        let sum = self.mesh.world.all_reduce(&sum, ReduceOp::Sum)?;
-        let norm = sum.to_vec1::<f64>()?[0].sqrt();
-        Ok(ReducedGradients { buckets, norm })
+        let loss_sum = loss_sum.map_or(Ok(zero), |sum| sum.reshape(1))?;
+        let sums = Tensor::cat(&[squares, loss_sum], 0)?;
+        let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
+        let sums = sums.to_vec1::<f64>()?;
+        let norm = sums[0].sqrt();
+        Ok((ReducedGradients { buckets, norm }, sums[1]))
     }
 
     fn start_reduction(&self, flat: &FlatBuffer) -> Result<Pending<Tensor>> {
@@ -202,25 +216,23 @@ impl Optimizer {
         FlatBuffer::new(flat.view(own.start, own.len())?)
     }
 
-    /// Of the values of a reduced bucket that count on this rank: each of the model counts on one.
-    fn sum_of_squares(&self, bucket: &Bucket, flat: &FlatBuffer) -> Result<f64> {
+    /// Adds to `sum` the squares of the values of a reduced bucket that count on this rank: each of the model counts on one.
+    fn add_squares(&self, sum: &Tensor, bucket: &Bucket, flat: &FlatBuffer) -> Result<()> {
         if self.zero == ZeroStage::Zero && self.mesh.dp.rank() > 0 {
-            return Ok(0.0);
+            return Ok(());
         }
         let own = self.own_range(bucket);
-        flat.read(|values| {
-            let slots = bucket.slots.iter();
-            let counted = slots.flat_map(|(index, range)| {
-                let counted = self.params.counted(*index).iter();
-                counted.map(|c| range.start + c.start..range.start + c.end)
-            });
-            counted
-                .map(|range| intersect(&range, &own))
-                .map(|range| {
-                    sum_of_squares(&values[range.start - own.start..range.end - own.start])
-                })
-                .sum::<f64>()
-        })
+        for (index, range) in &bucket.slots {
+            for counted in self.params.counted(*index) {
+                let counted = range.start + counted.start..range.start + counted.end;
+                let counted = offset_by(&intersect(&counted, &own), own.start);
+                if !counted.is_empty() {
+                    let values = flat.view(counted.start, counted.len())?;
+                    sum_of_squares_into(sum, true, &values)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// An error on every rank if the norm is not finite; it names the first parameter, in name order, that has a NaN or
@@ -234,10 +246,8 @@ impl Optimizer {
             let own = self.own_range(bucket);
             for (index, range) in &bucket.slots {
                 let range = intersect(range, &own);
-                let is_finite = flat.read(|values| {
-                    let values = &values[range.start - own.start..range.end - own.start];
-                    values.iter().all(|value| value.is_finite())
-                })?;
+                let values = flat.values(range.start - own.start, range.len())?;
+                let is_finite = values.iter().all(|value| value.is_finite());
                 let name = self.params.get(*index).name.as_str();
                 if !is_finite && first.is_none_or(|first| name < first) {
                     first = Some(name);
@@ -311,26 +321,26 @@ impl Optimizer {
             }
             let param = self.params.get(*index);
             let is_matrix = param.global_shape.rank() >= 2;
-            let update = AdamWUpdate {
-                exp_avg: &moments.exp_avg,
-                exp_avg_sq: &moments.exp_avg_sq,
-                offset: mine.start - own.start,
-                config: self.config,
-                weight_decay: if is_matrix {
-                    self.config.weight_decay
-                } else {
-                    0.0
-                },
-                lr,
-                grad_scale,
-                step: self.num_steps,
+            let weight_decay = match is_matrix {
+                true => self.config.weight_decay,
+                false => 0.0,
             };
-            let values = param.flat_part(&offset_by(&mine, range.start))?;
-            let grads = flat.view(mine.start - own.start, mine.len())?;
-            masters
-                .update(&values, offset_by(&mine, own.start), |values| {
-                    values.inplace_op2(&grads, &update)
-                })
+            let constants = self
+                .config
+                .constants(lr, weight_decay, grad_scale, self.num_steps);
+            let weights = param.flat_part(&offset_by(&mine, range.start))?;
+            let local = offset_by(&mine, own.start);
+            let part = |buffer: &FlatBuffer| buffer.view(local.start, local.len());
+            let master = masters.view(&local)?;
+            let buffers = AdamWBuffers {
+                master: master.as_ref().unwrap_or(&weights),
+                exp_avg: &part(&moments.exp_avg)?,
+                exp_avg_sq: &part(&moments.exp_avg_sq)?,
+                weights: master.is_some().then_some(&weights),
+                grad: &part(flat)?,
+                device_scale: None,
+            };
+            adamw(&buffers, &constants)
                 .map_err(|err| err.context(format!("updating parameter {}", param.name)))?;
         }
         Ok(())
@@ -371,28 +381,20 @@ impl Optimizer {
         let state = self.moments.iter().zip(&self.masters);
         for (bucket, (moments, masters)) in self.layout.buckets.iter().zip(state) {
             let own = self.own_range(bucket);
-            let exp_avg = moments
-                .exp_avg
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            let exp_avg_sq = moments
-                .exp_avg_sq
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
             for (index, range) in &bucket.slots {
                 let mine = intersect(range, &own);
                 if mine.is_empty() {
                     continue;
                 }
                 let local = offset_by(&mine, own.start);
-                let moments = ParamMoments {
+                let state = ParamMoments {
                     name: self.params.get(*index).name.clone(),
                     offsets: offset_by(&mine, range.start),
-                    exp_avg: exp_avg[local.clone()].to_vec(),
-                    exp_avg_sq: exp_avg_sq[local.clone()].to_vec(),
+                    exp_avg: moments.exp_avg.values(local.start, local.len())?,
+                    exp_avg_sq: moments.exp_avg_sq.values(local.start, local.len())?,
                     master: masters.get(local)?,
                 };
-                all.insert(moments.name.clone(), moments);
+                all.insert(state.name.clone(), state);
             }
         }
         Ok(all.into_values().collect())

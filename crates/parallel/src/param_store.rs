@@ -190,7 +190,9 @@ impl ParamStore {
                 checkpoint.dtype(&name)?,
             ),
         };
-        let values = Tensor::from_vec(values, local_dims, device)?.to_dtype(dtype)?;
+        let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?
+            .to_dtype(dtype)?
+            .to_device(device)?;
         Ok(Param {
             var: Var::from_tensor(&values)?,
             name,

@@ -2,14 +2,17 @@
 
 use std::time::{Duration, Instant};
 
+use candle_core::Tensor;
+
 /// Result of [`crate::Pipeline::forward_backward`] on one stage.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct PassReport {
-    /// Sum of the losses of this replica's targets, not divided; `None` but on the last stage.
-    pub loss_sum: Option<f64>,
-    /// Time spent in forward passes, without waiting for other ranks.
+    /// Sum of the losses of this replica's targets, not divided, an f64 scalar on the stage's device; `None` but on the last
+    /// stage. To read it is to wait for a GPU.
+    pub loss_sum: Option<Tensor>,
+    /// Time spent in forward passes, without waiting for other ranks; with a GPU, time to tell it what to do.
     pub forward_secs: f64,
-    /// Time spent in backward passes, without waiting for other ranks.
+    /// The same for backward passes.
     pub backward_secs: f64,
 }
 

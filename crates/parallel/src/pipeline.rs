@@ -59,7 +59,7 @@ impl Pipeline {
         };
         let mut flight = InFlight::default();
         let mut report = PassReport::default();
-        let mut losses = vec![0f64; micro_batches.len()];
+        let mut losses = vec![None; micro_batches.len()];
         let mut next = 0;
         while next < instructions.len() {
             let is_compute = |instruction: &Instruction| {
@@ -75,7 +75,7 @@ impl Pipeline {
                     let (output, tape) = stage.forward(input, &micro_batches[index], &mut pass)?;
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {
-                        losses[index] = scalar_loss(&output)?;
+                        losses[index] = Some(scalar_loss(&output)?);
                         let scale =
                             Tensor::full(1.0 / num_global_targets as f64, (), output.device())?;
                         flight
@@ -105,7 +105,12 @@ impl Pipeline {
                 }
             }
         }
-        report.loss_sum = stage.is_last().then(|| losses.iter().sum());
+        for loss in losses.into_iter().flatten() {
+            report.loss_sum = Some(match report.loss_sum {
+                None => loss,
+                Some(sum) => (sum + loss)?,
+            });
+        }
         Ok(report)
     }
 
@@ -210,12 +215,12 @@ fn take<T>(values: &mut HashMap<usize, T>, index: usize, what: &str) -> Result<T
     }
 }
 
-fn scalar_loss(output: &Tensor) -> Result<f64> {
+fn scalar_loss(output: &Tensor) -> Result<Tensor> {
     if output.rank() != 0 {
         bail!(
             "the last block returned shape {:?}; expected a scalar, the sum of the losses of the micro-batch",
             output.shape()
         );
     }
-    output.to_dtype(candle_core::DType::F64)?.to_scalar::<f64>()
+    output.detach().to_dtype(candle_core::DType::F64)
 }

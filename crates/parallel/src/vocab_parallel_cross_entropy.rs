@@ -2,10 +2,11 @@
 //! (arXiv:1909.08053, section 3). Ranks exchange three numbers per token instead of the logits.
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, linear_forward,
-    linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit, with_backward1,
+    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
+    linear_forward, linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit,
+    with_backward1,
 };
 
 use crate::block::TrainPass;
@@ -16,8 +17,9 @@ const CHUNK_ROWS: usize = 512;
 
 /// Loss of each token: logits (n, local_vocab) of the vocabulary's part `shard`, targets (n) u32 -> (n) f32.
 ///
-/// Targets are ids of the whole vocabulary; one that is [`IGNORE_INDEX`] gives 0 and no gradient, one beyond the
-/// vocabulary is an error.
+/// Targets are ids of the whole vocabulary; one that is [`IGNORE_INDEX`] gives 0 and no gradient, one beyond the vocabulary
+/// is an error. Targets belong on the CPU, wherever the logits are: those on a GPU are not checked, as the host would have to
+/// wait for them, and one beyond the vocabulary gives NaN.
 pub fn vocab_parallel_cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -33,10 +35,10 @@ pub fn vocab_parallel_cross_entropy(
             shard.len()
         );
     }
-    check_targets(targets, shard.global)?;
+    let targets = checked_targets(targets, logits, shard.global)?;
     let z = logits.detach();
-    let (losses, log_sum_exp) = losses(&z, targets, shard, tp)?;
-    let (targets, vocab_start) = (targets.clone(), shard.range.start);
+    let (losses, log_sum_exp) = losses(&z, &targets, shard, tp)?;
+    let vocab_start = shard.range.start;
     with_backward1(
         logits,
         losses,
@@ -50,8 +52,8 @@ pub fn vocab_parallel_cross_entropy(
 
 /// Sum of the losses of a projection to the vocabulary, and the gradient of its input, in one go: logits = xs · weightᵀ.
 ///
-/// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32 -> the sum over the valid
-/// targets, and (n, hidden), the gradient of that sum times `pass.loss_scale`, which is also written for the weight. Rows
+/// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32, on the CPU as for
+/// [`vocab_parallel_cross_entropy`] -> the sum over the valid targets, an f64 scalar, and (n, hidden), the gradient of that sum times `pass.loss_scale`, which is also written for the weight. Rows
 /// are worked on in chunks, forward and backward, so that the logits never exist as a whole. No graph.
 pub fn linear_cross_entropy(
     xs: &Tensor,
@@ -60,21 +62,17 @@ pub fn linear_cross_entropy(
     shard: &Shard,
     tp: &ProcessGroup,
     pass: &mut TrainPass<'_>,
-) -> Result<(f64, Tensor)> {
+) -> Result<(Tensor, Tensor)> {
     let (n, _hidden) = xs.dims2()?;
-    check_targets(targets, shard.global)?;
-    let mut sum = 0.0;
+    let targets = checked_targets(targets, xs, shard.global)?;
+    let mut sum = Tensor::zeros((), DType::F64, xs.device())?;
     let mut grads = Vec::with_capacity(n.div_ceil(CHUNK_ROWS));
     for first in (0..n).step_by(CHUNK_ROWS) {
         let rows = CHUNK_ROWS.min(n - first);
         let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
         let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)
         let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
-        sum += losses
-            .to_vec1::<f32>()?
-            .into_iter()
-            .map(f64::from)
-            .sum::<f64>();
+        sum = (sum + losses.to_dtype(DType::F64)?.sum_all()?)?;
         let scale = pass.loss_scale as f32;
         let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, shard.range.start, scale)?;
         grads.push(linear_input_grad(&dz, weight)?);
@@ -99,14 +97,18 @@ fn losses(
     let max = tp.all_reduce(&row_max(z)?, ReduceOp::Max)?;
     let sums = sum_exp_and_target_logit(z, &max, targets, shard.range.start)?;
     let sums = tp.all_reduce(&sums, ReduceOp::Sum)?;
-    let log_sum = sums.get(0)?.log()?;
-    let is_valid = targets.ne(IGNORE_INDEX)?.to_dtype(log_sum.dtype())?;
-    let losses = ((&log_sum - sums.get(1)?)? * is_valid)?;
-    Ok((losses, (log_sum + max)?))
+    cross_entropy_loss(&max, &sums, targets, shard.global)
 }
 
-fn check_targets(targets: &Tensor, vocab_size: usize) -> Result<()> {
-    let ids = targets.to_vec1::<u32>()?;
+/// The targets where `xs` is.
+fn checked_targets(targets: &Tensor, xs: &Tensor, vocab_size: usize) -> Result<Tensor> {
+    if targets.device().is_cpu() {
+        check_targets(&targets.to_vec1::<u32>()?, vocab_size)?;
+    }
+    targets.to_device(xs.device())
+}
+
+fn check_targets(ids: &[u32], vocab_size: usize) -> Result<()> {
     let is_foreign = |&id: &u32| id != IGNORE_INDEX && id as usize >= vocab_size;
     if let Some(position) = ids.iter().position(is_foreign) {
         bail!(

@@ -44,7 +44,8 @@ impl VocabParallelEmbedding {
         &self.weight
     }
 
-    /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error.
+    /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
+    /// CPU, wherever the weight is: they are read there.
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let local_ids = self.local_ids(tokens)?;
         reduce_from_tensor_parallel_region(&embedding(&self.weight, &local_ids)?, &self.tp)
@@ -86,6 +87,6 @@ impl VocabParallelEmbedding {
                 u32::MAX
             };
         }
-        Tensor::from_vec(ids, (b, t), tokens.device())
+        Tensor::from_vec(ids, (b, t), self.weight.device())
     }
 }

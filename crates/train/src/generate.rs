@@ -1,7 +1,7 @@
 //! Text from a model in training, through the same stages on the same ranks.
 
 use candle_comm::ProcessGroup;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_parallel::{MicroBatch, Pipeline, Schedule, Stage};
 
 use crate::sampler::Sampler;
@@ -39,7 +39,7 @@ pub fn generate(
         let context = &ids[ids.len().saturating_sub(config.max_context)..];
         let last = context.len() - 1;
         let batch = MicroBatch {
-            tokens: Tensor::from_slice(context, (1, context.len()), stage.device())?,
+            tokens: Tensor::from_slice(context, (1, context.len()), &Device::Cpu)?,
             targets: None,
         };
         let last_position = |logits: Tensor| logits.get(0)?.get(last);

@@ -75,8 +75,13 @@ impl Trainer {
             &mut self.gradients,
         )?;
         let optimizer_timer = (Instant::now(), candle_comm::waited());
-        let reduced = self.optimizer.reduce(&mut self.gradients)?;
-        let loss = self.global_sum(passes.loss_sum)? / num_tokens as f64;
+        // Every tensor-parallel rank of the last stage has the loss of its replica.
+        let is_first_tp = self.mesh.tp.rank() == 0;
+        let loss_sum = passes.loss_sum.filter(|_| is_first_tp);
+        let (reduced, loss_sum) = self
+            .optimizer
+            .reduce_with_loss(&mut self.gradients, loss_sum.as_ref())?;
+        let loss = loss_sum / num_tokens as f64;
         if !loss.is_finite() {
             let blame = self.optimizer.check_finite(&reduced);
             let message = format!("the loss is {loss}");
@@ -120,6 +125,10 @@ impl Trainer {
     fn num_global_targets(&self, micro_batches: &[MicroBatch]) -> Result<usize> {
         let counts = micro_batches.iter().map(MicroBatch::num_targets);
         let local: usize = counts.sum::<Result<usize>>()?;
+        let is_alone = self.mesh.dp.world_size() == 1;
+        if is_alone && local > 0 {
+            return Ok(local);
+        }
         let local = Tensor::new(&[local as i64], self.mesh.world.device())?;
         let global = self
             .mesh
@@ -130,15 +139,6 @@ impl Trainer {
             Ok(global) if global > 0 => Ok(global),
             _ => bail!("the global batch has {global} targets; expected at least one"),
         }
-    }
-
-    /// Sum over the data-parallel replicas of what their last stages have, on every rank.
-    fn global_sum(&self, local: Option<f64>) -> Result<f64> {
-        let is_first_tp = self.mesh.tp.rank() == 0;
-        let local = local.filter(|_| is_first_tp).unwrap_or(0.0);
-        let local = Tensor::new(&[local], self.mesh.world.device())?;
-        let global = self.mesh.world.all_reduce(&local, ReduceOp::Sum)?;
-        Ok(global.to_vec1::<f64>()?[0])
     }
 
     /// The step that comes next, from 0.

@@ -41,7 +41,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--dp", &["[default: 2]", "REPLICAS"]),
     ("--zero", &["[default: 1]"]),
     ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
-    ("--device", &["[default: cpu]", "DEVICE", "cuda:N"]),
+    ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
     ("--dtype", &["[default: f32]", "bf16"]),
     (
         "--freeze",

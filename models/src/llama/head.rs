@@ -73,6 +73,6 @@ impl Block for Head {
         let backward: Backward = Box::new(move |_dloss, pass| {
             norm.backward(&xs, &dnormed, None, pass.gradients).map(Some)
         });
-        Ok(Some((Tensor::new(loss, self.tp.device())?, backward)))
+        Ok(Some((loss, backward)))
     }
 }

@@ -28,6 +28,12 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
+/// Number of GPUs that CUDA shows; 0 if it cannot be asked.
+pub(crate) fn num_gpus() -> usize {
+    let count = CudaContext::device_count();
+    count.map_or(0, |count| usize::try_from(count).unwrap_or_default())
+}
+
 fn unavailable(ordinal: usize, reason: &str) -> candle_core::Error {
     let sentence = missing_library().unwrap_or_else(|| reason.to_string());
     candle_core::Error::Msg(format!("cuda:{ordinal} cannot be used: {sentence}"))

@@ -14,6 +14,7 @@ mod cross_entropy;
 mod device;
 mod elements;
 mod embedding;
+mod embedding_order;
 mod grad_norm;
 mod kernel_table;
 mod launch;
@@ -33,7 +34,7 @@ pub(crate) use cross_entropy::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
     sum_exp_and_target_logit,
 };
-pub(crate) use device::open;
+pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
 pub(crate) use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};

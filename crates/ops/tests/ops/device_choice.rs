@@ -6,7 +6,7 @@ use candle_ops::DeviceChoice;
 fn names_are_read_and_written() {
     let choices = [
         ("cpu", DeviceChoice::Cpu, "cpu"),
-        ("cuda", DeviceChoice::Cuda(0), "cuda:0"),
+        ("cuda", DeviceChoice::AllCuda, "cuda"),
         ("cuda:3", DeviceChoice::Cuda(3), "cuda:3"),
     ];
     for (name, expected, written) in choices {
@@ -39,6 +39,8 @@ fn other_names_are_errors_that_say_what_is_expected() {
 #[test]
 fn the_cpu_opens() {
     assert!(DeviceChoice::Cpu.open().unwrap().is_cpu());
+    let devices = DeviceChoice::Cpu.open_for(3).unwrap();
+    assert!(devices.iter().all(|device| device.is_cpu()) && devices.len() == 1);
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -46,7 +46,7 @@ fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part>
     };
     let (loss, dx) = linear_cross_entropy(xs, &weight, targets, &shard, &mesh.tp, &mut pass)?;
     Ok((
-        loss,
+        loss.to_scalar::<f64>()?,
         floats(&dx)?,
         floats(&weight)?,
         floats(&gradients.get(0)?)?,

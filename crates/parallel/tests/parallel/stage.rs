@@ -65,6 +65,7 @@ fn the_tape_gives_the_gradients_of_one_graph() {
                     let loss = report.loss_sum;
                     assert_eq!(loss.is_some(), stage.is_last());
                     if let Some(loss) = loss {
+                        let loss = loss.to_scalar::<f64>()?;
                         assert!((loss - expected_loss).abs() < 1e-6 * expected_loss);
                     }
                     gather_gradients(&stage, &mesh, &gradients)
