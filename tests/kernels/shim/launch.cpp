@@ -1,12 +1,13 @@
-// Runs a kernel on the CPU: the blocks one after another, each thread of a block on a stack of its own. A thread runs
-// until it waits at a barrier or a shuffle; which of the runnable threads comes next is drawn at random, so a kernel
-// that lacks a barrier reads what is not there yet, or no longer. Shared memory starts as NaN in each block.
+// Runs a kernel on the CPU: the blocks one after another, each thread of a block on a stack of its own from its first wait
+// on. A thread runs until it waits at a barrier or a shuffle; which of the runnable threads comes next is drawn at random,
+// so a kernel that lacks a barrier reads what is not there yet, or no longer. Shared memory starts as NaN in each block.
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -18,9 +19,10 @@ namespace {
 constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr size_t SHARED_FLOATS = 227 * 256; // what a block may have on sm_90
 constexpr unsigned int WARP_SIZE = 32;
+constexpr size_t GUARD_BYTES = 4096; // behind the shared memory of a block
 constexpr unsigned char POISON = 0xff; // four of them are a NaN, and so are two
 
-enum class State { Ready, AtBarrier, AtShuffle, Done };
+enum class State { New, Ready, AtBarrier, AtShuffle, Done };
 
 struct Thread {
     State state;
@@ -49,7 +51,6 @@ struct Block {
     unsigned int num_at_barrier;
     unsigned int current;
     jmp_buf scheduler;
-    ucontext_t start;
     void (*kernel)(void*);
     void* arguments;
     char error[256];
@@ -59,30 +60,33 @@ thread_local Block block;
 thread_local uint64_t random_state;
 
 // Stacks for the threads of a block, kept from launch to launch: their pages cost more than most kernels.
-struct Stacks {
-    char* start = nullptr;
-    size_t bytes = 0;
+class Stacks {
+  public:
+    ~Stacks() { release(); }
 
-    ~Stacks() {
-        if (start != nullptr) {
-            munmap(start, bytes);
+    bool hold(unsigned int num_threads);
+    // Starts a thread that has not run on a stack that nothing is on; returns when it waits or all that could run have ended.
+    [[noreturn]] void start();
+    // The running thread's stack has nothing on it any more.
+    void give_back(jmp_buf* start) { idle_.push_back(start); }
+    // Forgets what is on the stacks.
+    void clear() {
+        idle_.clear();
+        num_started_ = 0;
+    }
+
+  private:
+    void release() {
+        if (bytes_ > 0) {
+            munmap(memory_, bytes_);
         }
     }
 
-    bool hold(unsigned int num_threads) {
-        size_t needed = num_threads * STACK_BYTES;
-        if (needed <= bytes) {
-            return true;
-        }
-        void* fresh = mmap(nullptr, needed, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (fresh == MAP_FAILED) {
-            return false;
-        }
-        this->~Stacks();
-        start = static_cast<char*>(fresh);
-        bytes = needed;
-        return true;
-    }
+    char* memory_ = nullptr;
+    size_t bytes_ = 0;
+    size_t num_started_ = 0;
+    std::vector<jmp_buf*> idle_;
+    ucontext_t fresh_;
 };
 
 thread_local Stacks stacks;
@@ -105,21 +109,13 @@ void wait(State state, const char* file, int line) {
     }
 }
 
-// A stack lives as long as the launch: its thread runs the kernel once in each block.
-void run_on_own_stack() {
-    for (;;) {
-        block.kernel(block.arguments);
-        wait(State::Done, "", 0);
-    }
-}
-
 bool fail(const char* format, const Thread& thread) {
     std::snprintf(block.error, sizeof block.error, format, thread.file, thread.line);
     return false;
 }
 
-void make_ready(unsigned int thread) {
-    block.threads[thread].state = State::Ready;
+void make_ready(unsigned int thread, State state) {
+    block.threads[thread].state = state;
     Warp& warp = block.warps[thread / WARP_SIZE];
     warp.ready[warp.num_ready++] = thread;
 }
@@ -161,7 +157,7 @@ bool arrive(unsigned int index) {
             if (block.threads[i].file != thread.file || block.threads[i].line != thread.line) {
                 return fail("threads of a block wait at different barriers, one at %s:%d", thread);
             }
-            make_ready(i);
+            make_ready(i, State::Ready);
         }
     } else if (thread.state == State::AtShuffle && ++warp.num_waiting == std::min(block.size - first, WARP_SIZE)) {
         warp.num_waiting = 0;
@@ -169,30 +165,86 @@ bool arrive(unsigned int index) {
             if (block.threads[i].line != thread.line) {
                 return fail("lanes of a warp wait at different shuffles, one at %s:%d", thread);
             }
-            make_ready(i);
+            make_ready(i, State::Ready);
         }
     }
     return true;
 }
 
-void resume(unsigned int index, bool started) {
+void set_current(unsigned int index) {
     block.current = index;
     threadIdx = {index % blockDim.x, index / blockDim.x % blockDim.y, index / blockDim.x / blockDim.y};
+}
+
+// Runs threads that have not run yet, one after another, until one waits or the next to run has waited before: that one
+// goes on on its own stack. A stack outlives the launch, waiting here for other threads.
+void run_on_own_stack() {
+    jmp_buf start;
+    for (;;) {
+        block.kernel(block.arguments);
+        block.threads[block.current].state = State::Done;
+        unsigned int next;
+        bool more = take_ready(next);
+        if (more) {
+            set_current(next);
+        }
+        if (more && block.threads[next].state == State::New) {
+            continue;
+        }
+        stacks.give_back(&start);
+        if (_setjmp(start) == 0) {
+            if (more) {
+                _longjmp(block.threads[next].resume, 1);
+            }
+            _longjmp(block.scheduler, 1);
+        }
+    }
+}
+
+void Stacks::start() {
+    if (!idle_.empty()) {
+        jmp_buf* start = idle_.back();
+        idle_.pop_back();
+        _longjmp(*start, 1);
+    }
+    getcontext(&fresh_);
+    fresh_.uc_stack.ss_sp = memory_ + num_started_++ * STACK_BYTES;
+    fresh_.uc_stack.ss_size = STACK_BYTES;
+    fresh_.uc_link = nullptr;
+    makecontext(&fresh_, run_on_own_stack, 0);
+    setcontext(&fresh_);
+    std::abort();
+}
+
+bool Stacks::hold(unsigned int num_threads) {
+    size_t needed = num_threads * STACK_BYTES;
+    if (needed <= bytes_) {
+        return true;
+    }
+    void* fresh = mmap(nullptr, needed, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fresh == MAP_FAILED) {
+        return false;
+    }
+    release();
+    clear();
+    memory_ = static_cast<char*>(fresh);
+    bytes_ = needed;
+    return true;
+}
+
+// Lets a thread run, and others after it; the last of them is the current one when this returns.
+void resume(unsigned int index) {
+    set_current(index);
     if (_setjmp(block.scheduler) != 0) {
         return;
     }
-    if (started) {
-        _longjmp(block.threads[index].resume, 1);
+    if (block.threads[index].state == State::New) {
+        stacks.start();
     }
-    getcontext(&block.start);
-    block.start.uc_stack.ss_sp = stacks.start + index * STACK_BYTES;
-    block.start.uc_stack.ss_size = STACK_BYTES;
-    block.start.uc_link = nullptr;
-    makecontext(&block.start, run_on_own_stack, 0);
-    setcontext(&block.start);
+    _longjmp(block.threads[index].resume, 1);
 }
 
-bool run_block(std::vector<bool>& started) {
+bool run_block() {
     block.num_at_barrier = 0;
     draw_turns();
     for (Warp& warp : block.warps) {
@@ -201,13 +253,12 @@ bool run_block(std::vector<bool>& started) {
     }
     for (unsigned int i = 0; i < block.size; ++i) {
         block.threads[i].num_shuffles = 0;
-        make_ready(i);
+        make_ready(i, State::New);
     }
     unsigned int index;
     while (take_ready(index)) {
-        resume(index, started[index]);
-        started[index] = true;
-        if (!arrive(index)) {
+        resume(index);
+        if (!arrive(block.current)) {
             return false;
         }
     }
@@ -232,7 +283,7 @@ bool is_poison(const unsigned char* from, const unsigned char* to) {
 
 __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 extern __thread __align__(16) float shared[];
-__thread __align__(16) float shared[SHARED_FLOATS];
+__thread __align__(16) float shared[SHARED_FLOATS + GUARD_BYTES / sizeof(float)];
 
 void shim_barrier(const char* file, int line) {
     wait(State::AtBarrier, file, line);
@@ -262,7 +313,7 @@ extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsign
     if (block_size == 0 || block_size > 1024) {
         return "the block does not have 1 to 1024 threads";
     }
-    if (shared_bytes > sizeof shared) {
+    if (shared_bytes > SHARED_FLOATS * sizeof *shared) {
         return "more shared memory than there is";
     }
     if (!stacks.hold((unsigned int)block_size)) {
@@ -279,17 +330,19 @@ extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsign
     block.kernel = kernel;
     block.arguments = arguments;
     block.error[0] = 0;
-    std::vector<bool> started(block_size, false);
-    unsigned char* bytes_of_shared = reinterpret_cast<unsigned char*>(shared);
-    std::memset(shared, POISON, sizeof shared);
+    unsigned char* behind = reinterpret_cast<unsigned char*>(shared) + shared_bytes;
+    std::memset(behind, POISON, GUARD_BYTES);
     bool good = true;
     for (uint64_t i = 0; good && i < (uint64_t)grid[0] * grid[1] * grid[2]; ++i) {
         blockIdx = {(unsigned int)(i % grid[0]), (unsigned int)(i / grid[0] % grid[1]),
                     (unsigned int)(i / grid[0] / grid[1])};
         std::memset(shared, POISON, shared_bytes);
-        good = run_block(started);
+        good = run_block();
     }
-    if (good && !is_poison(bytes_of_shared + shared_bytes, bytes_of_shared + sizeof shared)) {
+    if (!good) {
+        stacks.clear();
+    }
+    if (good && !is_poison(behind, behind + GUARD_BYTES)) {
         return "a block wrote beyond its shared memory";
     }
     return good ? nullptr : block.error;
