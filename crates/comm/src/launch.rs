@@ -53,12 +53,14 @@ pub fn threads_with<T: Send>(
     let results: Vec<Option<T>> = scope(|scope| {
         let mut handles = Vec::new();
         for rank in 0..config.world_size {
+            let (thread_world, run, pool_world) = (world.clone(), &run, world.clone());
             let pool = ThreadPoolBuilder::new()
                 .num_threads(threads_per_rank)
                 .thread_name(move |_| format!("rank-{rank}"))
                 .stack_size(config.stack_bytes)
+                // If it fails it does so on the rank's main thread too, which says it.
+                .start_handler(move |_| drop(pool_world.make_current(rank)))
                 .build();
-            let (thread_world, run) = (world.clone(), &run);
             let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
                 let rank_main = move || pool.install(|| run_rank(&thread_world, rank, run));
                 Builder::new().spawn_scoped(scope, rank_main)

@@ -17,6 +17,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
+//! With [`LocalConfig::devices`] ranks are on GPUs, several on one if need be.
+//!
 //! Nothing hangs for ever: operations that do not match across ranks, ranks that fail, panic or leave early, and
 //! waits that outlast the deadline all become errors that name ranks, operations and call sites.
 #![deny(unsafe_code)]

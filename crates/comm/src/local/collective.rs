@@ -210,9 +210,7 @@ impl Ticket {
         match taken {
             Taken::Output(output) => Progress::Ready(output),
             Taken::Failed(error) => Progress::Failed(error),
-            Taken::Missing(ranks) => {
-                Progress::Missing(ranks.into_iter().map(|rank| group.members[rank]).collect())
-            }
+            Taken::Missing(ranks) => Progress::Missing(world_ranks(&group.members, ranks)),
         }
     }
 
@@ -222,13 +220,17 @@ impl Ticket {
             return Progress::Ready(());
         };
         if !slot.release(self.rank, |xs| work::copy(xs, xs.device())) {
-            return Progress::Missing(Vec::new());
+            return Progress::Missing(world_ranks(&group.members, slot.missing()));
         }
         if slot.is_over() {
             group.slots.remove(&self.seq);
         }
         Progress::Ready(())
     }
+}
+
+fn world_ranks(members: &[usize], group_ranks: Vec<usize>) -> Vec<usize> {
+    group_ranks.into_iter().map(|rank| members[rank]).collect()
 }
 
 impl Work<Tensor> for Ticket {

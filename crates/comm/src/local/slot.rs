@@ -131,15 +131,16 @@ impl Slot {
         }
     }
 
+    /// The group ranks that have not arrived.
+    pub fn missing(&self) -> Vec<usize> {
+        let ranks = 0..self.arrived.len();
+        ranks.filter(|rank| !self.arrived[*rank]).collect()
+    }
+
     /// Takes a rank's output, if it is there.
     pub fn take(&mut self, rank: usize) -> Taken {
         match &self.phase {
-            Phase::Gathering => Taken::Missing(
-                (0..self.arrived.len())
-                    .filter(|r| !self.arrived[*r])
-                    .collect(),
-            ),
-            Phase::Working => Taken::Missing(Vec::new()),
+            Phase::Gathering | Phase::Working => Taken::Missing(self.missing()),
             Phase::Failed(error) => {
                 self.released[rank] = true;
                 Taken::Failed(error.clone())

@@ -12,7 +12,11 @@ use crate::reference::{input, on};
 #[test]
 fn results_live_on_the_ranks_device() -> Result<()> {
     for threads in on_gpus(None) {
-        launch::threads_with(threads.config(3), |world| {
+        let config = LocalConfig {
+            threads_per_rank: Some(2),
+            ..threads.config(3)
+        };
+        launch::threads_with(config, |world| {
             let device = world.device();
             let xs = on(&world, &input(1, world.rank(), &[3, 2], DType::F32)?)?;
             let recv = P2p::Recv {
@@ -33,12 +37,22 @@ fn results_live_on_the_ranks_device() -> Result<()> {
                     0,
                 )?,
             ]);
+            // The last rank to come works for all.
+            std::thread::sleep(Duration::from_millis(if world.rank() == 1 {
+                20
+            } else {
+                0
+            }));
+            results.push(world.all_reduce(&xs, ReduceOp::Sum)?);
             for ys in results {
                 assert!(ys.device().same_device(device), "{:?}", ys.device());
             }
-            // Work and cleaning up for other ranks leave the thread with its own GPU.
-            let context = device.as_cuda_device()?.cuda_stream().context().cu_ctx();
-            assert!(result::ctx::get_current().unwrap() == Some(context));
+            // Work and cleaning up for other ranks leave its threads with the rank's own GPU.
+            let stream = device.as_cuda_device()?.cuda_stream();
+            let is_current =
+                || result::ctx::get_current().is_ok_and(|c| c == Some(stream.context().cu_ctx()));
+            assert!(is_current());
+            assert_eq!(rayon::broadcast(|_| is_current()), [true, true]);
             Ok(())
         })?;
     }
