@@ -1,17 +1,10 @@
 // Table look-up, y[i] = table[ids[i]], and its gradient: grad[v] += sum of dy[i] over ids[i] = v in the order of i.
 //
-// The gradient without atomics: embedding_order sorts the positions by id, then one block for each run of equal ids
-// adds that run's rows in order, as the CPU does and with its bits. The sort counts, for each position, the positions
-// that come before it: n^2 comparisons, on an H200 an estimated millisecond for n = 65536, one short kernel instead of
-// the many of a radix sort. (A block per vocabulary row would start 128256 blocks to find few ids; a chain of "next
-// position with my id" makes each addition wait for the load before it.)
+// The gradient without atomics: embedding_order.cu sorts the positions by id, then one block for each run of equal ids
+// adds that run's rows in order, as the CPU does and with its bits. (A block per vocabulary row would start 128256 blocks
+// to find few ids; a chain of "next position with my id" makes each addition wait for the load before it.)
+#include "embedding_row.cuh"
 #include "pack.cuh"
-#include "reduce.cuh"
-
-// Row of the local table, or local_vocab for an id that it does not hold: u32::MAX, other shards' ids.
-__device__ inline u32 local_row(u32 id, u32 vocab_start, u32 local_vocab) {
-    return id >= vocab_start && id - vocab_start < local_vocab ? id - vocab_start : local_vocab;
-}
 
 // y (num_ids, hidden); table (local_vocab, hidden) holds the ids from vocab_start on. Other ids give zeros.
 template <typename T>
@@ -41,39 +34,11 @@ extern "C" __global__ void embedding_forward_bf16(bf16* y, const bf16* table, co
     embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
 }
 
-// sorted_rows (num_ids) are the local rows in ascending order (ids that are not here last), order (num_ids) the positions
-// they come from; positions of one row ascend. A thread per position; the ids pass through shared memory.
-extern "C" __global__ void embedding_order(u32* sorted_rows, u32* order, const u32* ids, u32 num_ids, u32 vocab_start,
-                                           u32 local_vocab) {
-    u32* tile = reinterpret_cast<u32*>(shared);
-    u32 position = blockIdx.x * blockDim.x + threadIdx.x;
-    u32 row = local_vocab;
-    if (position < num_ids) {
-        row = local_row(ids[position], vocab_start, local_vocab);
-    }
-    u32 num_before = 0;
-    for (u32 start = 0; start < num_ids; start += blockDim.x) {
-        u32 len = num_ids - start < blockDim.x ? num_ids - start : blockDim.x;
-        if (threadIdx.x < len) {
-            tile[threadIdx.x] = local_row(ids[start + threadIdx.x], vocab_start, local_vocab);
-        }
-        __syncthreads();
-        for (u32 i = 0; i < len; ++i) {
-            // Before this one: smaller rows, and equal rows at earlier positions.
-            num_before += tile[i] < row + (start + i < position ? 1u : 0u);
-        }
-        __syncthreads();
-    }
-    if (position < num_ids) {
-        sorted_rows[num_before] = row;
-        order[num_before] = position;
-    }
-}
-
 // Rows loaded before the first of them is added: additions are in order, loads need not be.
 constexpr int IN_FLIGHT = 4;
 
-// grad (local_vocab, hidden) += rows of dy (num_ids, hidden). Block (x, y) handles the run that starts at place x of the
+// grad (local_vocab, hidden) += rows of dy (num_ids, hidden). sorted_rows (num_ids) are the local rows in ascending order,
+// ids that are not here last, order (num_ids) the positions they come from; positions of one row ascend. Block (x, y) handles the run that starts at place x of the
 // sorted rows, if one does, and the columns that fall to slice y of gridDim.y.
 template <typename T>
 __device__ void embedding_backward(float* grad, const T* dy, const u32* sorted_rows, const u32* order, u32 num_ids,

@@ -49,9 +49,7 @@ impl DeviceChoice {
             Self::Cpu | Self::Cuda(_) => 1,
         };
         let first = std::iter::once(self.open());
-        first
-            .chain((1..count).map(open_cuda))
-            .collect()
+        first.chain((1..count).map(open_cuda)).collect()
     }
 }
 

@@ -22,9 +22,13 @@ fn checked(op: &str, what: &str, tensor: &Tensor, dtype: DType) -> Result<Tensor
     detached(tensor)
 }
 
-/// The values of `tensor` outside of any graph, copied only if they are not contiguous.
+/// The values of `tensor` outside of any graph, copied only if they are not contiguous. Nothing is contiguous whatever its
+/// strides, and no allocation of it is asked of a GPU, to which that would be an error.
 pub(crate) fn detached(tensor: &Tensor) -> Result<Tensor> {
-    tensor.detach().contiguous()
+    match tensor.elem_count() {
+        0 => Ok(tensor.detach()),
+        _ => tensor.detach().contiguous(),
+    }
 }
 
 impl HostF32 {

@@ -56,8 +56,8 @@ struct Block {
     char error[256];
 };
 
-thread_local Block block;
-thread_local uint64_t random_state;
+SHIM_FAST_TLS thread_local Block block;
+SHIM_FAST_TLS thread_local uint64_t random_state;
 
 // Stacks for the threads of a block, kept from launch to launch: their pages cost more than most kernels.
 class Stacks {
@@ -95,7 +95,7 @@ unsigned int random_below(unsigned int bound) {
     random_state ^= random_state >> 12;
     random_state ^= random_state << 25;
     random_state ^= random_state >> 27;
-    return (unsigned int)((random_state * 0x2545f4914f6cdd1dull) >> 33) % bound;
+    return (unsigned int)(((random_state * 0x2545f4914f6cdd1dull) >> 32) * bound >> 32);
 }
 
 // Back to the scheduler; returns when it picks this thread again.
@@ -133,8 +133,8 @@ void draw_turns() {
 bool take_ready(unsigned int& thread) {
     unsigned int num_warps = (unsigned int)block.turns.size();
     unsigned int first = block.ahead ? 0 : random_below(num_warps);
-    for (unsigned int i = 0; i < num_warps; ++i) {
-        Warp& warp = block.warps[block.turns[(first + i) % num_warps]];
+    for (unsigned int i = 0, turn = first; i < num_warps; ++i, turn = turn + 1 < num_warps ? turn + 1 : 0) {
+        Warp& warp = block.warps[block.turns[turn]];
         if (warp.num_ready > 0) {
             unsigned int& pick = warp.ready[random_below(warp.num_ready)];
             thread = pick;
@@ -281,7 +281,7 @@ bool is_poison(const unsigned char* from, const unsigned char* to) {
 
 } // namespace
 
-__thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
+SHIM_FAST_TLS __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 extern __thread __align__(16) float shared[];
 __thread __align__(16) float shared[SHARED_FLOATS + GUARD_BYTES / sizeof(float)];
 

@@ -26,6 +26,8 @@ mod element;
 mod elementwise;
 #[path = "kernels/embedding.rs"]
 mod embedding;
+#[path = "kernels/embedding_order.rs"]
+mod embedding_order;
 #[path = "kernels/rms_norm.rs"]
 mod rms_norm;
 #[path = "kernels/rope.rs"]

@@ -2,6 +2,7 @@
 //! are sorted first, then each is added up by one block.
 
 use super::elements::{rounded, zero};
+use super::embedding_order::Order;
 use super::launch;
 use super::pointer::Out;
 use super::values::{BLOCK, Element, Gpu, by_dtype};
@@ -95,19 +96,16 @@ fn add<T: Element>(
         return Ok(());
     }
     let (count, local_vocab) = (gpu.u32(num_ids)?, gpu.u32(v)?);
-    let (rows, order) = (gpu.alloc_u32(num_ids)?, gpu.alloc_u32(num_ids)?);
-    let sort = gpu.blocks(num_ids.div_ceil(BLOCK as usize), BLOCK, 4 * BLOCK as usize)?;
-    let (sorted, from) = (rows.out(), order.out());
-    // SAFETY: ids and both results have num_ids values; a thread for each, and shared memory for a block's ids. grad has v
-    // rows of h values, dy a row for each of num_ids ids.
+    // SAFETY: there are num_ids ids.
+    let order = unsafe { Order::new(gpu, ids.get(), num_ids, local_vocab) }?;
+    // SAFETY: the order has num_ids values, grad v rows of h values, dy a row for each of num_ids ids.
     unsafe {
-        launch::embedding_order(&sort, sorted, from, ids.get(), count, 0, local_vocab)?;
         launch::embedding_backward(
             &gpu.grid([num_ids, h.div_ceil(2048), 1], BLOCK, 0)?,
             grad,
             dy.get::<T>(),
-            sorted.read(),
-            from.read(),
+            order.rows.out().read(),
+            order.positions.out().read(),
             count,
             h as i64,
             local_vocab,

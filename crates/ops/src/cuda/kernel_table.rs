@@ -50,10 +50,16 @@ macro_rules! for_each_kernel {
             "embedding" {
                 embedding_forward[T](y: Out<T>, table: In<T>, ids: In<u32>, num_ids: i64, hidden: i64, vocab_start: u32,
                     local_vocab: u32);
-                embedding_order(sorted_rows: Out<u32>, order: Out<u32>, ids: In<u32>, num_ids: u32, vocab_start: u32,
-                    local_vocab: u32);
                 embedding_backward[T](grad: Out<f32>, dy: In<T>, sorted_rows: In<u32>, order: In<u32>, num_ids: u32,
                     hidden: i64, local_vocab: u32);
+            }
+            "embedding_order" {
+                order_start(rows: Out<u32>, order: Out<u32>, ids: In<u32>, num_ids: u32, vocab_start: u32,
+                    local_vocab: u32);
+                order_count(counts: Out<u32>, rows: In<u32>, num_ids: u32, shift: u32);
+                order_sum(counts: Out<u32>, len: u32);
+                order_move(rows_to: Out<u32>, order_to: Out<u32>, rows: In<u32>, order: In<u32>, starts: In<u32>,
+                    num_ids: u32, shift: u32);
             }
             "fill" {
                 fill[T](dst: Out<T>, value: f32, len: i64);

@@ -65,13 +65,16 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
-    /// The GPU that holds `tensor`.
+    /// The GPU that holds `tensor`, made this thread's.
     pub(super) fn of(op: &'static str, tensor: &Tensor) -> Result<Self> {
         match tensor.device() {
-            Device::Cuda(device) => Ok(Self {
-                device: device.clone(),
-                op,
-            }),
+            Device::Cuda(device) => {
+                device.cuda_stream().context().bind_to_thread().w()?;
+                Ok(Self {
+                    device: device.clone(),
+                    op,
+                })
+            }
             other => bail!(
                 "{op}: expected a tensor on CUDA, got one on {:?}",
                 other.location()
@@ -189,7 +192,8 @@ impl Gpu {
 
     fn check<T: WithDType>(&self, what: &str, tensor: &Tensor) -> Result<()> {
         let op = self.op;
-        if !tensor.device().is_cuda() || tensor.dtype() != T::DTYPE || !tensor.is_contiguous() {
+        let is_contiguous = tensor.is_contiguous() || tensor.elem_count() == 0;
+        if !tensor.device().is_cuda() || tensor.dtype() != T::DTYPE || !is_contiguous {
             bail!(
                 "{op}: {what} must be contiguous {:?} on CUDA, got dtype {:?} on device {:?} with strides {:?}\nhint: convert it with to_dtype or move it with to_device",
                 T::DTYPE,

@@ -1,7 +1,8 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, doubles, floats, grads, random, random_var, rounding_error,
+    EXP_ROUNDINGS, assert_close, doubles, floats, grads, on_each_device, random, random_var,
+    rounding_error,
 };
 use candle_core::{Result, Tensor, Var};
 use candle_ops::{HeadGroups, causal_attention};
@@ -122,62 +123,68 @@ impl Case {
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    for case in &CASES {
-        let [q, k, v] = case.inputs()?;
-        let grad = random(4, q.shape())?;
-        let out = causal_attention(&q, &k, &v, case.scale() as f32, case.groups)?;
-        let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?, doubles(&grad)?];
-        let want = case.reference([&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
-        let what = format!("t {} hq {} hkv {} d {}", case.t, case.hq, case.hkv, case.d);
-        let [out_bound, grad_bound] = case.bounds();
-        assert_close(&format!("out, {what}"), &out, &want[0], out_bound);
-        let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
-        assert_close(&format!("dv, {what}"), &dv, &want[3], grad_bound);
-        // With one position the probability is 1 whatever the score: these gradients are rounding errors of 0.
-        if case.t > 1 {
-            assert_close(&format!("dq, {what}"), &dq, &want[1], grad_bound);
-            assert_close(&format!("dk, {what}"), &dk, &want[2], grad_bound);
-        } else {
-            assert!(
-                floats(&dq)?
-                    .iter()
-                    .chain(&floats(&dk)?)
-                    .all(|x| x.abs() < 1e-5)
-            );
+    on_each_device(|| {
+        for case in &CASES {
+            let [q, k, v] = case.inputs()?;
+            let grad = random(4, q.shape())?;
+            let out = causal_attention(&q, &k, &v, case.scale() as f32, case.groups)?;
+            let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?, doubles(&grad)?];
+            let want = case.reference([&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
+            let what = format!("t {} hq {} hkv {} d {}", case.t, case.hq, case.hkv, case.d);
+            let [out_bound, grad_bound] = case.bounds();
+            assert_close(&format!("out, {what}"), &out, &want[0], out_bound);
+            let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
+            assert_close(&format!("dv, {what}"), &dv, &want[3], grad_bound);
+            // With one position the probability is 1 whatever the score: these gradients are rounding errors of 0.
+            if case.t > 1 {
+                assert_close(&format!("dq, {what}"), &dq, &want[1], grad_bound);
+                assert_close(&format!("dk, {what}"), &dk, &want[2], grad_bound);
+            } else {
+                assert!(
+                    floats(&dq)?
+                        .iter()
+                        .chain(&floats(&dk)?)
+                        .all(|x| x.abs() < 1e-5)
+                );
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn heads_of_views_that_are_not_contiguous() -> Result<()> {
-    let case = &CASES[3];
-    let [q, k, v] = case.inputs()?;
-    let call = |q: &Tensor, k: &Tensor, v: &Tensor| {
-        causal_attention(q, k, v, case.scale() as f32, case.groups)
-    };
-    let turned = q.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
-    assert!(!turned.is_contiguous());
-    assert_eq!(
-        floats(&call(&q, &k, &v)?)?,
-        floats(&call(&turned, &k, &v)?)?
-    );
-    Ok(())
+    on_each_device(|| {
+        let case = &CASES[3];
+        let [q, k, v] = case.inputs()?;
+        let call = |q: &Tensor, k: &Tensor, v: &Tensor| {
+            causal_attention(q, k, v, case.scale() as f32, case.groups)
+        };
+        let turned = q.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
+        assert!(!turned.is_contiguous());
+        assert_eq!(
+            floats(&call(&q, &k, &v)?)?,
+            floats(&call(&turned, &k, &v)?)?
+        );
+        Ok(())
+    })
 }
 
 #[test]
 fn scores_far_from_zero_stay_finite() -> Result<()> {
-    let case = &CASES[2];
-    let [q, k, v] = case.inputs()?;
-    let out = causal_attention(&q, &k, &v, 1e4, case.groups)?;
-    let grad = out.ones_like()?.detach();
-    for tensor in [
-        vec![out.clone()],
-        grads(&out, &grad, [&q, &k, &v])?.to_vec(),
-    ]
-    .concat()
-    {
-        assert!(floats(&tensor)?.iter().all(|x| x.is_finite()));
-    }
-    Ok(())
+    on_each_device(|| {
+        let case = &CASES[2];
+        let [q, k, v] = case.inputs()?;
+        let out = causal_attention(&q, &k, &v, 1e4, case.groups)?;
+        let grad = out.ones_like()?.detach();
+        for tensor in [
+            vec![out.clone()],
+            grads(&out, &grad, [&q, &k, &v])?.to_vec(),
+        ]
+        .concat()
+        {
+            assert!(floats(&tensor)?.iter().all(|x| x.is_finite()));
+        }
+        Ok(())
+    })
 }

@@ -1,8 +1,67 @@
-//! Random inputs, gradients and comparisons.
+//! Random inputs, gradients and comparisons, on the CPU and on a GPU.
 
-use candle_core::{Device, Result, Shape, Tensor, Var};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var};
+use candle_ops::DeviceChoice;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::cell::RefCell;
+use std::sync::OnceLock;
+
+thread_local! {
+    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// Where the running test has its tensors.
+pub fn device() -> Device {
+    DEVICE.with(|device| device.borrow().clone())
+}
+
+/// Runs a test on the CPU, and on the first GPU if this build has CUDA and one answers.
+pub fn on_each_device(test: impl Fn() -> Result<()>) -> Result<()> {
+    test()?;
+    if let Some(gpu) = gpu() {
+        on_device(gpu, || {
+            println!("on the GPU:");
+            test()
+        })?;
+    }
+    Ok(())
+}
+
+fn on_device<T>(device: &Device, run: impl FnOnce() -> T) -> T {
+    let before = DEVICE.with(|current| current.replace(device.clone()));
+    let result = run();
+    DEVICE.with(|current| current.replace(before));
+    result
+}
+
+/// The GPU, opened once. Where none answers the tests say so and pass, but with `CANDLE_TRAIN_REQUIRE_CUDA=1`.
+fn gpu() -> Option<&'static Device> {
+    static GPU: OnceLock<Option<Device>> = OnceLock::new();
+    let open = || match DeviceChoice::Cuda(0).open() {
+        Ok(device) => Some(device),
+        Err(err) => {
+            let required = std::env::var("CANDLE_TRAIN_REQUIRE_CUDA").is_ok_and(|v| v == "1");
+            assert!(!required, "CANDLE_TRAIN_REQUIRE_CUDA is 1, but {err}");
+            eprintln!("not tested on a GPU: {err}");
+            None
+        }
+    };
+    match cfg!(feature = "cuda") {
+        true => GPU.get_or_init(open).as_ref(),
+        false => None,
+    }
+}
+
+/// A bound on the error of a GPU: its sums have other orders, and its exponentials, logarithms and divisions are exact to
+/// some more units in the last place.
+fn on_this_device(bound: f64) -> f64 {
+    if device().is_cpu() {
+        bound
+    } else {
+        2.0 * bound
+    }
+}
 
 /// Values in -1..1, a function of the seed and the shape.
 pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {
@@ -11,7 +70,17 @@ pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {
     let values: Vec<f32> = (0..shape.elem_count())
         .map(|_| rng.random_range(-1f32..1.0))
         .collect();
-    Tensor::from_vec(values, shape, &Device::Cpu)
+    placed(&Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+/// A copy on the test's device; one of nothing, too, for which candle's own allocation fails on GPUs.
+pub fn placed(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.elem_count() > 0 {
+        return tensor.to_device(&device());
+    }
+    Tensor::zeros(1, tensor.dtype(), &device())?
+        .narrow(0, 0, 0)?
+        .reshape(tensor.shape())
 }
 
 /// As `random`, as a variable.
@@ -25,8 +94,15 @@ pub fn random_ids(seed: u64, count: usize, bound: u32) -> Vec<u32> {
     (0..count).map(|_| rng.random_range(0..bound)).collect()
 }
 
+/// The values, bf16 widened.
 pub fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
+    let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
     tensor.flatten_all()?.to_vec1()
+}
+
+/// The values in another dtype, converted by candle on the CPU.
+pub fn in_dtype(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    placed(&tensor.to_device(&Device::Cpu)?.to_dtype(dtype)?)
 }
 
 pub fn doubles(tensor: &Tensor) -> Result<Vec<f64>> {
@@ -63,6 +139,7 @@ pub fn lane_roundings(len: usize) -> usize {
 pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
     let got = doubles(got).expect("f32 values");
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    let tolerance = on_this_device(tolerance);
     let difference: f64 = got.iter().zip(want).map(|(a, b)| (a - b).powi(2)).sum();
     let norm: f64 = want.iter().map(|x| x.powi(2)).sum();
     let error = difference.sqrt() / norm.sqrt().max(1e-30);
@@ -74,13 +151,14 @@ pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
 
 /// Runs `f` in pools of 1 and 3 threads, in the latter twice, and compares every bit of what it returns.
 pub fn assert_same_bits(what: &str, f: impl Fn() -> Result<Vec<Tensor>> + Sync) -> Result<()> {
+    let device = device();
     let bits = |num_threads: usize| -> Result<Vec<Vec<u32>>> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(num_threads)
             .build();
         let pool = pool.map_err(candle_core::Error::wrap)?;
         let bits_of = |t: &Tensor| Ok(floats(t)?.into_iter().map(f32::to_bits).collect());
-        pool.install(|| f()?.iter().map(bits_of).collect())
+        pool.install(|| on_device(&device, &f)?.iter().map(bits_of).collect())
     };
     let one = bits(1)?;
     for run in 0..2 {

@@ -1,10 +1,10 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, doubles, floats, grads, lane_roundings, random, random_ids,
-    rounding_error,
+    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, lane_roundings, on_each_device,
+    random, random_ids, rounding_error,
 };
-use candle_core::{D, Device, Result, Tensor, Var};
+use candle_core::{D, Result, Tensor, Var};
 use candle_ops::{
     IGNORE_INDEX, cross_entropy, cross_entropy_grad, row_max, sum_exp_and_target_logit,
 };
@@ -70,95 +70,103 @@ fn grad_bound(v: usize) -> f64 {
 
 #[test]
 fn sums_of_exponentials_match_the_reference() -> Result<()> {
-    for (n, v) in SHAPES {
-        let (logits, targets) = inputs(n, v)?;
-        let max = row_max(&logits)?;
-        let ids = Tensor::new(&targets[..], &Device::Cpu)?;
-        let pieces = sum_exp_and_target_logit(&logits, &max, &ids, 0)?;
-        let (values, mut want_max) = (floats(&logits)?, Vec::new());
-        let (mut sums, mut hits) = (Vec::new(), Vec::new());
-        for (logits, &target) in values.chunks(v).zip(&targets) {
-            let max = logits.iter().copied().fold(f32::MIN, f32::max);
-            let sum = logits.iter().map(|x| f64::from(x - max).exp());
-            sums.push(sum.sum::<f64>());
-            let hit = logits.get(target as usize).map(|x| x - max);
-            hits.push(hit.unwrap_or_default());
-            want_max.push(max);
+    on_each_device(|| {
+        for (n, v) in SHAPES {
+            let (logits, targets) = inputs(n, v)?;
+            let max = row_max(&logits)?;
+            let ids = Tensor::new(&targets[..], &device())?;
+            let pieces = sum_exp_and_target_logit(&logits, &max, &ids, 0)?;
+            let (values, mut want_max) = (floats(&logits)?, Vec::new());
+            let (mut sums, mut hits) = (Vec::new(), Vec::new());
+            for (logits, &target) in values.chunks(v).zip(&targets) {
+                let max = logits.iter().copied().fold(f32::MIN, f32::max);
+                let sum = logits.iter().map(|x| f64::from(x - max).exp());
+                sums.push(sum.sum::<f64>());
+                let hit = logits.get(target as usize).map(|x| x - max);
+                hits.push(hit.unwrap_or_default());
+                want_max.push(max);
+            }
+            assert_eq!(floats(&max)?, want_max);
+            assert_eq!(floats(&pieces.get(1)?)?, hits);
+            let bound = rounding_error(EXP_ROUNDINGS + lane_roundings(v.min(1024)));
+            assert_close(&format!("sum {n}x{v}"), &pieces.get(0)?, &sums, bound);
         }
-        assert_eq!(floats(&max)?, want_max);
-        assert_eq!(floats(&pieces.get(1)?)?, hits);
-        let bound = rounding_error(EXP_ROUNDINGS + lane_roundings(v.min(1024)));
-        assert_close(&format!("sum {n}x{v}"), &pieces.get(0)?, &sums, bound);
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    for (n, v) in SHAPES {
-        let (logits, targets) = inputs(n, v)?;
-        let (logits, grad) = (Var::from_tensor(&logits)?, random(3, n)?);
-        let what = format!("{n}x{v}");
-        let loss = cross_entropy(&logits, &Tensor::new(&targets[..], &Device::Cpu)?)?;
-        let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
-        assert_close(&format!("loss {what}"), &loss, &want_loss, loss_bound(v));
-        let [dlogits] = grads(&loss, &grad, [&logits])?;
-        assert_close(
-            &format!("dlogits {what}"),
-            &dlogits,
-            &want_grad,
-            grad_bound(v),
-        );
-    }
-    Ok(())
+    on_each_device(|| {
+        for (n, v) in SHAPES {
+            let (logits, targets) = inputs(n, v)?;
+            let (logits, grad) = (Var::from_tensor(&logits)?, random(3, n)?);
+            let what = format!("{n}x{v}");
+            let loss = cross_entropy(&logits, &Tensor::new(&targets[..], &device())?)?;
+            let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
+            assert_close(&format!("loss {what}"), &loss, &want_loss, loss_bound(v));
+            let [dlogits] = grads(&loss, &grad, [&logits])?;
+            assert_close(
+                &format!("dlogits {what}"),
+                &dlogits,
+                &want_grad,
+                grad_bound(v),
+            );
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn shards_of_the_vocabulary_add_up_to_the_whole() -> Result<()> {
-    let (n, v) = (13, 97);
-    let (logits, targets) = inputs(n, v)?;
-    let (grad, ids) = (random(3, n)?, Tensor::new(&targets[..], &Device::Cpu)?);
-    // Uneven shards, one of them empty.
-    let starts = [0, 40, 40, 90, v];
-    let shards: Vec<(usize, Tensor)> = starts
-        .windows(2)
-        .map(|s| Ok((s[0], logits.narrow(1, s[0], s[1] - s[0])?)))
-        .collect::<Result<_>>()?;
-    let maxima: Vec<Tensor> = shards
-        .iter()
-        .map(|(_, x)| row_max(x))
-        .collect::<Result<_>>()?;
-    let max = Tensor::stack(&maxima, 0)?.max(0)?;
-    let mut pieces = Tensor::zeros((2, n), candle_core::DType::F32, &Device::Cpu)?;
-    for (start, shard) in &shards {
-        pieces = (pieces + sum_exp_and_target_logit(shard, &max, &ids, *start)?)?;
-    }
-    let log_sum_exp = (pieces.get(0)?.log()? + &max)?;
-    let dlogits: Vec<Tensor> = shards
-        .iter()
-        .map(|(start, shard)| cross_entropy_grad(shard, &log_sum_exp, &ids, *start, &grad))
-        .collect::<Result<_>>()?;
-    let dlogits = Tensor::cat(&dlogits, D::Minus1)?;
-    let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
-    let valid: Vec<f32> = targets
-        .iter()
-        .map(|&id| f32::from(id != IGNORE_INDEX))
-        .collect();
-    let loss = (log_sum_exp - &max)?
-        .sub(&pieces.get(1)?)?
-        .mul(&Tensor::new(valid, &Device::Cpu)?)?;
-    assert_close("loss", &loss, &want_loss, loss_bound(v));
-    assert_close("dlogits", &dlogits, &want_grad, grad_bound(v));
-    Ok(())
+    on_each_device(|| {
+        let (n, v) = (13, 97);
+        let (logits, targets) = inputs(n, v)?;
+        let (grad, ids) = (random(3, n)?, Tensor::new(&targets[..], &device())?);
+        // Uneven shards, one of them empty.
+        let starts = [0, 40, 40, 90, v];
+        let shards: Vec<(usize, Tensor)> = starts
+            .windows(2)
+            .map(|s| Ok((s[0], logits.narrow(1, s[0], s[1] - s[0])?)))
+            .collect::<Result<_>>()?;
+        let maxima: Vec<Tensor> = shards
+            .iter()
+            .map(|(_, x)| row_max(x))
+            .collect::<Result<_>>()?;
+        let max = Tensor::stack(&maxima, 0)?.max(0)?;
+        let mut pieces = Tensor::zeros((2, n), candle_core::DType::F32, &device())?;
+        for (start, shard) in &shards {
+            pieces = (pieces + sum_exp_and_target_logit(shard, &max, &ids, *start)?)?;
+        }
+        let log_sum_exp = (pieces.get(0)?.log()? + &max)?;
+        let dlogits: Vec<Tensor> = shards
+            .iter()
+            .map(|(start, shard)| cross_entropy_grad(shard, &log_sum_exp, &ids, *start, &grad))
+            .collect::<Result<_>>()?;
+        let dlogits = Tensor::cat(&dlogits, D::Minus1)?;
+        let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
+        let valid: Vec<f32> = targets
+            .iter()
+            .map(|&id| f32::from(id != IGNORE_INDEX))
+            .collect();
+        let loss = (log_sum_exp - &max)?
+            .sub(&pieces.get(1)?)?
+            .mul(&Tensor::new(valid, &device())?)?;
+        assert_close("loss", &loss, &want_loss, loss_bound(v));
+        assert_close("dlogits", &dlogits, &want_grad, grad_bound(v));
+        Ok(())
+    })
 }
 
 #[test]
 fn a_broken_logit_breaks_the_loss_of_its_row_only() -> Result<()> {
-    let mut values = vec![0f32; 3 * 40];
-    values[5] = f32::NAN;
-    let logits = Tensor::from_vec(values, (3, 40), &Device::Cpu)?;
-    let loss =
-        cross_entropy(&logits, &Tensor::new(&[1u32, 2, 3], &Device::Cpu)?)?.to_vec1::<f32>()?;
-    assert!(loss[0].is_nan() && loss[1].is_finite() && loss[2].is_finite());
-    Ok(())
+    on_each_device(|| {
+        let mut values = vec![0f32; 3 * 40];
+        values[5] = f32::NAN;
+        let logits = Tensor::from_vec(values, (3, 40), &device())?;
+        let loss =
+            cross_entropy(&logits, &Tensor::new(&[1u32, 2, 3], &device())?)?.to_vec1::<f32>()?;
+        assert!(loss[0].is_nan() && loss[1].is_finite() && loss[2].is_finite());
+        Ok(())
+    })
 }

@@ -1,59 +1,64 @@
 //! swiglu and rope: forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, doubles, floats, grads, random, random_var, rounding_error,
+    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, on_each_device, random,
+    random_var, rounding_error,
 };
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Result, Tensor, Var};
 use candle_ops::{rope, swiglu};
 
 #[test]
 fn swiglu_matches_the_reference() -> Result<()> {
-    for shape in [
-        vec![1],
-        vec![2, 48],
-        vec![97],
-        vec![2, 127, 99],
-        vec![1000, 64],
-    ] {
-        let gate = Var::from_tensor(&(random(1, shape.clone())? * 6.0)?)?;
-        let (up, dy) = (random_var(2, shape.clone())?, random(3, shape)?);
-        let y = swiglu(&gate, &up)?;
-        let (g, u, d) = (doubles(&gate)?, doubles(&up)?, doubles(&dy)?);
-        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-        let silu = |x: f64| x * sigmoid(x);
-        let silu_prime = |x: f64| sigmoid(x) + x * sigmoid(x) * (1.0 - sigmoid(x));
-        let each = |f: &dyn Fn(usize) -> f64| -> Vec<f64> { (0..g.len()).map(f).collect() };
-        let bound = |operations: usize| rounding_error(EXP_ROUNDINGS + operations);
-        assert_close("y", &y, &each(&|i| silu(g[i]) * u[i]), bound(4));
-        let [dg, du] = grads(&y, &dy, [&gate, &up])?;
-        assert_close(
-            "dgate",
-            &dg,
-            &each(&|i| d[i] * u[i] * silu_prime(g[i])),
-            bound(8),
-        );
-        assert_close("dup", &du, &each(&|i| d[i] * silu(g[i])), bound(4));
-    }
-    Ok(())
+    on_each_device(|| {
+        for shape in [
+            vec![1],
+            vec![2, 48],
+            vec![97],
+            vec![2, 127, 99],
+            vec![1000, 64],
+        ] {
+            let gate = Var::from_tensor(&(random(1, shape.clone())? * 6.0)?)?;
+            let (up, dy) = (random_var(2, shape.clone())?, random(3, shape)?);
+            let y = swiglu(&gate, &up)?;
+            let (g, u, d) = (doubles(&gate)?, doubles(&up)?, doubles(&dy)?);
+            let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+            let silu = |x: f64| x * sigmoid(x);
+            let silu_prime = |x: f64| sigmoid(x) + x * sigmoid(x) * (1.0 - sigmoid(x));
+            let each = |f: &dyn Fn(usize) -> f64| -> Vec<f64> { (0..g.len()).map(f).collect() };
+            let bound = |operations: usize| rounding_error(EXP_ROUNDINGS + operations);
+            assert_close("y", &y, &each(&|i| silu(g[i]) * u[i]), bound(4));
+            let [dg, du] = grads(&y, &dy, [&gate, &up])?;
+            assert_close(
+                "dgate",
+                &dg,
+                &each(&|i| d[i] * u[i] * silu_prime(g[i])),
+                bound(8),
+            );
+            assert_close("dup", &du, &each(&|i| d[i] * silu(g[i])), bound(4));
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn swiglu_stays_finite_far_from_zero_and_passes_nan_on() -> Result<()> {
-    let gate = Var::new(&[-1e4f32, -100.0, -88.0, 0.0, 88.0, 1e4], &Device::Cpu)?;
-    let up = Var::from_tensor(&gate.ones_like()?)?;
-    let y = swiglu(&gate, &up)?;
-    assert_eq!(floats(&y)?[3..], [0.0, 88.0, 1e4]);
-    assert!(floats(&y)?[..3].iter().all(|y| y.abs() < 1e-30));
-    let [dg, du] = grads(&y, &y.ones_like()?.detach(), [&gate, &up])?;
-    assert!(
-        floats(&dg)?
-            .iter()
-            .chain(&floats(&du)?)
-            .all(|x| x.is_finite())
-    );
-    let nan = Tensor::new(&[f32::NAN], &Device::Cpu)?;
-    assert!(floats(&swiglu(&nan, &nan.ones_like()?)?)?[0].is_nan());
-    Ok(())
+    on_each_device(|| {
+        let gate = Var::new(&[-1e4f32, -100.0, -88.0, 0.0, 88.0, 1e4], &device())?;
+        let up = Var::from_tensor(&gate.ones_like()?)?;
+        let y = swiglu(&gate, &up)?;
+        assert_eq!(floats(&y)?[3..], [0.0, 88.0, 1e4]);
+        assert!(floats(&y)?[..3].iter().all(|y| y.abs() < 1e-30));
+        let [dg, du] = grads(&y, &y.ones_like()?.detach(), [&gate, &up])?;
+        assert!(
+            floats(&dg)?
+                .iter()
+                .chain(&floats(&du)?)
+                .all(|x| x.is_finite())
+        );
+        let nan = Tensor::new(&[f32::NAN], &device())?;
+        assert!(floats(&swiglu(&nan, &nan.ones_like()?)?)?[0].is_nan());
+        Ok(())
+    })
 }
 
 /// Rotates in f64 by `direction` times the angles of the tables.
@@ -80,24 +85,26 @@ fn rotate(
 
 #[test]
 fn rope_matches_the_reference() -> Result<()> {
-    for (b, t, h, d) in [
-        (1, 1, 1, 16),
-        (2, 2, 3, 48),
-        (2, 127, 4, 64),
-        (1, 1000, 1, 128),
-        (1, 3, 2, 2),
-    ] {
-        let (x, dy) = (random_var(1, (b, t, h, d))?, random(2, (b, t, h, d))?);
-        let angles = (random(3, (t, d / 2))? * 10.0)?;
-        let (cos, sin) = (angles.cos()?, angles.sin()?);
-        let y = rope(&x, &cos, &sin)?;
-        let (cos, sin) = (doubles(&cos)?, doubles(&sin)?);
-        let turned = |x: &[f64], direction| rotate(x, [&cos, &sin], direction, (t, h, d));
-        // Two products and a difference.
-        let bound = rounding_error(3);
-        assert_close("y", &y, &turned(&doubles(&x)?, 1.0), bound);
-        let [dx] = grads(&y, &dy, [&x])?;
-        assert_close("dx", &dx, &turned(&doubles(&dy)?, -1.0), bound);
-    }
-    Ok(())
+    on_each_device(|| {
+        for (b, t, h, d) in [
+            (1, 1, 1, 16),
+            (2, 2, 3, 48),
+            (2, 127, 4, 64),
+            (1, 1000, 1, 128),
+            (1, 3, 2, 2),
+        ] {
+            let (x, dy) = (random_var(1, (b, t, h, d))?, random(2, (b, t, h, d))?);
+            let angles = (random(3, (t, d / 2))? * 10.0)?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let y = rope(&x, &cos, &sin)?;
+            let (cos, sin) = (doubles(&cos)?, doubles(&sin)?);
+            let turned = |x: &[f64], direction| rotate(x, [&cos, &sin], direction, (t, h, d));
+            // Two products and a difference.
+            let bound = rounding_error(3);
+            assert_close("y", &y, &turned(&doubles(&x)?, 1.0), bound);
+            let [dx] = grads(&y, &dy, [&x])?;
+            assert_close("dx", &dx, &turned(&doubles(&dy)?, -1.0), bound);
+        }
+        Ok(())
+    })
 }

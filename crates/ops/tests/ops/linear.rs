@@ -1,7 +1,9 @@
 //! Forward and gradients to the rounding errors of f32.
 
-use crate::check::{assert_close, doubles, grads, random, random_var, rounding_error};
-use candle_core::{Device, Result, Tensor, Var};
+use crate::check::{
+    assert_close, device, doubles, grads, on_each_device, random, random_var, rounding_error,
+};
+use candle_core::{Result, Tensor, Var};
 use candle_ops::{
     linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
     linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
@@ -93,71 +95,75 @@ fn plus<'a>(a: &[f64], b: impl IntoIterator<Item = &'a f64>) -> Vec<f64> {
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    for case in cases()? {
-        let Case { x, w, bias, dy, .. } = &case;
-        let (n, num_in, num_out) = case.sizes;
-        for bias in [None, Some(bias)] {
-            let want = if bias.is_some() {
-                case.with_bias()?
-            } else {
-                case.y.clone()
-            };
-            let y = linear(x, w, bias.map(|bias| bias.as_tensor()))?;
-            assert_eq!(y.dims(), dy.dims());
-            case.check("y", &y, &want, num_in + 1);
-            let [dx, dw] = grads(&y, dy, [x, w])?;
-            case.check("dx", &dx, &case.dx, num_out);
-            case.check("dw", &dw, &case.dw, n);
-            if let Some(bias) = bias {
-                let [db] = grads(&y, dy, [bias])?;
-                case.check("db", &db, &case.db, n);
+    on_each_device(|| {
+        for case in cases()? {
+            let Case { x, w, bias, dy, .. } = &case;
+            let (n, num_in, num_out) = case.sizes;
+            for bias in [None, Some(bias)] {
+                let want = if bias.is_some() {
+                    case.with_bias()?
+                } else {
+                    case.y.clone()
+                };
+                let y = linear(x, w, bias.map(|bias| bias.as_tensor()))?;
+                assert_eq!(y.dims(), dy.dims());
+                case.check("y", &y, &want, num_in + 1);
+                let [dx, dw] = grads(&y, dy, [x, w])?;
+                case.check("dx", &dx, &case.dx, num_out);
+                case.check("dw", &dw, &case.dw, n);
+                if let Some(bias) = bias {
+                    let [db] = grads(&y, dy, [bias])?;
+                    case.check("db", &db, &case.db, n);
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn pieces_match_the_reference() -> Result<()> {
-    for case in cases()? {
-        let Case { x, w, bias, dy, .. } = &case;
-        let (n, num_in, num_out) = case.sizes;
-        let y = linear_forward(x, w, Some(bias))?;
-        assert!(!y.track_op());
-        case.check("linear_forward", &y, &case.with_bias()?, num_in + 1);
-        let residual = random(5, dy.shape())?;
-        let want = plus(&case.y, &doubles(&residual)?);
-        let y = linear_forward_add(&residual, x, w)?;
-        case.check("linear_forward_add", &y, &want, num_in + 1);
+    on_each_device(|| {
+        for case in cases()? {
+            let Case { x, w, bias, dy, .. } = &case;
+            let (n, num_in, num_out) = case.sizes;
+            let y = linear_forward(x, w, Some(bias))?;
+            assert!(!y.track_op());
+            case.check("linear_forward", &y, &case.with_bias()?, num_in + 1);
+            let residual = random(5, dy.shape())?;
+            let want = plus(&case.y, &doubles(&residual)?);
+            let y = linear_forward_add(&residual, x, w)?;
+            case.check("linear_forward_add", &y, &want, num_in + 1);
 
-        case.check(
-            "linear_input_grad",
-            &linear_input_grad(dy, w)?,
-            &case.dx,
-            num_out,
-        );
-        let (dims, other_out) = ([&dy.dims()[..2], &[33]].concat(), 33);
-        let (dy2, w2) = (random(6, dims)?, random(7, (other_out, num_in))?);
-        let other = product(&doubles(&dy2)?, &doubles(&w2)?, (n, other_out, num_in));
-        let dx = linear_input_grad_sum(&[(dy, w), (&dy2, &w2)])?;
-        let want = plus(&case.dx, &other);
-        case.check("linear_input_grad_sum", &dx, &want, num_out + other_out);
+            case.check(
+                "linear_input_grad",
+                &linear_input_grad(dy, w)?,
+                &case.dx,
+                num_out,
+            );
+            let (dims, other_out) = ([&dy.dims()[..2], &[33]].concat(), 33);
+            let (dy2, w2) = (random(6, dims)?, random(7, (other_out, num_in))?);
+            let other = product(&doubles(&dy2)?, &doubles(&w2)?, (n, other_out, num_in));
+            let dx = linear_input_grad_sum(&[(dy, w), (&dy2, &w2)])?;
+            let want = plus(&case.dx, &other);
+            case.check("linear_input_grad_sum", &dx, &want, num_out + other_out);
 
-        case.check(
-            "linear_weight_grad",
-            &linear_weight_grad(dy, x)?,
-            &case.dw,
-            n,
-        );
-        case.check("linear_bias_grad", &linear_bias_grad(dy)?, &case.db, n);
-        check_into(&case, "linear_weight_grad_into", &case.dw, |dst, add| {
-            linear_weight_grad_into(dst, add, dy, x)
-        })?;
-        check_into(&case, "linear_bias_grad_into", &case.db, |dst, add| {
-            linear_bias_grad_into(dst, add, dy)
-        })?;
-    }
-    Ok(())
+            case.check(
+                "linear_weight_grad",
+                &linear_weight_grad(dy, x)?,
+                &case.dw,
+                n,
+            );
+            case.check("linear_bias_grad", &linear_bias_grad(dy)?, &case.db, n);
+            check_into(&case, "linear_weight_grad_into", &case.dw, |dst, add| {
+                linear_weight_grad_into(dst, add, dy, x)
+            })?;
+            check_into(&case, "linear_bias_grad_into", &case.db, |dst, add| {
+                linear_bias_grad_into(dst, add, dy)
+            })?;
+        }
+        Ok(())
+    })
 }
 
 /// What `write(dst, add)` leaves in a buffer: the sum over the rows, `want`, over anything or added to it.
@@ -168,7 +174,7 @@ fn check_into(
     write: impl Fn(&Tensor, bool) -> Result<()>,
 ) -> Result<()> {
     let start = random(8, want.len())?;
-    let broken = Tensor::full(f32::NAN, want.len(), &Device::Cpu)?;
+    let broken = Tensor::full(f32::NAN, want.len(), &device())?;
     for (add, got, want) in [
         (false, broken, want.to_vec()),
         (true, start.copy()?, plus(want, &doubles(&start)?)),
@@ -186,9 +192,11 @@ fn check_into(
 
 #[test]
 fn reads_views_that_are_not_contiguous() -> Result<()> {
-    let (x, w) = (random(1, (7, 5))?, random(2, (9, 3))?);
-    let (x, w) = (x.t()?, w.t()?.narrow(1, 1, 7)?);
-    let want = linear_forward(&x.contiguous()?, &w.contiguous()?, None)?;
-    assert_close("y", &linear_forward(&x, &w, None)?, &doubles(&want)?, 0.0);
-    Ok(())
+    on_each_device(|| {
+        let (x, w) = (random(1, (7, 5))?, random(2, (9, 3))?);
+        let (x, w) = (x.t()?, w.t()?.narrow(1, 1, 7)?);
+        let want = linear_forward(&x.contiguous()?, &w.contiguous()?, None)?;
+        assert_close("y", &linear_forward(&x, &w, None)?, &doubles(&want)?, 0.0);
+        Ok(())
+    })
 }

@@ -1,6 +1,6 @@
 //! What a step of training does to flat buffers: AdamW, the norm of gradients, sums and roundings.
 
-use crate::check::{floats, random};
+use crate::check::{device, floats, in_dtype, on_each_device, placed, random};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     AdamWBuffers, AdamWConstants, adamw, add_into, clip_scale, round_into, sum_of_squares,
@@ -35,157 +35,169 @@ fn state(len: usize) -> Result<[Tensor; 4]> {
     Ok([
         random(1, len)?,
         random(2, len)?,
-        random(3, len)?.sqr()?,
+        // The square of random values may be one of nothing.
+        placed(&random(3, len)?.to_device(&Device::Cpu)?.sqr()?)?,
         random(4, len)?,
     ])
 }
 
 #[test]
 fn adamw_is_its_equation_on_every_device() -> Result<()> {
-    // Nothing, less than 16 bytes, a part of a chunk, and more than one chunk.
-    for len in [0, 3, 1000, 2 * 16 * 1024 + 5] {
-        for (has_weights, device_scale) in [(false, None), (true, None), (true, Some(0.25f32))] {
-            let before = state(len)?;
-            let [master, m, v, grad] = &state(len)?;
-            let weights = Tensor::zeros(len, DType::BF16, &Device::Cpu)?;
-            let scale_tensor = device_scale.map(|s| Tensor::new(s, &Device::Cpu));
-            let scale_tensor = scale_tensor.transpose()?;
-            let buffers = AdamWBuffers {
-                master,
-                exp_avg: m,
-                exp_avg_sq: v,
-                weights: has_weights.then_some(&weights),
-                grad,
-                device_scale: scale_tensor.as_ref(),
-            };
-            adamw(&buffers, &CONSTANTS)?;
-            let scale = f64::from(CONSTANTS.scale) * f64::from(device_scale.unwrap_or(1.0));
-            let [x0, m0, v0, g0] = before.each_ref().map(floats);
-            let (x0, m0, v0, g0) = (x0?, m0?, v0?, g0?);
-            let (x1, m1, v1) = (floats(master)?, floats(m)?, floats(v)?);
-            for i in 0..len {
-                let want = updated([x0[i], m0[i], v0[i], g0[i]].map(f64::from), scale);
-                for (got, want) in [x1[i], m1[i], v1[i]].into_iter().zip(want) {
-                    assert!((f64::from(got) - want).abs() <= 1e-6, "{got} for {want}");
+    on_each_device(|| {
+        // Nothing, less than 16 bytes, a part of a chunk, and more than one chunk.
+        for len in [0, 3, 1000, 2 * 16 * 1024 + 5] {
+            for (has_weights, device_scale) in [(false, None), (true, None), (true, Some(0.25f32))]
+            {
+                let before = state(len)?;
+                let [master, m, v, grad] = &state(len)?;
+                let weights = placed(&Tensor::zeros(len, DType::BF16, &Device::Cpu)?)?;
+                let scale_tensor = device_scale.map(|s| Tensor::new(s, &device()));
+                let scale_tensor = scale_tensor.transpose()?;
+                let buffers = AdamWBuffers {
+                    master,
+                    exp_avg: m,
+                    exp_avg_sq: v,
+                    weights: has_weights.then_some(&weights),
+                    grad,
+                    device_scale: scale_tensor.as_ref(),
+                };
+                adamw(&buffers, &CONSTANTS)?;
+                let scale = f64::from(CONSTANTS.scale) * f64::from(device_scale.unwrap_or(1.0));
+                let [x0, m0, v0, g0] = before.each_ref().map(floats);
+                let (x0, m0, v0, g0) = (x0?, m0?, v0?, g0?);
+                let (x1, m1, v1) = (floats(master)?, floats(m)?, floats(v)?);
+                for i in 0..len {
+                    let want = updated([x0[i], m0[i], v0[i], g0[i]].map(f64::from), scale);
+                    for (got, want) in [x1[i], m1[i], v1[i]].into_iter().zip(want) {
+                        assert!((f64::from(got) - want).abs() <= 1e-6, "{got} for {want}");
+                    }
+                }
+                if has_weights {
+                    let rounded = floats(&in_dtype(master, DType::BF16)?)?;
+                    assert_eq!(floats(&weights)?, rounded);
                 }
             }
-            if has_weights {
-                let rounded = floats(&master.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)?;
-                assert_eq!(floats(&weights.to_dtype(DType::F32)?)?, rounded);
-            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn a_nan_factor_leaves_everything_as_it_was() -> Result<()> {
-    let before = state(5)?;
-    let [master, m, v, grad] = &state(5)?;
-    let nan = Tensor::new(f32::NAN, &Device::Cpu)?;
-    let buffers = AdamWBuffers {
-        master,
-        exp_avg: m,
-        exp_avg_sq: v,
-        weights: None,
-        grad,
-        device_scale: Some(&nan),
-    };
-    adamw(&buffers, &CONSTANTS)?;
-    for (after, before) in [master, m, v].into_iter().zip(&before) {
-        assert_eq!(floats(after)?, floats(before)?);
-    }
-    Ok(())
+    on_each_device(|| {
+        let before = state(5)?;
+        let [master, m, v, grad] = &state(5)?;
+        let nan = Tensor::new(f32::NAN, &device())?;
+        let buffers = AdamWBuffers {
+            master,
+            exp_avg: m,
+            exp_avg_sq: v,
+            weights: None,
+            grad,
+            device_scale: Some(&nan),
+        };
+        adamw(&buffers, &CONSTANTS)?;
+        for (after, before) in [master, m, v].into_iter().zip(&before) {
+            assert_eq!(floats(after)?, floats(before)?);
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn buffers_of_adamw_fit_and_share_nothing() -> Result<()> {
-    let [master, m, v, grad] = &state(6)?;
-    let buffers = AdamWBuffers {
-        master,
-        exp_avg: m,
-        exp_avg_sq: v,
-        weights: None,
-        grad,
-        device_scale: None,
-    };
-    let says = |buffers: &AdamWBuffers, part: &str| {
-        let message = adamw(buffers, &CONSTANTS).expect_err("refused").to_string();
-        assert!(message.contains(part), "{part:?} is not in {message:?}");
-    };
-    let exp_avg = &master.narrow(0, 0, 6)?;
-    says(
-        &AdamWBuffers { exp_avg, ..buffers },
-        "master and exp_avg share a storage",
-    );
-    let grad = &random(5, 7)?;
-    says(&AdamWBuffers { grad, ..buffers }, "grad of 7");
-    let weights = Some(&random(5, 6)?);
-    let weights = AdamWBuffers { weights, ..buffers };
-    says(&weights, "weights must be contiguous BF16");
-    let device_scale = Some(&random(5, 2)?);
-    says(
-        &AdamWBuffers {
-            device_scale,
-            ..buffers
-        },
-        "one value as device_scale, got [2]",
-    );
-    Ok(())
+    on_each_device(|| {
+        let [master, m, v, grad] = &state(6)?;
+        let buffers = AdamWBuffers {
+            master,
+            exp_avg: m,
+            exp_avg_sq: v,
+            weights: None,
+            grad,
+            device_scale: None,
+        };
+        let says = |buffers: &AdamWBuffers, part: &str| {
+            let message = adamw(buffers, &CONSTANTS).expect_err("refused").to_string();
+            assert!(message.contains(part), "{part:?} is not in {message:?}");
+        };
+        let exp_avg = &master.narrow(0, 0, 6)?;
+        says(
+            &AdamWBuffers { exp_avg, ..buffers },
+            "master and exp_avg share a storage",
+        );
+        let grad = &random(5, 7)?;
+        says(&AdamWBuffers { grad, ..buffers }, "grad of 7");
+        let weights = Some(&random(5, 6)?);
+        let weights = AdamWBuffers { weights, ..buffers };
+        says(&weights, "weights must be contiguous BF16");
+        let device_scale = Some(&random(5, 2)?);
+        says(
+            &AdamWBuffers {
+                device_scale,
+                ..buffers
+            },
+            "one value as device_scale, got [2]",
+        );
+        Ok(())
+    })
 }
 
 #[test]
 fn sums_of_squares_and_the_factor_that_clips() -> Result<()> {
-    for len in [0, 1, 5000, 40_001] {
-        let xs = random(7, len)?;
-        let want: f64 = floats(&xs)?.iter().map(|&x| f64::from(x).powi(2)).sum();
-        let sum = sum_of_squares(&xs)?;
-        assert_eq!((sum.dims(), sum.dtype()), (&[][..], DType::F64));
-        let got = sum.to_scalar::<f64>()?;
-        assert!((got - want).abs() <= 1e-12 * want, "{got} for {want}");
-        sum_of_squares_into(&sum, true, &xs)?;
-        assert_eq!(sum.to_scalar::<f64>()?, 2.0 * got);
-        sum_of_squares_into(&sum, false, &xs.to_dtype(DType::BF16)?)?;
-        assert!((sum.to_scalar::<f64>()? - want).abs() <= 1e-2 * want);
-    }
-    let factor = |sum: f64, max_norm: f64| -> Result<f32> {
-        clip_scale(&Tensor::new(sum, &Device::Cpu)?, max_norm)?.to_scalar()
-    };
-    assert_eq!(factor(16.0, 1.0)?, (1.0 / (4.0 + 1e-6)) as f32);
-    assert_eq!(factor(16.0, 8.0)?, 1.0);
-    assert_eq!(factor(16.0, f64::INFINITY)?, 1.0);
-    assert!(factor(f64::INFINITY, 1.0)?.is_nan());
-    assert!(factor(f64::NAN, f64::INFINITY)?.is_nan());
-    Ok(())
+    on_each_device(|| {
+        for len in [0, 1, 5000, 40_001] {
+            let xs = random(7, len)?;
+            let want: f64 = floats(&xs)?.iter().map(|&x| f64::from(x).powi(2)).sum();
+            let sum = sum_of_squares(&xs)?;
+            assert_eq!((sum.dims(), sum.dtype()), (&[][..], DType::F64));
+            let got = sum.to_scalar::<f64>()?;
+            assert!((got - want).abs() <= 1e-12 * want, "{got} for {want}");
+            sum_of_squares_into(&sum, true, &xs)?;
+            assert_eq!(sum.to_scalar::<f64>()?, 2.0 * got);
+            sum_of_squares_into(&sum, false, &in_dtype(&xs, DType::BF16)?)?;
+            assert!((sum.to_scalar::<f64>()? - want).abs() <= 1e-2 * want);
+        }
+        let factor = |sum: f64, max_norm: f64| -> Result<f32> {
+            clip_scale(&Tensor::new(sum, &device())?, max_norm)?.to_scalar()
+        };
+        assert_eq!(factor(16.0, 1.0)?, (1.0 / (4.0 + 1e-6)) as f32);
+        assert_eq!(factor(16.0, 8.0)?, 1.0);
+        assert_eq!(factor(16.0, f64::INFINITY)?, 1.0);
+        assert!(factor(f64::INFINITY, 1.0)?.is_nan());
+        assert!(factor(f64::NAN, f64::INFINITY)?.is_nan());
+        Ok(())
+    })
 }
 
 #[test]
 fn values_are_written_added_and_rounded_in_place() -> Result<()> {
-    let (buffer, xs) = (random(1, 1000)?, random(2, (10, 10))?);
-    let before = floats(&buffer)?;
-    let view = buffer.narrow(0, 13, 100)?;
-    for dtype in [DType::F32, DType::BF16] {
-        let values = xs.to_dtype(dtype)?.t()?;
-        let wide = floats(&values.contiguous()?.to_dtype(DType::F32)?)?;
-        add_into(&view, false, &values)?;
-        assert_eq!(floats(&view)?, wide);
-        add_into(&view, true, &values)?;
-        let twice: Vec<f32> = wide.iter().map(|x| x + x).collect();
-        assert_eq!(floats(&view)?, twice);
-    }
-    let after = floats(&buffer)?;
-    assert_eq!(after[..13], before[..13]);
-    assert_eq!(after[113..], before[113..]);
-    let narrow = Tensor::zeros(1000, DType::BF16, &Device::Cpu)?;
-    round_into(&narrow.narrow(0, 7, 100)?, &xs)?;
-    let rounded = floats(&narrow.to_dtype(DType::F32)?)?;
-    let want = floats(&xs.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)?;
-    assert_eq!(rounded[7..107], want);
-    assert!(
-        rounded[..7]
-            .iter()
-            .chain(&rounded[107..])
-            .all(|x| *x == 0.0)
-    );
-    Ok(())
+    on_each_device(|| {
+        let (buffer, xs) = (random(1, 1000)?, random(2, (10, 10))?);
+        let before = floats(&buffer)?;
+        let view = buffer.narrow(0, 13, 100)?;
+        for dtype in [DType::F32, DType::BF16] {
+            let values = xs.to_dtype(dtype)?.t()?;
+            let wide = floats(&values)?;
+            add_into(&view, false, &values)?;
+            assert_eq!(floats(&view)?, wide);
+            add_into(&view, true, &values)?;
+            let twice: Vec<f32> = wide.iter().map(|x| x + x).collect();
+            assert_eq!(floats(&view)?, twice);
+        }
+        let after = floats(&buffer)?;
+        assert_eq!(after[..13], before[..13]);
+        assert_eq!(after[113..], before[113..]);
+        let narrow = Tensor::zeros(1000, DType::BF16, &device())?;
+        round_into(&narrow.narrow(0, 7, 100)?, &xs)?;
+        let rounded = floats(&narrow)?;
+        let want = floats(&in_dtype(&xs, DType::BF16)?)?;
+        assert_eq!(rounded[7..107], want);
+        assert!(
+            rounded[..7]
+                .iter()
+                .chain(&rounded[107..])
+                .all(|x| *x == 0.0)
+        );
+        Ok(())
+    })
 }

@@ -2,9 +2,10 @@
 //! plain sums of them.
 
 use crate::check::{
-    assert_close, assert_same_bits, doubles, floats, grads, random, random_ids, random_var,
+    assert_close, assert_same_bits, device, doubles, floats, grads, on_each_device, random,
+    random_ids, random_var,
 };
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_ops::{
     AttentionGrad, HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward,
     attention_forward, causal_attention, cross_entropy_grad, cross_entropy_grad_in_place,
@@ -31,7 +32,7 @@ fn check_into(
     let start = random(77, want.shape())?;
     let len = want.elem_count();
     // A view into a larger buffer, whose other values stay.
-    let buffer = Tensor::full(f32::NAN, len + 3, &Device::Cpu)?;
+    let buffer = Tensor::full(f32::NAN, len + 3, &device())?;
     buffer
         .narrow(0, 0, 2)?
         .const_set(candle_core::scalar::Scalar::F32(7.0))?;
@@ -43,194 +44,206 @@ fn check_into(
     let dst = start.copy()?.flatten_all()?;
     write(&dst, true)?;
     assert_close(&format!("{what} added"), &dst, &sum(&start, want)?, 1e-6);
-    assert!(write(&Tensor::zeros(len + 1, DType::F32, &Device::Cpu)?, true).is_err());
-    let err = write(&Tensor::zeros(len, DType::BF16, &Device::Cpu)?, true).unwrap_err();
+    assert!(write(&Tensor::zeros(len + 1, DType::F32, &device())?, true).is_err());
+    let err = write(&Tensor::zeros(len, DType::BF16, &device())?, true).unwrap_err();
     assert!(err.to_string().contains("contiguous F32"), "{err}");
     Ok(())
 }
 
 #[test]
 fn row_pieces_equal_the_operations() -> Result<()> {
-    for shape in [(1, 1, 5), (2, 127, 33), (3, 40, 512)] {
-        let (x, dy, w) = (
-            random_var(1, shape)?,
-            random(2, shape)?,
-            random_var(3, shape.2)?,
-        );
-        let y = rms_norm(&x, &w, 1e-5)?;
-        let [dx, dw] = grads(&y, &dy, [&x, &w])?;
-        let residual = random(4, shape)?;
-        assert_eq!(floats(&rms_norm_forward(&x, &w, 1e-5)?)?, floats(&y)?);
-        let (got, got_dw) = rms_norm_backward(&x, &w, &dy, 1e-5, Some(&residual), true)?;
-        assert_close("dx + residual", &got, &sum(&dx, &residual)?, 1e-6);
-        assert_eq!(floats(&got_dw.expect("dweight"))?, floats(&dw)?);
-        let (got, none) = rms_norm_backward(&x, &w, &dy, 1e-5, None, false)?;
-        assert_eq!(floats(&got)?, floats(&dx)?);
-        assert!(none.is_none() && !got.track_op());
+    on_each_device(|| {
+        for shape in [(1, 1, 5), (2, 127, 33), (3, 40, 512)] {
+            let (x, dy, w) = (
+                random_var(1, shape)?,
+                random(2, shape)?,
+                random_var(3, shape.2)?,
+            );
+            let y = rms_norm(&x, &w, 1e-5)?;
+            let [dx, dw] = grads(&y, &dy, [&x, &w])?;
+            let residual = random(4, shape)?;
+            assert_eq!(floats(&rms_norm_forward(&x, &w, 1e-5)?)?, floats(&y)?);
+            let (got, got_dw) = rms_norm_backward(&x, &w, &dy, 1e-5, Some(&residual), true)?;
+            assert_close("dx + residual", &got, &sum(&dx, &residual)?, 1e-6);
+            assert_eq!(floats(&got_dw.expect("dweight"))?, floats(&dw)?);
+            let (got, none) = rms_norm_backward(&x, &w, &dy, 1e-5, None, false)?;
+            assert_eq!(floats(&got)?, floats(&dx)?);
+            assert!(none.is_none() && !got.track_op());
 
-        let up = random_var(5, shape)?;
-        let y = swiglu(&x, &up)?;
-        let [dg, du] = grads(&y, &dy, [&x, &up])?;
-        assert_eq!(floats(&swiglu_forward(&x, &up)?)?, floats(&y)?);
-        let (got_dg, got_du) = swiglu_backward(&x, &up, &dy)?;
-        assert_eq!(
-            (floats(&got_dg)?, floats(&got_du)?),
-            (floats(&dg)?, floats(&du)?)
-        );
-    }
-    Ok(())
+            let up = random_var(5, shape)?;
+            let y = swiglu(&x, &up)?;
+            let [dg, du] = grads(&y, &dy, [&x, &up])?;
+            assert_eq!(floats(&swiglu_forward(&x, &up)?)?, floats(&y)?);
+            let (got_dg, got_du) = swiglu_backward(&x, &up, &dy)?;
+            assert_eq!(
+                (floats(&got_dg)?, floats(&got_du)?),
+                (floats(&dg)?, floats(&du)?)
+            );
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn rope_in_place_turns_the_storage_it_is_given() -> Result<()> {
-    let (x, dy) = (random_var(1, (2, 7, 3, 10))?, random(2, (2, 7, 3, 10))?);
-    let angles = random(3, (7, 5))?;
-    let (cos, sin) = (angles.cos()?, angles.sin()?);
-    let y = rope(&x, &cos, &sin)?;
-    let [dx] = grads(&y, &dy, [&x])?;
-    let owned = x.copy()?.detach();
-    let turned = rope_in_place(owned.clone(), &cos, &sin, RopeDirection::Forward)?;
-    assert_eq!(floats(&turned)?, floats(&y)?);
-    assert_eq!(floats(&owned)?, floats(&y)?);
-    let back = rope_in_place(dy.copy()?, &cos, &sin, RopeDirection::Backward)?;
-    assert_eq!(floats(&back)?, floats(&dx)?);
-    // A view with gaps is copied and stays as it was.
-    let view = dy.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
-    let back = rope_in_place(view.clone(), &cos, &sin, RopeDirection::Backward)?;
-    assert_eq!(floats(&back)?, floats(&dx)?);
-    assert_eq!(floats(&view)?, floats(&dy)?);
-    Ok(())
+    on_each_device(|| {
+        let (x, dy) = (random_var(1, (2, 7, 3, 10))?, random(2, (2, 7, 3, 10))?);
+        let angles = random(3, (7, 5))?;
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        let y = rope(&x, &cos, &sin)?;
+        let [dx] = grads(&y, &dy, [&x])?;
+        let owned = x.copy()?.detach();
+        let turned = rope_in_place(owned.clone(), &cos, &sin, RopeDirection::Forward)?;
+        assert_eq!(floats(&turned)?, floats(&y)?);
+        assert_eq!(floats(&owned)?, floats(&y)?);
+        let back = rope_in_place(dy.copy()?, &cos, &sin, RopeDirection::Backward)?;
+        assert_eq!(floats(&back)?, floats(&dx)?);
+        // A view with gaps is copied and stays as it was.
+        let view = dy.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
+        let back = rope_in_place(view.clone(), &cos, &sin, RopeDirection::Backward)?;
+        assert_eq!(floats(&back)?, floats(&dx)?);
+        assert_eq!(floats(&view)?, floats(&dy)?);
+        Ok(())
+    })
 }
 
 #[test]
 fn attention_pieces_equal_the_operation() -> Result<()> {
-    for (b, t, hq, hkv, d) in [(1, 1, 2, 1, 16), (1, 200, 4, 1, 48), (2, 130, 3, 3, 16)] {
-        let q = random_var(1, (b, t, hq, d))?;
-        let (k, v) = (
-            random_var(2, (b, t, hkv, d))?,
-            random_var(3, (b, t, hkv, d))?,
-        );
-        let (grad, groups) = (random(4, q.shape())?, HeadGroups::new(hq / hkv));
-        let want = causal_attention(&q, &k, &v, 0.3, groups)?;
-        let want_grads = grads(&want, &grad, [&q, &k, &v])?;
-        let (out, lse) = attention_forward(&q, &k, &v, 0.3, groups)?;
-        assert_eq!(lse.dims(), &[b, hq, t]);
-        assert_eq!(floats(&out)?, floats(&want)?);
-        let pass = AttentionGrad {
-            q: &q,
-            k: &k,
-            v: &v,
-            out: &out,
-            log_sum_exp: &lse,
-            grad: &grad,
-        };
-        let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
-        for (got, want) in [dq, dk, dv].iter().zip(&want_grads) {
-            assert_eq!(floats(got)?, floats(want)?);
+    on_each_device(|| {
+        for (b, t, hq, hkv, d) in [(1, 1, 2, 1, 16), (1, 200, 4, 1, 48), (2, 130, 3, 3, 16)] {
+            let q = random_var(1, (b, t, hq, d))?;
+            let (k, v) = (
+                random_var(2, (b, t, hkv, d))?,
+                random_var(3, (b, t, hkv, d))?,
+            );
+            let (grad, groups) = (random(4, q.shape())?, HeadGroups::new(hq / hkv));
+            let want = causal_attention(&q, &k, &v, 0.3, groups)?;
+            let want_grads = grads(&want, &grad, [&q, &k, &v])?;
+            let (out, lse) = attention_forward(&q, &k, &v, 0.3, groups)?;
+            assert_eq!(lse.dims(), &[b, hq, t]);
+            assert_eq!(floats(&out)?, floats(&want)?);
+            let pass = AttentionGrad {
+                q: &q,
+                k: &k,
+                v: &v,
+                out: &out,
+                log_sum_exp: &lse,
+                grad: &grad,
+            };
+            let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
+            for (got, want) in [dq, dk, dv].iter().zip(&want_grads) {
+                assert_eq!(floats(got)?, floats(want)?);
+            }
+            // The first position sees itself only.
+            let first = (q.narrow(1, 0, 1)? * k.narrow(1, 0, 1)?.repeat((1, 1, hq / hkv, 1))?)?;
+            let score = (first.sum(3)?.squeeze(1)? * 0.3)?;
+            if hkv == 1 || hq == hkv {
+                assert_close("lse", &lse.narrow(2, 0, 1)?, &doubles(&score)?, 1e-6);
+            }
         }
-        // The first position sees itself only.
-        let first = (q.narrow(1, 0, 1)? * k.narrow(1, 0, 1)?.repeat((1, 1, hq / hkv, 1))?)?;
-        let score = (first.sum(3)?.squeeze(1)? * 0.3)?;
-        if hkv == 1 || hq == hkv {
-            assert_close("lse", &lse.narrow(2, 0, 1)?, &doubles(&score)?, 1e-6);
-        }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn linear_pieces_equal_the_sums_they_stand_for() -> Result<()> {
-    for (n, num_in, num_out) in [(1, 1, 1), (127, 48, 97), (300, 130, 257)] {
-        let (x, w) = (random(1, (1, n, num_in))?, random(2, (num_out, num_in))?);
-        let (dy, residual) = (random(3, (1, n, num_out))?, random(4, (1, n, num_out))?);
-        let y = linear_forward(&x, &w, None)?;
-        let got = linear_forward_add(&residual, &x, &w)?;
-        assert_close("residual + y", &got, &sum(&y, &residual)?, 1e-6);
-        let (dy2, w2) = (random(5, (1, n, 33))?, random(6, (33, num_in))?);
-        let want = sum(&linear_input_grad(&dy, &w)?, &linear_input_grad(&dy2, &w2)?)?;
-        let got = linear_input_grad_sum(&[(&dy, &w), (&dy2, &w2)])?;
-        assert_close("sum of dx", &got, &want, 1e-6);
-        assert_eq!(got.dims(), x.dims());
-        check_into("dw", &linear_weight_grad(&dy, &x)?, |dst, add| {
-            linear_weight_grad_into(dst, add, &dy, &x)
-        })?;
-        check_into("db", &linear_bias_grad(&dy)?, |dst, add| {
-            linear_bias_grad_into(dst, add, &dy)
-        })?;
-        check_into("values", &x, |dst, add| add_into(dst, add, &x))?;
-        assert!(linear_forward_add(&x.narrow(1, 0, 0)?, &x, &w).is_err());
-        assert!(linear_input_grad_sum(&[(&dy, &w), (&dy2, &w)]).is_err());
-    }
-    assert!(linear_input_grad_sum(&[]).is_err());
-    Ok(())
+    on_each_device(|| {
+        for (n, num_in, num_out) in [(1, 1, 1), (127, 48, 97), (300, 130, 257)] {
+            let (x, w) = (random(1, (1, n, num_in))?, random(2, (num_out, num_in))?);
+            let (dy, residual) = (random(3, (1, n, num_out))?, random(4, (1, n, num_out))?);
+            let y = linear_forward(&x, &w, None)?;
+            let got = linear_forward_add(&residual, &x, &w)?;
+            assert_close("residual + y", &got, &sum(&y, &residual)?, 1e-6);
+            let (dy2, w2) = (random(5, (1, n, 33))?, random(6, (33, num_in))?);
+            let want = sum(&linear_input_grad(&dy, &w)?, &linear_input_grad(&dy2, &w2)?)?;
+            let got = linear_input_grad_sum(&[(&dy, &w), (&dy2, &w2)])?;
+            assert_close("sum of dx", &got, &want, 1e-6);
+            assert_eq!(got.dims(), x.dims());
+            check_into("dw", &linear_weight_grad(&dy, &x)?, |dst, add| {
+                linear_weight_grad_into(dst, add, &dy, &x)
+            })?;
+            check_into("db", &linear_bias_grad(&dy)?, |dst, add| {
+                linear_bias_grad_into(dst, add, &dy)
+            })?;
+            check_into("values", &x, |dst, add| add_into(dst, add, &x))?;
+            assert!(linear_forward_add(&x.narrow(1, 0, 0)?, &x, &w).is_err());
+            assert!(linear_input_grad_sum(&[(&dy, &w), (&dy2, &w)]).is_err());
+        }
+        assert!(linear_input_grad_sum(&[]).is_err());
+        Ok(())
+    })
 }
 
 #[test]
 fn vocabulary_pieces_equal_the_operations() -> Result<()> {
-    for (v, h, t) in [(1, 3, 1), (97, 48, 127), (3001, 16, 500)] {
-        let mut ids = random_ids(2, t, v as u32);
-        ids.iter_mut()
-            .skip(1)
-            .step_by(7)
-            .for_each(|id| *id = u32::MAX);
-        let (weight, ids) = (random_var(1, (v, h))?, Tensor::new(ids, &Device::Cpu)?);
-        let (y, dy) = (embedding(&weight, &ids)?, random(3, (t, h))?);
-        let [dw] = grads(&y, &dy, [&weight])?;
-        assert_eq!(floats(&embedding_forward(&weight, &ids)?)?, floats(&y)?);
-        let write = |dst: &Tensor, add| embedding_grad_into(dst, add, &ids, &dy);
-        check_into("embedding", &dw, write)?;
-    }
-    let (n, v) = (13, 97);
-    let mut ids = random_ids(3, n, 2 * v as u32);
-    ids[4] = IGNORE_INDEX;
-    let (logits, ids) = (random(1, (n, v))?, Tensor::new(ids, &Device::Cpu)?);
-    let (lse, grad) = (random(2, n)?, Tensor::full(0.25f32, n, &Device::Cpu)?);
-    let want = cross_entropy_grad(&logits, &lse, &ids, 40, &grad)?;
-    let owned = logits.copy()?;
-    let got = cross_entropy_grad_in_place(owned.clone(), &lse, &ids, 40, 0.25)?;
-    assert_eq!(floats(&got)?, floats(&want)?);
-    assert_eq!(floats(&owned)?, floats(&want)?);
-    assert!(floats(&got.get(4)?)?.iter().all(|x| *x == 0.0));
-    Ok(())
+    on_each_device(|| {
+        for (v, h, t) in [(1, 3, 1), (97, 48, 127), (3001, 16, 500)] {
+            let mut ids = random_ids(2, t, v as u32);
+            ids.iter_mut()
+                .skip(1)
+                .step_by(7)
+                .for_each(|id| *id = u32::MAX);
+            let (weight, ids) = (random_var(1, (v, h))?, Tensor::new(ids, &device())?);
+            let (y, dy) = (embedding(&weight, &ids)?, random(3, (t, h))?);
+            let [dw] = grads(&y, &dy, [&weight])?;
+            assert_eq!(floats(&embedding_forward(&weight, &ids)?)?, floats(&y)?);
+            let write = |dst: &Tensor, add| embedding_grad_into(dst, add, &ids, &dy);
+            check_into("embedding", &dw, write)?;
+        }
+        let (n, v) = (13, 97);
+        let mut ids = random_ids(3, n, 2 * v as u32);
+        ids[4] = IGNORE_INDEX;
+        let (logits, ids) = (random(1, (n, v))?, Tensor::new(ids, &device())?);
+        let (lse, grad) = (random(2, n)?, Tensor::full(0.25f32, n, &device())?);
+        let want = cross_entropy_grad(&logits, &lse, &ids, 40, &grad)?;
+        let owned = logits.copy()?;
+        let got = cross_entropy_grad_in_place(owned.clone(), &lse, &ids, 40, 0.25)?;
+        assert_eq!(floats(&got)?, floats(&want)?);
+        assert_eq!(floats(&owned)?, floats(&want)?);
+        assert!(floats(&got.get(4)?)?.iter().all(|x| *x == 0.0));
+        Ok(())
+    })
 }
 
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
-    let (x, w) = (random(1, (1, 1009, 131))?, random(2, (257, 131))?);
-    let (dy, ids) = (
-        random(3, (1, 1009, 257))?,
-        Tensor::new(random_ids(4, 1009, 500), &Device::Cpu)?,
-    );
-    let buffer = |len: usize, write: &dyn Fn(&Tensor) -> Result<()>| -> Result<Tensor> {
-        let dst = Tensor::full(0.5f32, len, &Device::Cpu)?;
-        write(&dst)?;
-        Ok(dst)
-    };
-    let ids = ids.reshape((1, 1009))?;
-    assert_same_bits("linear pieces", || {
-        let add = |dst: &Tensor| linear_weight_grad_into(dst, true, &dy, &x);
-        let scatter = |dst: &Tensor| embedding_grad_into(dst, true, &ids, &dy);
-        Ok(vec![
-            linear_forward_add(&dy, &x, &w)?,
-            linear_input_grad_sum(&[(&dy, &w), (&dy, &w)])?,
-            buffer(257 * 131, &add)?,
-            buffer(500 * 257, &scatter)?,
-        ])
-    })?;
-    // One sequence and one key/value head: the backward is cut into parts.
-    let (q, grad) = (random(5, (1, 500, 4, 16))?, random(6, (1, 500, 4, 16))?);
-    let (k, v) = (random(7, (1, 500, 1, 16))?, random(8, (1, 500, 1, 16))?);
-    assert_same_bits("attention pieces", || {
-        let (out, lse) = attention_forward(&q, &k, &v, 0.3, HeadGroups::new(4))?;
-        let pass = AttentionGrad {
-            q: &q,
-            k: &k,
-            v: &v,
-            out: &out,
-            log_sum_exp: &lse,
-            grad: &grad,
+    on_each_device(|| {
+        let (x, w) = (random(1, (1, 1009, 131))?, random(2, (257, 131))?);
+        let (dy, ids) = (
+            random(3, (1, 1009, 257))?,
+            Tensor::new(random_ids(4, 1009, 500), &device())?,
+        );
+        let buffer = |len: usize, write: &dyn Fn(&Tensor) -> Result<()>| -> Result<Tensor> {
+            let dst = Tensor::full(0.5f32, len, &device())?;
+            write(&dst)?;
+            Ok(dst)
         };
-        let (dq, dk, dv) = attention_backward(&pass, 0.3, HeadGroups::new(4))?;
-        Ok(vec![out, lse, dq, dk, dv])
+        let ids = ids.reshape((1, 1009))?;
+        assert_same_bits("linear pieces", || {
+            let add = |dst: &Tensor| linear_weight_grad_into(dst, true, &dy, &x);
+            let scatter = |dst: &Tensor| embedding_grad_into(dst, true, &ids, &dy);
+            Ok(vec![
+                linear_forward_add(&dy, &x, &w)?,
+                linear_input_grad_sum(&[(&dy, &w), (&dy, &w)])?,
+                buffer(257 * 131, &add)?,
+                buffer(500 * 257, &scatter)?,
+            ])
+        })?;
+        // One sequence and one key/value head: the backward is cut into parts.
+        let (q, grad) = (random(5, (1, 500, 4, 16))?, random(6, (1, 500, 4, 16))?);
+        let (k, v) = (random(7, (1, 500, 1, 16))?, random(8, (1, 500, 1, 16))?);
+        assert_same_bits("attention pieces", || {
+            let (out, lse) = attention_forward(&q, &k, &v, 0.3, HeadGroups::new(4))?;
+            let pass = AttentionGrad {
+                q: &q,
+                k: &k,
+                v: &v,
+                out: &out,
+                log_sum_exp: &lse,
+                grad: &grad,
+            };
+            let (dq, dk, dv) = attention_backward(&pass, 0.3, HeadGroups::new(4))?;
+            Ok(vec![out, lse, dq, dk, dv])
+        })
     })
 }

@@ -1,7 +1,8 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    assert_close, doubles, grads, lane_roundings, random, random_var, rounding_error,
+    assert_close, doubles, grads, lane_roundings, on_each_device, random, random_var,
+    rounding_error,
 };
 use candle_core::{Result, Tensor};
 use candle_ops::{rms_norm, rms_norm_backward};
@@ -51,51 +52,55 @@ const SHAPES: [(usize, usize); 9] = [
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    for (rows, h) in SHAPES {
-        let (x, w) = (random_var(1, (rows, h))?, random_var(2, h)?);
-        let (dy, residual) = (random(3, (rows, h))?, random(4, (rows, h))?);
-        let y = rms_norm(&x, &w, EPS)?;
-        let (x64, w64) = (doubles(&x)?, doubles(&w)?);
-        // The inverse root mean square, and two products.
-        let bound = rounding_error(lane_roundings(h) + 4);
-        assert_close(&format!("y {rows}x{h}"), &y, &forward(&x64, &w64), bound);
-        let [dx, dw] = grads(&y, &dy, [&x, &w])?;
-        let (want_dx, want_dw) = backward(&x64, &w64, &doubles(&dy)?);
-        // A second sum over the row, and five operations.
-        let bound = rounding_error(2 * lane_roundings(h) + 8);
-        assert_close(&format!("dx {rows}x{h}"), &dx, &want_dx, bound);
-        let both: Vec<f64> = want_dx
-            .iter()
-            .zip(doubles(&residual)?)
-            .map(|(a, b)| a + b)
-            .collect();
-        let (dx, _) = rms_norm_backward(&x, &w, &dy, EPS, Some(&residual), false)?;
-        assert_close(&format!("dx + residual {rows}x{h}"), &dx, &both, bound);
-        // Rows are added 16 at a time.
-        let bound = rounding_error(lane_roundings(h) + 6 + rows.min(16) + rows / 16);
-        assert_close(&format!("dw {rows}x{h}"), &dw, &want_dw, bound);
-    }
-    Ok(())
+    on_each_device(|| {
+        for (rows, h) in SHAPES {
+            let (x, w) = (random_var(1, (rows, h))?, random_var(2, h)?);
+            let (dy, residual) = (random(3, (rows, h))?, random(4, (rows, h))?);
+            let y = rms_norm(&x, &w, EPS)?;
+            let (x64, w64) = (doubles(&x)?, doubles(&w)?);
+            // The inverse root mean square, and two products.
+            let bound = rounding_error(lane_roundings(h) + 4);
+            assert_close(&format!("y {rows}x{h}"), &y, &forward(&x64, &w64), bound);
+            let [dx, dw] = grads(&y, &dy, [&x, &w])?;
+            let (want_dx, want_dw) = backward(&x64, &w64, &doubles(&dy)?);
+            // A second sum over the row, and five operations.
+            let bound = rounding_error(2 * lane_roundings(h) + 8);
+            assert_close(&format!("dx {rows}x{h}"), &dx, &want_dx, bound);
+            let both: Vec<f64> = want_dx
+                .iter()
+                .zip(doubles(&residual)?)
+                .map(|(a, b)| a + b)
+                .collect();
+            let (dx, _) = rms_norm_backward(&x, &w, &dy, EPS, Some(&residual), false)?;
+            assert_close(&format!("dx + residual {rows}x{h}"), &dx, &both, bound);
+            // Rows are added 16 at a time.
+            let bound = rounding_error(lane_roundings(h) + 6 + rows.min(16) + rows / 16);
+            assert_close(&format!("dw {rows}x{h}"), &dw, &want_dw, bound);
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn a_row_of_one_element() -> Result<()> {
-    let (x, w, dy) = (
-        random_var(1, (1, 1))?,
-        random_var(2, 1)?,
-        random(3, (1, 1))?,
-    );
-    let (x64, w64, dy64) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
-    let y = rms_norm(&x, &w, EPS)?;
-    assert_close("y", &y, &forward(&x64, &w64), rounding_error(10));
-    let [dx, dw] = grads(&y, &dy, [&x, &w])?;
-    let (want_dx, want_dw) = backward(&x64, &w64, &dy64);
-    assert_close("dw", &dw, &want_dw, rounding_error(10));
-    // A difference of almost equal numbers, dy w r and another: f32 is exact to a part of these, not of the rest.
-    let term = (dy64[0] * w64[0] / (x64[0] * x64[0] + EPS).sqrt()).abs();
-    let error = (doubles(&dx)?[0] - want_dx[0]).abs();
-    assert!(error <= rounding_error(20) * term, "{error:e} of {term:e}");
-    Ok(())
+    on_each_device(|| {
+        let (x, w, dy) = (
+            random_var(1, (1, 1))?,
+            random_var(2, 1)?,
+            random(3, (1, 1))?,
+        );
+        let (x64, w64, dy64) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
+        let y = rms_norm(&x, &w, EPS)?;
+        assert_close("y", &y, &forward(&x64, &w64), rounding_error(10));
+        let [dx, dw] = grads(&y, &dy, [&x, &w])?;
+        let (want_dx, want_dw) = backward(&x64, &w64, &dy64);
+        assert_close("dw", &dw, &want_dw, rounding_error(10));
+        // A difference of almost equal numbers, dy w r and another: f32 is exact to a part of these, not of the rest.
+        let term = (dy64[0] * w64[0] / (x64[0] * x64[0] + EPS).sqrt()).abs();
+        let error = (doubles(&dx)?[0] - want_dx[0]).abs();
+        assert!(error <= rounding_error(20) * term, "{error:e} of {term:e}");
+        Ok(())
+    })
 }
 
 #[test]
@@ -129,16 +134,18 @@ fn reference_matches_finite_differences() -> Result<()> {
 
 #[test]
 fn reads_views_that_are_not_contiguous() -> Result<()> {
-    let (x, w) = (random_var(1, (7, 2, 5))?, random_var(2, 7)?);
-    let view = x.as_tensor().permute((1, 2, 0))?;
-    let y = rms_norm(&view, &w, EPS)?;
-    let (copied, w64): (Tensor, _) = (view.contiguous()?, doubles(&w)?);
-    assert_eq!(y.dims(), &[2, 5, 7]);
-    let bound = rounding_error(2 * lane_roundings(7) + 8);
-    assert_close("y", &y, &forward(&doubles(&copied)?, &w64), bound);
-    let dy = random(3, (2, 5, 7))?;
-    let [dx, _] = grads(&y, &dy, [&x, &w])?;
-    let (want, _) = backward(&doubles(&copied)?, &w64, &doubles(&dy)?);
-    assert_close("dx", &dx.permute((1, 2, 0))?, &want, bound);
-    Ok(())
+    on_each_device(|| {
+        let (x, w) = (random_var(1, (7, 2, 5))?, random_var(2, 7)?);
+        let view = x.as_tensor().permute((1, 2, 0))?;
+        let y = rms_norm(&view, &w, EPS)?;
+        let (copied, w64): (Tensor, _) = (view.contiguous()?, doubles(&w)?);
+        assert_eq!(y.dims(), &[2, 5, 7]);
+        let bound = rounding_error(2 * lane_roundings(7) + 8);
+        assert_close("y", &y, &forward(&doubles(&copied)?, &w64), bound);
+        let dy = random(3, (2, 5, 7))?;
+        let [dx, _] = grads(&y, &dy, [&x, &w])?;
+        let (want, _) = backward(&doubles(&copied)?, &w64, &doubles(&dy)?);
+        assert_close("dx", &dx.permute((1, 2, 0))?, &want, bound);
+        Ok(())
+    })
 }

@@ -1,10 +1,15 @@
-//! Tensors without elements pass through forward and backward.
+//! Tensors without elements pass through forward and backward. (In candle's graph on the CPU only: candle itself allocates
+//! nothing for them, which GPUs refuse.)
 
-use crate::check::{floats, grads, random, random_var};
+use crate::check::{device, floats, grads, on_each_device, placed, random, random_var};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeadGroups, causal_attention, cross_entropy, embedding, linear, linear_bias_grad, rms_norm,
-    rope, row_max, sum_exp_and_target_logit, swiglu,
+    AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward,
+    causal_attention, cross_entropy, cross_entropy_grad, embedding, embedding_forward,
+    embedding_grad_into, linear, linear_bias_grad, linear_forward, linear_forward_add,
+    linear_input_grad, linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward,
+    rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit, swiglu,
+    swiglu_backward, swiglu_forward,
 };
 
 /// The gradients of `vars`, after a look at the shape of the value.
@@ -80,4 +85,94 @@ fn vocabulary_operations() -> Result<()> {
         check(embedding(&table, &ids)?, &[1, t, h], [&table])?;
     }
     Ok(())
+}
+
+#[test]
+fn pieces() -> Result<()> {
+    on_each_device(|| {
+        for (n, h) in [(0, 5), (3, 0), (0, 0)] {
+            let (x, w) = (random(1, (n, h))?, random(2, h)?);
+            assert_eq!(rms_norm_forward(&x, &w, 1e-6)?.dims(), x.dims());
+            let (dx, dw) = rms_norm_backward(&x, &w, &x, 1e-6, Some(&x), true)?;
+            assert_eq!(dx.dims(), x.dims());
+            assert_eq!(floats(&dw.expect("dw"))?, vec![0.0; h]);
+            assert_eq!(swiglu_forward(&x, &x)?.dims(), x.dims());
+            assert_eq!(swiglu_backward(&x, &x, &x)?.1.dims(), x.dims());
+        }
+        for dims in [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4), (2, 3, 2, 0)] {
+            let (x, table) = (random(1, dims)?, random(2, (dims.1, dims.3 / 2))?);
+            let turned = rope_in_place(x.clone(), &table, &table, RopeDirection::Forward)?;
+            assert_eq!(turned.dims(), x.dims());
+        }
+        for (n, num_in, num_out) in [(0, 4, 5), (3, 0, 5), (3, 4, 0)] {
+            let (x, w) = (random(1, (n, num_in))?, random(2, (num_out, num_in))?);
+            let (dy, bias) = (random(3, (n, num_out))?, random(4, num_out)?);
+            let y = linear_forward(&x, &w, None)?;
+            assert_eq!((y.dims(), floats(&y)?), (dy.dims(), vec![0.0; n * num_out]));
+            let rows = floats(&bias)?.repeat(n);
+            assert_eq!(floats(&linear_forward(&x, &w, Some(&bias))?)?, rows);
+            assert_eq!(floats(&linear_forward_add(&dy, &x, &w)?)?, floats(&dy)?);
+            let dx = linear_input_grad(&dy, &w)?;
+            assert_eq!((dx.dims(), floats(&dx)?), (x.dims(), vec![0.0; n * num_in]));
+            let dw = linear_weight_grad(&dy, &x)?;
+            assert_eq!(floats(&dw)?, vec![0.0; num_out * num_in]);
+            linear_weight_grad_into(&dw, true, &dy, &x)?;
+            linear_weight_grad_into(&dw, false, &dy, &x)?;
+            assert_eq!(floats(&dw)?, vec![0.0; num_out * num_in]);
+            let db = linear_bias_grad(&random(5, (0, num_out))?)?;
+            assert_eq!(floats(&db)?, vec![0.0; num_out]);
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn pieces_with_ids_and_heads() -> Result<()> {
+    on_each_device(|| {
+        for (b, t, hq, hkv, d) in [
+            (0, 3, 2, 1, 4),
+            (2, 0, 2, 1, 4),
+            (2, 3, 0, 0, 4),
+            (2, 3, 0, 1, 4),
+            (2, 3, 2, 1, 0),
+        ] {
+            let (q, k) = (random(1, (b, t, hq, d))?, random(2, (b, t, hkv, d))?);
+            let groups = HeadGroups::new(2);
+            let (out, log_sum_exp) = attention_forward(&q, &k, &k, 1.0, groups)?;
+            assert_eq!(
+                (out.dims(), log_sum_exp.dims()),
+                (q.dims(), &[b, hq, t][..])
+            );
+            let pass = AttentionGrad {
+                q: &q,
+                k: &k,
+                v: &k,
+                out: &out,
+                log_sum_exp: &log_sum_exp,
+                grad: &q,
+            };
+            let (dq, dk, dv) = attention_backward(&pass, 1.0, groups)?;
+            assert_eq!(dq.dims(), q.dims());
+            for grad in [dk, dv] {
+                assert_eq!(floats(&grad)?, vec![0.0; k.elem_count()]);
+            }
+        }
+        let (shard, ids) = (random(1, (2, 0))?, Tensor::new(&[4u32, 5], &device())?);
+        let max = row_max(&shard)?;
+        assert_eq!(floats(&max)?, [f32::NEG_INFINITY; 2]);
+        let pieces = sum_exp_and_target_logit(&shard, &random(2, 2)?, &ids, 4)?;
+        assert_eq!(floats(&pieces)?, [0.0; 4]);
+        let grad = cross_entropy_grad(&shard, &max, &ids, 4, &max)?;
+        assert_eq!(grad.dims(), [2, 0]);
+        for (v, h, t) in [(0, 4, 2), (3, 0, 2), (3, 4, 0)] {
+            let (table, dy) = (random(1, (v, h))?, random(2, (1, t, h))?);
+            let ids = placed(&Tensor::full(u32::MAX, (1, t), &Device::Cpu)?)?;
+            let y = embedding_forward(&table, &ids)?;
+            assert_eq!((y.dims(), floats(&y)?), (dy.dims(), vec![0.0; t * h]));
+            let dst = random(3, v * h)?;
+            embedding_grad_into(&dst, false, &ids, &dy)?;
+            assert_eq!(floats(&dst)?, vec![0.0; v * h]);
+        }
+        Ok(())
+    })
 }

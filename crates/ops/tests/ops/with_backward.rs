@@ -1,40 +1,42 @@
 //! The bridge to candle's graph.
 
-use crate::check::{floats, grads, random, random_var};
+use crate::check::{floats, grads, on_each_device, random, random_var};
 use candle_core::{CpuStorage, DType, Result, Tensor};
 use candle_ops::{OpOutput, with_backward1, with_backward2, with_backward3};
 use std::sync::{Arc, Mutex};
 
 #[test]
 fn the_given_backward_is_the_one_that_runs() -> Result<()> {
-    let [x, y, z] = [random_var(1, 3)?, random_var(2, 3)?, random_var(3, 3)?];
-    let (value, dy) = (random(4, 3)?, random(5, 3)?);
-    let times =
-        |grad: &Tensor, factor: f64| -> Result<Option<Tensor>> { Ok(Some((grad * factor)?)) };
+    on_each_device(|| {
+        let [x, y, z] = [random_var(1, 3)?, random_var(2, 3)?, random_var(3, 3)?];
+        let (value, dy) = (random(4, 3)?, random(5, 3)?);
+        let times =
+            |grad: &Tensor, factor: f64| -> Result<Option<Tensor>> { Ok(Some((grad * factor)?)) };
 
-    let out = with_backward1(&x, value.clone(), "one", move |g| times(g, 2.0))?;
-    assert_eq!(floats(&out)?, floats(&value)?);
-    assert_eq!(floats(&grads(&out, &dy, [&x])?[0])?, floats(&(&dy * 2.0)?)?);
+        let out = with_backward1(&x, value.clone(), "one", move |g| times(g, 2.0))?;
+        assert_eq!(floats(&out)?, floats(&value)?);
+        assert_eq!(floats(&grads(&out, &dy, [&x])?[0])?, floats(&(&dy * 2.0)?)?);
 
-    let out = with_backward2(&x, &y, value.clone(), "two", move |g| {
-        Ok((times(g, 2.0)?, times(g, 3.0)?))
-    })?;
-    let [dx, d_y] = grads(&out, &dy, [&x, &y])?;
-    assert_eq!(
-        [floats(&dx)?, floats(&d_y)?],
-        [floats(&(&dy * 2.0)?)?, floats(&(&dy * 3.0)?)?]
-    );
+        let out = with_backward2(&x, &y, value.clone(), "two", move |g| {
+            Ok((times(g, 2.0)?, times(g, 3.0)?))
+        })?;
+        let [dx, d_y] = grads(&out, &dy, [&x, &y])?;
+        assert_eq!(
+            [floats(&dx)?, floats(&d_y)?],
+            [floats(&(&dy * 2.0)?)?, floats(&(&dy * 3.0)?)?]
+        );
 
-    let out = with_backward3(&x, &y, &z, value, "three", move |g| {
-        Ok((times(g, 2.0)?, None, times(g, 4.0)?))
-    })?;
-    let store = (&out * &dy)?.sum_all()?.backward()?;
-    assert!(store.get(&y).is_none());
-    assert_eq!(
-        floats(store.get(&z).expect("a gradient"))?,
-        floats(&(&dy * 4.0)?)?
-    );
-    Ok(())
+        let out = with_backward3(&x, &y, &z, value, "three", move |g| {
+            Ok((times(g, 2.0)?, None, times(g, 4.0)?))
+        })?;
+        let store = (&out * &dy)?.sum_all()?.backward()?;
+        assert!(store.get(&y).is_none());
+        assert_eq!(
+            floats(store.get(&z).expect("a gradient"))?,
+            floats(&(&dy * 4.0)?)?
+        );
+        Ok(())
+    })
 }
 
 #[test]

@@ -31,6 +31,15 @@ unsafe extern "C" {
         cols: i64,
         vocab_start: i64,
     );
+    fn cross_entropy_loss(
+        loss: *mut f32,
+        log_sum_exp: *mut f32,
+        max: *const f32,
+        sums: *const f32,
+        targets: *const u32,
+        rows: i64,
+        vocab: i64,
+    );
     fn cross_entropy_backward_f32(
         dlogits: *mut f32,
         logits: *const f32,
@@ -53,6 +62,49 @@ unsafe extern "C" {
         cols: i64,
         vocab_start: i64,
     );
+}
+
+#[test]
+fn losses_of_rows_with_and_without_targets_and_beyond_the_vocabulary() {
+    let rows = 130;
+    let mut rng = rng(9);
+    let max = random::<f32>(&mut rng, rows, 8.0);
+    let sums: Vec<f32> = (0..2 * rows)
+        .map(|_| rng.random_range(1f32..90.0))
+        .collect();
+    let targets: Vec<u32> = (0..rows as u32)
+        .map(|row| if row % 4 == 3 { u32::MAX } else { row })
+        .collect();
+    let vocab = 120;
+    let [loss, log_sum_exp] = [(); 2].map(|()| Buffer::<f32>::new(rows));
+    let (max_in, sums_in) = (Buffer::from_slice(&max), Buffer::from_slice(&sums));
+    let (l, s, ids) = (loss.ptr(), log_sum_exp.ptr(), Buffer::from_slice(&targets));
+    launch!(
+        Launch::new(2, 32, 0),
+        cross_entropy_loss(
+            l,
+            s,
+            max_in.ptr(),
+            sums_in.ptr(),
+            ids.ptr(),
+            rows as i64,
+            vocab
+        )
+    )
+    .unwrap();
+    for (row, (got, log_sum_exp)) in loss.read().into_iter().zip(log_sum_exp.read()).enumerate() {
+        let log_sum = f64::from(sums[row]).ln();
+        let want = log_sum + f64::from(max[row]);
+        assert!((f64::from(log_sum_exp) - want).abs() < 2e-6, "row {row}");
+        match targets[row] {
+            u32::MAX => assert_eq!(got, 0.0),
+            target if i64::from(target) >= vocab => assert!(got.is_nan(), "row {row}"),
+            _ => {
+                let want = log_sum - f64::from(sums[rows + row]);
+                assert!((f64::from(got) - want).abs() < 2e-5, "row {row}");
+            }
+        }
+    }
 }
 
 struct Kernels<T> {

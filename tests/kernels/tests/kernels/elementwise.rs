@@ -7,6 +7,8 @@ use half::bf16;
 unsafe extern "C" {
     fn fill_f32(dst: *mut f32, value: f32, len: i64);
     fn fill_bf16(dst: *mut bf16, value: f32, len: i64);
+    fn fill_rows_f32(dst: *mut f32, row: *const f32, rows: i64, cols: i64);
+    fn fill_rows_bf16(dst: *mut bf16, row: *const bf16, rows: i64, cols: i64);
     fn add_into_f32(dst: *mut f32, src: *const f32, len: i64);
     fn add_into_bf16(dst: *mut f32, src: *const bf16, len: i64);
 }
@@ -30,6 +32,29 @@ fn check_fill<T: Element>(fill: unsafe extern "C" fn(*mut T, f32, i64)) {
 fn fill_writes_each_element() {
     check_fill(fill_f32);
     check_fill(fill_bf16);
+}
+
+fn check_fill_rows<T: Element>(fill_rows: unsafe extern "C" fn(*mut T, *const T, i64, i64)) {
+    let mut rng = rng(3);
+    for (rows, cols, shift) in [(1, 1, 0), (5, 7, 0), (3, 64, 0), (3, 64, 1), (4, 1001, 0)] {
+        let row = random::<T>(&mut rng, cols, 2.0);
+        let (dst, src) = (
+            Buffer::shifted(rows * cols, shift),
+            Buffer::from_slice(&row),
+        );
+        launch!(
+            Launch::new(2, 64, 0),
+            fill_rows(dst.ptr(), src.ptr(), rows as i64, cols as i64)
+        )
+        .unwrap();
+        assert_eq!(dst.read(), row.repeat(rows));
+    }
+}
+
+#[test]
+fn fill_rows_repeats_the_row() {
+    check_fill_rows(fill_rows_f32);
+    check_fill_rows(fill_rows_bf16);
 }
 
 fn check_add<T: Element>(add_into: unsafe extern "C" fn(*mut f32, *const T, i64)) {

@@ -27,14 +27,6 @@ unsafe extern "C" {
         vocab_start: u32,
         local_vocab: u32,
     );
-    fn embedding_order(
-        sorted_rows: *mut u32,
-        order: *mut u32,
-        ids: *const u32,
-        num_ids: u32,
-        vocab_start: u32,
-        local_vocab: u32,
-    );
     fn embedding_backward_f32(
         grad: *mut f32,
         dy: *const f32,
@@ -103,30 +95,15 @@ fn check<T: Element>(forward: Forward<T>, backward: Backward<T>) {
                 None => assert!(y.iter().all(|y| *y == T::default())),
             }
         }
-        let [sorted, order] = [(); 2].map(|()| Buffer::<u32>::new(num_ids));
-        let at = Launch::new(num_ids.div_ceil(64), 64, 256);
-        launch!(
-            at,
-            embedding_order(sorted.ptr(), order.ptr(), id.ptr(), n, first, size)
-        )
-        .unwrap();
         let mut by_row: Vec<(u32, u32)> = (0..n)
             .map(|i| {
-                (
-                    local(ids[i as usize], start, vocab).unwrap_or(vocab) as u32,
-                    i,
-                )
+                let row = local(ids[i as usize], start, vocab);
+                (row.unwrap_or(vocab) as u32, i)
             })
             .collect();
         by_row.sort_unstable();
-        assert_eq!(
-            sorted
-                .read()
-                .into_iter()
-                .zip(order.read())
-                .collect::<Vec<_>>(),
-            by_row
-        );
+        let (rows, positions): (Vec<u32>, Vec<u32>) = by_row.into_iter().unzip();
+        let (sorted, order) = (Buffer::from_slice(&rows), Buffer::from_slice(&positions));
 
         let old = random::<f32>(&mut rng, vocab * hidden, 1.0);
         let dy = random::<T>(&mut rng, num_ids * hidden, 1.0);
