@@ -1,5 +1,7 @@
 //! End-to-end tests: small checkpoints trained on every layout, against PyTorch's numbers and against one rank.
 
+#[path = "end_to_end/device.rs"]
+mod device;
 #[path = "end_to_end/fixture.rs"]
 mod fixture;
 #[path = "end_to_end/run.rs"]

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use candle_comm::launch::threads_with;
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
@@ -13,6 +13,7 @@ use candle_parallel::{
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::llama::{Llama, LlamaConfig};
 
+use crate::device::devices;
 use crate::fixture::{Fixture, Run, text_file};
 use crate::tensors::Tensors;
 
@@ -122,6 +123,7 @@ fn train_on_mesh(
 pub fn launch(layout: Layout, rank: impl Fn(ProcessGroup) -> Result<()> + Sync) -> Result<()> {
     let config = LocalConfig {
         delays: layout.delays,
+        devices: devices(),
         ..LocalConfig::new(layout.world_size())
     };
     threads_with(config, rank)?;
@@ -221,13 +223,7 @@ pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
     let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
     let tokens = Tokens::encode(&Documents::read(text_file())?, &tokenizer)?;
     let (rank, world_size) = (mesh.dp.rank(), mesh.dp.world_size());
-    Batches::new(
-        &tokens,
-        run.batch_config(),
-        rank,
-        world_size,
-        mesh.world.device(),
-    )
+    Batches::new(&tokens, run.batch_config(), rank, world_size, &Device::Cpu)
 }
 
 /// Whole tensors by name, on rank 0.
