@@ -17,10 +17,7 @@ struct ShimIndex {
     unsigned int x, y, z;
 };
 
-// What kernels read all the time is at a fixed place of each thread's memory, also in a library that is loaded late.
-#define SHIM_FAST_TLS __attribute__((tls_model("initial-exec")))
-
-extern SHIM_FAST_TLS __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
+extern __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 
 // Waits until every thread of the block waits at the same line.
 void shim_barrier(const char* file, int line);

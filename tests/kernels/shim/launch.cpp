@@ -56,8 +56,8 @@ struct Block {
     char error[256];
 };
 
-SHIM_FAST_TLS thread_local Block block;
-SHIM_FAST_TLS thread_local uint64_t random_state;
+thread_local Block block;
+thread_local uint64_t random_state;
 
 // Stacks for the threads of a block, kept from launch to launch: their pages cost more than most kernels.
 class Stacks {
@@ -281,7 +281,7 @@ bool is_poison(const unsigned char* from, const unsigned char* to) {
 
 } // namespace
 
-SHIM_FAST_TLS __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
+__thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 extern __thread __align__(16) float shared[];
 __thread __align__(16) float shared[SHARED_FLOATS + GUARD_BYTES / sizeof(float)];
 
