@@ -24,7 +24,7 @@ const NAME: &str = "causal_attention";
 /// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -60,7 +60,7 @@ pub fn causal_attention(
 /// dtype, and `(b, hq, t)` in f32.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16 on the CPU, or two differ in dtype.
+/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
 pub fn attention_forward(
     q: &Tensor,
     k: &Tensor,

@@ -2,10 +2,15 @@
 //!
 //! Every operation here has a forward that touches memory once and a hand-written backward, both on all cores and
 //! both giving the same bits for any number of threads: work is cut into chunks that depend on the shape alone, and
-//! partial sums are added in chunk order. Inputs are tensors of f32 or bf16 on the CPU, all of one dtype; anything else is an
-//! error that names the operation, the device and the dtype. The arithmetic is that of f32 for both: bf16 is widened
+//! partial sums are added in chunk order. Inputs are tensors of f32 or bf16, all of one dtype and on one device; anything else
+//! is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for both: bf16 is widened
 //! when it is read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
 //! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks.
+//!
+//! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
+//! device's one stream and without waiting for it. They sum in orders of their own, which depend on the shapes alone, so
+//! bits differ from the CPU's, but not from run to run; sums of several products (`linear_input_grad_sum`) are rounded
+//! after each.
 //!
 //! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
 //! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and

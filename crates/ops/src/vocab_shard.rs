@@ -25,7 +25,7 @@ const BLOCK: usize = 1024;
 /// `logits (n, v)` f32 or bf16 -> `(n)` f32, outside any graph.
 ///
 /// # Errors
-/// When `logits` has not two dimensions or is not f32 or bf16 on the CPU.
+/// When `logits` has not two dimensions or is not f32 or bf16.
 pub fn row_max(logits: &Tensor) -> Result<Tensor> {
     let (n, v) = rows_of("row_max", logits)?;
     on_cuda!(logits => crate::cuda::row_max(logits));

@@ -1,8 +1,8 @@
 //! The operations on a GPU, in f32 and bf16: kernels from `kernels/`, launched on candle's stream, and cuBLAS for matrix
-//! products. All functions work outside any graph.
+//! products. The crate's public functions come here when their tensors are on a GPU, with shapes that they have checked;
+//! here the dtypes, the device and the layouts are.
 //!
-//! The launch code has been compiled, and its argument lists compared with the kernels' sources; the kernels themselves
-//! run on the CPU in tests. Nothing here has run on a GPU yet.
+//! Tested on an emulated GPU, with the kernels compiled for the CPU. Nothing here has run on a GPU yet.
 
 #![allow(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, doubles, floats, grads, on_each_device, random, random_var,
-    rounding_error,
+    EXP_ROUNDINGS, assert_close, at_most, doubles, floats, grads, on_each_device, random,
+    random_var, rounding_error,
 };
 use candle_core::{Result, Tensor, Var};
 use candle_ops::{HeadGroups, causal_attention};
@@ -124,7 +124,11 @@ impl Case {
 #[test]
 fn matches_the_reference() -> Result<()> {
     on_each_device(|| {
-        for case in &CASES {
+        for case in CASES {
+            let case = Case {
+                t: at_most(260, case.t),
+                ..case
+            };
             let [q, k, v] = case.inputs()?;
             let grad = random(4, q.shape())?;
             let out = causal_attention(&q, &k, &v, case.scale() as f32, case.groups)?;

@@ -237,28 +237,30 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
 
 #[test]
 fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
-    let (x, w) = (random(1, (2, 4))?, random(2, (4, 4))?);
-    let (narrow, row) = (w.to_dtype(BF16)?, random(3, 4)?);
-    let heads = random(4, (1, 2, 2, 2))?;
-    let narrow_heads = heads.to_dtype(BF16)?;
-    let failures = [
-        linear(&x, &narrow, None),
-        linear_forward_add(&x.to_dtype(BF16)?, &x, &w),
-        linear_input_grad(&x, &narrow),
-        linear_weight_grad(&x, &x.to_dtype(BF16)?),
-        linear(&x, &w, Some(&row.to_dtype(BF16)?)),
-        rms_norm(&x.to_dtype(BF16)?, &row, 1e-5),
-        swiglu(&x, &x.to_dtype(BF16)?),
-        causal_attention(&heads, &narrow_heads, &heads, 1.0, HeadGroups::new(1)),
-        linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(BF16)?, &narrow)]),
-    ];
-    for (i, failure) in failures.into_iter().enumerate() {
-        let message = failure.expect_err("mixed").to_string();
-        for part in ["one dtype", "F32", "BF16"] {
-            assert!(message.contains(part), "{i}: {message}");
+    on_each_device(|| {
+        let (x, w) = (random(1, (2, 4))?, random(2, (4, 4))?);
+        let (narrow, row) = (w.to_dtype(BF16)?, random(3, 4)?);
+        let heads = random(4, (1, 2, 2, 2))?;
+        let narrow_heads = heads.to_dtype(BF16)?;
+        let failures = [
+            linear(&x, &narrow, None),
+            linear_forward_add(&x.to_dtype(BF16)?, &x, &w),
+            linear_input_grad(&x, &narrow),
+            linear_weight_grad(&x, &x.to_dtype(BF16)?),
+            linear(&x, &w, Some(&row.to_dtype(BF16)?)),
+            rms_norm(&x.to_dtype(BF16)?, &row, 1e-5),
+            swiglu(&x, &x.to_dtype(BF16)?),
+            causal_attention(&heads, &narrow_heads, &heads, 1.0, HeadGroups::new(1)),
+            linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(BF16)?, &narrow)]),
+        ];
+        for (i, failure) in failures.into_iter().enumerate() {
+            let message = failure.expect_err("mixed").to_string();
+            for part in ["dtype", "F32", "BF16"] {
+                assert!(message.contains(part), "{i}: {message}");
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]

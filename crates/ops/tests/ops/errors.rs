@@ -1,10 +1,10 @@
 //! What the operations say about arguments that do not fit.
 
-use crate::check::random;
+use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    HeadGroups, causal_attention, cross_entropy, cross_entropy_grad, embedding, linear,
-    linear_weight_grad, rms_norm, rope, row_max, swiglu,
+    HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad, embedding, linear,
+    linear_weight_grad, rms_norm, rope, row_max, swiglu, with_backward1,
 };
 
 #[track_caller]
@@ -17,83 +17,87 @@ fn assert_says(result: Result<Tensor>, parts: &[&str]) {
 
 #[test]
 fn shapes() -> Result<()> {
-    let x = random(1, (2, 3))?;
-    assert_says(
-        rms_norm(&x, &random(2, 4)?, 1e-6),
-        &["rms_norm", "[2, 3]", "[4]"],
-    );
-    assert_says(
-        swiglu(&x, &random(2, (3, 2))?),
-        &["swiglu", "[2, 3]", "[3, 2]"],
-    );
-    assert_says(
-        linear(&x, &random(2, (5, 4))?, None),
-        &["linear", "(.., 4)", "[2, 3]"],
-    );
-    assert_says(
-        linear(&x, &random(2, (5, 3))?, Some(&random(3, 4)?)),
-        &["linear", "bias (5)", "[4]"],
-    );
-    assert_says(
-        linear_weight_grad(&x, &random(2, (3, 3))?),
-        &["leading", "[2, 3]", "[3, 3]"],
-    );
-    let heads = random(1, (1, 4, 2, 6))?;
-    let table = random(2, (5, 3))?;
-    assert_says(
-        rope(&heads, &table, &table),
-        &["rope", "[4, 3]", "[5, 3]", "hint: "],
-    );
-    let odd = random(1, (1, 4, 2, 5))?;
-    assert_says(rope(&odd, &table, &table), &["rope", "even", "5"]);
-    let other = random(1, (1, 3, 2, 6))?;
-    assert_says(
-        causal_attention(&heads, &other, &other, 1.0, HeadGroups::new(1)),
-        &["causal_attention", "[1, 4, 2, 6]", "[1, 3, 2, 6]"],
-    );
-    assert_says(
-        embedding(&random(1, 3)?, &Tensor::new(&[1u32], &Device::Cpu)?),
-        &["embedding", "[3]"],
-    );
-    let row = random(1, 2)?;
-    assert_says(
-        linear(&x, &row, None),
-        &["linear", "weight (out, in)", "[2]"],
-    );
-    assert_says(
-        rope(&x, &table, &table),
-        &["rope", "xs (b, t, h, d)", "[2, 3]"],
-    );
-    assert_says(
-        causal_attention(&x, &heads, &heads, 1.0, HeadGroups::new(1)),
-        &["causal_attention", "q [2, 3]"],
-    );
-    let ids = Tensor::new(&[1u32], &Device::Cpu)?;
-    assert_says(
-        cross_entropy(&row, &ids),
-        &["cross_entropy", "logits (n, v)", "[2]"],
-    );
-    assert_says(row_max(&row), &["row_max", "logits (n, v)", "[2]"]);
-    let row = random(1, 2)?;
-    assert_says(
-        cross_entropy_grad(&x, &row, &ids, 0, &row),
-        &["targets (2)", "[1]"],
-    );
-    Ok(())
+    on_each_device(|| {
+        let x = random(1, (2, 3))?;
+        assert_says(
+            rms_norm(&x, &random(2, 4)?, 1e-6),
+            &["rms_norm", "[2, 3]", "[4]"],
+        );
+        assert_says(
+            swiglu(&x, &random(2, (3, 2))?),
+            &["swiglu", "[2, 3]", "[3, 2]"],
+        );
+        assert_says(
+            linear(&x, &random(2, (5, 4))?, None),
+            &["linear", "(.., 4)", "[2, 3]"],
+        );
+        assert_says(
+            linear(&x, &random(2, (5, 3))?, Some(&random(3, 4)?)),
+            &["linear", "bias (5)", "[4]"],
+        );
+        assert_says(
+            linear_weight_grad(&x, &random(2, (3, 3))?),
+            &["leading", "[2, 3]", "[3, 3]"],
+        );
+        let heads = random(1, (1, 4, 2, 6))?;
+        let table = random(2, (5, 3))?;
+        assert_says(
+            rope(&heads, &table, &table),
+            &["rope", "[4, 3]", "[5, 3]", "hint: "],
+        );
+        let odd = random(1, (1, 4, 2, 5))?;
+        assert_says(rope(&odd, &table, &table), &["rope", "even", "5"]);
+        let other = random(1, (1, 3, 2, 6))?;
+        assert_says(
+            causal_attention(&heads, &other, &other, 1.0, HeadGroups::new(1)),
+            &["causal_attention", "[1, 4, 2, 6]", "[1, 3, 2, 6]"],
+        );
+        assert_says(
+            embedding(&random(1, 3)?, &Tensor::new(&[1u32], &device())?),
+            &["embedding", "[3]"],
+        );
+        let row = random(1, 2)?;
+        assert_says(
+            linear(&x, &row, None),
+            &["linear", "weight (out, in)", "[2]"],
+        );
+        assert_says(
+            rope(&x, &table, &table),
+            &["rope", "xs (b, t, h, d)", "[2, 3]"],
+        );
+        assert_says(
+            causal_attention(&x, &heads, &heads, 1.0, HeadGroups::new(1)),
+            &["causal_attention", "q [2, 3]"],
+        );
+        let ids = Tensor::new(&[1u32], &device())?;
+        assert_says(
+            cross_entropy(&row, &ids),
+            &["cross_entropy", "logits (n, v)", "[2]"],
+        );
+        assert_says(row_max(&row), &["row_max", "logits (n, v)", "[2]"]);
+        let row = random(1, 2)?;
+        assert_says(
+            cross_entropy_grad(&x, &row, &ids, 0, &row),
+            &["targets (2)", "[1]"],
+        );
+        Ok(())
+    })
 }
 
 #[test]
 fn head_groups() -> Result<()> {
-    let (q, k) = (random(1, (1, 4, 5, 6))?, random(2, (1, 4, 2, 6))?);
-    let call = |size, offset| causal_attention(&q, &k, &k, 1.0, HeadGroups { size, offset });
-    assert_says(
-        call(2, 0),
-        &["query head 4 reads key/value head", "= 2", "there are 2"],
-    );
-    assert_says(call(0, 0), &["at least 1, got 0"]);
-    assert_says(call(3, 3), &["less than the group size 3, got 3"]);
-    assert!(call(3, 1).is_ok());
-    Ok(())
+    on_each_device(|| {
+        let (q, k) = (random(1, (1, 4, 5, 6))?, random(2, (1, 4, 2, 6))?);
+        let call = |size, offset| causal_attention(&q, &k, &k, 1.0, HeadGroups { size, offset });
+        assert_says(
+            call(2, 0),
+            &["query head 4 reads key/value head", "= 2", "there are 2"],
+        );
+        assert_says(call(0, 0), &["at least 1, got 0"]);
+        assert_says(call(3, 3), &["less than the group size 3, got 3"]);
+        assert!(call(3, 1).is_ok());
+        Ok(())
+    })
 }
 
 #[test]
@@ -122,4 +126,36 @@ fn dtypes() -> Result<()> {
         &["cross_entropy", "targets", "U32", "I64"],
     );
     Ok(())
+}
+
+#[test]
+fn tensors_on_two_devices() -> Result<()> {
+    on_each_device(|| {
+        if device().is_cpu() {
+            return Ok(());
+        }
+        let (x, w, row) = (random(1, (4, 4))?, random(2, (4, 4))?, random(3, 4)?);
+        let there = [&x, &w, &row].map(|tensor| tensor.to_device(&Device::Cpu));
+        let [cpu_x, cpu_w, cpu_row] = there;
+        let (cpu_x, cpu_w, cpu_row) = (cpu_x?, cpu_w?, cpu_row?);
+        let ids = Tensor::new(&[1u32, 0, 2, 3], &Device::Cpu)?;
+        let gpu_says = ["on CUDA", "Cpu", "hint: "];
+        assert_says(linear(&x, &cpu_w, None), &gpu_says);
+        assert_says(rms_norm(&x, &cpu_row, 1e-6), &gpu_says);
+        assert_says(swiglu(&x, &cpu_w), &gpu_says);
+        assert_says(embedding(&w, &ids), &gpu_says);
+        assert_says(cross_entropy(&x, &ids), &gpu_says);
+        assert_says(add_into(&x, true, &cpu_x).map(|()| x.clone()), &gpu_says);
+        let cpu_says = ["on the CPU", "Cuda", "hint: "];
+        assert_says(linear(&cpu_x, &w, None), &cpu_says);
+        assert_says(rms_norm(&cpu_x, &row, 1e-6), &cpu_says);
+        assert_says(linear_weight_grad(&cpu_x, &x), &cpu_says);
+        let graph = with_backward1(random_var(1, 2)?.as_tensor(), cpu_row, "mixed", |_| {
+            Ok(None)
+        });
+        assert_says(graph, &["mixed", "the inputs are on CUDA"]);
+        let half = x.to_dtype(DType::F16)?;
+        assert_says(swiglu(&half, &half), &["gate", "F16", "hint: "]);
+        Ok(())
+    })
 }
