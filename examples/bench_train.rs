@@ -2,16 +2,22 @@
 //!
 //! The model, tape and optimizer are those of `finetune_llama`. A step is forward, backward, clipping and AdamW. With one rank
 //! and nothing frozen the line also tells the time that the products of the linear layers take alone: no step can be faster.
+//!
+//! On a GPU the line has its name, the most memory that tensors held, and in bf16 the model FLOPs utilisation (MFU): the operations
+//! that the step needs (6 per weight of a product and token, 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for
+//! attention) per second, over what the GPU could do. There the host runs ahead: a step ends when the loss is read, so the time of
+//! AdamW counts in the step that follows, and `forward_secs` to `optimizer_secs` are the host's.
 
 use std::process::ExitCode;
 
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
+use candle_ops::GpuState;
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
-    DTypeChoice, DeviceArgs, FreezeArgs, exit_with, keep_freed_memory, page_faults, peak_rss_bytes,
-    product_floor_secs,
+    DTypeChoice, DeviceArgs, FreezeArgs, exit_with, flops_per_token, keep_freed_memory,
+    page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -69,6 +75,9 @@ struct Args {
     /// Data-parallel degree
     #[arg(long, default_value_t = 1)]
     dp: usize,
+    /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
+    #[arg(long, value_name = "TFLOPS")]
+    peak_tflops: Option<f64>,
 }
 
 const NUM_WARM_UP_STEPS: usize = 2;
@@ -82,6 +91,8 @@ struct Measured {
     page_faults_per_step: u64,
     /// With one rank and nothing frozen, the time that the products of the linear layers take alone.
     product_floor_secs: Option<f64>,
+    flops_per_token: f64,
+    gpu: Option<GpuState>,
 }
 
 fn main() -> ExitCode {
@@ -106,13 +117,14 @@ fn run(args: &Args) -> Result<()> {
         local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
     }
     local.devices = args.device.open(local.world_size)?;
+    let num_devices = local.devices.len();
     let ranks = launch::threads_with(local, |world| {
         bench(args, &config, &batch_config, degrees, world)
     })?;
     let Some(mut first) = ranks.into_iter().next() else {
         bail!("no rank measured anything");
     };
-    print(args, &mut first)
+    print(args, num_devices, &mut first)
 }
 
 fn model_config(args: &Args) -> LlamaConfig {
@@ -171,6 +183,7 @@ fn bench(
     args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();
     let num_trainable_parameters = stage.params().num_trainable_values();
+    let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
     let num_steps = NUM_WARM_UP_STEPS + args.steps;
     let train = TrainConfig {
         lr_schedule: LrSchedule {
@@ -200,6 +213,8 @@ fn bench(
         num_trainable_parameters,
         page_faults_per_step: 0,
         product_floor_secs: None,
+        flops_per_token,
+        gpu: None,
     };
     let mut faults_before = 0;
     for step in 0..num_steps {
@@ -213,6 +228,7 @@ fn bench(
         }
     }
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
+    measured.gpu = GpuState::of(mesh.world.device())?;
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
     if is_one_cpu && num_trainable_parameters == num_parameters {
         let num_tokens = args.batch_size * args.seq_len;
@@ -221,7 +237,7 @@ fn bench(
     Ok(measured)
 }
 
-fn print(args: &Args, measured: &mut Measured) -> Result<()> {
+fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()> {
     let steps = &mut measured.step_secs;
     if steps.is_empty() {
         bail!("--steps is 0: nothing was measured");
@@ -230,12 +246,22 @@ fn print(args: &Args, measured: &mut Measured) -> Result<()> {
     let mean = |of: fn(&StepTimes) -> f64| times.iter().map(of).sum::<f64>() / times.len() as f64;
     steps.sort_by(f64::total_cmp);
     let step_secs = steps[steps.len() / 2];
+    let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
+    let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
+    let default_peak = peak_tflops(device).filter(|_| DType::from(args.dtype) == DType::BF16);
+    let flops = tokens_per_sec * measured.flops_per_token;
+    let peak = args.peak_tflops.or(default_peak);
+    let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
         "dtype": DType::from(args.dtype).as_str(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
-        "tokens_per_sec": (args.batch_size * args.seq_len) as f64 / step_secs,
+        "tokens_per_sec": tokens_per_sec,
+        "flops_per_token": measured.flops_per_token,
+        "device": device,
+        "mfu": mfu,
+        "peak_device_bytes": measured.gpu.as_ref().map(|gpu| gpu.peak),
         "parameters": measured.num_parameters,
         "trainable_parameters": measured.num_trainable_parameters,
         "peak_rss_bytes": peak_rss_bytes(),

@@ -34,6 +34,7 @@ mod dispatch;
 mod embedding;
 mod exp;
 mod filled;
+mod gpu_state;
 mod grad_norm;
 mod head_groups;
 mod host;
@@ -57,6 +58,7 @@ pub use attention::{AttentionGrad, attention_backward, attention_forward, causal
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
+pub use gpu_state::GpuState;
 pub use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
 pub use linear::{linear, linear_forward, linear_forward_add};

@@ -23,6 +23,7 @@ mod linear;
 mod pointer;
 mod rms_norm;
 mod rope;
+mod state;
 mod swiglu;
 mod values;
 
@@ -43,4 +44,5 @@ pub(crate) use linear::{
 };
 pub(crate) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(crate) use rope::{rope, rope_in_place};
+pub(crate) use state::state;
 pub(crate) use swiglu::{swiglu_backward, swiglu_forward};

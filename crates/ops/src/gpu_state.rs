@@ -1,0 +1,32 @@
+//! What a GPU is called and how much of its memory is used.
+
+use candle_core::{Device, Result};
+
+/// A GPU: its name and its memory, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuState {
+    /// What its driver calls it.
+    pub name: String,
+    /// What tensors of this process hold now.
+    pub used: u64,
+    /// The most they have held at a time.
+    pub peak: u64,
+    /// What neither this process holds nor another one.
+    pub free: u64,
+    /// All memory of the GPU.
+    pub total: u64,
+}
+
+impl GpuState {
+    /// The state of `device`; `None` for the CPU. Waits for nothing: memory counts from when the host asks for it.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    pub fn of(device: &Device) -> Result<Option<Self>> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => crate::cuda::state(cuda).map(Some),
+            _ => Ok(None),
+        }
+    }
+}

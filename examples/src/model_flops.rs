@@ -1,0 +1,33 @@
+//! The floating-point operations that training needs, to compare with what a GPU could do.
+
+use candle_parallel::Parameters;
+use candle_train_models::llama::LlamaConfig;
+
+/// Operations per token of a step over sequences of `seq_len` tokens, as model FLOPs are counted (arXiv:2204.02311, appendix B):
+/// 6 for each weight of a matrix product, 2 forward, 2 for the gradient of its input and 2 for its own, and
+/// 12 · layers · heads · head_dim · seq_len / 2 for attention, whose causal half counts once.
+///
+/// A frozen weight has no gradient of its own: it counts 4. The embedding is a lookup and counts as the head only, if it is tied.
+/// Nothing counts that is computed a second time.
+pub fn flops_per_token(config: &LlamaConfig, params: &Parameters, seq_len: usize) -> f64 {
+    let is_lookup = |name: &str| name.contains("embed_tokens") && !config.tie_word_embeddings;
+    let products = params
+        .catalog()
+        .iter()
+        .filter(|entry| entry.shape.len() == 2 && !is_lookup(&entry.name));
+    let weights: f64 = products
+        .map(|entry| entry.num_values() as f64 * if entry.trainable { 6.0 } else { 4.0 })
+        .sum();
+    let width = config.num_attention_heads * config.head_dim;
+    weights + (6 * config.num_hidden_layers * width * seq_len) as f64
+}
+
+/// Dense bf16 operations per second of a GPU with this name, in units of 10^12, as its maker states them.
+///
+/// NVIDIA H100 and H200 Tensor Core GPU datasheets, SXM, without sparsity.
+pub fn peak_tflops(gpu: &str) -> Option<f64> {
+    ["H100", "H200"]
+        .iter()
+        .any(|name| gpu.contains(name))
+        .then_some(989.0)
+}
