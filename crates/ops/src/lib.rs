@@ -44,6 +44,7 @@ mod lanes;
 mod linear;
 mod linear_grad;
 mod matrix;
+mod op_output;
 mod rms_norm;
 mod rope;
 mod round;
@@ -66,6 +67,7 @@ pub use linear_grad::{
     linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into,
 };
+pub use op_output::OpOutput;
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use round::round_into;
@@ -74,7 +76,7 @@ pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
     sum_exp_and_target_logit,
 };
-pub use with_backward::{OpOutput, with_backward1, with_backward2, with_backward3};
+pub use with_backward::{with_backward1, with_backward2, with_backward3};
 
 /// Target id that marks a position without a target: it adds nothing to the loss and gets no gradient.
 pub const IGNORE_INDEX: u32 = u32::MAX;

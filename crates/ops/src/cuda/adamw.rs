@@ -1,8 +1,8 @@
 //! AdamW on the GPU, one launch for each step of a buffer; the equations are those of the crate's `adamw`.
 
+use super::gpu::Gpu;
 use super::launch;
 use super::pointer::OptIn;
-use super::values::Gpu;
 use crate::adamw::{AdamWBuffers, AdamWConstants, NAME};
 use candle_core::Result;
 use half::bf16;

@@ -1,7 +1,8 @@
 //! Causal attention on the GPU by kernels of our own; the equations are those of the crate's `causal_attention`.
 
+use super::element::{Element, by_dtype};
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
-use super::values::{BLOCK, Element, Gpu, by_dtype, dims_must_be};
 use crate::host::detached;
 use crate::{HeadGroups, OpOutput};
 use candle_core::{Result, Tensor, bail};
@@ -29,7 +30,7 @@ fn forward<T: Element>(
     groups: HeadGroups,
 ) -> Result<(OpOutput, Tensor)> {
     let gpu = Gpu::of(NAME, q)?;
-    let s = Sizes::new(&gpu, [q, k, v], groups)?;
+    let s = Sizes::new(&gpu, q, k, groups)?;
     let (q_in, k, v) = (
         gpu.read::<T>("q", q)?,
         gpu.read::<T>("k", k)?,
@@ -64,7 +65,7 @@ fn forward<T: Element>(
     Ok((o.into_output(q.shape()), log_sum_exp))
 }
 
-/// Shapes of an attention, checked.
+/// Shapes of an attention, which the crate's `attention` checked.
 pub(super) struct Sizes {
     pub(super) b: usize,
     pub(super) t: usize,
@@ -75,12 +76,9 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn new(gpu: &Gpu, [q, k, v]: [&Tensor; 3], groups: HeadGroups) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, groups: HeadGroups) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
         let (_, _, kv_heads, _) = k.dims4()?;
-        dims_must_be(NAME, "k", k, &[b, t, kv_heads, d])?;
-        dims_must_be(NAME, "v", v, &[b, t, kv_heads, d])?;
-        groups.validate(heads, kv_heads)?;
         if d > 256 {
             bail!("{NAME}: expected heads of at most 256, got {d}")
         }

@@ -2,8 +2,10 @@
 //! that of keys and values.
 
 use super::attention::{NAME, Sizes};
+use super::element::{Element, by_dtype};
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
-use super::values::{BLOCK, Element, Fresh, Gpu, Values, by_dtype, dims_must_be, same_shape};
+use super::values::{Fresh, Values};
 use crate::host::detached;
 use crate::{AttentionGrad, HeadGroups};
 use candle_core::{Result, Tensor};
@@ -66,13 +68,7 @@ impl<'a> Pass<'a> {
             log_sum_exp,
             grad,
         } = pass;
-        let sizes = Sizes::new(gpu, [q, k, v], groups)?;
-        same_shape(
-            NAME,
-            &[("q", q), ("the output", out), ("the gradient", grad)],
-        )?;
-        let rows = [sizes.b, sizes.heads, sizes.t];
-        dims_must_be(NAME, "log_sum_exp", log_sum_exp, &rows)?;
+        let sizes = Sizes::new(gpu, q, k, groups)?;
         Ok(Self {
             gpu,
             sizes,

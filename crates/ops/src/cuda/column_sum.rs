@@ -1,9 +1,10 @@
 //! Sums over rows on the GPU: the gradient of a bias.
 
+use super::element::{Element, by_dtype};
 use super::elements::rounded;
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
-use super::values::{BLOCK, Element, Gpu, by_dtype};
 use crate::host::detached;
 use candle_core::{DType, Result, Tensor};
 

@@ -1,9 +1,11 @@
 //! Cross-entropy over a slice of the vocabulary on the GPU; the equations are those of the crate's `vocab_shard`,
 //! which checks the shapes.
 
+use super::element::{Element, by_dtype};
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, OptIn, Out};
-use super::values::{BLOCK, Element, Gpu, Values, by_dtype};
+use super::values::Values;
 use crate::OpOutput;
 use crate::host::detached;
 use candle_core::{Result, Tensor};

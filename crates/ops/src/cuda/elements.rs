@@ -1,8 +1,10 @@
 //! Converting and adding on the GPU, value by value.
 
+use super::element::{Element, by_dtype};
+use super::gpu::Gpu;
 use super::launch;
 use super::pointer::Out;
-use super::values::{Element, Fresh, Gpu, by_dtype};
+use super::values::Fresh;
 use crate::host::detached;
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;

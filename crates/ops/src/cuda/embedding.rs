@@ -1,11 +1,12 @@
 //! Rows of a table, and the gradient of the table, on the GPU; the crate's `embedding` checks the shapes. The gradient is summed in the order of the positions: rows
 //! are sorted first, then each is added up by one block.
 
+use super::element::{Element, by_dtype};
 use super::elements::{rounded, zero};
 use super::embedding_order::Order;
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
-use super::values::{BLOCK, Element, Gpu, by_dtype};
 use crate::OpOutput;
 use crate::host::detached;
 use candle_core::{DType, Result, Tensor};

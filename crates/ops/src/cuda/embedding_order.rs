@@ -1,8 +1,9 @@
 //! The positions of a batch in the order of their ids, sorted on the GPU: a radix sort, 8 bits a pass.
 
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::In;
-use super::values::{BLOCK, Fresh, Gpu};
+use super::values::Fresh;
 use candle_core::Result;
 
 /// Positions of a tile, threads of its block, and values of a digit.

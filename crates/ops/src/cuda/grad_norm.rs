@@ -1,8 +1,9 @@
 //! The global norm of gradients and the factor that clips them, on the GPU.
 
+use super::element::{Element, by_dtype};
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
-use super::values::{BLOCK, Element, Gpu, by_dtype};
 use crate::host::detached;
 use candle_core::{Result, Tensor};
 

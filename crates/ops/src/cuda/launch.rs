@@ -1,8 +1,8 @@
 //! From a kernel's name to work on candle's stream: one function for each kernel in the table.
 
+use super::element::Element;
 use super::kernel_table::for_each_kernel;
 use super::pointer::{Argument, In, OptIn, OptOut, Out};
-use super::values::Element;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -4,10 +4,12 @@
 //! cuBLAS counts along columns, so a matrix of rows is its own transpose to it: each product below is asked for as the
 //! transpose of what the equation says.
 
+use super::element::{Element, by_dtype};
 use super::elements::zero;
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, Out};
-use super::values::{BLOCK, Element, Fresh, Gpu, by_dtype};
+use super::values::Fresh;
 use crate::OpOutput;
 use crate::host::detached;
 use candle_core::cuda_backend::WrapErr;

@@ -1,7 +1,9 @@
 //! Root-mean-square norm on the GPU; the equations are those of the crate's `rms_norm`, which checks the shapes.
 
+use super::element::{Element, by_dtype};
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
-use super::values::{BLOCK, Element, Fresh, Gpu, by_dtype};
+use super::values::Fresh;
 use crate::OpOutput;
 use crate::host::detached;
 use candle_core::{Result, Tensor};

@@ -1,8 +1,9 @@
 //! Rotary positions on the GPU; the equations are those of the crate's `rope`, which checks the shapes.
 
+use super::element::{Element, by_dtype};
+use super::gpu::Gpu;
 use super::launch;
 use super::pointer::Out;
-use super::values::{Element, Gpu, by_dtype};
 use crate::host::detached;
 use crate::{OpOutput, RopeDirection};
 use candle_core::{Result, Tensor};

@@ -1,7 +1,8 @@
 //! `silu(gate) * up` on the GPU; the equations are those of the crate's `swiglu`, which checks the shapes.
 
+use super::element::{Element, by_dtype};
+use super::gpu::Gpu;
 use super::launch;
-use super::values::{Element, Gpu, by_dtype};
 use crate::OpOutput;
 use crate::host::detached;
 use candle_core::{Result, Tensor};

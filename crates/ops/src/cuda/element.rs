@@ -1,0 +1,43 @@
+//! The types that kernels compute with.
+
+use candle_core::WithDType;
+use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use half::bf16;
+
+/// A type that kernels have an instance for.
+pub(super) trait Element: CudaDType + DeviceRepr + WithDType {
+    /// End of the instance's name.
+    const SUFFIX: &'static str;
+}
+
+impl Element for f32 {
+    const SUFFIX: &'static str = "_f32";
+}
+
+impl Element for bf16 {
+    const SUFFIX: &'static str = "_bf16";
+}
+
+/// Evaluates an expression with `$t` being the type of `$tensor`'s values, f32 or bf16.
+macro_rules! by_dtype {
+    ($op:expr, $what:expr, $tensor:expr, $t:ident => $expression:expr) => {
+        match $tensor.dtype() {
+            candle_core::DType::F32 => {
+                type $t = f32;
+                $expression
+            }
+            candle_core::DType::BF16 => {
+                type $t = half::bf16;
+                $expression
+            }
+            dtype => candle_core::bail!(
+                "{}: {} must be an F32 or BF16 tensor, got dtype {dtype:?} on device {:?}\nhint: convert it with to_dtype",
+                $op,
+                $what,
+                $tensor.device().location()
+            ),
+        }
+    };
+}
+pub(super) use by_dtype;
