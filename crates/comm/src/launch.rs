@@ -8,7 +8,7 @@ use std::thread::{Builder, scope};
 use candle_core::Result;
 use rayon::ThreadPoolBuilder;
 
-use crate::local::{LocalCommunicator, World, num_cores};
+use crate::local::{LocalCommunicator, World, make_current, num_cores};
 use crate::{Error, LocalConfig, ProcessGroup};
 
 /// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
@@ -53,13 +53,13 @@ pub fn threads_with<T: Send>(
     let results: Vec<Option<T>> = scope(|scope| {
         let mut handles = Vec::new();
         for rank in 0..config.world_size {
-            let (thread_world, run, pool_world) = (world.clone(), &run, world.clone());
+            let (thread_world, run, device) = (world.clone(), &run, world.device(rank).clone());
             let pool = ThreadPoolBuilder::new()
                 .num_threads(threads_per_rank)
                 .thread_name(move |_| format!("rank-{rank}"))
                 .stack_size(config.stack_bytes)
                 // If it fails it does so on the rank's main thread too, which says it.
-                .start_handler(move |_| drop(pool_world.make_current(rank)))
+                .start_handler(move |_| drop(make_current(&device)))
                 .build();
             let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
                 let rank_main = move || pool.install(|| run_rank(&thread_world, rank, run));

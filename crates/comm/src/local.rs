@@ -36,6 +36,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 pub use config::LocalConfig;
+pub(crate) use devices::make_current;
 pub(crate) use world::{World, num_cores};
 
 use crate::{Communicator, P2p, Pending, ReduceOp};

@@ -55,7 +55,7 @@ pub(super) fn name(device: &Device) -> String {
 }
 
 /// Makes this thread's calls to CUDA go to `device`.
-pub(super) fn make_current(device: &Device) -> Result<()> {
+pub(crate) fn make_current(device: &Device) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(cuda) => super::cuda::make_current(cuda),

@@ -119,7 +119,7 @@ impl World {
     }
 
     /// The device of a rank.
-    pub(super) fn device(&self, rank: usize) -> &Device {
+    pub(crate) fn device(&self, rank: usize) -> &Device {
         &self.devices[rank]
     }
 

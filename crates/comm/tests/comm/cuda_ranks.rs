@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use candle_comm::{LocalConfig, P2p, ReduceOp, launch};
+use candle_comm::{LocalConfig, P2p, ProcessGroup, ReduceOp, launch};
 use candle_core::cuda_backend::cudarc::driver::result;
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -55,6 +55,23 @@ fn results_live_on_the_ranks_device() -> Result<()> {
             assert_eq!(rayon::broadcast(|_| is_current()), [true, true]);
             Ok(())
         })?;
+    }
+    Ok(())
+}
+
+/// The thread that launched ranks may have never used a GPU, and frees what they return.
+#[test]
+fn the_launching_thread_can_free_results() -> Result<()> {
+    for threads in on_gpus(None) {
+        let launched = std::thread::spawn(move || -> Result<()> {
+            let ones = |world: ProcessGroup| Tensor::ones(3, DType::F32, world.device());
+            drop(launch::threads_with(threads.config(2), ones)?);
+            let stream = threads.devices[0].as_cuda_device()?.cuda_stream();
+            let context = stream.context().cu_ctx();
+            assert!(result::ctx::get_current().is_ok_and(|c| c == Some(context)));
+            Ok(())
+        });
+        launched.join().unwrap()?;
     }
     Ok(())
 }
