@@ -1,14 +1,14 @@
 #!/bin/bash
-# Builds the examples with CUDA on a machine that needs neither a GPU nor a driver, and packs them to be carried to one that
-# has both. The programs load NVIDIA's libraries when they first use them, so they start anywhere.
-# usage: scripts/cuda-build.sh [EXAMPLE...]        default: finetune_llama pretrain_llama bench_train
-# leaves target/cuda/bundle/EXAMPLE.xz; needs rustup's cargo, gcc, g++, python3 with pip, xz
+# Builds the examples and what scripts/gpu-check.sh runs with CUDA, on a machine that needs neither a GPU nor a driver, and packs
+# them to be carried to one that has both. The programs load NVIDIA's libraries when they first use them, so they start anywhere.
+# usage: scripts/cuda-build.sh [EXAMPLE...]        the examples alone; default: all of them, and the tests
+# leaves target/cuda/bundle/PROGRAM.xz; needs rustup's cargo, gcc, g++, python3 with pip, xz
 # environment: CUDA_HOME, a toolkit to use instead of one from PyPI (its own libraries are then linked as usual);
 #   CUDA_COMPUTE_CAP, the oldest GPU that candle's own kernels run on (80)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 examples=("${@:-finetune_llama}")
-[ $# -gt 0 ] || examples+=(pretrain_llama bench_train)
+[ $# -gt 0 ] || examples+=(pretrain_llama bench_train bench_attention)
 target=$PWD/target/cuda
 max_bundle_bytes=$((64 << 20))
 began=$SECONDS
@@ -18,20 +18,37 @@ mkdir -p "$target/bundle"
 rm -f "$target"/bundle/*
 for example in "${examples[@]}"; do
     options+=(--example "$example")
+    programs+=("$target/release/examples/$example:$example")
 done
-cargo build --release --locked --features cuda --target-dir "$target" --package candle-train-examples "${options[@]}"
+# One set of packages for both, so that nothing is compiled twice.
+build=(--release --locked --features cuda --target-dir "$target")
+packages=(--package candle-ops --package candle-comm --package candle-train-tests --package candle-train-examples)
+cargo build "${build[@]}" "${packages[@]}" "${options[@]}"
+if [ $# -eq 0 ]; then
+    tests=(--test ops --test comm --test end_to_end)
+    while IFS= read -r program; do
+        programs+=("$program")
+    done < <(cargo test "${build[@]}" "${packages[@]}" "${tests[@]}" --no-run --message-format json | python3 -c '
+import json, sys
+for line in sys.stdin:
+    built = json.loads(line)
+    if built.get("executable") and built["target"]["kind"] == ["test"]:
+        print(built["executable"] + ":test_" + built["target"]["name"])')
+fi
 built=$SECONDS
+git rev-parse HEAD > "$target/bundle/commit" || rm "$target/bundle/commit"
 
 bundle_bytes=0
 printf '%-16s %12s %12s\n' program bytes 'as xz'
-for example in "${examples[@]}"; do
-    program=$target/bundle/$example
-    strip -o "$program" "$target/release/examples/$example"
+for source in "${programs[@]}"; do
+    name=${source##*:}
+    program=$target/bundle/$name
+    strip -o "$program" "${source%:*}"
     program_bytes=$(stat -c %s "$program")
     xz --force --threads=0 "$program"
     packed_bytes=$(stat -c %s "$program.xz")
     bundle_bytes=$((bundle_bytes + packed_bytes))
-    printf '%-16s %12d %12d\n' "$example" "$program_bytes" "$packed_bytes"
+    printf '%-16s %12d %12d\n' "$name" "$program_bytes" "$packed_bytes"
 done
 printf '%-16s %12s %12d\n' bundle '' "$bundle_bytes"
 echo "built in $((built - began)) s, packed in $((SECONDS - built)) s: $target/bundle"

@@ -14,6 +14,9 @@ mod divergence;
 mod flags;
 #[path = "cli/folder.rs"]
 mod folder;
+#[cfg(feature = "cuda")]
+#[path = "cli/gpu.rs"]
+mod gpu;
 #[path = "cli/help.rs"]
 mod help;
 #[path = "cli/hub.rs"]

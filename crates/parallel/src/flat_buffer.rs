@@ -9,7 +9,13 @@ pub(crate) struct FlatBuffer(Tensor);
 
 impl FlatBuffer {
     pub fn zeros(len: usize, device: &Device) -> Result<Self> {
-        Ok(Self(Tensor::zeros(len, DType::F32, device)?))
+        let zeros = Tensor::zeros(len, DType::F32, device).map_err(|err| {
+            let bytes = len * DType::F32.size_in_bytes();
+            err.context(format!(
+                "asking for {bytes} bytes for gradients or the optimizer's state"
+            ))
+        });
+        Ok(Self(zeros?))
     }
 
     /// Wraps a flat tensor, for example what a collective returned.
@@ -39,6 +45,10 @@ impl FlatBuffer {
 
     fn put(&self, offset: usize, values: &Tensor, add: bool) -> Result<()> {
         add_into(&self.view(offset, values.elem_count())?, add, values)
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.0.elem_count() * self.0.dtype().size_in_bytes()
     }
 
     /// The `len` values from `offset` on, on the host.

@@ -147,6 +147,11 @@ impl Gradients {
         }
     }
 
+    /// Memory of the buckets on this rank.
+    pub fn num_bytes(&self) -> usize {
+        self.buckets.iter().map(FlatBuffer::num_bytes).sum()
+    }
+
     fn mark_written(&mut self, index: usize) {
         self.is_filled[index] = true;
         self.num_writes[index] += 1;

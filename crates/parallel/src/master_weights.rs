@@ -61,6 +61,10 @@ impl MasterWeights {
             .transpose()
     }
 
+    pub fn num_bytes(&self) -> usize {
+        self.values.as_ref().map_or(0, FlatBuffer::num_bytes)
+    }
+
     /// The masters in the range `own`; `None` if the weights are f32.
     pub fn get(&self, own: Range<usize>) -> Result<Option<Vec<f32>>> {
         let values = self.values.as_ref();

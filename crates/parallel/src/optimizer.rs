@@ -119,6 +119,14 @@ impl Optimizer {
         self.num_steps
     }
 
+    /// Memory of the moments and masters on this rank.
+    pub fn num_bytes(&self) -> usize {
+        let moments = self.moments.iter();
+        let moments = moments.map(|m| m.exp_avg.num_bytes() + m.exp_avg_sq.num_bytes());
+        let masters = self.masters.iter().map(MasterWeights::num_bytes);
+        moments.chain(masters).sum()
+    }
+
     /// The part of a bucket that this rank updates.
     fn own_range(&self, bucket: &Bucket) -> Range<usize> {
         match self.zero {

@@ -47,6 +47,11 @@ impl Param {
         self.var.elem_count()
     }
 
+    /// Memory of the values held here.
+    pub fn num_bytes(&self) -> usize {
+        self.num_values() * self.var.dtype().size_in_bytes()
+    }
+
     /// The parts of the local values, as ranges of row-major offsets, that lie in this rank's [`Shard::owned`].
     pub(crate) fn owned_offsets(&self) -> Vec<Range<usize>> {
         let Some(shard) = &self.shard else {

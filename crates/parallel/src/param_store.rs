@@ -190,9 +190,14 @@ impl ParamStore {
                 checkpoint.dtype(&name)?,
             ),
         };
-        let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?
-            .to_dtype(dtype)?
-            .to_device(device)?;
+        let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?.to_dtype(dtype)?;
+        let num_bytes = values.elem_count() * dtype.size_in_bytes();
+        let values = values.to_device(device).map_err(|err| {
+            err.context(format!(
+                "putting parameter {name} of {num_bytes} bytes on {:?}",
+                device.location()
+            ))
+        })?;
         Ok(Param {
             var: Var::from_tensor(&values)?,
             name,

@@ -11,6 +11,7 @@ mod batches;
 mod documents;
 mod generate;
 mod lr_schedule;
+mod memory_report;
 mod metrics;
 mod progress;
 mod sample_order;

@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
 
 use crate::batches::Batches;
+use crate::memory_report::explain;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
@@ -55,10 +56,11 @@ impl Trainer {
     /// One optimizer step on this data-parallel rank's micro-batches.
     ///
     /// A loss or gradient that is NaN or infinite is an error on every rank, which names the step and the first parameter
-    /// to blame; the weights are then those of the step before.
+    /// to blame; the weights are then those of the step before. An error of a GPU without memory tells what holds how much.
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;
         self.run_step(micro_batches)
+            .map_err(|err| explain(err, &self.stage, &self.gradients, &self.optimizer))
             .map_err(|err| err.context(format!("step {step} failed")))
     }
 

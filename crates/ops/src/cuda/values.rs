@@ -53,7 +53,11 @@ impl<T: CudaDType + DeviceRepr> Fresh<T> {
     pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
         // SAFETY: the callers' kernels write every value before anything reads it. An allocation of nothing is an error
         // to CUDA.
-        let slice = unsafe { device.alloc::<T>(len.max(1)) }?;
+        let slice = unsafe { device.alloc::<T>(len.max(1)) };
+        let slice = slice.map_err(|err| {
+            let bytes = len * size_of::<T>();
+            err.context(format!("asking for {bytes} bytes of the GPU's memory"))
+        })?;
         Ok(Self {
             slice,
             device: device.clone(),

@@ -1,0 +1,64 @@
+//! What holds the memory of a GPU that has none left.
+
+use candle_comm::message_of;
+use candle_core::{Error, Result};
+use candle_ops::GpuState;
+use candle_parallel::{Gradients, Optimizer, Stage};
+
+/// The driver's name for this error, which candle passes on.
+const OUT_OF_MEMORY: &str = "CUDA_ERROR_OUT_OF_MEMORY";
+
+const HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
+    --dp (ZeRO-1), --tp and --pp less for the rest";
+
+/// `err`, and if a GPU had no memory left what this rank holds of it.
+pub(crate) fn explain(
+    err: Error,
+    stage: &Stage,
+    gradients: &Gradients,
+    optimizer: &Optimizer,
+) -> Error {
+    let is_out_of_memory = err.to_string().contains(OUT_OF_MEMORY);
+    match is_out_of_memory.then(|| report(stage, gradients, optimizer)) {
+        Some(Ok(Some(report))) => Error::Msg(format!("{}\n{report}\n{HINT}", message_of(&err))),
+        // The driver that ran out of memory may not answer either: what it said first matters more.
+        _ => err,
+    }
+}
+
+fn report(stage: &Stage, gradients: &Gradients, optimizer: &Optimizer) -> Result<Option<String>> {
+    let Some(gpu) = GpuState::of(stage.device())? else {
+        return Ok(None);
+    };
+    let weights: usize = stage.params().iter().map(|param| param.num_bytes()).sum();
+    let held = [
+        ("weights", weights),
+        ("gradients", gradients.num_bytes()),
+        ("optimizer", optimizer.num_bytes()),
+    ];
+    let known: usize = held.iter().map(|(_, bytes)| bytes).sum();
+    let held = held.map(|(what, bytes)| format!("{what} {}", size(bytes as u64)));
+    Ok(Some(format!(
+        "  {}: {} in all, {} free, {} in tensors of this process\n  this rank: {}; the rest, {}, is activations, workspaces and \
+         other ranks on this GPU",
+        gpu.name,
+        size(gpu.total),
+        size(gpu.free),
+        size(gpu.used),
+        held.join(", "),
+        size(gpu.used.saturating_sub(known as u64)),
+    )))
+}
+
+/// In the unit that leaves less than 1024.
+fn size(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["bytes", "KiB", "MiB", "GiB"];
+    let power = (1..UNITS.len())
+        .take_while(|&power| bytes >> (10 * power) > 0)
+        .count();
+    format!(
+        "{:.1} {}",
+        bytes as f64 / (1u64 << (10 * power)) as f64,
+        UNITS[power]
+    )
+}

@@ -1,0 +1,82 @@
+//! Training on a GPU: what it tells, and what it says when memory runs out. The GPU is the emulated one (`scripts/emulated-gpu.sh`),
+//! whose memory can be made small; without it the tests say so and pass.
+
+use serde_json::Value;
+
+use crate::program::Program;
+
+fn bench() -> Program {
+    let sizes = [
+        ("--hidden-size", 16),
+        ("--intermediate-size", 24),
+        ("--layers", 2),
+        ("--heads", 2),
+        ("--kv-heads", 1),
+        ("--vocab-size", 50),
+        ("--seq-len", 8),
+        ("--steps", 1),
+    ];
+    let program = Program::example("bench_train").flag("--device", "cuda");
+    sizes
+        .into_iter()
+        .fold(program, |program, (flag, value)| program.flag(flag, value))
+}
+
+/// What a run on the emulated GPU measures; `None` if there is no such GPU.
+fn measured(program: &Program) -> Option<Value> {
+    let outcome = program.run();
+    let line: Option<Value> = serde_json::from_str(&outcome.stdout).ok();
+    let is_emulated = |line: &Value| line["device"] == "Emulated GPU";
+    let line = line.filter(is_emulated);
+    if line.is_none() {
+        let is_required = std::env::var("CANDLE_TRAIN_REQUIRE_CUDA").is_ok_and(|v| v == "1");
+        assert!(!is_required, "{}", outcome.stderr);
+        eprintln!("not tested: there is no emulated GPU");
+    }
+    line
+}
+
+#[test]
+fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
+    let program = bench().flag("--dtype", "bf16").flag("--peak-tflops", 1);
+    let Some(line) = measured(&program) else {
+        return;
+    };
+    // Products: all weights but the norms' and the embedding, 6 operations each; attention 6 · layers · width · tokens.
+    let weights = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 24) + 50 * 16;
+    let flops = f64::from(6 * weights + 6 * 2 * 16 * 8);
+    assert_eq!(line["flops_per_token"], flops);
+    let expected = line["tokens_per_sec"].as_f64().unwrap() * flops / 1e12;
+    assert!((line["mfu"].as_f64().unwrap() - expected).abs() < 1e-6 * expected);
+    // Weights of 2 bytes, gradients, masters and two moments of 4 each.
+    let parameters = line["parameters"].as_u64().unwrap();
+    assert!(line["peak_device_bytes"].as_u64().unwrap() > 18 * parameters);
+}
+
+#[test]
+fn a_gpu_without_memory_says_what_holds_it() {
+    let program = bench();
+    let Some(line) = measured(&program) else {
+        return;
+    };
+    let peak = line["peak_device_bytes"].as_u64().unwrap();
+    // The last allocations of a step fail, then those of the optimizer, then those of the weights.
+    let in_step = program
+        .clone()
+        .variable("EMULATED_GPU_BYTES", peak * 9 / 10);
+    in_step.run().assert_error(&[
+        "step 0 failed",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "Emulated GPU",
+        "this rank: weights",
+        "gradients",
+        "optimizer",
+        "--seq-len",
+    ]);
+    let in_weights = program.variable("EMULATED_GPU_BYTES", 20_000);
+    in_weights.run().assert_error(&[
+        "putting parameter model.",
+        "bytes",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+    ]);
+}
