@@ -287,6 +287,13 @@ fn catalog(ranks: &[RankAnnouncements]) -> Result<Vec<CatalogEntry>> {
                     entry.shape
                 );
             }
+            if entry.trainable != param.trainable {
+                bail!(
+                    "parameter {} is frozen on one rank and trainable on another, rank {rank} is the first to differ\nhint: \
+                     freeze the same names on every rank",
+                    param.name
+                );
+            }
             let answers = announced.is_first_replica
                 && first_stage.get(&param.name) == Some(&announced.stage)
                 && (param.is_sharded || entry.holders.is_empty())

@@ -99,6 +99,23 @@ fn what_is_frozen_does_not_move_on_any_layout() {
 }
 
 #[test]
+fn every_rank_must_freeze_the_same() {
+    let chain = Chain {
+        tied: true,
+        ..Chain::default()
+    };
+    for layout in [(2, 1, 1), (1, 2, 1), (1, 1, 2)] {
+        on_mesh(layout, |mesh| {
+            let rank = mesh.world.rank();
+            let store = ParamStore::init(5).freeze(move |name| rank == 1 && name == "embed.weight");
+            let said = message(chain.stage(&mesh, &store).map(drop));
+            assert_says(&said, &["embed.weight", "frozen", "rank 1", "hint: "]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn a_frozen_parameter_takes_no_gradient() {
     let chain = Chain::default();
     let mesh = single_mesh();
