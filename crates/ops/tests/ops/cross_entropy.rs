@@ -6,7 +6,8 @@ use crate::check::{
 };
 use candle_core::{D, Result, Tensor, Var};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy, cross_entropy_grad, row_max, sum_exp_and_target_logit,
+    IGNORE_INDEX, cross_entropy, cross_entropy_grad, cross_entropy_loss, row_max,
+    sum_exp_and_target_logit,
 };
 
 const LARGEST_LOGIT: f64 = 8.0;
@@ -167,6 +168,36 @@ fn a_broken_logit_breaks_the_loss_of_its_row_only() -> Result<()> {
         let loss =
             cross_entropy(&logits, &Tensor::new(&[1u32, 2, 3], &device())?)?.to_vec1::<f32>()?;
         assert!(loss[0].is_nan() && loss[1].is_finite() && loss[2].is_finite());
+        Ok(())
+    })
+}
+
+#[test]
+fn losses_of_rows_without_a_target_and_with_one_beyond_the_vocabulary() -> Result<()> {
+    on_each_device(|| {
+        let max = Tensor::new(&[1f32, -2.0, 3.0, 0.5], &device())?;
+        let sums = [[2f32, 3.0, 4.0, 5.0], [-0.5, -1.0, 0.0, 0.0]];
+        let sums = Tensor::new(&sums, &device())?;
+        let targets = Tensor::new(&[0u32, 6, IGNORE_INDEX, 7], &device())?;
+        let (loss, log_sum_exp) = cross_entropy_loss(&max, &sums, &targets, 7)?;
+        let want = [
+            1.0 + 2f64.ln(),
+            -2.0 + 3f64.ln(),
+            3.0 + 4f64.ln(),
+            0.5 + 5f64.ln(),
+        ];
+        assert_close("log_sum_exp", &log_sum_exp, &want, 1e-6);
+        let loss = floats(&loss)?;
+        assert!((f64::from(loss[0]) - (2f64.ln() + 0.5)).abs() < 1e-6);
+        assert!((f64::from(loss[1]) - (3f64.ln() + 1.0)).abs() < 1e-6);
+        assert_eq!(loss[2], 0.0);
+        assert!(loss[3].is_nan());
+        for (max, targets) in [
+            (&max.narrow(0, 0, 3)?, &targets),
+            (&max, &targets.narrow(0, 0, 3)?),
+        ] {
+            assert!(cross_entropy_loss(max, &sums, targets, 7).is_err());
+        }
         Ok(())
     })
 }

@@ -156,6 +156,11 @@ fn tensors_on_two_devices() -> Result<()> {
         assert_says(graph, &["mixed", "the inputs are on CUDA"]);
         let half = x.to_dtype(DType::F16)?;
         assert_says(swiglu(&half, &half), &["gate", "F16", "hint: "]);
+        let wide = random(5, (1, 2, 1, 257))?;
+        assert_says(
+            causal_attention(&wide, &wide, &wide, 1.0, HeadGroups::new(1)),
+            &["heads of at most 256, got 257"],
+        );
         Ok(())
     })
 }
