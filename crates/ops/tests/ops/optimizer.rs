@@ -83,6 +83,37 @@ fn adamw_is_its_equation_on_every_device() -> Result<()> {
 }
 
 #[test]
+fn adamw_gives_the_same_bits_on_each_device() -> Result<()> {
+    on_each_device(|| {
+        let len = 5003;
+        let here = state(len)?;
+        let there: Vec<Tensor> = here
+            .iter()
+            .map(|tensor| tensor.to_device(&Device::Cpu)?.copy())
+            .collect::<Result<_>>()?;
+        let clip = Tensor::new(0.3f32, &Device::Cpu)?;
+        for (state, scale) in [(&here[..], clip.to_device(&device())?), (&there[..], clip)] {
+            let buffers = AdamWBuffers {
+                master: &state[0],
+                exp_avg: &state[1],
+                exp_avg_sq: &state[2],
+                weights: None,
+                grad: &state[3],
+                device_scale: Some(&scale),
+            };
+            adamw(&buffers, &CONSTANTS)?;
+            adamw(&buffers, &CONSTANTS)?;
+        }
+        for (here, there) in here.iter().zip(&there) {
+            let bits = |tensor| Ok(floats(tensor)?.into_iter().map(f32::to_bits).collect());
+            let [here, there]: [Result<Vec<u32>>; 2] = [here, there].map(bits);
+            assert!(here? == there?);
+        }
+        Ok(())
+    })
+}
+
+#[test]
 fn a_nan_factor_leaves_everything_as_it_was() -> Result<()> {
     on_each_device(|| {
         let before = state(5)?;
