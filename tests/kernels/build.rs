@@ -8,7 +8,9 @@ fn main() -> std::io::Result<()> {
     println!("cargo:rerun-if-changed=shim");
     println!("cargo:rerun-if-changed={KERNELS}");
     let mut sources = vec![
+        PathBuf::from("shim/block.cpp"),
         PathBuf::from("shim/launch.cpp"),
+        PathBuf::from("shim/stacks.cpp"),
         PathBuf::from("shim/broken.cu"),
     ];
     for entry in std::fs::read_dir(KERNELS)? {
