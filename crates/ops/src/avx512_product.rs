@@ -44,8 +44,9 @@ pub(crate) fn is_worth_it(rows: usize, cols: usize) -> bool {
 
 /// `out = lhs * rhs`, or `out += lhs * rhs` if `add`, on all threads of the current pool.
 ///
-/// To be called if [`is_worth_it`], with matrices that fit and `k` not 0.
-pub(crate) fn product(out: &mut MatrixMut<'_>, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+/// # Safety
+/// [`is_worth_it`], the shapes fit and `k` is not 0.
+pub(crate) unsafe fn product(out: &mut MatrixMut<'_>, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
     let num_k = lhs.cols;
     let sum_len = num_k.div_ceil(num_k.div_ceil(SUM_LEN));
     let panel_cols = out.cols.next_multiple_of(PANEL_COLS);
@@ -173,6 +174,7 @@ fn with_buffer(index: usize, f: impl FnOnce(&mut Vec<Line>)) {
 mod tests {
     use super::{is_worth_it, product};
     use crate::matrix::{Matrix, MatrixMut, SUM_LEN};
+    use rayon::prelude::*;
 
     /// Numbers in -1..1.
     fn values(len: usize, seed: usize) -> Vec<f32> {
@@ -194,12 +196,9 @@ mod tests {
             };
             let stride = cols + 5;
             let mut out = vec![0.5f32; rows * stride];
-            product(
-                &mut MatrixMut::new(&mut out, rows, cols, stride),
-                add,
-                lhs,
-                rhs,
-            );
+            let mut matrix = MatrixMut::new(&mut out, rows, cols, stride);
+            // SAFETY: the tests ask whether the processor has AVX-512, and the shapes fit.
+            unsafe { product(&mut matrix, add, lhs, rhs) };
             for (i, &got) in out.iter().enumerate() {
                 let (row, col) = (i / stride, i % stride);
                 if col >= cols {
@@ -236,5 +235,19 @@ mod tests {
             check(rows, cols, num_k, false);
             check(rows, cols, num_k, true);
         }
+    }
+
+    /// A thread that waits inside a product takes up another one, whose packed matrices must not replace its own.
+    #[test]
+    fn products_that_begin_inside_others() {
+        if !is_worth_it(28, 28) {
+            return;
+        }
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build();
+        pool.unwrap().install(|| {
+            (0..24).into_par_iter().with_max_len(1).for_each(|i| {
+                check(60 + i, 300 + 16 * (i % 5), 40 - i, i % 2 == 0);
+            });
+        });
     }
 }

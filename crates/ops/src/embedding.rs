@@ -54,7 +54,7 @@ pub fn embedding_forward(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -> Result<()> {
     let h = width(ids, dy)?;
     let len = dst.elem_count();
-    if !len.is_multiple_of(h.max(1)) {
+    if len > 0 && len.checked_rem(h) != Some(0) {
         bail!("{NAME}: expected a gradient buffer of rows of {h}, got {len} values")
     }
     on_cuda!(dst => crate::cuda::embedding_grad_into(dst, add, ids, dy));

@@ -102,7 +102,8 @@ impl<'a> MatrixMut<'a> {
         #[cfg(target_arch = "x86_64")]
         if avx512_product::is_worth_it(self.rows, self.cols) {
             self.check_shapes(lhs, rhs);
-            return avx512_product::product(self, add, lhs, rhs);
+            // SAFETY: the processor can, the shapes fit, and without a `k` there would be no multiplications.
+            return unsafe { avx512_product::product(self, add, lhs, rhs) };
         }
         match num_threads {
             1 => self.write(add, lhs, rhs, Parallelism::None),

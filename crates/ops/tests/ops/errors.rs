@@ -3,8 +3,9 @@
 use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad, embedding, linear,
-    linear_weight_grad, rms_norm, rope, row_max, swiglu, with_backward1,
+    HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad, embedding,
+    embedding_grad_into, linear, linear_weight_grad, rms_norm, rope, row_max, swiglu,
+    with_backward1,
 };
 
 #[track_caller]
@@ -55,6 +56,11 @@ fn shapes() -> Result<()> {
         assert_says(
             embedding(&random(1, 3)?, &Tensor::new(&[1u32], &device())?),
             &["embedding", "[3]"],
+        );
+        let (ids, empty) = (Tensor::new(&[1u32, 2], &device())?, random(1, (2, 0))?);
+        assert_says(
+            embedding_grad_into(&random(2, 5)?, false, &ids, &empty).map(|()| empty),
+            &["embedding", "rows of 0", "5 values"],
         );
         let row = random(1, 2)?;
         assert_says(
