@@ -3,7 +3,7 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::host_floats::HostFloats;
-use crate::in_place::{len_must_be, write};
+use crate::in_place::{len_must_be, must_not_share, write};
 use candle_core::{Result, Tensor};
 
 const NAME: &str = "add_into";
@@ -14,9 +14,10 @@ const NAME: &str = "add_into";
 /// `dst` as many values as `values`, in row-major order, f32, contiguous; `values` f32 or bf16.
 ///
 /// # Errors
-/// When the numbers of values differ, `values` is not f32 or bf16, or the two are on different devices.
+/// When the numbers of values differ, the two share a storage, `values` is not f32 or bf16, or the two are on different devices.
 pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
     len_must_be(NAME, dst, values.elem_count())?;
+    must_not_share(NAME, dst, values)?;
     on_cuda!(dst => crate::cuda::add_into(dst, add, values));
     let values = HostFloats::new(NAME, "values", values)?;
     let values = values.read();

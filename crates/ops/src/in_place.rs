@@ -114,6 +114,14 @@ pub(crate) fn len_must_be(op: &str, dst: &Tensor, len: usize) -> Result<()> {
     Ok(())
 }
 
+/// An error if `dst` and `values`, which are read while it is written, are views of one storage.
+pub(crate) fn must_not_share(op: &str, dst: &Tensor, values: &Tensor) -> Result<()> {
+    if same_storage(dst, values) {
+        bail!("{op}: dst and values share a storage\nhint: copy the values first")
+    }
+    Ok(())
+}
+
 /// Whether two tensors are views of one storage: candle locks storages, so work on two views at a time would wait for
 /// itself.
 pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {

@@ -3,7 +3,7 @@
 use crate::brain_float::round_into as round_values;
 use crate::dispatch::on_cuda;
 use crate::host::HostF32;
-use crate::in_place::{len_must_be, write};
+use crate::in_place::{len_must_be, must_not_share, write};
 use candle_core::{Result, Tensor};
 
 const NAME: &str = "round_into";
@@ -14,9 +14,10 @@ const NAME: &str = "round_into";
 /// `dst`, bf16, contiguous, with as many values as `values`, f32, in row-major order.
 ///
 /// # Errors
-/// When the numbers of values differ, `dst` is not contiguous, or a tensor has another dtype or device.
+/// When the numbers of values differ, the two share a storage, `dst` is not contiguous, or a tensor has another dtype or device.
 pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     len_must_be(NAME, dst, values.elem_count())?;
+    must_not_share(NAME, dst, values)?;
     on_cuda!(dst => crate::cuda::round_into(dst, values));
     let values = HostF32::new(NAME, "values", values)?;
     let values = values.read();

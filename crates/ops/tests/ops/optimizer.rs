@@ -218,6 +218,9 @@ fn values_are_written_added_and_rounded_in_place() -> Result<()> {
         let after = floats(&buffer)?;
         assert_eq!(after[..13], before[..13]);
         assert_eq!(after[113..], before[113..]);
+        let shared = add_into(&view, true, &buffer.narrow(0, 500, 100)?);
+        let message = shared.expect_err("one lock for two views").to_string();
+        assert!(message.contains("share a storage"), "{message}");
         let narrow = Tensor::zeros(1000, DType::BF16, &device())?;
         round_into(&narrow.narrow(0, 7, 100)?, &xs)?;
         let rounded = floats(&narrow)?;
