@@ -81,6 +81,8 @@ struct Args {
 }
 
 const NUM_WARM_UP_STEPS: usize = 2;
+/// More threads than this in one process is a slip of the keyboard.
+const MAX_THREADS: usize = 1024;
 
 /// What the first rank measured.
 struct Measured {
@@ -113,6 +115,12 @@ fn run(args: &Args) -> Result<()> {
     Llama::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.dp)?;
+    if args.threads > MAX_THREADS {
+        bail!(
+            "--threads is {}; expected at most {MAX_THREADS}",
+            args.threads
+        );
+    }
     if args.threads > 0 {
         local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
     }

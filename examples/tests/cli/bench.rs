@@ -57,3 +57,10 @@ fn a_pattern_must_leave_something_to_train_and_something_to_freeze() {
     run("model.embed$").assert_error(&["model.embed$", "none of the 21 parameters", "hint: "]);
     run(".").assert_error(&["--freeze .", "all 21 parameters", "hint: "]);
 }
+
+#[test]
+fn a_number_of_threads_that_no_machine_has_is_refused() {
+    let run = |threads: &str| bench().flag("--threads", threads).run();
+    run("1025").assert_error(&["--threads is 1025", "at most 1024"]);
+    run("18446744073709551615").assert_error(&["--threads is 18446744073709551615"]);
+}
