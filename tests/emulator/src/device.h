@@ -16,7 +16,7 @@ struct Device {
     explicit Device(int ordinal);
 
     CUcontext context() { return reinterpret_cast<CUcontext>(this); }
-    // The address in this GPU's memory. The first failure of work on a GPU ends all further work on it, as on a real one.
+    // The first failure of work on a GPU ends all further work on it, as on a real one.
     void fail(CUresult error);
 
     const int ordinal;
@@ -25,7 +25,6 @@ struct Device {
     std::atomic<CUresult> error{CUDA_SUCCESS};
     // Which GPUs' memory kernels on this one may use, by ordinal.
     std::atomic<unsigned> peers;
-    std::atomic<bool> started{false};
     std::atomic<uint64_t> release_threshold{0};
 };
 

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <set>
 #include <string>
+
 #include <unistd.h>
 
 #include "chance.h"
@@ -26,13 +27,23 @@ constexpr int MAX_SHARED_BYTES = 227 << 10;
 struct Module {
     Device* device;
     // candle's modules are PTX, ours are not.
-    std::string ptx;
+    bool is_ptx;
+    // The names of its kernels, if it is PTX.
+    std::set<std::string> entries;
 
-    const char* set() const { return ptx.empty() ? "own" : "candle"; }
-    bool holds(const std::string& kernel) const {
-        return ptx.empty() || ptx.find(".entry " + kernel + "(") != std::string::npos;
-    }
+    const char* set() const { return is_ptx ? "candle" : "own"; }
+    bool holds(const std::string& kernel) const { return !is_ptx || entries.count(kernel) > 0; }
 };
+
+std::set<std::string> entries_of(const std::string& ptx) {
+    const std::string word = ".entry ";
+    std::set<std::string> entries;
+    for (size_t at = ptx.find(word); at != std::string::npos; at = ptx.find(word, at)) {
+        at += word.size();
+        entries.insert(ptx.substr(at, ptx.find('(', at) - at));
+    }
+    return entries;
+}
 
 struct Function {
     std::string name;
@@ -158,7 +169,12 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
     }
     const char* text = static_cast<const char*>(image);
     bool is_ptx = text[0] == '/' || text[0] == '.' || text[0] == '\n';
-    auto loaded = std::make_shared<Module>(Module{current_device(), is_ptx ? text : ""});
+    auto loaded = std::make_shared<Module>();
+    loaded->device = current_device();
+    loaded->is_ptx = is_ptx;
+    if (is_ptx) {
+        loaded->entries = entries_of(text);
+    }
     *module = static_cast<CUmodule>(handles<Module>().add(loaded));
     return CUDA_SUCCESS;
 }

@@ -5,11 +5,18 @@
 #include <numeric>
 #include <utility>
 
-thread_local Block shim_block;
+// A plain pointer: an object would be looked after at each use.
+__thread Block* shim_block;
 __thread ShimIndex threadIdx, blockIdx, blockDim, gridDim;
 
 static void run_on_own_stack() {
-    shim_block.run_threads();
+    shim_block->run_threads();
+}
+
+Block& shim_block_of_thread() {
+    thread_local Block block;
+    shim_block = &block;
+    return block;
 }
 
 const char* Block::prepare(ShimIndex dim, uint64_t seed, void (*kernel)(void*), void* arguments) {

@@ -76,5 +76,6 @@ class Block {
     char error_[256];
 };
 
-// The one that this thread of the host runs.
-extern thread_local Block shim_block;
+// The one that this thread of the host runs; made by the first launch.
+extern __thread Block* shim_block;
+Block& shim_block_of_thread();

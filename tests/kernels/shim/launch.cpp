@@ -15,16 +15,16 @@ extern __thread __align__(16) float shared[];
 __thread __align__(16) float shared[SHARED_FLOATS + GUARD_BYTES / sizeof(float)];
 
 void shim_barrier(const char* file, int line) {
-    shim_block.wait_at_barrier(file, line);
+    shim_block->wait_at_barrier(file, line);
 }
 
 uint64_t shim_exchange(unsigned int mask, uint64_t value, unsigned int source_lane, const char* file, int line) {
     // A mask of some lanes would need a count of its own; no kernel has one.
-    return shim_block.exchange(value, source_lane, file, mask == 0xffffffffu ? line : -line);
+    return shim_block->exchange(value, source_lane, file, mask == 0xffffffffu ? line : -line);
 }
 
 unsigned int shim_lane() {
-    return shim_block.lane();
+    return shim_block->lane();
 }
 
 // Calls kernel(arguments) in every thread of a grid; null, or what went wrong.
@@ -37,7 +37,8 @@ extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsign
     if (shared_bytes > SHARED_FLOATS * sizeof *shared) {
         return "more shared memory than there is";
     }
-    if (const char* problem = shim_block.prepare({block[0], block[1], block[2]}, seed, kernel, arguments)) {
+    Block& running = shim_block_of_thread();
+    if (const char* problem = running.prepare({block[0], block[1], block[2]}, seed, kernel, arguments)) {
         return problem;
     }
     gridDim = {grid[0], grid[1], grid[2]};
@@ -47,7 +48,7 @@ extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsign
         blockIdx = {(unsigned int)(i % grid[0]), (unsigned int)(i / grid[0] % grid[1]),
                     (unsigned int)(i / grid[0] / grid[1])};
         std::memset(shared, POISON, shared_bytes);
-        if (const char* problem = shim_block.run()) {
+        if (const char* problem = running.run()) {
             return problem;
         }
     }
