@@ -67,6 +67,13 @@ pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -
 /// The gradient of a table `(v, h)`, in the dtype of `dy`.
 fn table_grad(table: (usize, usize), ids: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let h = width(ids, dy)?;
+    if h != table.1 {
+        bail!(
+            "{NAME}: expected a gradient of rows of {}, got {:?}",
+            table.1,
+            dy.dims()
+        )
+    }
     on_cuda!(dy => crate::cuda::embedding_grad(table, ids, dy));
     let dtype = dy.dtype();
     let (dy, ids) = gradient_and_ids(ids, dy)?;
