@@ -106,7 +106,13 @@ impl Block for Panicking {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         assert!(!self.panics, "a block of rank 3 is broken");
         let xs = match self.is_first {
-            true => xs.to_dtype(DType::F32)?.unsqueeze(2)?.repeat((1, 1, 4))?,
+            true => {
+                let tokens = xs.to_device(self.linear.weight().device())?;
+                tokens
+                    .to_dtype(DType::F32)?
+                    .unsqueeze(2)?
+                    .repeat((1, 1, 4))?
+            }
             false => xs.clone(),
         };
         let ys = self.linear.forward(&xs)?;
@@ -124,7 +130,7 @@ fn a_panic_in_the_forward_pass_of_one_rank() {
     let said = failure(|| {
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;
-            let vb = ParamStore::init(1).builder(DType::F32, &Device::Cpu);
+            let vb = ParamStore::init(1).builder(DType::F32, mesh.world.device());
             let stage = Stage::build(&mesh, &vb, 4, 4, |index, vb| {
                 let vb = vb.pp(index).var_builder();
                 Ok(Box::new(Panicking {
