@@ -19,6 +19,9 @@ pub(crate) trait Work<T>: Send {
 /// Dropping it without waiting loses the result only: the operation still takes place for the other ranks, and once
 /// the drop returns the inputs may be written to again.
 ///
+/// On GPUs an operation is complete when it is on the streams of its ranks, which keep the order: `wait` and drop never wait
+/// for a GPU.
+///
 /// `wait` blocks the thread. Never call it from a rayon worker (inside `par_iter`, `join` or `spawn`): the job that
 /// produces the result may be queued behind the one that waits for it.
 #[must_use = "an operation in flight must be waited for"]
