@@ -179,7 +179,9 @@ impl Outcome {
 }
 
 fn is_progress(line: &str) -> bool {
-    line.starts_with("step ") && line.contains(" loss ")
+    let is_step = line.starts_with("step ") && line.contains(" loss ");
+    // A build with CUDA tells the device that it chose.
+    is_step || line.starts_with("device: ")
 }
 
 /// Our own hints, and what the parser of the flags adds.
