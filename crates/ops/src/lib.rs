@@ -45,6 +45,8 @@ mod linear;
 mod linear_grad;
 mod matrix;
 mod op_output;
+mod op_time;
+mod profile;
 mod rms_norm;
 mod rope;
 mod round;
@@ -68,6 +70,8 @@ pub use linear_grad::{
     linear_weight_grad, linear_weight_grad_into,
 };
 pub use op_output::OpOutput;
+pub use op_time::OpTime;
+pub use profile::Profile;
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use round::round_into;

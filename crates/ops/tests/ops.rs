@@ -26,6 +26,8 @@ mod linear;
 mod optimizer;
 #[path = "ops/pieces.rs"]
 mod pieces;
+#[path = "ops/profile.rs"]
+mod profile;
 #[path = "ops/rms_norm.rs"]
 mod rms_norm;
 #[path = "ops/size_zero.rs"]

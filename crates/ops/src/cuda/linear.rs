@@ -9,6 +9,7 @@ use super::elements::zero;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, Out};
+use super::profile::timed;
 use super::values::Fresh;
 use crate::OpOutput;
 use crate::host::detached;
@@ -219,7 +220,7 @@ impl Product {
         let blas = gpu.device.cublas_handle();
         // SAFETY: the handle is the device's, on its stream; alpha and beta are read during the call; the matrices are as
         // the caller promised.
-        unsafe {
+        timed(gpu.op(), &gpu.device.cuda_stream(), || unsafe {
             result::gemm_ex(
                 *blas.handle(),
                 operation(self.transposed[0]),
@@ -241,8 +242,8 @@ impl Product {
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
-        }
-        .w()
+            .w()
+        })
     }
 }
 

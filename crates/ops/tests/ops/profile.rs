@@ -1,0 +1,66 @@
+//! Profiles: what they count and print.
+
+use crate::check::{device, on_each_device};
+use candle_core::{DType, Result, Tensor};
+use candle_ops::{OpTime, Profile, linear_forward, rms_norm_forward};
+
+fn op(op: &'static str, num_calls: usize, secs: f64) -> OpTime {
+    OpTime {
+        op,
+        num_calls,
+        secs,
+    }
+}
+
+#[test]
+fn a_table_has_the_longest_operation_first_and_what_no_operation_explains() {
+    let ops = vec![op("rope", 8, 0.002), op("linear", 4, 0.006)];
+    let table = Profile::new(0.010, ops, 2).to_string();
+    let rows: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split("  ").map(str::trim).collect())
+        .map(|cells: Vec<&str>| cells.into_iter().filter(|cell| !cell.is_empty()).collect())
+        .collect();
+    let expected = [
+        vec!["operation", "calls/step", "ms/step", "%"],
+        vec!["linear", "2.0", "3.000", "60.0"],
+        vec!["rope", "4.0", "1.000", "20.0"],
+        vec!["everything else", "1.000", "20.0"],
+        vec!["all", "5.000", "100.0"],
+    ];
+    assert_eq!(rows, expected, "{table}");
+}
+
+/// Tests that run at the same time use the same GPU: counts are lower bounds.
+#[test]
+fn operations_on_a_gpu_are_counted_and_timed() -> Result<()> {
+    on_each_device(|| {
+        let device = device();
+        if device.is_cpu() {
+            let error = Profile::start(&device).unwrap_err().to_string();
+            assert!(error.contains("needs a GPU"), "{error}");
+            assert!(Profile::finish(&device, 1).is_err());
+            return Ok(());
+        }
+        let xs = Tensor::ones((3, 8), DType::F32, &device)?;
+        let weight = Tensor::ones((5, 8), DType::F32, &device)?;
+        let scale = Tensor::ones(8, DType::F32, &device)?;
+        Profile::start(&device)?;
+        let error = Profile::start(&device).unwrap_err().to_string();
+        assert!(error.contains("runs already"), "{error}");
+        for _ in 0..3 {
+            linear_forward(&xs, &weight, None)?;
+            rms_norm_forward(&xs, &scale, 1e-6)?;
+        }
+        let profile = Profile::finish(&device, 1)?;
+        for name in ["linear", "rms_norm_forward"] {
+            let time = profile.ops.iter().find(|time| time.op == name);
+            let time = time.unwrap_or_else(|| panic!("no {name} in\n{profile}"));
+            assert!(time.num_calls >= 3 && time.secs > 0.0, "{profile}");
+            assert!(time.secs <= profile.total_secs, "{profile}");
+        }
+        let error = Profile::finish(&device, 1).unwrap_err().to_string();
+        assert!(error.contains("no profile runs"), "{error}");
+        Ok(())
+    })
+}
