@@ -11,12 +11,13 @@ namespace emulator {
 
 namespace {
 
-constexpr size_t GUARD_BYTES = 256; // also the alignment of allocations
+constexpr size_t GUARD_BYTES = 4096;
+constexpr size_t ALIGN_BYTES = 256;
 constexpr unsigned char POISON = 0xff;
 constexpr size_t PAGE_BYTES = 4096;
 
 size_t aligned(size_t bytes) {
-    return (bytes + GUARD_BYTES - 1) / GUARD_BYTES * GUARD_BYTES;
+    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
 }
 
 CUdeviceptr map_range(size_t bytes, int protection) {
@@ -29,7 +30,7 @@ CUdeviceptr map_range(size_t bytes, int protection) {
 }
 
 bool is_poison(const char* from, size_t bytes) {
-    return std::all_of(from, from + bytes, [](char byte) { return (unsigned char)byte == POISON; });
+    return (unsigned char)*from == POISON && std::memcmp(from, from + 1, bytes - 1) == 0;
 }
 
 // Large freed memory goes back to the system, so that a small machine can hold several GPUs.

@@ -66,6 +66,14 @@ fn reductions() -> Result<()> {
             false => Ok(x),
         }
     };
+    // Blocks of less than a warp.
+    same("short sum", 1e-6, |device| {
+        values(device, 67, 5, DType::F32)?.sum(1)
+    })?;
+    same("sort", 0.0, |device| {
+        let x = values(device, 3, 100, DType::F32)?;
+        Ok(x.sort_last_dim(true)?.0)
+    })?;
     for dtype in [DType::F32, DType::BF16] {
         let tolerance = if dtype == DType::BF16 { 4e-3 } else { 1e-5 };
         for dim in [0, 1] {
