@@ -14,7 +14,8 @@
 //!
 //! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
 //! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and
-//! `.._into` where a gradient goes straight into a buffer that exists).
+//! `.._into` where a gradient goes straight into a buffer that exists). A function that writes to a tensor holds the lock of its
+//! storage while all threads work: two such calls on views of one storage must not be jobs of one rayon pool.
 
 #![deny(unsafe_code)]
 
