@@ -3,16 +3,31 @@
 //! The model, tape and optimizer are those of `finetune_llama`. A step is forward, backward, clipping and AdamW. With one rank
 //! and nothing frozen the line also tells the time that the products of the linear layers take alone: no step can be faster.
 //!
-//! On a GPU the line has its name, the most memory that tensors held, and in bf16 the model FLOPs utilisation (MFU): the operations
-//! that the step needs (6 per weight of a product and token, 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for
-//! attention) per second, over what the GPU could do. There the host runs ahead: a step ends when the loss is read, so the time of
-//! AdamW counts in the step that follows, and `forward_secs` to `optimizer_secs` are the host's.
+//! On a GPU the host runs ahead: a step ends when the loss is read, so the time of AdamW counts in the step that follows.
+//! `--profile` tells what the GPU itself does in a step.
+//!
+//! | field of the line | unit and meaning |
+//! |---|---|
+//! | `system`, `device`, `dtype` | the program and its version; `cpu` or the GPU's name; type of weights and activations |
+//! | `step_secs`, `min_step_secs` | median and shortest step |
+//! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
+//! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
+//! | `mfu` | model FLOPs utilisation, `flops_per_token · tokens_per_sec` over `--peak-tflops` of all devices; null if that is not known |
+//! | `peak_device_bytes` | the most that tensors held at a time, by the driver's memory pool; null on the CPU |
+//! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
+//! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
+//! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
+//! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU the host's, which asks for the work and waits for the loss |
+//!
+//! The shape of Llama-3.1-8B with everything frozen but the norms:
+//! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
+//! --vocab-size 128256 --seq-len 4096 --batch-size 1 --freeze 'proj|embed_tokens|lm_head'`
 
 use std::process::ExitCode;
 
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
-use candle_ops::GpuState;
+use candle_ops::{GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
@@ -78,6 +93,9 @@ struct Args {
     /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
+    /// Print the GPU time of each operation in the measured steps of the first GPU to stderr; these take longer then
+    #[arg(long)]
+    profile: bool,
 }
 
 const NUM_WARM_UP_STEPS: usize = 2;
@@ -95,6 +113,7 @@ struct Measured {
     product_floor_secs: Option<f64>,
     flops_per_token: f64,
     gpu: Option<GpuState>,
+    profile: Option<Profile>,
 }
 
 fn main() -> ExitCode {
@@ -125,6 +144,11 @@ fn run(args: &Args) -> Result<()> {
         local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
     }
     local.devices = args.device.open(local.world_size)?;
+    if args.profile && local.devices.iter().any(Device::is_cpu) {
+        bail!(
+            "--profile is made of CUDA events, and this runs on the CPU\nhint: --device cuda, in a build with CUDA"
+        );
+    }
     let num_devices = local.devices.len();
     let ranks = launch::threads_with(local, |world| {
         bench(args, &config, &batch_config, degrees, world)
@@ -223,17 +247,25 @@ fn bench(
         product_floor_secs: None,
         flops_per_token,
         gpu: None,
+        profile: None,
     };
+    let is_profiled = args.profile && mesh.world.rank() == 0;
     let mut faults_before = 0;
     for step in 0..num_steps {
         if step == NUM_WARM_UP_STEPS {
             faults_before = page_faults();
+            if is_profiled {
+                Profile::start(mesh.world.device())?;
+            }
         }
         let report = trainer.train_step(&batches.batch(step)?)?;
         if step >= NUM_WARM_UP_STEPS {
             measured.step_secs.push(report.step_secs);
             measured.times.push(trainer.times());
         }
+    }
+    if is_profiled {
+        measured.profile = Some(Profile::finish(mesh.world.device(), args.steps)?);
     }
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
     measured.gpu = GpuState::of(mesh.world.device())?;
@@ -280,6 +312,9 @@ fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()>
         "communication_secs": mean(|t| t.communication_secs),
         "optimizer_secs": mean(|t| t.optimizer_secs),
     });
+    if let Some(profile) = &measured.profile {
+        eprint!("{profile}");
+    }
     println!("{line}");
     Ok(())
 }

@@ -64,3 +64,9 @@ fn a_number_of_threads_that_no_machine_has_is_refused() {
     run("1025").assert_error(&["--threads is 1025", "at most 1024"]);
     run("18446744073709551615").assert_error(&["--threads is 18446744073709551615"]);
 }
+
+#[test]
+fn a_profile_needs_a_gpu() {
+    let outcome = bench().flag("--device", "cpu").switch("--profile").run();
+    outcome.assert_error(&["--profile", "CUDA events", "CPU", "hint: --device cuda"]);
+}
