@@ -54,14 +54,16 @@ def library_path():
 
 
 class Check:
-    def __init__(self, smoke, folder):
+    def __init__(self, smoke, folder, logs):
         self.smoke, self.folder, self.programs = smoke, pathlib.Path(folder), unpacked(folder)
+        self.logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
         self.environment = {**os.environ, "LD_LIBRARY_PATH": library_path(), "CANDLE_TRAIN_REQUIRE_CUDA": "1",
                             "CANDLE_TRAIN_TEST_DEVICE": "cuda:0", "RUST_BACKTRACE": "0"}
 
     def run(self, what, command, deadline):
         """The output of a command, which must succeed; all of it is kept in a log."""
-        log = self.folder / f"{what.replace(' ', '-')}.log"
+        log = self.logs / f"{what.replace(' ', '-')}.log"
         with open(log, "w") as out:
             try:
                 code = subprocess.run(list(map(str, command)), cwd=ROOT, env=self.environment, stdout=out,
@@ -149,6 +151,18 @@ class Check:
         results, failures = self.in_turns("frozen", [*shape, "--freeze", ALL_BUT_NORMS], torch)
         return self.compared(results, failures, 1.1, speed_goal=14000)
 
+    def profile(self):
+        """GPU time of each operation in the steps of `full` and `frozen`, in runs of their own: events take time too."""
+        tables = {}
+        for case, shape in (("full", flags(TINY if self.smoke else SMALL) + ["--tie"]),
+                            ("frozen", flags(TINY if self.smoke else LARGE) + ["--freeze", ALL_BUT_NORMS])):
+            command = [self.programs["bench_train"], "--device", "cuda:0", "--dtype", "bf16", *shape, "--profile"]
+            lines = self.run(f"profile {case}", command, 60).splitlines()
+            header = next(i for i, line in enumerate(lines) if line.startswith("operation "))
+            tables[case] = [line for line in lines[header:] if not line.startswith("{")]
+        longest = [f"{case}: {table[1].split()[0]} {table[1].split()[-1]}%" for case, table in tables.items()]
+        return {"result": "longest in " + ", in ".join(longest), "tables": tables}
+
     @staticmethod
     def compared(results, failures, goal, mfu_goal=None, speed_goal=None):
         ours = results["ours"]
@@ -174,7 +188,7 @@ class Check:
                 "failed": failures}
 
 
-PARTS = ["operations", "communication", "parity", "finetune", "full", "frozen", "bf16", "attention"]
+PARTS = ["operations", "communication", "parity", "finetune", "full", "frozen", "bf16", "attention", "profile"]
 
 
 def commit():
@@ -194,7 +208,7 @@ def main():
     arguments = parser.parse_args()
     began, report = time.time(), {}
     with tempfile.TemporaryDirectory() as folder:
-        check = Check(arguments.smoke, folder)
+        check = Check(arguments.smoke, folder, arguments.output.with_suffix(".logs").absolute())
         if arguments.smoke:
             print("a smoke run: sizes are tiny, no number below measures anything")
         print("| part | result | seconds | goal | reached |\n|---|---|---|---|---|")
@@ -213,7 +227,7 @@ def main():
     arguments.output.write_text(json.dumps({
         "date": datetime.date.today().isoformat(), "commit": commit(), "machine": platform.node(), "smoke": arguments.smoke,
         "secs": round(time.time() - began, 1), "parts": report}, indent=1) + "\n")
-    print(f"{time.time() - began:.0f} s in all; written to {arguments.output}")
+    print(f"{time.time() - began:.0f} s in all; written to {arguments.output}, what the programs said to {check.logs}")
     failed = [part for part, row in report.items() if row["result"].startswith("FAILED")]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

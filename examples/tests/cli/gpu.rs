@@ -1,5 +1,5 @@
-//! Training on a GPU: what it tells, and what it says when memory runs out. The GPU is the emulated one (`scripts/emulated-gpu.sh`),
-//! whose memory can be made small; without it the tests say so and pass.
+//! Training on a GPU: what it tells, where its time goes, and what it says when memory runs out. The GPU is the emulated one
+//! (`scripts/emulated-gpu.sh`), whose memory can be made small; without it the tests say so and pass.
 
 use serde_json::Value;
 
@@ -54,6 +54,25 @@ fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
 }
 
 #[test]
+fn a_profile_of_a_gpu_names_the_operations_of_a_step() {
+    let program = bench().flag("--steps", 3).switch("--profile");
+    if measured(&program).is_none() {
+        return;
+    }
+    let table = program.run().stderr;
+    // Two layers of seven weights each, and the head.
+    for (op, calls) in [
+        ("linear_weight_grad_into", "15.0"),
+        ("swiglu_forward", "2.0"),
+    ] {
+        let row = table.lines().find(|line| line.starts_with(op));
+        let cells: Vec<&str> = row.unwrap_or_default().split_whitespace().collect();
+        assert_eq!(cells.get(1), Some(&calls), "{op} in {table}");
+    }
+    assert!(table.contains("everything else"), "{table}");
+}
+
+#[test]
 fn a_gpu_without_memory_says_what_holds_it() {
     let program = bench();
     let Some(line) = measured(&program) else {
@@ -73,7 +92,8 @@ fn a_gpu_without_memory_says_what_holds_it() {
         "optimizer",
         "--seq-len",
     ]);
-    let in_weights = program.variable("EMULATED_GPU_BYTES", 2 * parameters);
+    // The first weight, the embedding, has 50 * 16 values of 4 bytes.
+    let in_weights = program.variable("EMULATED_GPU_BYTES", 3000);
     in_weights.run().assert_error(&[
         "putting parameter model.",
         "bytes",

@@ -184,11 +184,20 @@ fn is_progress(line: &str) -> bool {
     is_step || line.starts_with("device: ")
 }
 
-/// Our own hints, and what the parser of the flags adds.
+/// Our own hints, what holds the memory of a GPU, and what the parser of the flags adds.
 fn is_advice(line: &str) -> bool {
     let line = line.trim_start();
-    let beginnings = ["hint: ", "tip: ", "Usage: ", "For more information, try "];
-    line.is_empty() || line.starts_with('[') || beginnings.iter().any(|b| line.starts_with(b))
+    let beginnings = [
+        "hint: ",
+        "tip: ",
+        "this rank: ",
+        "Usage: ",
+        "For more information, try ",
+    ];
+    line.is_empty()
+        || line.starts_with('[')
+        || line.ends_with(" in tensors of this process")
+        || beginnings.iter().any(|b| line.starts_with(b))
 }
 
 fn read_all(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
