@@ -246,6 +246,15 @@ int cublasSetMathMode(void* handle, int mode) {
     return SUCCESS;
 }
 
+int cublasGetMathMode(void* handle, int* mode) {
+    std::shared_ptr<Blas> blas = handles<Blas>().get(handle);
+    if (!blas) {
+        return NOT_INITIALIZED;
+    }
+    *mode = blas->math_mode;
+    return SUCCESS;
+}
+
 // The workspace is only looked at: nothing here needs one.
 int cublasSetWorkspace_v2(void* handle, void* workspace, size_t bytes) {
     std::shared_ptr<Blas> blas = handles<Blas>().get(handle);

@@ -2,10 +2,12 @@
 
 use super::library::missing_library;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::cublas::sys::{cublasMath_t, cublasSetMathMode};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Device, Result, bail};
 
-/// Opens GPU `ordinal`: one stream shared by all threads, freed memory kept, no events per tensor.
+/// Opens GPU `ordinal`: one stream shared by all threads, freed memory kept, no events per tensor,
+/// products of bf16 summed in f32.
 ///
 /// # Errors
 /// When a library could not be loaded, there is no such GPU, or it fails to start.
@@ -22,6 +24,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
         .map_err(|err| unavailable(ordinal, &err.to_string()))?;
     let cuda = device.as_cuda_device()?;
     keep_freed_memory(cuda)?;
+    sum_in_f32(cuda)?;
     // SAFETY: tensors of this device are used on its one stream, which orders them. The default costs two events for each
     // allocation; work on a second stream must record and wait for events of its own.
     unsafe { cuda.disable_event_tracking() };
@@ -59,4 +62,14 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
         )
         .w()
     }
+}
+
+/// Makes cuBLAS add the parts of a product in f32: by default it may round them to bf16 first where it divides a long sum.
+fn sum_in_f32(device: &CudaDevice) -> Result<()> {
+    let blas = device.cublas_handle();
+    let mode = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    // SAFETY: the handle is the device's and lives as long as it; no other thread has the device yet.
+    unsafe { cublasSetMathMode(*blas.handle(), mode) }
+        .result()
+        .w()
 }

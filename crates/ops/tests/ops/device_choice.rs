@@ -50,3 +50,25 @@ fn a_gpu_needs_a_build_with_cuda() {
     let error = DeviceChoice::Cuda(0).open().unwrap_err().to_string();
     assert!(error.contains("built without CUDA"), "{error}");
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn products_on_a_gpu_are_summed_in_f32() -> candle_core::Result<()> {
+    use candle_core::cuda_backend::cudarc::cublas::sys::{cublasGetMathMode, cublasMath_t};
+    crate::check::on_each_device(|| {
+        let device = crate::check::device();
+        if device.is_cpu() {
+            return Ok(());
+        }
+        let blas = device.as_cuda_device()?.cublas_handle();
+        let mut mode = cublasMath_t::CUBLAS_DEFAULT_MATH;
+        // SAFETY: the handle is the device's, the mode is written during the call.
+        let status = unsafe { cublasGetMathMode(*blas.handle(), &raw mut mode) };
+        assert!(status.result().is_ok());
+        assert_eq!(
+            mode,
+            cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+        );
+        Ok(())
+    })
+}
