@@ -2,6 +2,8 @@
 
 #[path = "ops/attention.rs"]
 mod attention;
+#[path = "ops/attention_bf16.rs"]
+mod attention_bf16;
 #[path = "ops/brain_float.rs"]
 mod brain_float;
 #[path = "ops/check.rs"]

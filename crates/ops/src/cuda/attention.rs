@@ -1,4 +1,4 @@
-//! Causal attention on the GPU by kernels of our own; the equations are those of the crate's `causal_attention`.
+//! Causal attention on the GPU by kernels of our own, or by cuDNN where the build has it; the equations are those of the crate's `causal_attention`.
 
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
@@ -21,6 +21,10 @@ pub(crate) fn attention_forward(
     groups: HeadGroups,
 ) -> Result<(OpOutput, Tensor)> {
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
+    #[cfg(feature = "cudnn")]
+    if let Some(done) = super::cudnn::attention_forward([&q, &k, &v], scale, groups)? {
+        return Ok(done);
+    }
     by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], scale, groups))
 }
 

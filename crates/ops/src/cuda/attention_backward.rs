@@ -30,6 +30,10 @@ pub(crate) fn attention_backward(
         log_sum_exp: &log_sum_exp,
         grad: &grad,
     };
+    #[cfg(feature = "cudnn")]
+    if let Some(done) = super::cudnn::attention_backward(&pass, scale, groups)? {
+        return Ok(done);
+    }
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
         let pass = Pass::new::<T>(&gpu, pass, scale, groups)?;

@@ -11,6 +11,8 @@ mod attention;
 mod attention_backward;
 mod column_sum;
 mod cross_entropy;
+#[cfg(feature = "cudnn")]
+mod cudnn;
 mod device;
 mod element;
 mod elements;

@@ -1,0 +1,69 @@
+//! The backward pass. With P the probabilities, from the scores and their log-sum-exps, and dO the gradient of the output:
+//! `delta = rowsum(dO O)`, `dV = P^T dO`, `dS = scale P (dO V^T - delta)`, `dQ = dS K`, `dK = dS^T Q`, gradients of a head of
+//! keys and values being summed over the heads of queries that read it.
+
+use super::graph::{
+    BFLOAT16, DELTA, EXP, FLOAT, GRAD, Graph, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE, OUT, Q,
+    Q_GRAD, SCALE, SUB, SUM, V, V_GRAD, by_column,
+};
+use candle_core::Result;
+
+pub(super) fn describe(graph: &mut Graph) -> Result<()> {
+    let (q, grad, out) = (
+        graph.of_queries(Q)?,
+        graph.of_queries(GRAD)?,
+        graph.of_queries(OUT)?,
+    );
+    let (k, v) = (graph.of_keys_transposed(K)?, graph.of_keys_transposed(V)?);
+    let scale = graph.number(SCALE)?;
+    let delta = describe_delta(graph, grad, out)?;
+    let scores = graph.score_dims();
+
+    let product = graph.between(FLOAT, scores)?;
+    let product = graph.product(q, k, product)?;
+    let scaled = graph.map2(MUL, product, scale)?;
+    let log_sum_exp = graph.of_rows(LOG_SUM_EXP)?;
+    let log_probabilities = graph.map2(SUB, scaled, log_sum_exp)?;
+    let seen = graph.causal(log_probabilities)?;
+    let probabilities = graph.map(EXP, seen)?;
+    describe_key_grad(graph, probabilities, grad, V_GRAD)?;
+
+    let product = graph.between(FLOAT, scores)?;
+    let product = graph.product(grad, v, product)?;
+    let above_mean = graph.map2(SUB, product, delta)?;
+    let unscaled = graph.map2(MUL, above_mean, probabilities)?;
+    let score_grad = graph.map2(MUL, unscaled, scale)?;
+    describe_key_grad(graph, score_grad, q, K_GRAD)?;
+
+    let keys = graph.keys_by_row(k)?;
+    let q_grad = graph.of_queries(Q_GRAD)?;
+    graph.product(score_grad, keys, q_grad)?;
+    Ok(())
+}
+
+/// The sum over each row of output times gradient: in memory, as cuDNN computes it before everything else.
+fn describe_delta(graph: &mut Graph, grad: Node, out: Node) -> Result<Node> {
+    let product = graph.map2(MUL, grad, out)?;
+    let sum = graph.between(FLOAT, graph.row_dims())?;
+    let sum = graph.reduction(SUM, product, sum)?;
+    // The factor that would undo dropout.
+    let one = graph.number(ONE)?;
+    let delta = graph.of_rows(DELTA)?;
+    graph.map2_into(MUL, sum, one, delta)
+}
+
+/// `scores^T rows`, summed over the heads of a group.
+fn describe_key_grad(graph: &mut Graph, scores: Node, rows: Node, number: i64) -> Result<()> {
+    let dims = graph.score_dims();
+    let transposed = graph.between_with_strides(BFLOAT16, dims, by_column(dims))?;
+    let transposed = graph.reordered(scores, transposed)?;
+    let grad = graph.of_keys(number)?;
+    if graph.has_groups() {
+        let of_each_head = graph.between(BFLOAT16, graph.query_dims())?;
+        let of_each_head = graph.product(transposed, rows, of_each_head)?;
+        graph.reduction(SUM, of_each_head, grad)?;
+    } else {
+        graph.product(transposed, rows, grad)?;
+    }
+    Ok(())
+}

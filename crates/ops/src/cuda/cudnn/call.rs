@@ -1,0 +1,232 @@
+//! Attention by cuDNN where it can; none where our own kernels must do.
+
+use super::super::attention::NAME;
+use super::super::gpu::Gpu;
+use super::super::values::{Fresh, Values};
+use super::graph::{ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, V, V_GRAD};
+use super::library::{Library, Opaque};
+use super::plans::{Plans, with_plans};
+use super::sizes::Sizes;
+use crate::{AttentionGrad, HeadGroups, OpOutput};
+use candle_core::{DType, Result, Tensor};
+use half::bf16;
+use std::sync::OnceLock;
+
+/// A tensor of a call: its number in the graph, the address of its first value, and the bytes of a sequence.
+type Argument = (i64, u64, usize);
+
+/// As `cuda::attention_forward`; the tensors are contiguous and outside any graph.
+pub(in super::super) fn attention_forward(
+    [q, k, v]: [&Tensor; 3],
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<Option<(OpOutput, Tensor)>> {
+    let Some((library, sizes)) = supported(q, k, groups, false)? else {
+        return Ok(None);
+    };
+    let gpu = Gpu::of(NAME, q)?;
+    let inputs = read(&gpu, [(Q, "q", q), (K, "k", k), (V, "v", v)], sizes.b)?;
+    let o = gpu.alloc::<bf16>(q.elem_count())?;
+    let log_sum_exp = gpu.alloc::<f32>(sizes.num_rows())?;
+    let mut arguments: Vec<Argument> = inputs.iter().map(|(_, argument)| *argument).collect();
+    arguments.push((OUT, o.out().address(), bytes_each(q, sizes.b)));
+    arguments.push(of_rows(LOG_SUM_EXP, &log_sum_exp, sizes));
+    if !run(&gpu, library, sizes, &arguments, scale)? {
+        return Ok(None);
+    }
+    let log_sum_exp = log_sum_exp.into_tensor((sizes.b, sizes.heads, sizes.t));
+    Ok(Some((o.into_output(q.shape()), log_sum_exp)))
+}
+
+/// As `cuda::attention_backward`; the tensors are contiguous and outside any graph.
+pub(in super::super) fn attention_backward(
+    pass: &AttentionGrad<'_>,
+    scale: f32,
+    groups: HeadGroups,
+) -> Result<Option<(Tensor, Tensor, Tensor)>> {
+    let AttentionGrad {
+        q,
+        k,
+        v,
+        out,
+        log_sum_exp,
+        grad,
+    } = *pass;
+    let Some((library, sizes)) = supported(q, k, groups, true)? else {
+        return Ok(None);
+    };
+    let gpu = Gpu::of(NAME, q)?;
+    let tensors = [
+        (Q, "q", q),
+        (K, "k", k),
+        (V, "v", v),
+        (OUT, "the output", out),
+        (GRAD, "the gradient", grad),
+    ];
+    let inputs = read(&gpu, tensors, sizes.b)?;
+    let sums = gpu.read::<f32>("log_sum_exp", log_sum_exp)?;
+    let grads = [(Q_GRAD, q), (K_GRAD, k), (V_GRAD, v)];
+    let [dq, dk, dv] = grads.map(|(_, like)| gpu.alloc::<bf16>(like.elem_count()));
+    let (dq, dk, dv) = (dq?, dk?, dv?);
+    let delta = gpu.alloc::<f32>(sizes.num_rows())?;
+    let mut arguments: Vec<Argument> = inputs.iter().map(|(_, argument)| *argument).collect();
+    let row_bytes = 4 * sizes.num_rows() / sizes.b;
+    arguments.push((LOG_SUM_EXP, sums.get::<f32>().address(), row_bytes));
+    arguments.push(of_rows(DELTA, &delta, sizes));
+    for ((number, like), grad) in grads.into_iter().zip([&dq, &dk, &dv]) {
+        arguments.push((number, grad.out().address(), bytes_each(like, sizes.b)));
+    }
+    if !run(&gpu, library, sizes, &arguments, scale)? {
+        return Ok(None);
+    }
+    Ok(Some((
+        dq.into_tensor(q.shape()),
+        dk.into_tensor(k.shape()),
+        dv.into_tensor(v.shape()),
+    )))
+}
+
+/// The library and the sizes, if cuDNN may know them.
+fn supported(
+    q: &Tensor,
+    k: &Tensor,
+    groups: HeadGroups,
+    backward: bool,
+) -> Result<Option<(&'static Library, Sizes)>> {
+    let (b, t, heads, d) = q.dims4()?;
+    let (_, _, kv_heads, _) = k.dims4()?;
+    if q.elem_count() == 0 || k.elem_count() == 0 {
+        return Ok(None);
+    }
+    let refusal = if is_switched_off() {
+        Some("CANDLE_TRAIN_ATTENTION=own".to_string())
+    } else if q.dtype() != DType::BF16 {
+        Some(format!("it takes BF16, not {:?}", q.dtype()))
+    } else if !d.is_multiple_of(8) || d > 256 {
+        Some(format!(
+            "it takes heads of a multiple of 8 up to 256, not {d}"
+        ))
+    } else if groups.offset != 0 || heads != kv_heads * groups.size {
+        Some(format!(
+            "it takes whole groups of heads, not {heads} query heads on {kv_heads} key/value heads with {groups:?}"
+        ))
+    } else {
+        None
+    };
+    let library = match refusal {
+        Some(reason) => Err(reason),
+        None => Library::get().map_err(str::to_string),
+    };
+    match library {
+        Ok(library) => {
+            let sizes = Sizes {
+                b,
+                t,
+                heads,
+                kv_heads,
+                d,
+                backward,
+            };
+            Ok(Some((library, sizes)))
+        }
+        Err(reason) => {
+            with_plans(|plans| plans.tell(reason));
+            Ok(None)
+        }
+    }
+}
+
+fn is_switched_off() -> bool {
+    static OFF: OnceLock<bool> = OnceLock::new();
+    *OFF.get_or_init(|| std::env::var_os("CANDLE_TRAIN_ATTENTION").is_some_and(|own| own == "own"))
+}
+
+/// Bytes of a sequence of one of `b`, of bf16.
+fn bytes_each(tensor: &Tensor, b: usize) -> usize {
+    2 * tensor.elem_count() / b
+}
+
+fn of_rows(number: i64, values: &Fresh<f32>, sizes: Sizes) -> Argument {
+    (
+        number,
+        values.out().address(),
+        4 * sizes.num_rows() / sizes.b,
+    )
+}
+
+/// The values of tensors, locked, and where they are.
+fn read<'a, const N: usize>(
+    gpu: &Gpu,
+    tensors: [(i64, &str, &'a Tensor); N],
+    b: usize,
+) -> Result<Vec<(Values<'a>, Argument)>> {
+    let read = |(number, what, tensor): (i64, &str, &'a Tensor)| {
+        let values = gpu.read::<bf16>(what, tensor)?;
+        let address = values.get::<bf16>().address();
+        Ok((values, (number, address, bytes_each(tensor, b))))
+    };
+    tensors.into_iter().map(read).collect()
+}
+
+/// Puts the pass on the GPU's stream, some sequences at a time; false if cuDNN has no kernel for it.
+fn run(
+    gpu: &Gpu,
+    library: &'static Library,
+    sizes: Sizes,
+    arguments: &[Argument],
+    scale: f32,
+) -> Result<bool> {
+    let call = sizes.of_one_call();
+    let (num_calls, ordinal) = (
+        sizes.b / call.b,
+        gpu.device.cuda_stream().context().ordinal(),
+    );
+    let is_aligned = |(_, address, bytes): &Argument| {
+        let bytes = (bytes * call.b) as u64;
+        address.is_multiple_of(ALIGNMENT) && (num_calls == 1 || bytes.is_multiple_of(ALIGNMENT))
+    };
+    with_plans(|plans| {
+        if !arguments.iter().all(is_aligned) {
+            plans.tell(format!("a tensor is not aligned to {ALIGNMENT} bytes"));
+            return Ok(false);
+        }
+        let Some((handle, workspace_bytes)) = planned(plans, gpu, library, call)? else {
+            return Ok(false);
+        };
+        let workspace = gpu.alloc::<f32>(workspace_bytes.div_ceil(4))?;
+        let Some(plan) = plans.plan(library, handle, ordinal, call) else {
+            return Ok(false);
+        };
+        for index in 0..num_calls {
+            let tensors: Vec<(i64, u64)> = arguments
+                .iter()
+                .map(|(number, address, bytes)| {
+                    (*number, address + (index * call.b * bytes) as u64)
+                })
+                .collect();
+            // SAFETY: the tensors have the sizes' shapes and are aligned; the plan was made with this handle, and the lock
+            // is held. What frees the workspace is on the same stream, after the pass.
+            unsafe { plan.run(handle, &tensors, workspace.out().address(), scale) }?;
+        }
+        Ok(true)
+    })
+}
+
+/// The handle and the bytes of the workspace; none if cuDNN cannot be opened or has no kernel.
+fn planned(
+    plans: &mut Plans,
+    gpu: &Gpu,
+    library: &'static Library,
+    call: Sizes,
+) -> Result<Option<(Opaque, usize)>> {
+    let handle = match plans.handle(library, &gpu.device) {
+        Ok(handle) => handle,
+        Err(err) => {
+            plans.tell(err.to_string());
+            return Ok(None);
+        }
+    };
+    let ordinal = gpu.device.cuda_stream().context().ordinal();
+    let plan = plans.plan(library, handle, ordinal, call);
+    Ok(plan.map(|plan| (handle, plan.workspace_bytes)))
+}

@@ -1,0 +1,91 @@
+//! cuDNN's shared library, and its functions that are used here.
+
+use candle_core::{Result, bail};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+/// `cudnnHandle_t` or `cudnnBackendDescriptor_t`.
+pub(super) type Opaque = *mut c_void;
+
+const RTLD_NOW: c_int = 2;
+
+unsafe extern "C" {
+    fn dlopen(file: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    fn dlerror() -> *const c_char;
+}
+
+macro_rules! library {
+    ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        /// The functions; their meanings are those of NVIDIA's cuDNN backend interface.
+        pub(super) struct Library {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Library {
+            fn open() -> std::result::Result<Self, String> {
+                // SAFETY: the name ends in a zero byte; the library may be loaded at any time, and stays loaded.
+                let library = unsafe { dlopen(c"libcudnn.so.9".as_ptr(), RTLD_NOW) };
+                if library.is_null() {
+                    // SAFETY: null or a text of this thread that lives until its next call of these functions.
+                    let reason = unsafe {
+                        let text = dlerror();
+                        (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
+                    };
+                    return Err(reason.unwrap_or_else(|| "libcudnn.so.9 could not be loaded".into()));
+                }
+                Ok(Self {
+                    $($field: {
+                        // SAFETY: the library is open, the name ends in a zero byte.
+                        let function = unsafe { dlsym(library, concat!($name, "\0").as_ptr().cast()) };
+                        if function.is_null() {
+                            return Err(concat!("libcudnn.so.9 has no function ", $name).into());
+                        }
+                        // SAFETY: the function of this name has this type in every cuDNN 9.
+                        unsafe {
+                            std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(function)
+                        }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+library! {
+    create = "cudnnCreate": fn(*mut Opaque) -> c_int;
+    set_stream = "cudnnSetStream": fn(Opaque, Opaque) -> c_int;
+    last_error = "cudnnGetLastErrorString": fn(*mut c_char, usize);
+    create_descriptor = "cudnnBackendCreateDescriptor": fn(c_int, *mut Opaque) -> c_int;
+    destroy_descriptor = "cudnnBackendDestroyDescriptor": fn(Opaque) -> c_int;
+    finalize = "cudnnBackendFinalize": fn(Opaque) -> c_int;
+    set_attribute = "cudnnBackendSetAttribute": fn(Opaque, c_int, c_int, i64, *const c_void) -> c_int;
+    get_attribute = "cudnnBackendGetAttribute": fn(Opaque, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int;
+    execute = "cudnnBackendExecute": fn(Opaque, Opaque, Opaque) -> c_int;
+}
+
+impl Library {
+    /// The library, opened at the first call; its loader's words if it cannot be.
+    pub(super) fn get() -> std::result::Result<&'static Self, &'static str> {
+        static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
+        LIBRARY
+            .get_or_init(Self::open)
+            .as_ref()
+            .map_err(String::as_str)
+    }
+
+    /// An error with cuDNN's text, unless `status` is that of success.
+    pub(super) fn check(&self, status: c_int, doing: &str) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let mut text = [0u8; 1024];
+        // SAFETY: cuDNN writes at most as many bytes as it is told, a zero among them.
+        unsafe { (self.last_error)(text.as_mut_ptr().cast(), text.len()) };
+        let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        bail!(
+            "cuDNN, {doing}: status {status}: {}",
+            text.to_string_lossy().trim()
+        )
+    }
+}

@@ -1,0 +1,27 @@
+//! Causal attention by cuDNN's fused kernels, where it can: bf16, head dimensions that are multiples of 8 up to 256, whole
+//! groups of query heads, sm_80 and later. Everything else goes to this crate's own kernels, which says why, once for each
+//! reason, through `tracing`.
+//!
+//! The pass is described to cuDNN 9 as a graph of products, sums and elementwise functions, by descriptors of its backend
+//! interface; cuDNN finds the fused kernel that computes the whole graph. Plans are kept for the life of the program. The
+//! log-sum-exps are those of our kernels, `(b, heads, t)`, so that either's backward pass can follow either's forward pass.
+//! The gradient of the queries is not added up by atomics but in a workspace of partial sums, so the bits do not differ
+//! from run to run; the workspace grows with the square of the length, so a backward pass over many long sequences is several calls.
+//!
+//! The library is opened when it is first needed, so a build needs neither its headers nor itself.
+//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out.
+//!
+//! Nothing here has run on a GPU yet: cuDNN 9.19 accepts the graphs and plans them for sm_90, which a test repeats wherever the
+//! library is. `scripts/gpu-check.sh` compares the results with those of our kernels.
+
+mod backward;
+mod call;
+mod descriptor;
+mod forward;
+mod graph;
+mod library;
+mod plan;
+mod plans;
+mod sizes;
+
+pub(super) use call::{attention_backward, attention_forward};
