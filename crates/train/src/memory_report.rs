@@ -11,12 +11,12 @@ const OUT_OF_MEMORY: &str = "CUDA_ERROR_OUT_OF_MEMORY";
 const HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
     --dp (ZeRO-1), --tp and --pp less for the rest";
 
-/// `err`, and if a GPU had no memory left what this rank holds of it.
+/// `err`, and if a GPU had no memory left what this rank holds of it: gradients and optimizer may not be there yet.
 pub(crate) fn explain(
     err: Error,
     stage: &Stage,
-    gradients: &Gradients,
-    optimizer: &Optimizer,
+    gradients: Option<&Gradients>,
+    optimizer: Option<&Optimizer>,
 ) -> Error {
     let is_out_of_memory = err.to_string().contains(OUT_OF_MEMORY);
     match is_out_of_memory.then(|| report(stage, gradients, optimizer)) {
@@ -26,15 +26,19 @@ pub(crate) fn explain(
     }
 }
 
-fn report(stage: &Stage, gradients: &Gradients, optimizer: &Optimizer) -> Result<Option<String>> {
+fn report(
+    stage: &Stage,
+    gradients: Option<&Gradients>,
+    optimizer: Option<&Optimizer>,
+) -> Result<Option<String>> {
     let Some(gpu) = GpuState::of(stage.device())? else {
         return Ok(None);
     };
     let weights: usize = stage.params().iter().map(|param| param.num_bytes()).sum();
     let held = [
         ("weights", weights),
-        ("gradients", gradients.num_bytes()),
-        ("optimizer", optimizer.num_bytes()),
+        ("gradients", gradients.map_or(0, Gradients::num_bytes)),
+        ("optimizer", optimizer.map_or(0, Optimizer::num_bytes)),
     ];
     let known: usize = held.iter().map(|(_, bytes)| bytes).sum();
     let held = held.map(|(what, bytes)| format!("{what} {}", size(bytes as u64)));

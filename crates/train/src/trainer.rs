@@ -28,10 +28,14 @@ impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
         config.validate()?;
+        let gradients =
+            Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage, None, None))?;
+        let optimizer = Optimizer::new(stage.params(), mesh, config.zero, config.adamw)
+            .map_err(|err| explain(err, &stage, Some(&gradients), None))?;
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh.pp.clone()),
-            gradients: Gradients::new(stage.params(), mesh)?,
-            optimizer: Optimizer::new(stage.params(), mesh, config.zero, config.adamw)?,
+            gradients,
+            optimizer,
             mesh: mesh.clone(),
             config,
             stage,
@@ -60,7 +64,14 @@ impl Trainer {
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;
         self.run_step(micro_batches)
-            .map_err(|err| explain(err, &self.stage, &self.gradients, &self.optimizer))
+            .map_err(|err| {
+                explain(
+                    err,
+                    &self.stage,
+                    Some(&self.gradients),
+                    Some(&self.optimizer),
+                )
+            })
             .map_err(|err| err.context(format!("step {step} failed")))
     }
 

@@ -92,6 +92,16 @@ fn a_gpu_without_memory_says_what_holds_it() {
         "optimizer",
         "--seq-len",
     ]);
+    // Not enough for the moments.
+    let in_optimizer = program
+        .clone()
+        .variable("EMULATED_GPU_BYTES", 10 * parameters);
+    in_optimizer.run().assert_error(&[
+        "the optimizer's state",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "this rank: weights",
+        "--dp (ZeRO-1)",
+    ]);
     // The first weight, the embedding, has 50 * 16 values of 4 bytes.
     let in_weights = program.variable("EMULATED_GPU_BYTES", 3000);
     in_weights.run().assert_error(&[
