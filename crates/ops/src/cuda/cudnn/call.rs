@@ -8,7 +8,7 @@ use super::library::{Library, Opaque};
 use super::plans::{Plans, with_plans};
 use super::sizes::Sizes;
 use crate::{AttentionGrad, HeadGroups, OpOutput};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use std::sync::OnceLock;
 
@@ -32,7 +32,7 @@ pub(in super::super) fn attention_forward(
     arguments.push((OUT, o.out().address(), bytes_each(q, sizes.b)));
     arguments.push(of_rows(LOG_SUM_EXP, &log_sum_exp, sizes));
     if !run(&gpu, library, sizes, &arguments, scale)? {
-        return Ok(None);
+        return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     let log_sum_exp = log_sum_exp.into_tensor((sizes.b, sizes.heads, sizes.t));
     Ok(Some((o.into_output(q.shape()), log_sum_exp)))
@@ -77,7 +77,7 @@ pub(in super::super) fn attention_backward(
         arguments.push((number, grad.out().address(), bytes_each(like, sizes.b)));
     }
     if !run(&gpu, library, sizes, &arguments, scale)? {
-        return Ok(None);
+        return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     Ok(Some((
         dq.into_tensor(q.shape()),
@@ -98,7 +98,7 @@ fn supported(
     if q.elem_count() == 0 || k.elem_count() == 0 {
         return Ok(None);
     }
-    let refusal = if is_switched_off() {
+    let refusal = if asked_for("own") {
         Some("CANDLE_TRAIN_ATTENTION=own".to_string())
     } else if q.dtype() != DType::BF16 {
         Some(format!("it takes BF16, not {:?}", q.dtype()))
@@ -129,6 +129,10 @@ fn supported(
             };
             Ok(Some((library, sizes)))
         }
+        Err(reason) if q.dtype() == DType::BF16 && !asked_for("own") => {
+            with_plans(|plans| plans.tell(reason.clone()));
+            not_by_cudnn(&reason)
+        }
         Err(reason) => {
             with_plans(|plans| plans.tell(reason));
             Ok(None)
@@ -136,9 +140,19 @@ fn supported(
     }
 }
 
-fn is_switched_off() -> bool {
-    static OFF: OnceLock<bool> = OnceLock::new();
-    *OFF.get_or_init(|| std::env::var_os("CANDLE_TRAIN_ATTENTION").is_some_and(|own| own == "own"))
+/// None, for our own kernels to do it, or an error where the user asked for cuDNN.
+fn not_by_cudnn<R>(reason: &str) -> Result<Option<R>> {
+    if asked_for("cudnn") {
+        bail!("{NAME}: CANDLE_TRAIN_ATTENTION=cudnn, but {reason}")
+    }
+    Ok(None)
+}
+
+/// Whether the user asked for this way.
+fn asked_for(way: &str) -> bool {
+    static ASKED_FOR: OnceLock<Option<String>> = OnceLock::new();
+    let asked_for = ASKED_FOR.get_or_init(|| std::env::var("CANDLE_TRAIN_ATTENTION").ok());
+    asked_for.as_deref() == Some(way)
 }
 
 /// Bytes of a sequence of one of `b`, of bf16.

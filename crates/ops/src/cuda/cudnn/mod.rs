@@ -9,10 +9,10 @@
 //! from run to run; the workspace grows with the square of the length, so a backward pass over many long sequences is several calls.
 //!
 //! The library is opened when it is first needed, so a build needs neither its headers nor itself.
-//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out.
+//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out; with `=cudnn` attention in bf16 that cuDNN cannot compute is an error.
 //!
-//! Nothing here has run on a GPU yet: cuDNN 9.19 accepts the graphs and plans them for sm_90, which a test repeats wherever the
-//! library is. `scripts/gpu-check.sh` compares the results with those of our kernels.
+//! Nothing here has run on a GPU yet: cuDNN 9.19 accepts the graphs and plans them for sm_90, which a test repeats with
+//! `CANDLE_TRAIN_CUDNN_PLANS=1`. `scripts/gpu-check.sh` compares the results with those of our kernels.
 
 mod backward;
 mod call;

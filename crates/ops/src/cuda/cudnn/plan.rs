@@ -141,16 +141,15 @@ mod tests {
 "isTccDriver": 0, "supportCoopLaunch": 1, "deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0,
 "deviceName": "NVIDIA H200", "totalGlobalMem": 150754820096}"#;
 
-    /// Without a GPU: cuDNN plans for the one described, but needs a libcuda.so.1 that answers something.
+    /// Needs libcudnn.so.9 and a libcuda.so.1, though no GPU: one whose modules load and whose other functions answer with the
+    /// error that there is no device is enough. Without any, cuDNN plans nothing; so this runs on demand.
     #[test]
     fn cudnn_plans_every_size_for_an_h200() -> Result<()> {
-        let library = match Library::get() {
-            Ok(library) => library,
-            Err(reason) => {
-                eprintln!("SKIPPED: {reason}");
-                return Ok(());
-            }
-        };
+        if std::env::var_os("CANDLE_TRAIN_CUDNN_PLANS").is_none() {
+            eprintln!("SKIPPED: CANDLE_TRAIN_CUDNN_PLANS is not set");
+            return Ok(());
+        }
+        let library = Library::get().map_err(candle_core::Error::msg)?;
         let text = format!("{H200}\0");
         let properties = Descriptor::of(library, 38, &[(2702, Value::Text(&text))])?;
         let target = Target::Properties(properties);
