@@ -2,6 +2,7 @@
 
 use super::super::attention::NAME;
 use super::super::gpu::Gpu;
+use super::super::profile::timed;
 use super::super::values::{Fresh, Values};
 use super::graph::{ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, V, V_GRAD};
 use super::library::{Library, Opaque};
@@ -190,11 +191,12 @@ fn run(
     arguments: &[Argument],
     scale: f32,
 ) -> Result<bool> {
-    let call = sizes.of_one_call();
-    let (num_calls, ordinal) = (
-        sizes.b / call.b,
-        gpu.device.cuda_stream().context().ordinal(),
-    );
+    let (call, stream) = (sizes.of_one_call(), gpu.device.cuda_stream());
+    let (num_calls, ordinal) = (sizes.b / call.b, stream.context().ordinal());
+    let name = match sizes.backward {
+        true => "attention_backward_cudnn",
+        false => "attention_forward_cudnn",
+    };
     let is_aligned = |(_, address, bytes): &Argument| {
         let bytes = (bytes * call.b) as u64;
         address.is_multiple_of(ALIGNMENT) && (num_calls == 1 || bytes.is_multiple_of(ALIGNMENT))
@@ -220,7 +222,9 @@ fn run(
                 .collect();
             // SAFETY: the tensors have the sizes' shapes and are aligned; the plan was made with this handle, and the lock
             // is held. What frees the workspace is on the same stream, after the pass.
-            unsafe { plan.run(handle, &tensors, workspace.out().address(), scale) }?;
+            timed(name, &stream, || unsafe {
+                plan.run(handle, &tensors, workspace.out().address(), scale)
+            })?;
         }
         Ok(true)
     })
