@@ -3,6 +3,13 @@
 use crate::folder::read_tensors;
 use crate::workspace::Workspace;
 
+/// What is said of a GPU that no machine has.
+const NO_SUCH_GPU: &[&str] = if cfg!(feature = "cuda") {
+    &["cuda:4096"]
+} else {
+    &["built without CUDA", "hint: "]
+};
+
 #[test]
 fn values_out_of_range_are_refused_with_the_name_and_the_value() {
     let workspace = Workspace::new();
@@ -22,7 +29,7 @@ fn values_out_of_range_are_refused_with_the_name_and_the_value() {
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
         ("--dtype", "f64", &["'f64'", "f32, bf16"]),
         ("--device", "gpu", &["'gpu'", "--device", "`cuda:N`"]),
-        ("--device", "cuda", &["cuda"]),
+        ("--device", "cuda:4096", NO_SUCH_GPU),
         (
             "--freeze",
             "layers.(",
