@@ -87,6 +87,10 @@ pub(in super::super) fn attention_backward(
     )))
 }
 
+/// Shorter sequences are left to our kernels: each length takes a plan of its own, about half a second of work, and a text that is
+/// generated passes through all lengths.
+const MIN_TOKENS: usize = 128;
+
 /// The library and the sizes, if cuDNN may know them.
 fn supported(
     q: &Tensor,
@@ -103,6 +107,8 @@ fn supported(
         Some("CANDLE_TRAIN_ATTENTION=own".to_string())
     } else if q.dtype() != DType::BF16 {
         Some(format!("it takes BF16, not {:?}", q.dtype()))
+    } else if t < MIN_TOKENS && !asked_for("cudnn") {
+        Some(format!("sequences are shorter than {MIN_TOKENS} tokens"))
     } else if !d.is_multiple_of(8) || d > 256 {
         Some(format!(
             "it takes heads of a multiple of 8 up to 256, not {d}"
