@@ -1,0 +1,1 @@
+//! Processes as ranks: who am I, starting the others, meeting them, and noticing when one is gone.
