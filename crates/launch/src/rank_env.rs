@@ -1,0 +1,137 @@
+//! Who this process is among the processes of its run, from the environment its launcher gave it.
+//!
+//! | launcher | variables |
+//! |---|---|
+//! | `candle-train launch`, `torchrun`, `accelerate launch` | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT |
+//! | Open MPI | OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE |
+//! | MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS |
+//! | Slurm | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST |
+//!
+//! The first row whose variables are set counts: the innermost launcher, since a Slurm step may hold the others.
+//! This module is the only reader of the environment.
+
+mod identity;
+mod meeting_point;
+mod slurm_list;
+mod started_by;
+mod variables;
+
+pub use started_by::StartedBy;
+
+use crate::{Error, Result};
+use identity::Identity;
+use meeting_point::MeetingPoint;
+use variables::Variables;
+
+/// A rank's place in its run: its numbers, its host, where the ranks meet, and the token that only they know.
+#[derive(Debug, Clone)]
+pub struct RankEnv {
+    rank: usize,
+    world_size: usize,
+    local_rank: usize,
+    local_world_size: usize,
+    host: String,
+    started_by: StartedBy,
+    run_token: String,
+    master_addr: Option<String>,
+    master_port: Option<u16>,
+}
+
+impl RankEnv {
+    /// Reads the environment of this process. Where no launcher set anything, it is rank 0 of 1.
+    ///
+    /// # Errors
+    /// A launcher's variables are set in part, do not parse or contradict each other: the message names them.
+    pub fn from_env() -> Result<Self> {
+        let host = nix::unistd::gethostname()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_else(|_| "localhost".to_string());
+        Self::from_lookup(&host, &|name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
+    }
+
+    /// The same from any source of variables, on a host of that name (`CANDLE_TRAIN_HOST` overrides it).
+    ///
+    /// # Errors
+    /// As [`Self::from_env`].
+    pub fn from_lookup(host: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
+        let vars = Variables::new(lookup);
+        let identity = Identity::read(&vars)?;
+        let meeting = MeetingPoint::read(&vars, &identity)?;
+        Ok(Self {
+            rank: identity.rank,
+            world_size: identity.world_size,
+            local_rank: identity.local_rank,
+            local_world_size: identity.local_world_size,
+            host: vars
+                .get("CANDLE_TRAIN_HOST")
+                .unwrap_or_else(|| host.to_string()),
+            started_by: identity.started_by,
+            run_token: meeting.run_token,
+            master_addr: meeting.address,
+            master_port: meeting.port,
+        })
+    }
+
+    /// This process's number in the run, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks of the run.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// This process's number among those of its host, from 0: the GPU to take.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// The number of ranks on this host.
+    pub fn local_world_size(&self) -> usize {
+        self.local_world_size
+    }
+
+    /// The name of this host, as the host file has it or as the system says.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Who started this process.
+    pub fn started_by(&self) -> StartedBy {
+        self.started_by
+    }
+
+    /// A string that the ranks of one run share and other runs do not have.
+    ///
+    /// Secret under `candle-train launch` without `--nnodes`; a job's number under the other launchers. The variable
+    /// `CANDLE_TRAIN_RUN_TOKEN`, the same on all ranks, overrides it.
+    pub fn run_token(&self) -> &str {
+        &self.run_token
+    }
+
+    /// Host and port where rank 0 waits for the others.
+    ///
+    /// # Errors
+    /// The launcher did not say where; the message names the variables to set.
+    pub fn master(&self) -> Result<(String, u16)> {
+        match (&self.master_addr, self.master_port) {
+            (Some(address), Some(port)) => Ok((address.clone(), port)),
+            (address, port) => {
+                let missing = match (address, port) {
+                    (None, None) => "MASTER_ADDR and MASTER_PORT are not set",
+                    (None, _) => "MASTER_ADDR is not set",
+                    _ => "MASTER_PORT is not set",
+                };
+                Err(Error::Environment(format!(
+                    "rank {} of {} on {} does not know where the ranks meet: {missing} (started by {})\n\
+                     hint: set both to a host name and a free port of rank 0's host, the same on all ranks; \
+                     `candle-train launch` and `torchrun` do, `mpirun` passes them on with -x (Open MPI) or -env (MPICH)",
+                    self.rank, self.world_size, self.host, self.started_by
+                )))
+            }
+        }
+    }
+}

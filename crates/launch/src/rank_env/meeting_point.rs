@@ -1,0 +1,116 @@
+//! Where the ranks of a run meet, and the token by which they know each other.
+
+use super::identity::Identity;
+use super::slurm_list;
+use super::started_by::StartedBy;
+use super::variables::Variables;
+use crate::{Error, Result};
+
+/// Ports below those that systems hand out by themselves, so that a port derived from a job is probably free.
+const DERIVED_PORTS: std::ops::Range<u16> = 20000..32000;
+
+/// Address and port of rank 0, as far as known, and the run's token.
+pub(super) struct MeetingPoint {
+    pub(super) run_token: String,
+    pub(super) address: Option<String>,
+    pub(super) port: Option<u16>,
+}
+
+impl MeetingPoint {
+    pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
+        let job = job_token(vars, identity.started_by);
+        let address = address(vars, identity)?;
+        let port = port(vars, job.as_deref())?;
+        // Without a job's number two runs differ at least in where they meet.
+        let run_token = match (job, &address, port) {
+            (Some(job), _, _) => job,
+            (None, Some(address), Some(port)) => format!("{address}:{port}"),
+            _ => String::new(),
+        };
+        Ok(Self {
+            run_token,
+            address,
+            port,
+        })
+    }
+}
+
+/// What the launcher calls this run.
+fn job_token(vars: &Variables, started_by: StartedBy) -> Option<String> {
+    if let Some(token) = vars.get("CANDLE_TRAIN_RUN_TOKEN") {
+        return Some(token);
+    }
+    match started_by {
+        StartedBy::Torchrun => {
+            // The id is "none" unless the user gives one, so where the run meets belongs to its name.
+            let names = [
+                "TORCHELASTIC_RUN_ID",
+                "TORCHELASTIC_RESTART_COUNT",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            ];
+            let parts: Vec<_> = names.iter().filter_map(|name| vars.get(name)).collect();
+            Some(format!("torchrun.{}", parts.join(".")))
+        }
+        StartedBy::OpenMpi => ["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"]
+            .iter()
+            .find_map(|name| vars.get(name))
+            .map(|job| format!("ompi.{job}")),
+        StartedBy::Pmi | StartedBy::Slurm => {
+            let (job, step) = (vars.get("SLURM_JOB_ID")?, vars.get("SLURM_STEP_ID")?);
+            Some(format!("slurm.{job}.{step}"))
+        }
+        StartedBy::Nobody | StartedBy::CandleTrain | StartedBy::Variables => None,
+    }
+}
+
+fn address(vars: &Variables, identity: &Identity) -> Result<Option<String>> {
+    if let Some(address) = vars.get("MASTER_ADDR") {
+        if address.trim().is_empty() {
+            return Err(Error::Environment(
+                "MASTER_ADDR: expected a host name or an address, got nothing".to_string(),
+            ));
+        }
+        return Ok(Some(address));
+    }
+    if identity.local_world_size == identity.world_size {
+        return Ok(Some("127.0.0.1".to_string()));
+    }
+    if matches!(identity.started_by, StartedBy::Slurm | StartedBy::Pmi) {
+        for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"] {
+            if let Some(list) = vars.get(name) {
+                return slurm_list::first_host(name, &list).map(Some);
+            }
+        }
+    }
+    Ok(None)
+}
+
+fn port(vars: &Variables, job: Option<&str>) -> Result<Option<u16>> {
+    if let Some(port) = vars.port("CANDLE_TRAIN_MASTER_PORT")? {
+        return Ok(Some(port));
+    }
+    let Some(port) = vars.port("MASTER_PORT")? else {
+        return Ok(job.map(derived_port));
+    };
+    // torchrun's agent then listens on MASTER_PORT itself, for PyTorch's own store.
+    if vars.get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True") {
+        return match port.checked_add(1) {
+            Some(next) => Ok(Some(next)),
+            None => Err(Error::Environment(format!(
+                "MASTER_PORT={port} is torchrun's own and has no next port\n\
+                 hint: set CANDLE_TRAIN_MASTER_PORT to a free port of rank 0's host"
+            ))),
+        };
+    }
+    Ok(Some(port))
+}
+
+/// The same port on all ranks of a job, and probably another one for another job (FNV-1a).
+fn derived_port(job: &str) -> u16 {
+    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    let span = u64::from(DERIVED_PORTS.end - DERIVED_PORTS.start);
+    DERIVED_PORTS.start + (hash % span) as u16
+}

@@ -1,0 +1,6 @@
+//! Everything a run of several processes needs, tried with real processes.
+
+mod launch {
+    mod rank_env;
+    mod rank_env_slurm;
+}

@@ -1,0 +1,269 @@
+//! Who a process is, from the variables of each launcher.
+
+use candle_launch::{RankEnv, Result, StartedBy};
+
+/// The rank that these variables describe, on a host called `box`.
+pub fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
+    RankEnv::from_lookup("box", &|name| {
+        let (_, value) = vars.iter().find(|(key, _)| *key == name)?;
+        Some(value.to_string())
+    })
+}
+
+/// The error these variables give.
+pub fn error(vars: &[(&str, &str)]) -> String {
+    match read(vars) {
+        Ok(env) => panic!("no error, but {env:?}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// Rank, world size, local rank, local world size.
+pub fn numbers(env: &RankEnv) -> [usize; 4] {
+    [
+        env.rank(),
+        env.world_size(),
+        env.local_rank(),
+        env.local_world_size(),
+    ]
+}
+
+const TORCHRUN: [(&str, &str); 9] = [
+    ("RANK", "5"),
+    ("WORLD_SIZE", "8"),
+    ("LOCAL_RANK", "1"),
+    ("LOCAL_WORLD_SIZE", "4"),
+    ("MASTER_ADDR", "10.0.0.1"),
+    ("MASTER_PORT", "29500"),
+    ("TORCHELASTIC_RUN_ID", "none"),
+    ("TORCHELASTIC_RESTART_COUNT", "2"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+];
+
+fn with<'a>(
+    base: &[(&'a str, &'a str)],
+    changes: &[(&'a str, &'a str)],
+) -> Vec<(&'a str, &'a str)> {
+    [changes, base].concat()
+}
+
+fn without<'a>(base: &[(&'a str, &'a str)], name: &str) -> Vec<(&'a str, &'a str)> {
+    let others = base.iter().filter(|(key, _)| *key != name);
+    others.copied().collect()
+}
+
+#[test]
+fn nothing_set_is_one_process() {
+    let env = read(&[("PATH", "/bin")]).unwrap();
+    assert_eq!(numbers(&env), [0, 1, 0, 1]);
+    assert_eq!(env.started_by(), StartedBy::Nobody);
+    assert_eq!(env.host(), "box");
+    let sentence = env.master().unwrap_err().to_string();
+    assert!(sentence.contains("MASTER_PORT is not set"), "{sentence}");
+}
+
+#[test]
+fn torchrun() {
+    let env = read(&TORCHRUN).unwrap();
+    assert_eq!(numbers(&env), [5, 8, 1, 4]);
+    assert_eq!(env.started_by(), StartedBy::Torchrun);
+    // Its agent listens on the port it names.
+    assert_eq!(env.master().unwrap(), ("10.0.0.1".to_string(), 29501));
+    assert_eq!(env.run_token(), "torchrun.none.2.10.0.0.1.29500");
+    let own_port = with(&TORCHRUN, &[("CANDLE_TRAIN_MASTER_PORT", "4000")]);
+    assert_eq!(read(&own_port).unwrap().master().unwrap().1, 4000);
+    let no_store = without(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE");
+    assert_eq!(read(&no_store).unwrap().master().unwrap().1, 29500);
+    let last_port = error(&with(&TORCHRUN, &[("MASTER_PORT", "65535")]));
+    assert!(
+        last_port.contains("CANDLE_TRAIN_MASTER_PORT"),
+        "{last_port}"
+    );
+}
+
+#[test]
+fn two_runs_differ_in_their_tokens() {
+    let token = |changes: &[(&str, &str)]| {
+        read(&with(&TORCHRUN, changes))
+            .unwrap()
+            .run_token()
+            .to_string()
+    };
+    let other_ranks = [("RANK", "0"), ("LOCAL_RANK", "0")];
+    assert_eq!(token(&[]), token(&other_ranks));
+    assert_ne!(token(&[]), token(&[("TORCHELASTIC_RESTART_COUNT", "3")]));
+    assert_ne!(token(&[]), token(&[("MASTER_PORT", "29600")]));
+}
+
+#[test]
+fn our_own_launcher() {
+    let own = [
+        ("CANDLE_TRAIN_RUN_TOKEN", "a1b2"),
+        ("CANDLE_TRAIN_HOST", "gpu7"),
+    ];
+    let plain: Vec<_> = TORCHRUN[..6].to_vec();
+    let env = read(&with(&plain, &own)).unwrap();
+    assert_eq!(env.started_by(), StartedBy::CandleTrain);
+    assert_eq!(env.run_token(), "a1b2");
+    assert_eq!(env.host(), "gpu7");
+    assert_eq!(env.master().unwrap(), ("10.0.0.1".to_string(), 29500));
+}
+
+#[test]
+fn variables_by_hand() {
+    let env = read(&TORCHRUN[..6]).unwrap();
+    assert_eq!(env.started_by(), StartedBy::Variables);
+    assert_eq!(env.run_token(), "10.0.0.1:29500");
+    let alone = read(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap();
+    assert_eq!(numbers(&alone), [0, 1, 0, 1]);
+}
+
+#[test]
+fn open_mpi() {
+    let vars = [
+        ("OMPI_COMM_WORLD_RANK", "3"),
+        ("OMPI_COMM_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "3"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+        ("OMPI_MCA_ess_base_jobid", "1039990785"),
+        ("PMIX_NAMESPACE", "1039990785"),
+    ];
+    let env = read(&vars).unwrap();
+    assert_eq!(numbers(&env), [3, 4, 3, 4]);
+    assert_eq!(env.started_by(), StartedBy::OpenMpi);
+    assert_eq!(env.run_token(), "ompi.1039990785");
+    // One host: it is this one, and the job's number gives the port.
+    let (address, port) = env.master().unwrap();
+    assert_eq!(address, "127.0.0.1");
+    assert!((20000..32000).contains(&port), "{port}");
+
+    let two_hosts = with(
+        &vars,
+        &[
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ],
+    );
+    let sentence = read(&two_hosts).unwrap().master().unwrap_err().to_string();
+    assert!(
+        sentence.starts_with(
+            "rank 3 of 4 on box does not know where the ranks meet: MASTER_ADDR is not set"
+        ),
+        "{sentence}"
+    );
+    assert!(
+        sentence.contains("Open MPI's mpirun") && sentence.contains("\nhint: "),
+        "{sentence}"
+    );
+    let passed_on = with(&two_hosts, &[("MASTER_ADDR", "head")]);
+    assert_eq!(
+        read(&passed_on).unwrap().master().unwrap(),
+        ("head".to_string(), port)
+    );
+}
+
+#[test]
+fn pmi() {
+    let vars = [
+        ("PMI_RANK", "1"),
+        ("PMI_SIZE", "4"),
+        ("MPI_LOCALRANKID", "1"),
+        ("MPI_LOCALNRANKS", "2"),
+    ];
+    let env = read(&vars).unwrap();
+    assert_eq!(numbers(&env), [1, 4, 1, 2]);
+    assert_eq!(env.started_by(), StartedBy::Pmi);
+    assert!(env.master().is_err());
+    let half = error(&without(&vars, "MPI_LOCALNRANKS"));
+    assert!(
+        half.starts_with("MPI_LOCALNRANKS is not set, but PMI_SIZE=4 is"),
+        "{half}"
+    );
+}
+
+#[test]
+fn the_innermost_launcher_counts() {
+    let outer = [
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NTASKS", "1"),
+        ("OMPI_COMM_WORLD_RANK", "0"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+    ];
+    assert_eq!(read(&outer).unwrap().started_by(), StartedBy::OpenMpi);
+    assert_eq!(
+        numbers(&read(&with(&outer, &TORCHRUN)).unwrap()),
+        [5, 8, 1, 4]
+    );
+}
+
+#[test]
+fn half_set_names_both_variables() {
+    for (missing, present) in [
+        ("RANK", "WORLD_SIZE"),
+        ("WORLD_SIZE", "RANK"),
+        ("LOCAL_RANK", "WORLD_SIZE=8"),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE=8"),
+    ] {
+        let sentence = error(&without(&TORCHRUN, missing));
+        let expected = format!("{missing} is not set, but {present} is\nhint: ");
+        assert!(sentence.starts_with(&expected), "{sentence}");
+    }
+    let sentence = error(&[("OMPI_COMM_WORLD_SIZE", "2")]);
+    assert!(
+        sentence.starts_with("OMPI_COMM_WORLD_RANK is not set, but OMPI_COMM_WORLD_SIZE is"),
+        "{sentence}"
+    );
+}
+
+#[test]
+fn numbers_out_of_range_or_not_numbers() {
+    for (name, value, expected) in [
+        ("RANK", "x", "RANK: expected a whole number, got \"x\""),
+        ("RANK", "-1", "RANK: expected a whole number, got \"-1\""),
+        (
+            "WORLD_SIZE",
+            "",
+            "WORLD_SIZE: expected a whole number, got \"\"",
+        ),
+        (
+            "RANK",
+            "8",
+            "RANK: expected a number below WORLD_SIZE=8, got 8",
+        ),
+        (
+            "WORLD_SIZE",
+            "0",
+            "RANK: expected a number below WORLD_SIZE=0, got 5",
+        ),
+        (
+            "LOCAL_RANK",
+            "4",
+            "LOCAL_RANK: expected a number below LOCAL_WORLD_SIZE=4, got 4",
+        ),
+        (
+            "LOCAL_WORLD_SIZE",
+            "9",
+            "LOCAL_WORLD_SIZE=9 is more than WORLD_SIZE=8",
+        ),
+        (
+            "MASTER_PORT",
+            "0",
+            "MASTER_PORT: expected a port from 1 to 65535, got \"0\"",
+        ),
+        (
+            "MASTER_PORT",
+            "70000",
+            "MASTER_PORT: expected a port from 1 to 65535, got \"70000\"",
+        ),
+        (
+            "MASTER_ADDR",
+            "",
+            "MASTER_ADDR: expected a host name or an address, got nothing",
+        ),
+    ] {
+        let sentence = error(&with(&TORCHRUN, &[(name, value)]));
+        assert!(sentence.starts_with(expected), "{name}={value}: {sentence}");
+    }
+}
