@@ -8,9 +8,10 @@ mod by_hand;
 mod chain;
 #[path = "parallel/check.rs"]
 mod check;
-
 #[path = "parallel/cross_entropy.rs"]
 mod cross_entropy;
+#[path = "parallel/device.rs"]
+mod device;
 #[path = "parallel/embedding.rs"]
 mod embedding;
 #[path = "parallel/folder.rs"]

@@ -14,6 +14,7 @@ use candle_parallel::{
 };
 
 use crate::check::{assert_says, assert_values_close, floats, message, on_mesh, random_ids};
+use crate::device::device;
 
 const VOCAB: usize = 31;
 const HIDDEN: usize = 6;
@@ -186,7 +187,7 @@ type Passes = (f64, BTreeMap<String, Vec<f32>>);
 
 fn run(mesh: &Mesh, by_hand: [bool; 4], frozen: &'static str) -> Result<Passes> {
     let store = ParamStore::init(5).freeze(move |name| !frozen.is_empty() && name.contains(frozen));
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let stage = Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         block(index, &mesh.tp, by_hand, vb)
     })?;
@@ -251,12 +252,12 @@ fn frozen_weights_get_no_gradient_and_do_not_change_the_others() {
 #[test]
 fn a_weight_that_is_no_parameter_is_an_error() {
     on_mesh((1, 1, 1), |mesh| {
-        let vb = ParamStore::init(5).builder(DType::F32, &Device::Cpu);
+        let vb = ParamStore::init(5).builder(DType::F32, &device());
         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
             block(index, &mesh.tp, [true; 4], vb)
         })?;
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
-        let foreign = candle_core::Var::zeros((2, 3), DType::F32, &Device::Cpu)?;
+        let foreign = candle_core::Var::zeros((2, 3), DType::F32, &device())?;
         let said = message(gradients.write(foreign.as_tensor(), |_, _| Ok(())));
         assert_says(&said, &["[2, 3]", "none of this stage's parameters"]);
         Ok(())
@@ -287,7 +288,7 @@ impl Block for Forgetful {
 #[test]
 fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
     on_mesh((1, 1, 1), |mesh| {
-        let vb = ParamStore::init(5).builder(DType::F32, &Device::Cpu);
+        let vb = ParamStore::init(5).builder(DType::F32, &device());
         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
             2 => {
                 let weight = vb

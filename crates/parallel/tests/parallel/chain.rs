@@ -13,6 +13,7 @@ use candle_parallel::{
 };
 
 use crate::check::random_ids;
+use crate::device::device;
 
 pub const HIDDEN: usize = 6;
 const INNER: usize = 7;
@@ -94,7 +95,7 @@ impl Chain {
 
     /// This rank's blocks.
     pub fn stage(&self, mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
-        let vb = store.builder(self.dtype, &Device::Cpu);
+        let vb = store.builder(self.dtype, &device());
         Stage::build(mesh, &vb, self.num_blocks(), HIDDEN, |index, vb| {
             self.block(index, &mesh.tp, &vb)
         })

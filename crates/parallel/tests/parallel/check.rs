@@ -1,26 +1,34 @@
 //! Random inputs, ranks on a mesh, and comparisons.
 
-use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
+use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Device, Result, Shape, Tensor, Var};
 use candle_parallel::part;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::device::{device, on_ranks};
+
 /// Relative L2 error that a sum of f32 in another order may make.
 pub const TOLERANCE: f64 = 2e-6;
 
-/// Values in -1..1, a function of the seed and the shape.
+/// Values in -1..1, a function of the seed and the shape, on the device of this thread.
 pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {
     let shape = shape.into();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let values: Vec<f32> = (0..shape.elem_count())
         .map(|_| rng.random_range(-1f32..1.0))
         .collect();
-    Tensor::from_vec(values, shape, &Device::Cpu)
+    Tensor::from_vec(values, shape, &device())
 }
 
+/// A variable on the device of this thread.
 pub fn var(xs: &Tensor) -> Result<Var> {
-    Var::from_tensor(xs)
+    Var::from_tensor(&here(xs)?)
+}
+
+/// The values on the device of this thread, by way of the host: candle does not order copies between two GPUs.
+pub fn here(xs: &Tensor) -> Result<Tensor> {
+    xs.to_device(&Device::Cpu)?.to_device(&device())
 }
 
 /// Ids below `bound`.
@@ -35,10 +43,11 @@ pub fn floats(xs: &Tensor) -> Result<Vec<f32>> {
     xs.flatten_all()?.to_vec1()
 }
 
-/// The part of dim `dim` that this rank of the group holds.
+/// The part of dim `dim` that this rank of the group holds, on its device.
 pub fn own_part(xs: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     let range = part(xs.dim(dim)?, group.rank(), group.world_size());
-    xs.narrow(dim, range.start, range.len())?.contiguous()
+    let part = xs.narrow(dim, range.start, range.len())?.contiguous()?;
+    here(&part)
 }
 
 /// The gradients of `sum(ys * weights)`.
@@ -47,6 +56,7 @@ pub fn grads<const N: usize>(
     weights: &Tensor,
     vars: [&Tensor; N],
 ) -> Result<[Tensor; N]> {
+    let weights = here(weights)?;
     let store = (ys * weights)?.sum_all()?.backward()?;
     Ok(vars.map(|var| store.get(var).expect("a gradient").clone()))
 }
@@ -77,12 +87,12 @@ pub fn on_mesh<T: Send>(
     run: impl Fn(Mesh) -> Result<T> + Sync,
 ) -> Vec<T> {
     let degrees = Degrees { pp, dp, cp: 1, tp };
-    launch::threads(pp * dp * tp, |world| run(Mesh::new(world, degrees)?)).unwrap()
+    on_ranks(pp * dp * tp, |world| run(Mesh::new(world, degrees)?))
 }
 
 /// A mesh of this thread alone.
 pub fn single_mesh() -> Mesh {
-    Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default()).unwrap()
+    Mesh::new(ProcessGroup::single(device()), Degrees::default()).unwrap()
 }
 
 /// The message of something that must fail, without the backtrace that candle may add.

@@ -1,9 +1,9 @@
 //! All divisions of up to 12 heads.
 
-use candle_comm::launch;
 use candle_parallel::HeadPartition;
 
 use crate::check::{assert_says, message};
+use crate::device::on_ranks;
 
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
@@ -11,13 +11,12 @@ fn divisors(n: usize) -> impl Iterator<Item = usize> {
 
 /// Every rank's partition, for all heads of `tp..=12` and all key/value heads that divide them.
 fn partitions(tp: usize) -> Vec<Vec<(usize, usize, HeadPartition)>> {
-    launch::threads(tp, |group| {
+    on_ranks(tp, |group| {
         (tp..=12)
             .flat_map(|heads| divisors(heads).map(move |kv| (heads, kv)))
             .map(|(heads, kv)| Ok((heads, kv, HeadPartition::new(heads, kv, &group)?)))
             .collect()
     })
-    .unwrap()
 }
 
 #[test]
@@ -68,13 +67,12 @@ fn every_head_has_one_rank_and_every_rank_what_it_reads() {
 
 #[test]
 fn heads_that_do_not_fit_are_errors_with_the_numbers() {
-    launch::threads(5, |tp| {
+    on_ranks(5, |tp| {
         let too_few = message(HeadPartition::new(4, 2, &tp));
         assert_says(&too_few, &["tp(5)", "num_attention_heads(4)", "tp <= 4"]);
         let uneven = message(HeadPartition::new(6, 4, &tp));
         assert_says(&uneven, &["num_attention_heads (6)", "(4)"]);
         assert_says(&message(HeadPartition::new(6, 0, &tp)), &["(0)"]);
         Ok(())
-    })
-    .unwrap();
+    });
 }

@@ -9,7 +9,8 @@ use candle_parallel::{
     Block, Gradients, MicroBatch, ParamStore, Shard, Stage, TrainPass, linear_cross_entropy,
 };
 
-use crate::check::{floats, on_mesh, random, random_ids};
+use crate::check::{floats, here, on_mesh, random, random_ids};
+use crate::device::device;
 
 const HIDDEN: usize = 7;
 const LOSS_SCALE: f64 = 0.25;
@@ -27,7 +28,7 @@ impl Block for Link {
 type Part = (f64, Vec<f32>, Vec<f32>, Vec<f32>);
 
 fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part> {
-    let vb = ParamStore::init(5).builder(DType::F32, &Device::Cpu);
+    let vb = ParamStore::init(5).builder(DType::F32, &device());
     let shard = Shard::even(0, vocab, &mesh.tp)?;
     let stage = Stage::build(mesh, &vb, 2, HIDDEN, |index, vb| {
         let stdev = 1.0;
@@ -44,7 +45,8 @@ fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part>
         gradients: &mut gradients,
         loss_scale: LOSS_SCALE,
     };
-    let (loss, dx) = linear_cross_entropy(xs, &weight, targets, &shard, &mesh.tp, &mut pass)?;
+    let xs = here(xs)?;
+    let (loss, dx) = linear_cross_entropy(&xs, &weight, targets, &shard, &mesh.tp, &mut pass)?;
     Ok((
         loss.to_scalar::<f64>()?,
         floats(&dx)?,

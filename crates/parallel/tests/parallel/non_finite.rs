@@ -1,10 +1,11 @@
 //! NaN and infinite gradients: the first parameter is named on every rank, and no weight moves.
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candle_parallel::{AdamWConfig, Gradients, Optimizer, ParamStore, ZeroStage};
 
 use crate::chain::{Chain, local_bits};
 use crate::check::{assert_says, message, on_mesh, random};
+use crate::device::device;
 
 #[test]
 fn the_first_parameter_in_name_order_is_named_on_every_rank() {
@@ -26,7 +27,7 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
                     if is_bad {
                         let mut values = grad.flatten_all()?.to_vec1::<f32>()?;
                         *values.last_mut().unwrap() = value;
-                        grad = Tensor::from_vec(values, grad.shape(), &Device::Cpu)?;
+                        grad = Tensor::from_vec(values, grad.shape(), &device())?;
                     }
                     gradients.accumulate(index, &grad)?;
                 }

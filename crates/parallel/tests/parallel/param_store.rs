@@ -1,7 +1,7 @@
 //! Initial values on every layout, frozen parameters, candle's own layers.
 
 use candle_comm::Mesh;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Init, Linear};
 use candle_parallel::{
     AdamWConfig, Block, Gradients, MicroBatch, Optimizer, ParamStore, Pipeline, Schedule, Shard,
@@ -10,6 +10,7 @@ use candle_parallel::{
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients, gather_weights, local_bits};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, single_mesh};
+use crate::device::device;
 
 fn initial(seed: u64, layout: (usize, usize, usize)) -> Values {
     let chain = Chain::default();
@@ -46,7 +47,7 @@ fn names_and_seeds_give_different_values() {
 #[test]
 fn weights_have_the_standard_deviation_of_llama() {
     let store = ParamStore::init(1);
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let weight = vb
         .get((200, 100), "w", candle_parallel::WEIGHT_INIT)
         .unwrap();
@@ -131,7 +132,7 @@ fn a_frozen_parameter_takes_no_gradient() {
 #[test]
 fn a_parameter_asked_for_twice_must_be_the_same() {
     let store = ParamStore::init(1);
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let init = Init::Const(1.0);
     vb.get((2, 3), "a", init).unwrap();
     vb.get((2, 3), "a", init).unwrap();
@@ -159,7 +160,7 @@ enum Plain {
 impl Block for Plain {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         match self {
-            Self::First(embedding) => embedding.forward(xs),
+            Self::First(embedding) => embedding.forward(&xs.to_device(&device())?),
             Self::Last(linear) => linear.forward(xs)?.sqr()?.sum_all(),
         }
     }
@@ -170,7 +171,7 @@ fn layers_of_candle_take_their_parameters_from_the_store() {
     let chain = Chain::default();
     for tp in [1, 2] {
         let all = on_mesh((1, 1, tp), |mesh| {
-            let vb = ParamStore::init(3).builder(DType::F32, &Device::Cpu);
+            let vb = ParamStore::init(3).builder(DType::F32, &device());
             let stage = Stage::build(&mesh, &vb, 2, HIDDEN, |index, vb| {
                 let vb = vb.var_builder();
                 Ok(Box::new(match index {

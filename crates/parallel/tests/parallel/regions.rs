@@ -1,6 +1,6 @@
 //! Every region: what goes forward, and that backward is its conjugate.
 
-use candle_comm::{ProcessGroup, launch};
+use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_parallel::regions::{
     copy_to_tensor_parallel_region, gather_from_sequence_parallel_region,
@@ -9,6 +9,7 @@ use candle_parallel::regions::{
 };
 
 use crate::check::{assert_close, assert_says, grads, message, own_part, random, var};
+use crate::device::on_ranks;
 
 /// Σ over the ranks of `random(seed + rank)`.
 fn sum(seed: u64, shape: (usize, usize, usize), tp: &ProcessGroup) -> Result<Tensor> {
@@ -20,15 +21,15 @@ fn sum(seed: u64, shape: (usize, usize, usize), tp: &ProcessGroup) -> Result<Ten
 }
 
 /// Runs `region` on each of 1 to 4 ranks.
-fn on_ranks(check: impl Fn(&ProcessGroup) -> Result<()> + Sync) {
+fn on_each(check: impl Fn(&ProcessGroup) -> Result<()> + Sync) {
     for tp in 1..=4 {
-        launch::threads(tp, |tp| check(&tp)).unwrap();
+        on_ranks(tp, |tp| check(&tp));
     }
 }
 
 #[test]
 fn copy_forward_reduce_backward() {
-    on_ranks(|tp| {
+    on_each(|tp| {
         let (shape, rank) = ((2, 3, 5), tp.rank() as u64);
         let x = var(&random(1, shape)?)?;
         let y = copy_to_tensor_parallel_region(&x, tp)?;
@@ -41,7 +42,7 @@ fn copy_forward_reduce_backward() {
 
 #[test]
 fn reduce_forward_copy_backward() {
-    on_ranks(|tp| {
+    on_each(|tp| {
         let (shape, rank) = ((2, 3, 5), tp.rank() as u64);
         let x = var(&random(20 + rank, shape)?)?;
         let y = reduce_from_tensor_parallel_region(&x, tp)?;
@@ -54,7 +55,7 @@ fn reduce_forward_copy_backward() {
 
 #[test]
 fn scatter_and_gather_of_the_last_dim() {
-    on_ranks(|tp| {
+    on_each(|tp| {
         let whole = random(1, (2, 3, 5 * tp.world_size()))?;
         let dy = random(2, (2, 3, 5 * tp.world_size()))?;
         let (mine, my_dy) = (own_part(&whole, 2, tp)?, own_part(&dy, 2, tp)?);
@@ -74,7 +75,7 @@ fn scatter_and_gather_of_the_last_dim() {
 
 #[test]
 fn gather_and_reduce_scatter_of_the_sequence() {
-    on_ranks(|tp| {
+    on_each(|tp| {
         let (shape, rank) = ((2, 3 * tp.world_size(), 5), tp.rank() as u64);
         let whole = random(1, shape)?;
         let mine = own_part(&whole, 1, tp)?;
@@ -99,7 +100,7 @@ fn gather_and_reduce_scatter_of_the_sequence() {
 #[test]
 fn gather_joins_uneven_parts() {
     for global in [4, 5, 7, 11] {
-        on_ranks(|tp| {
+        on_each(|tp| {
             let whole = random(1, (2, 3, global))?;
             let joined = gather_parts(&own_part(&whole, 2, tp)?, global, tp)?;
             assert_close("joined", &joined, &whole);
@@ -111,10 +112,9 @@ fn gather_joins_uneven_parts() {
 
 #[test]
 fn a_last_dim_that_the_ranks_do_not_divide_is_an_error() {
-    launch::threads(3, |tp| {
+    on_ranks(3, |tp| {
         let said = message(scatter_to_tensor_parallel_region(&random(1, (2, 7))?, &tp));
         assert_says(&said, &["[2, 7]", "3 tensor-parallel ranks", "7 is not"]);
         Ok(())
-    })
-    .unwrap();
+    });
 }

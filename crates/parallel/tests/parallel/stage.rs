@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
     Block, Gradients, MicroBatch, ParamBuilder, ParamStore, Pipeline, Schedule, Stage, stage_blocks,
@@ -10,13 +10,14 @@ use candle_parallel::{
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, single_mesh};
+use crate::device::device;
 
 /// Gradients of the mean loss of the micro-batches, and the sum of their losses, by one candle graph a micro-batch.
 fn one_graph(chain: &Chain, batches: &[MicroBatch], num_targets: f64) -> Result<(Values, f64)> {
     let mesh = single_mesh();
     let store = ParamStore::init(5);
     let stage = chain.stage(&mesh, &store)?;
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let blocks: Vec<_> = (0..chain.num_blocks())
         .map(|index| chain.block(index, &mesh.tp, &vb))
         .collect::<Result<_>>()?;
@@ -94,7 +95,7 @@ impl Block for Custom {
 /// Error of a training step of the chain with block 2 replaced by `custom`.
 fn error_with(custom: impl Fn(&ParamBuilder) -> Result<Forward>) -> String {
     let (chain, mesh) = (Chain::default(), single_mesh());
-    let vb = ParamStore::init(1).builder(DType::F32, &Device::Cpu);
+    let vb = ParamStore::init(1).builder(DType::F32, &device());
     let build = |index, vb: ParamBuilder| -> Result<Box<dyn Block>> {
         match index {
             2 => Ok(Box::new(Custom(custom(&vb.pp("custom"))?))),
@@ -166,7 +167,7 @@ fn errors_of_a_block_name_it() {
 #[test]
 fn a_last_block_that_gives_no_scalar_is_an_error() {
     let mesh = single_mesh();
-    let vb = ParamStore::init(1).builder(DType::F32, &Device::Cpu);
+    let vb = ParamStore::init(1).builder(DType::F32, &device());
     let build = |_, _| -> Result<Box<dyn Block>> {
         Ok(Box::new(Custom(Box::new(|xs, _| xs.to_dtype(DType::F32)))))
     };
