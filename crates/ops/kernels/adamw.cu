@@ -17,21 +17,36 @@ __device__ inline void update(float& x, float& m, float& v, float g, const AdamW
     x = __fsub_rn(__fmul_rn(x, c.shrink), __fdiv_rn(__fmul_rn(c.step_size, m), root));
 }
 
-// `scale` multiplies the gradients; if `device_scale` is not null, so does what it points to. A NaN there (clip_scale_f32
-// writes one if the norm is not finite) leaves everything as it was, so the host may find out after the step. `weights`,
-// if not null, gets the values rounded to bf16.
-__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, bf16* weights, const float* grad, i64 len,
-                      const AdamW& constants, float scale, const float* device_scale) {
-    if (device_scale) {
-        scale = __fmul_rn(scale, *device_scale);
-    }
-    if (scale != scale) {
-        return;
-    }
-    bool packed = aligned(master, exp_avg, exp_avg_sq, weights, grad);
-    for_each_pack_of_grid<PACK<float>>(len, packed, [&](auto width, i64 i) {
+// At most as many tensors in one launch; `src/cuda/adamw_slots.rs` says the same.
+#define ADAMW_SLOTS 16
+
+// A tensor of weights and its values' place in the flat buffers. `shrink` is 1 where there is no weight decay.
+struct AdamWSlot {
+    void* weights;
+    i64 start, len;
+    float shrink;
+    int unused;
+};
+
+struct AdamWSlots {
+    AdamWSlot slots[ADAMW_SLOTS];
+};
+
+// Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `master` is flat as the other buffers are,
+// and the weights get its values rounded to bf16; without it the weights are the fp32 values themselves.
+__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlots& slots,
+                      AdamW constants, float scale) {
+    const AdamWSlot& slot = slots.slots[blockIdx.y];
+    float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
+    bf16* rounded = master ? static_cast<bf16*>(slot.weights) : nullptr;
+    exp_avg += slot.start;
+    exp_avg_sq += slot.start;
+    grad += slot.start;
+    constants.shrink = slot.shrink;
+    bool packed = aligned(x_at, exp_avg, exp_avg_sq, rounded, grad);
+    for_each_pack_of_grid<PACK<float>>(slot.len, packed, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;
-        Floats<N> x = load<N>(master + i);
+        Floats<N> x = load<N>(x_at + i);
         Floats<N> m = load<N>(exp_avg + i);
         Floats<N> v = load<N>(exp_avg_sq + i);
         Floats<N> g = load<N>(grad + i);
@@ -39,27 +54,25 @@ __device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, bf16* we
         for (int j = 0; j < N; ++j) {
             update(x.at[j], m.at[j], v.at[j], __fmul_rn(g.at[j], scale), constants);
         }
-        store(master + i, x);
+        store(x_at + i, x);
         store(exp_avg + i, m);
         store(exp_avg_sq + i, v);
-        if (weights) {
-            store(weights + i, x);
+        if (rounded) {
+            store(rounded + i, x);
         }
     });
 }
 
-// Weights are the fp32 values themselves.
-extern "C" __global__ void adamw_f32(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, i64 len,
-                                     float step_size, float correction, float shrink, float rest1, float beta2,
-                                     float rest2, float eps, float scale, const float* device_scale) {
-    AdamW constants = {step_size, correction, shrink, rest1, beta2, rest2, eps};
-    adamw(master, exp_avg, exp_avg_sq, nullptr, grad, len, constants, scale, device_scale);
+extern "C" __global__ void adamw_f32(float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                     float step_size, float correction, float rest1, float beta2, float rest2, float eps,
+                                     float scale) {
+    AdamW constants = {step_size, correction, 1.0f, rest1, beta2, rest2, eps};
+    adamw(nullptr, exp_avg, exp_avg_sq, grad, slots, constants, scale);
 }
 
-extern "C" __global__ void adamw_bf16(float* master, float* exp_avg, float* exp_avg_sq, bf16* weights,
-                                      const float* grad, i64 len, float step_size, float correction, float shrink,
-                                      float rest1, float beta2, float rest2, float eps, float scale,
-                                      const float* device_scale) {
-    AdamW constants = {step_size, correction, shrink, rest1, beta2, rest2, eps};
-    adamw(master, exp_avg, exp_avg_sq, weights, grad, len, constants, scale, device_scale);
+extern "C" __global__ void adamw_bf16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad,
+                                      AdamWSlots slots, float step_size, float correction, float rest1, float beta2,
+                                      float rest2, float eps, float scale) {
+    AdamW constants = {step_size, correction, 1.0f, rest1, beta2, rest2, eps};
+    adamw(master, exp_avg, exp_avg_sq, grad, slots, constants, scale);
 }

@@ -40,13 +40,3 @@ extern "C" __global__ void sum_partials_f64(double* dst, const double* partials,
         *dst = add ? *dst + sum : sum;
     }
 }
-
-// *scale = min(1, max_norm / (sqrt(*sum) + 1e-6)), the factor that clips gradients to a global norm (infinity: only the
-// check); so the norm need not visit the host before the update. NaN if the norm is not finite: AdamW then does nothing.
-extern "C" __global__ void clip_scale_f32(float* scale, const double* sum, double max_norm) {
-    if (thread_index() == 0) {
-        double norm = sqrt(*sum);
-        double factor = max_norm / (norm + 1e-6);
-        *scale = isfinite(norm) ? (float)(factor < 1.0 ? factor : 1.0) : __uint_as_float(0x7fc00000u);
-    }
-}

@@ -1,4 +1,4 @@
-//! AdamW over flat buffers, one pass, with weight decay apart from the gradient (Loshchilov and Hutter 2019,
+//! AdamW over the flat buffers of many weights, one pass, with weight decay apart from the gradient (Loshchilov and Hutter 2019,
 //! arXiv:1711.05101): `m = m + (g - m)(1 - b1)`, `v = v b2 + g^2 (1 - b2)`,
 //! `x = x shrink - step_size m / (sqrt(v) correction + eps)`. The same bits on every device.
 
@@ -23,7 +23,7 @@ pub struct AdamWConstants {
     pub step_size: f32,
     /// `1 / sqrt(1 - beta2^t)`.
     pub correction: f32,
-    /// `1 - lr * weight_decay`.
+    /// `1 - lr * weight_decay`, the factor of weights that decay.
     pub shrink: f32,
     /// `1 - beta1`.
     pub rest1: f32,
@@ -37,99 +37,148 @@ pub struct AdamWConstants {
     pub scale: f32,
 }
 
-/// The flat buffers of a step, contiguous and of as many values, f32 but for `weights`, on one device. No two may share a
+/// Weights that have a place in the flat buffers.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWSlot<'a> {
+    /// Contiguous, of any shape: f32, or bf16 if there are master values.
+    pub weights: &'a Tensor,
+    /// Place of the first weight in the flat buffers; the others follow.
+    pub start: usize,
+    /// Whether weight decay applies.
+    pub decays: bool,
+}
+
+impl AdamWSlot<'_> {
+    /// Number of weights.
+    pub(crate) fn len(&self) -> usize {
+        self.weights.elem_count()
+    }
+
+    /// Factor of the weights.
+    pub(crate) fn shrink(&self, constants: &AdamWConstants) -> f32 {
+        match self.decays {
+            true => constants.shrink,
+            false => 1.0,
+        }
+    }
+}
+
+/// The flat f32 buffers of a step, contiguous and of as many values, on one device. No two tensors of a step may share a
 /// storage.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWBuffers<'a> {
-    /// The values that are trained.
-    pub master: &'a Tensor,
+    /// The values that are trained, if the weights are bf16 and only get them rounded.
+    pub master: Option<&'a Tensor>,
     /// First moments.
     pub exp_avg: &'a Tensor,
     /// Second moments.
     pub exp_avg_sq: &'a Tensor,
-    /// bf16 weights that get the new values, rounded; without them the master values are the weights.
-    pub weights: Option<&'a Tensor>,
     /// Gradients.
     pub grad: &'a Tensor,
-    /// One f32 value, another factor of the gradients, which the host need not know: what
-    /// [`clip_scale`](crate::clip_scale) returned.
-    pub device_scale: Option<&'a Tensor>,
 }
 
-/// One step: changes the master values, both moments and the weights where they are.
+/// One step: changes the weights, and the master values and moments in their places of the flat buffers, where they are.
 ///
-/// Nothing changes if the factor of the gradients is NaN, so the host may learn of a broken step after it.
+/// On a GPU this is one launch for 16 slots.
 ///
 /// # Errors
-/// When the buffers differ in length or device, have another dtype, are not contiguous, or share a storage.
-pub fn adamw(buffers: &AdamWBuffers<'_>, constants: &AdamWConstants) -> Result<()> {
-    buffers.check()?;
-    on_cuda!(buffers.master => crate::cuda::adamw(buffers, constants));
-    let factor = match buffers.device_scale {
-        Some(scale) => constants.scale * HostF32::new(NAME, "device_scale", scale)?.read()[0],
-        None => constants.scale,
-    };
-    let grad = HostF32::new(NAME, "grad", buffers.grad)?;
-    if factor.is_nan() {
-        return Ok(());
+/// When buffers differ in length, a slot reaches beyond them, or a tensor is on another device, has another dtype, is not
+/// contiguous, or shares a storage with another.
+pub fn adamw(
+    buffers: &AdamWBuffers<'_>,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+) -> Result<()> {
+    buffers.check(slots)?;
+    on_cuda!(buffers.exp_avg => crate::cuda::adamw(buffers, slots, constants));
+    for slot in slots {
+        let constants = AdamWConstants {
+            shrink: slot.shrink(constants),
+            ..*constants
+        };
+        buffers.part(slot)?.step(slot, &constants)?;
     }
-    let constants = AdamWConstants {
-        scale: factor,
-        ..*constants
-    };
-    let len = buffers.master.elem_count();
-    let grad = grad.read();
-    try_write::<f32>(NAME, "master", buffers.master, len, |master| {
-        try_write::<f32>(NAME, "exp_avg", buffers.exp_avg, len, |m| {
-            try_write::<f32>(NAME, "exp_avg_sq", buffers.exp_avg_sq, len, |v| {
-                let Some(weights) = buffers.weights else {
-                    step([master, m, v], None, &grad, &constants);
-                    return Ok(());
+    Ok(())
+}
+
+/// A slot's part of the buffers.
+struct Part {
+    master: Option<Tensor>,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+}
+
+impl Part {
+    fn step(&self, slot: &AdamWSlot<'_>, constants: &AdamWConstants) -> Result<()> {
+        let grad = HostF32::new(NAME, "grad", &self.grad)?;
+        let (grad, len) = (grad.read(), slot.len());
+        try_write::<f32>(NAME, "exp_avg", &self.exp_avg, len, |m| {
+            try_write::<f32>(NAME, "exp_avg_sq", &self.exp_avg_sq, len, |v| {
+                let Some(master) = &self.master else {
+                    return try_write::<f32>(NAME, "weights", slot.weights, len, |weights| {
+                        step([weights, m, v], None, &grad, constants);
+                        Ok(())
+                    });
                 };
-                try_write::<bf16>(NAME, "weights", weights, len, |weights| {
-                    step([master, m, v], Some(weights), &grad, &constants);
-                    Ok(())
+                try_write::<f32>(NAME, "master", master, len, |master| {
+                    try_write::<bf16>(NAME, "weights", slot.weights, len, |weights| {
+                        step([master, m, v], Some(weights), &grad, constants);
+                        Ok(())
+                    })
                 })
             })
         })
-    })
+    }
 }
 
 impl AdamWBuffers<'_> {
-    fn check(&self) -> Result<()> {
-        let len = self.master.elem_count();
-        let buffers: Vec<(&str, &Tensor)> = [
-            ("master", Some(self.master)),
+    fn part(&self, slot: &AdamWSlot<'_>) -> Result<Part> {
+        let part = |buffer: &Tensor| buffer.narrow(0, slot.start, slot.len());
+        Ok(Part {
+            master: self.master.map(part).transpose()?,
+            exp_avg: part(self.exp_avg)?,
+            exp_avg_sq: part(self.exp_avg_sq)?,
+            grad: part(self.grad)?,
+        })
+    }
+
+    fn check(&self, slots: &[AdamWSlot<'_>]) -> Result<()> {
+        let len = self.exp_avg.elem_count();
+        let buffers = [
             ("exp_avg", Some(self.exp_avg)),
+            ("master", self.master),
             ("exp_avg_sq", Some(self.exp_avg_sq)),
-            ("weights", self.weights),
             ("grad", Some(self.grad)),
-        ]
-        .into_iter()
-        .filter_map(|(what, buffer)| Some((what, buffer?)))
-        .collect();
-        for (i, (what, buffer)) in buffers.iter().enumerate() {
-            if buffer.elem_count() != len {
+        ];
+        let mut tensors: Vec<(&str, &Tensor)> = Vec::new();
+        for (what, buffer) in buffers {
+            let Some(buffer) = buffer else { continue };
+            if buffer.dims() != [len] {
                 bail!(
-                    "{NAME}: expected buffers of {len} values, as master has, got {what} of {}",
-                    buffer.elem_count()
+                    "{NAME}: expected buffers of {len} values, as exp_avg has, got {what} of {:?}",
+                    buffer.dims()
                 )
             }
-            // Each is locked while the others are: a second lock of one storage would never be granted.
-            let shared = buffers[..i]
+            tensors.push((what, buffer));
+        }
+        for slot in slots {
+            let (start, num) = (slot.start, slot.len());
+            if start.checked_add(num).is_none_or(|end| end > len) {
+                bail!("{NAME}: {num} weights at {start} reach beyond the buffers of {len} values")
+            }
+            tensors.push(("weights", slot.weights));
+        }
+        // Each is locked while the others are: a second lock of one storage would never be granted.
+        for (i, (what, tensor)) in tensors.iter().enumerate() {
+            let shared = tensors[..i]
                 .iter()
-                .find(|(_, other)| same_storage(buffer, other));
+                .find(|(_, other)| same_storage(tensor, other));
             if let Some((other, _)) = shared {
                 bail!("{NAME}: {other} and {what} share a storage, expected one for each")
             }
         }
-        match self.device_scale {
-            Some(scale) if scale.elem_count() != 1 => bail!(
-                "{NAME}: expected one value as device_scale, got {:?}",
-                scale.dims()
-            ),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The global norm of gradients, and the factor that clips them, without the host having to read either.
+//! The sum of the squares of gradients, without the host having to read it.
 
 use crate::dispatch::on_cuda;
 use crate::host_floats::HostFloats;
@@ -36,27 +36,6 @@ pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     write::<f64>(op, "dst", dst, 1, |dst| {
         dst[0] = if add { dst[0] + sum } else { sum };
     })
-}
-
-/// `min(1, max_norm / (sqrt(sum) + 1e-6))` of a sum of squares; NaN if that is not finite.
-///
-/// It is [`adamw`](crate::adamw)'s `device_scale`. An infinite `max_norm` only checks.
-///
-/// # Shapes
-/// `sum` one f64 value -> one f32 value, a scalar on its device.
-///
-/// # Errors
-/// When `sum` is not one f64 value.
-pub fn clip_scale(sum: &Tensor, max_norm: f64) -> Result<Tensor> {
-    let op = "clip_scale";
-    one_value(op, "sum", sum)?;
-    on_cuda!(sum => crate::cuda::clip_scale(sum, max_norm));
-    let norm = sum.reshape(())?.to_scalar::<f64>()?.sqrt();
-    let scale = match norm.is_finite() {
-        true => (max_norm / (norm + 1e-6)).min(1.0) as f32,
-        false => f32::NAN,
-    };
-    Tensor::new(scale, &Device::Cpu)
 }
 
 fn host_sum(op: &str, xs: &Tensor) -> Result<f64> {

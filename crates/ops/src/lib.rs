@@ -56,14 +56,14 @@ mod vectorised;
 mod vocab_shard;
 mod with_backward;
 
-pub use adamw::{AdamWBuffers, AdamWConstants, adamw};
+pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
 pub use add_into::add_into;
 pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use gpu_state::GpuState;
-pub use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
+pub use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
 pub use linear::{linear, linear_forward, linear_forward_add};
 pub use linear_grad::{

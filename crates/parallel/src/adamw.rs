@@ -52,16 +52,13 @@ impl AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// What update `step`, from 1, multiplies by. `weight_decay` is λ or 0, `grad_scale` the factor that clips.
-    pub(crate) fn constants(
-        &self,
-        lr: f64,
-        weight_decay: f64,
-        grad_scale: f64,
-        step: usize,
-    ) -> AdamWConstants {
+    /// What update `step`, from 1, multiplies by; `grad_scale` is the gradients' factor.
+    pub(crate) fn constants(&self, lr: f64, grad_scale: f64, step: usize) -> AdamWConstants {
         let Self {
-            beta1, beta2, eps, ..
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
         } = *self;
         let step = i32::try_from(step).unwrap_or(i32::MAX);
         AdamWConstants {

@@ -36,7 +36,7 @@ pub use column_parallel_linear::{
 pub use gradients::Gradients;
 pub use head_partition::HeadPartition;
 pub use micro_batch::MicroBatch;
-pub use optimizer::{Optimizer, ParamMoments, ReducedGradients, ZeroStage};
+pub use optimizer::{Optimizer, ParamMoments, ReducedGradients, ReducedLoss, ZeroStage};
 pub use param::Param;
 pub use param_builder::{ParamBuilder, WEIGHT_INIT};
 pub use param_store::ParamStore;

@@ -53,12 +53,9 @@ impl MasterWeights {
         self.dtype
     }
 
-    /// A flat view of the masters in the range `own`; `None` if the weights are f32.
-    pub fn view(&self, own: &Range<usize>) -> Result<Option<Tensor>> {
-        let values = self.values.as_ref();
-        values
-            .map(|values| values.view(own.start, own.len()))
-            .transpose()
+    /// All masters, flat; `None` if the weights are f32.
+    pub fn tensor(&self) -> Option<&Tensor> {
+        self.values.as_ref().map(FlatBuffer::tensor)
     }
 
     pub fn num_bytes(&self) -> usize {
@@ -106,4 +103,16 @@ pub(crate) fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 /// `range`, counted from `start`, which is not beyond it.
 pub(crate) fn offset_by(range: &Range<usize>, start: usize) -> Range<usize> {
     range.start - start..range.end - start
+}
+
+/// Ranges in rising order, those that follow each other without a gap as one; empty ones vanish.
+pub(crate) fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    let mut joined: Vec<Range<usize>> = Vec::new();
+    for range in ranges.filter(|range| !range.is_empty()) {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range),
+        }
+    }
+    joined
 }

@@ -36,17 +36,18 @@ impl Pipeline {
 
     /// Forward and backward passes of all micro-batches of a step.
     ///
-    /// The loss is the sum over this replica's targets divided by `num_global_targets`, their number over all replicas, so
-    /// that summing gradients over data-parallel ranks gives those of the mean over the global batch. Every stage must be
-    /// given the same micro-batches.
+    /// The loss is the sum over this replica's targets divided by `divisor`: the number of targets over all replicas, so that
+    /// summing gradients over data-parallel ranks gives those of the mean over the global batch; or 1, if
+    /// [`Optimizer::reduce_mean`](crate::Optimizer::reduce_mean) is to divide. Every stage must be given the same
+    /// micro-batches.
     pub fn forward_backward(
         &self,
         stage: &Stage,
         micro_batches: &[MicroBatch],
-        num_global_targets: usize,
+        divisor: usize,
         gradients: &mut Gradients,
     ) -> Result<PassReport> {
-        if num_global_targets == 0 {
+        if divisor == 0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
         let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
@@ -55,7 +56,7 @@ impl Pipeline {
             .instructions(rank, num_stages, micro_batches.len());
         let mut pass = TrainPass {
             gradients,
-            loss_scale: 1.0 / num_global_targets as f64,
+            loss_scale: 1.0 / divisor as f64,
         };
         let mut flight = InFlight::default();
         let mut report = PassReport::default();
@@ -76,8 +77,7 @@ impl Pipeline {
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {
                         losses[index] = Some(scalar_loss(&output)?);
-                        let scale =
-                            Tensor::full(1.0 / num_global_targets as f64, (), output.device())?;
+                        let scale = Tensor::full(1.0 / divisor as f64, (), output.device())?;
                         flight
                             .upstream
                             .insert(index, scale.to_dtype(output.dtype())?);

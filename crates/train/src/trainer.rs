@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use candle_comm::{Mesh, ReduceOp};
-use candle_core::{Result, Tensor, bail};
+use candle_comm::Mesh;
+use candle_core::Result;
 use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
 
 use crate::batches::Batches;
@@ -15,7 +15,6 @@ use crate::train_config::TrainConfig;
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
 pub struct Trainer {
     config: TrainConfig,
-    mesh: Mesh,
     stage: Stage,
     pipeline: Pipeline,
     gradients: Gradients,
@@ -36,7 +35,6 @@ impl Trainer {
             pipeline: Pipeline::new(config.schedule, mesh.pp.clone()),
             gradients,
             optimizer,
-            mesh: mesh.clone(),
             config,
             stage,
             step: 0,
@@ -79,22 +77,20 @@ impl Trainer {
         let start = Instant::now();
         // What an earlier step that failed on the way has left.
         self.gradients.clear();
-        let num_tokens = self.num_global_targets(micro_batches)?;
+        let counts = micro_batches.iter().map(MicroBatch::num_targets);
+        let num_targets = counts.sum::<Result<usize>>()?;
         let waited = candle_comm::waited();
-        let passes = self.pipeline.forward_backward(
-            &self.stage,
-            micro_batches,
-            num_tokens,
-            &mut self.gradients,
-        )?;
+        // Gradients of the sum: the mean over the whole global batch, never a mean of means, is taken at the end.
+        let passes =
+            self.pipeline
+                .forward_backward(&self.stage, micro_batches, 1, &mut self.gradients)?;
         let optimizer_timer = (Instant::now(), candle_comm::waited());
-        // Every tensor-parallel rank of the last stage has the loss of its replica.
-        let is_first_tp = self.mesh.tp.rank() == 0;
-        let loss_sum = passes.loss_sum.filter(|_| is_first_tp);
-        let (reduced, loss_sum) = self
-            .optimizer
-            .reduce_with_loss(&mut self.gradients, loss_sum.as_ref())?;
-        let loss = loss_sum / num_tokens as f64;
+        let (reduced, loss) = self.optimizer.reduce_mean(
+            &mut self.gradients,
+            passes.loss_sum.as_ref(),
+            num_targets,
+        )?;
+        let (loss, num_tokens) = (loss.mean, loss.num_targets);
         if !loss.is_finite() {
             let blame = self.optimizer.check_finite(&reduced);
             let message = format!("the loss is {loss}");
@@ -132,26 +128,6 @@ impl Trainer {
         };
         self.step += 1;
         Ok(metrics)
-    }
-
-    /// Valid targets of the whole global batch, counted before the forward pass: the loss is never a mean of means.
-    fn num_global_targets(&self, micro_batches: &[MicroBatch]) -> Result<usize> {
-        let counts = micro_batches.iter().map(MicroBatch::num_targets);
-        let local: usize = counts.sum::<Result<usize>>()?;
-        let is_alone = self.mesh.dp.world_size() == 1;
-        if is_alone && local > 0 {
-            return Ok(local);
-        }
-        let local = Tensor::new(&[local as i64], self.mesh.world.device())?;
-        let global = self
-            .mesh
-            .dp
-            .all_reduce(&local, ReduceOp::Sum)?
-            .to_vec1::<i64>()?[0];
-        match usize::try_from(global) {
-            Ok(global) if global > 0 => Ok(global),
-            _ => bail!("the global batch has {global} targets; expected at least one"),
-        }
     }
 
     /// The step that comes next, from 0.

@@ -1,5 +1,7 @@
 #include "kernel.h"
 
+#include "device.h"
+
 #include <map>
 #include <string>
 #include <utility>
@@ -19,6 +21,10 @@ Table& table() {
 
 KernelEntry::KernelEntry(const char* set, const char* name, BindKernel bind) {
     table()[{set, name}] = bind;
+}
+
+bool is_address(CUdeviceptr word) {
+    return device_of(word) != nullptr;
 }
 
 BindKernel kernel_named(const std::string& set, const std::string& name) {

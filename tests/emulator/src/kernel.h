@@ -13,6 +13,9 @@
 
 namespace emulator {
 
+// Whether it is an address of a GPU's memory.
+bool is_address(CUdeviceptr word);
+
 // A kernel with the arguments of one launch.
 class Call {
   public:
@@ -54,8 +57,16 @@ class CallOf : public Call {
 
     template <typename T>
     static void collect_one(std::vector<Pointer>& found, int argument, void* value) {
-        if (std::is_pointer_v<T>) {
+        if constexpr (std::is_pointer_v<T>) {
             found.push_back({argument, static_cast<CUdeviceptr*>(value)});
+        } else if constexpr (std::is_class_v<T> && sizeof(T) % sizeof(CUdeviceptr) == 0) {
+            // A struct's pointers are the words that are addresses of a GPU: no length is as large.
+            CUdeviceptr* words = static_cast<CUdeviceptr*>(value);
+            for (size_t i = 0; i < sizeof(T) / sizeof(CUdeviceptr); ++i) {
+                if (is_address(words[i])) {
+                    found.push_back({argument, words + i});
+                }
+            }
         }
     }
 

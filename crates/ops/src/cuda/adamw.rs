@@ -1,87 +1,134 @@
-//! AdamW on the GPU, one launch for each step of a buffer; the equations are those of the crate's `adamw`.
+//! AdamW on the GPU, one launch for the weights of a bucket; the equations are those of the crate's `adamw`.
 
-use super::gpu::Gpu;
+use super::adamw_slots::AdamWSlots;
+use super::gpu::{BLOCK, Gpu};
 use super::launch;
-use super::pointer::OptIn;
-use crate::adamw::{AdamWBuffers, AdamWConstants, NAME};
-use candle_core::Result;
+use super::launch::Launch;
+use crate::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
+use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{Result, Tensor, WithDType};
 use half::bf16;
 
-/// Buffers are checked for length and for sharing a storage.
-pub(crate) fn adamw(buffers: &AdamWBuffers<'_>, constants: &AdamWConstants) -> Result<()> {
-    let AdamWBuffers {
-        master,
-        exp_avg,
-        exp_avg_sq,
-        weights,
-        grad,
-        device_scale,
-    } = *buffers;
-    let gpu = Gpu::of(NAME, master)?;
-    let len = master.elem_count();
-    let grad = gpu.read::<f32>("grad", grad)?;
-    let device_scale = device_scale.map(|scale| gpu.read::<f32>("device_scale", scale));
-    let device_scale = device_scale.transpose()?;
-    let device_scale: OptIn<f32> = device_scale.as_ref().map(|scale| scale.get());
-    let AdamWConstants {
-        step_size,
-        correction,
-        shrink,
-        rest1,
-        beta2,
-        rest2,
-        eps,
-        scale,
-    } = *constants;
+/// Blocks for one tensor of weights.
+const MAX_BLOCKS: usize = 1056;
+
+/// Buffers and slots are checked for lengths and for sharing a storage.
+pub(crate) fn adamw(
+    buffers: &AdamWBuffers<'_>,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+) -> Result<()> {
+    let gpu = Gpu::of(NAME, buffers.exp_avg)?;
+    let slots: Vec<AdamWSlot> = slots
+        .iter()
+        .filter(|slot| slot.len() > 0)
+        .copied()
+        .collect();
+    for slots in slots.chunks(AdamWSlots::MAX) {
+        let raw = AdamWSlots::default();
+        match buffers.master {
+            None => with_weights::<f32>(&gpu, slots, constants, (0, raw), &mut |raw| {
+                launch_f32(&gpu, buffers, slots, constants, raw)
+            }),
+            Some(master) => with_weights::<bf16>(&gpu, slots, constants, (0, raw), &mut |raw| {
+                launch_bf16(&gpu, master, buffers, slots, constants, raw)
+            }),
+        }?;
+    }
+    Ok(())
+}
+
+/// Calls `then` with all weights under their write locks; those before `next` are set and locked.
+fn with_weights<T: CudaDType + WithDType + DeviceRepr>(
+    gpu: &Gpu,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+    (next, mut raw): (usize, AdamWSlots),
+    then: &mut dyn FnMut(AdamWSlots) -> Result<()>,
+) -> Result<()> {
+    let Some(slot) = slots.get(next) else {
+        return then(raw);
+    };
+    gpu.write::<T>("weights", slot.weights, |weights| {
+        let shrink = slot.shrink(constants);
+        raw.set(next, weights, [slot.start, slot.len()], shrink);
+        with_weights::<T>(gpu, slots, constants, (next + 1, raw), then)
+    })
+}
+
+/// Rows of blocks, one for each slot.
+fn grid(gpu: &Gpu, slots: &[AdamWSlot<'_>]) -> Result<Launch> {
+    let longest = slots.iter().map(AdamWSlot::len).max().unwrap_or(0);
+    let blocks = longest.div_ceil(2048).clamp(1, MAX_BLOCKS);
+    gpu.grid([blocks, slots.len(), 1], BLOCK, 0)
+}
+
+fn launch_f32(
+    gpu: &Gpu,
+    buffers: &AdamWBuffers<'_>,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+    raw: AdamWSlots,
+) -> Result<()> {
+    let c = *constants;
+    let grad = gpu.read::<f32>("grad", buffers.grad)?;
+    gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
+        gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
+            let (grid, grad) = (grid(gpu, slots)?, grad.get());
+            // SAFETY: every slot's values lie in the buffers, and no two buffers share a storage.
+            unsafe {
+                launch::adamw_f32(
+                    &grid,
+                    m,
+                    v,
+                    grad,
+                    raw,
+                    c.step_size,
+                    c.correction,
+                    c.rest1,
+                    c.beta2,
+                    c.rest2,
+                    c.eps,
+                    c.scale,
+                )
+            }
+        })
+    })
+}
+
+fn launch_bf16(
+    gpu: &Gpu,
+    master: &Tensor,
+    buffers: &AdamWBuffers<'_>,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+    raw: AdamWSlots,
+) -> Result<()> {
+    let c = *constants;
+    let grad = gpu.read::<f32>("grad", buffers.grad)?;
     gpu.write::<f32>("master", master, |master| {
-        gpu.write::<f32>("exp_avg", exp_avg, |m| {
-            gpu.write::<f32>("exp_avg_sq", exp_avg_sq, |v| {
-                let (launch, grad, count) = (gpu.elements(len)?, grad.get(), len as i64);
-                let Some(weights) = weights else {
-                    // SAFETY: all buffers have len values.
-                    return unsafe {
-                        launch::adamw_f32(
-                            &launch,
-                            master,
-                            m,
-                            v,
-                            grad,
-                            count,
-                            step_size,
-                            correction,
-                            shrink,
-                            rest1,
-                            beta2,
-                            rest2,
-                            eps,
-                            scale,
-                            device_scale,
-                        )
-                    };
-                };
-                gpu.write::<bf16>("weights", weights, |weights| {
-                    // SAFETY: all buffers have len values.
-                    unsafe {
-                        launch::adamw_bf16(
-                            &launch,
-                            master,
-                            m,
-                            v,
-                            weights,
-                            grad,
-                            count,
-                            step_size,
-                            correction,
-                            shrink,
-                            rest1,
-                            beta2,
-                            rest2,
-                            eps,
-                            scale,
-                            device_scale,
-                        )
-                    }
-                })
+        gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
+            gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
+                let (grid, grad) = (grid(gpu, slots)?, grad.get());
+                // SAFETY: every slot's values lie in the buffers, and no two buffers share a storage.
+                unsafe {
+                    launch::adamw_bf16(
+                        &grid,
+                        master,
+                        m,
+                        v,
+                        grad,
+                        raw,
+                        c.step_size,
+                        c.correction,
+                        c.rest1,
+                        c.beta2,
+                        c.rest2,
+                        c.eps,
+                        c.scale,
+                    )
+                }
             })
         })
     })

@@ -1,4 +1,4 @@
-//! The global norm of gradients and the factor that clips them, on the GPU.
+//! The sum of the squares of gradients, on the GPU.
 
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
@@ -44,16 +44,4 @@ fn launch_sum<T: Element>(gpu: &Gpu, dst: Out<f64>, add: bool, src: &Tensor) -> 
         launch::sum_of_squares::<T>(&blocks, sums, src.get(), len as i64)?;
         launch::sum_partials_f64(&last, dst, sums.read(), count, add.into())
     }
-}
-
-/// The factor that clips, an f32 scalar, from `sum`, one f64 value.
-pub(crate) fn clip_scale(sum: &Tensor, max_norm: f64) -> Result<Tensor> {
-    let gpu = Gpu::of("clip_scale", sum)?;
-    let sum = detached(sum)?;
-    let sum = gpu.read::<f64>("sum", &sum)?;
-    let scale = gpu.alloc::<f32>(1)?;
-    let launch = gpu.blocks(1, 32, 0)?;
-    // SAFETY: both are one value.
-    unsafe { launch::clip_scale_f32(&launch, scale.out(), sum.get(), max_norm) }?;
-    Ok(scale.into_tensor(()))
 }

@@ -8,12 +8,10 @@ macro_rules! for_each_kernel {
     ($expand:ident) => {
         $expand! {
             "adamw" {
-                adamw_f32(master: Out<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, len: i64,
-                    step_size: f32, correction: f32, shrink: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32,
-                    scale: f32, device_scale: OptIn<f32>);
-                adamw_bf16(master: Out<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, weights: Out<bf16>, grad: In<f32>,
-                    len: i64, step_size: f32, correction: f32, shrink: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32,
-                    scale: f32, device_scale: OptIn<f32>);
+                adamw_f32(exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots, step_size: f32,
+                    correction: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32, scale: f32);
+                adamw_bf16(master: Out<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
+                    step_size: f32, correction: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32, scale: f32);
             }
             "add_into" {
                 add_into[T](dst: Out<f32>, src: In<T>, len: i64);
@@ -77,7 +75,6 @@ macro_rules! for_each_kernel {
             "sum_of_squares" {
                 sum_of_squares[T](partials: Out<f64>, src: In<T>, len: i64);
                 sum_partials_f64(dst: Out<f64>, partials: In<f64>, num_partials: i32, add: i32);
-                clip_scale_f32(scale: Out<f32>, sum: In<f64>, max_norm: f64);
             }
             "swiglu" {
                 swiglu_forward[T](y: Out<T>, gate: In<T>, up: In<T>, len: i64);

@@ -1,5 +1,6 @@
 //! From a kernel's name to work on candle's stream: one function for each kernel in the table.
 
+use super::adamw_slots::AdamWSlots;
 use super::element::Element;
 use super::kernel_table::for_each_kernel;
 use super::pointer::{Argument, In, OptIn, OptOut, Out};

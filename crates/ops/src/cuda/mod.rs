@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod adamw;
+mod adamw_slots;
 mod attention;
 mod attention_backward;
 mod column_sum;
@@ -43,7 +44,7 @@ pub(crate) use cross_entropy::{
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
-pub(crate) use grad_norm::{clip_scale, sum_of_squares, sum_of_squares_into};
+pub(crate) use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
 };

@@ -3,40 +3,51 @@
 use crate::element::{assert_close, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
 use half::bf16;
+use std::ffi::c_void;
+
+/// `AdamWSlot` of the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Slot {
+    weights: *mut c_void,
+    start: i64,
+    len: i64,
+    shrink: f32,
+    unused: i32,
+}
+
+/// `AdamWSlots` of the source.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Slots([Slot; 16]);
 
 unsafe extern "C" {
     fn adamw_f32(
-        master: *mut f32,
         exp_avg: *mut f32,
         exp_avg_sq: *mut f32,
         grad: *const f32,
-        len: i64,
+        slots: Slots,
         step_size: f32,
         correction: f32,
-        shrink: f32,
         rest1: f32,
         beta2: f32,
         rest2: f32,
         eps: f32,
         scale: f32,
-        device_scale: *const f32,
     );
     fn adamw_bf16(
         master: *mut f32,
         exp_avg: *mut f32,
         exp_avg_sq: *mut f32,
-        weights: *mut bf16,
         grad: *const f32,
-        len: i64,
+        slots: Slots,
         step_size: f32,
         correction: f32,
-        shrink: f32,
         rest1: f32,
         beta2: f32,
         rest2: f32,
         eps: f32,
         scale: f32,
-        device_scale: *const f32,
     );
 }
 
@@ -45,12 +56,13 @@ const BETAS: [f64; 2] = [0.9, 0.95];
 const EPS: f64 = 1e-8;
 const WEIGHT_DECAY: f64 = 0.1;
 
-/// step_size, correction, shrink, rest1, beta2, rest2, eps of step `step`.
-fn constants(step: i32) -> [f32; 7] {
+const SHRINK: f32 = (1.0 - LR * WEIGHT_DECAY) as f32;
+
+/// step_size, correction, rest1, beta2, rest2, eps of step `step`.
+fn constants(step: i32) -> [f32; 6] {
     [
         LR / (1.0 - BETAS[0].powi(step)),
         1.0 / (1.0 - BETAS[1].powi(step)).sqrt(),
-        1.0 - LR * WEIGHT_DECAY,
         1.0 - BETAS[0],
         BETAS[1],
         1.0 - BETAS[1],
@@ -59,9 +71,36 @@ fn constants(step: i32) -> [f32; 7] {
     .map(|x| x as f32)
 }
 
+/// Slots for weights at these addresses, one after the other; every second one decays.
+fn slots<T>(weights: &[(*mut T, usize)]) -> Slots {
+    let none = Slot {
+        weights: std::ptr::null_mut(),
+        start: 0,
+        len: 0,
+        shrink: f32::NAN,
+        unused: 0,
+    };
+    let (mut slots, mut start) = (Slots([none; 16]), 0);
+    for (i, (weights, len)) in weights.iter().enumerate() {
+        slots.0[i] = Slot {
+            weights: weights.cast(),
+            start,
+            len: *len as i64,
+            shrink: shrink(i),
+            unused: 0,
+        };
+        start += *len as i64;
+    }
+    slots
+}
+
+fn shrink(slot: usize) -> f32 {
+    if slot.is_multiple_of(2) { SHRINK } else { 1.0 }
+}
+
 /// The CPU optimizer's arithmetic, in f32.
-fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, scale: f32) {
-    let [step_size, correction, shrink, rest1, beta2, rest2, eps] = constants(step);
+fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, (shrink, scale): (f32, f32)) {
+    let [step_size, correction, rest1, beta2, rest2, eps] = constants(step);
     let g = g * scale;
     *m += (g - *m) * rest1;
     *v = *v * beta2 + g * g * rest2;
@@ -71,46 +110,71 @@ fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, scale: f32) {
 #[test]
 fn both_kernels_give_the_bits_of_the_cpu() {
     let mut rng = rng(7);
-    for (len, shift) in [(1, 0), (33, 0), (1000, 0), (1001, 1)] {
+    for (lens, shift) in [
+        (&[1][..], 0),
+        (&[33, 4, 0, 1000], 0),
+        (&[8, 3, 1001, 16], 1),
+    ] {
+        let len = lens.iter().sum();
+        let slot_of: Vec<usize> = lens
+            .iter()
+            .enumerate()
+            .flat_map(|(slot, len)| vec![slot; *len])
+            .collect();
         let mut x = random::<f32>(&mut rng, len, 1.0);
         let (mut m, mut v) = (vec![0f32; len], vec![0f32; len]);
-        let start = || Buffer::shifted(len, shift).with(&x);
-        let zeros = || Buffer::from_slice(&vec![0f32; len]);
-        let f32_state = [start(), zeros(), zeros()];
-        let bf16_state = [start(), zeros(), zeros()];
-        let weights = Buffer::<bf16>::new(len);
-        let factor = Buffer::from_slice(&[0.37f32]);
-        let launch = Launch::new(3, 64, 0);
+        let zeros = || Buffer::shifted(len, shift).with(&vec![0f32; len]);
+        let (f32_state, bf16_state) = ([zeros(), zeros()], [zeros(), zeros()]);
+        let master = Buffer::shifted(len, shift).with(&x);
+        let mut rest = &x[..];
+        let weights: Vec<Buffer<f32>> = lens
+            .iter()
+            .map(|len| {
+                let (mine, others) = rest.split_at(*len);
+                rest = others;
+                Buffer::from_slice(mine)
+            })
+            .collect();
+        let rounded: Vec<Buffer<bf16>> = lens.iter().map(|len| Buffer::new(*len)).collect();
+        let at: Vec<_> = weights.iter().map(Buffer::ptr).zip(lens.to_vec()).collect();
+        let in_f32 = slots(&at);
+        let at: Vec<_> = rounded.iter().map(Buffer::ptr).zip(lens.to_vec()).collect();
+        let in_bf16 = slots(&at);
+        let launch = Launch {
+            grid: [3, lens.len(), 1],
+            ..Launch::new(1, 64, 0)
+        };
         for step in 1..4 {
             let grad = random::<f32>(&mut rng, len, 10f64.powi(2 - 2 * step));
             let g = Buffer::from_slice(&grad);
-            let [a, b, c, d, e, f, h] = constants(step);
-            let [x1, m1, v1] = f32_state.each_ref().map(Buffer::ptr);
-            let n = len as i64;
-            let none = std::ptr::null();
-            let scale = 0.5f32 * 0.37;
+            let [a, b, c, d, e, f] = constants(step);
+            let [m1, v1] = f32_state.each_ref().map(Buffer::ptr);
             launch!(
                 launch,
-                adamw_f32(x1, m1, v1, g.ptr(), n, a, b, c, d, e, f, h, scale, none)
+                adamw_f32(m1, v1, g.ptr(), in_f32, a, b, c, d, e, f, 0.37)
             )
             .unwrap();
-            let [x2, m2, v2] = bf16_state.each_ref().map(Buffer::ptr);
-            let (w, s) = (weights.ptr(), factor.ptr());
+            let ([m2, v2], x2) = (bf16_state.each_ref().map(Buffer::ptr), master.ptr());
             launch!(
                 launch,
-                adamw_bf16(x2, m2, v2, w, g.ptr(), n, a, b, c, d, e, f, h, 0.5, s)
+                adamw_bf16(x2, m2, v2, g.ptr(), in_bf16, a, b, c, d, e, f, 0.37)
             )
             .unwrap();
             for (i, g) in grad.iter().enumerate() {
-                cpu_update([&mut x[i], &mut m[i], &mut v[i]], *g, step, scale);
+                let factors = (shrink(slot_of[i]), 0.37);
+                cpu_update([&mut x[i], &mut m[i], &mut v[i]], *g, step, factors);
             }
             for state in [&f32_state, &bf16_state] {
-                for (got, want) in state.iter().zip([&x, &m, &v]) {
+                for (got, want) in state.iter().zip([&m, &v]) {
                     assert_eq!(&got.read(), want, "step {step}");
                 }
             }
-            let rounded: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
-            assert_eq!(weights.read(), rounded);
+            assert_eq!(master.read(), x);
+            let updated: Vec<f32> = weights.iter().flat_map(Buffer::read).collect();
+            assert_eq!(updated, x);
+            let updated: Vec<bf16> = rounded.iter().flat_map(Buffer::read).collect();
+            let want: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            assert_eq!(updated, want);
         }
     }
 }
@@ -126,29 +190,10 @@ fn several_steps_equal_the_f64_formula() {
     for step in 1..6 {
         let grad = random::<f32>(&mut rng, len, 1.0);
         let g = Buffer::from_slice(&grad);
-        let [a, b, c, d, e, f, h] = constants(step);
-        let (n, none) = (len as i64, std::ptr::null());
-        let launch = Launch::new(1, 32, 0);
-        launch!(
-            launch,
-            adamw_f32(
-                x.ptr(),
-                m.ptr(),
-                v.ptr(),
-                g.ptr(),
-                n,
-                a,
-                b,
-                c,
-                d,
-                e,
-                f,
-                h,
-                1.0,
-                none
-            )
-        )
-        .unwrap();
+        let [a, b, c, d, e, f] = constants(step);
+        let (launch, slots) = (Launch::new(1, 32, 0), slots(&[(x.ptr(), len)]));
+        let (m, v, g) = (m.ptr(), v.ptr(), g.ptr());
+        launch!(launch, adamw_f32(m, v, g, slots, a, b, c, d, e, f, 1.0)).unwrap();
         for ([x, m, v], g) in want.iter_mut().zip(grad) {
             let g = f64::from(g);
             *m = BETAS[0] * *m + (1.0 - BETAS[0]) * g;
@@ -162,35 +207,4 @@ fn several_steps_equal_the_f64_formula() {
     }
     let want: Vec<f64> = want.iter().map(|[x, ..]| *x).collect();
     assert_close("x", &x.read(), &want, 16.0);
-}
-
-#[test]
-fn a_nan_scale_leaves_everything_as_it_was() {
-    let [x, m, v, g] = [(); 4].map(|()| Buffer::from_slice(&[0.5f32; 7]));
-    let (weights, scale) = (Buffer::<bf16>::new(7), Buffer::from_slice(&[f32::NAN]));
-    let [a, b, c, d, e, f, h] = constants(1);
-    let (at, w, s) = (Launch::new(1, 32, 0), weights.ptr(), scale.ptr());
-    launch!(
-        at,
-        adamw_bf16(
-            x.ptr(),
-            m.ptr(),
-            v.ptr(),
-            w,
-            g.ptr(),
-            7,
-            a,
-            b,
-            c,
-            d,
-            e,
-            f,
-            h,
-            1.0,
-            s
-        )
-    )
-    .unwrap();
-    assert!([x, m, v].iter().all(|values| values.read() == [0.5; 7]));
-    assert!(weights.read().iter().all(|weight| weight.is_nan()));
 }

@@ -1,4 +1,4 @@
-//! Sum of squares in two passes, and the clip factor made of it.
+//! Sum of squares in two passes.
 
 use crate::element::{Element, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
@@ -10,7 +10,6 @@ unsafe extern "C" {
     fn sum_of_squares_f32(partials: *mut f64, src: *const f32, len: i64);
     fn sum_of_squares_bf16(partials: *mut f64, src: *const bf16, len: i64);
     fn sum_partials_f64(dst: *mut f64, partials: *const f64, num_partials: i32, add: i32);
-    fn clip_scale_f32(scale: *mut f32, sum: *const f64, max_norm: f64);
 }
 
 /// The sum for `values`, added to `old` if there is one.
@@ -78,23 +77,4 @@ fn large_gradients_do_not_overflow() {
         sum(sum_of_squares_f32, &[1e30; 4], None, 1),
         4.0 * f64::from(1e30f32).powi(2)
     );
-}
-
-#[test]
-fn clip_scale_is_at_most_one_and_nan_for_a_broken_norm() {
-    let scale_to = |max_norm: f64, sum: f64| {
-        let (dst, sum) = (Buffer::<f32>::new(1), Buffer::from_slice(&[sum]));
-        launch!(
-            Launch::new(1, 32, 0),
-            clip_scale_f32(dst.ptr(), sum.ptr(), max_norm)
-        )
-        .unwrap();
-        dst.read()[0]
-    };
-    let scale = |sum| scale_to(2.0, sum);
-    assert_eq!(scale(0.0), 1.0);
-    assert_eq!(scale_to(f64::INFINITY, 1e30), 1.0);
-    assert_eq!(scale(3.9), 1.0);
-    assert_eq!(scale(64.0), (2.0 / (8.0 + 1e-6)) as f32);
-    assert!(scale(f64::NAN).is_nan() && scale(f64::INFINITY).is_nan());
 }
