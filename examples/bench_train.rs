@@ -12,7 +12,9 @@
 //! | `step_secs`, `min_step_secs` | median and shortest step |
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
+//! | `attention` | the code that computed it: `cpu`, `own` kernels on a GPU, `cudnn`, or two of them if cuDNN could not do all |
 //! | `mfu` | model FLOPs utilisation, `flops_per_token · tokens_per_sec` over `--peak-tflops` of all devices; null if that is not known |
+//! | `libraries` | versions of CUDA, cuBLAS and, where it was used, cuDNN; null on the CPU |
 //! | `peak_device_bytes` | the most that tensors held at a time, by the driver's memory pool; null on the CPU |
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
@@ -27,7 +29,7 @@ use std::process::ExitCode;
 
 use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
-use candle_ops::{GpuState, Profile};
+use candle_ops::{AttentionCode, GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
 use candle_train_examples::{
@@ -292,6 +294,8 @@ fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()>
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
+    let attention = AttentionCode::used().into_iter();
+    let attention: Vec<String> = attention.map(|code| code.to_string()).collect();
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
         "dtype": DType::from(args.dtype).as_str(),
@@ -300,6 +304,8 @@ fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()>
         "tokens_per_sec": tokens_per_sec,
         "flops_per_token": measured.flops_per_token,
         "device": device,
+        "libraries": measured.gpu.as_ref().map(|gpu| &gpu.libraries),
+        "attention": attention.join("+"),
         "mfu": mfu,
         "peak_device_bytes": measured.gpu.as_ref().map(|gpu| gpu.peak),
         "parameters": measured.num_parameters,

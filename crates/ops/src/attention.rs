@@ -7,7 +7,7 @@ use crate::dispatch::on_cuda;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::with_backward::with_backward3_of_result;
-use crate::{HeadGroups, OpOutput};
+use crate::{AttentionCode, HeadGroups, OpOutput};
 use candle_core::{Device, Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
@@ -118,6 +118,7 @@ pub fn attention_backward(
         }
     }
     on_cuda!(q => crate::cuda::attention_backward(pass, scale, groups));
+    AttentionCode::Cpu.note();
     let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
         .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
     let (q_host, k_host, v_host, grad) = (q_host?, k_host?, v_host?, grad?);
@@ -146,6 +147,7 @@ fn forward(
 ) -> Result<(OpOutput, Tensor)> {
     let blocks = blocks(q, k, v, scale, groups)?;
     on_cuda!(q => crate::cuda::attention_forward(q, k, v, scale, groups));
+    AttentionCode::Cpu.note();
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;
     let k = HostFloats::new(NAME, "k", k)?;

@@ -2,11 +2,13 @@
 
 use candle_core::{Device, Result};
 
-/// A GPU: its name and its memory, in bytes.
+/// A GPU: its name, its libraries and its memory, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuState {
     /// What its driver calls it.
     pub name: String,
+    /// Versions of the driver and of the libraries that compute here.
+    pub libraries: String,
     /// What tensors of this process hold now.
     pub used: u64,
     /// The most they have held at a time.

@@ -23,6 +23,7 @@ mod adamw;
 mod add_into;
 mod attention;
 mod attention_blocks;
+mod attention_code;
 #[cfg(target_arch = "x86_64")]
 mod avx512_product;
 mod brain_float;
@@ -59,6 +60,7 @@ mod with_backward;
 pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
 pub use add_into::add_into;
 pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
+pub use attention_code::AttentionCode;
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};

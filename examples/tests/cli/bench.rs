@@ -40,12 +40,15 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
         ("bf16", Some(r"layers\.1\.mlp"), all - 3 * 16 * 24),
         ("bf16", Some("^lm_head"), all - embedding),
     ] {
-        let mut program = bench().flag("--dtype", dtype).flag("--pp", 2);
+        let program = bench().flag("--device", "cpu").flag("--pp", 2);
+        let mut program = program.flag("--dtype", dtype);
         if let Some(pattern) = pattern {
             program = program.flag("--freeze", pattern);
         }
         let measured = measured(program);
         assert_eq!(measured["dtype"], dtype);
+        assert_eq!(measured["attention"], "cpu");
+        assert!(measured["libraries"].is_null());
         assert_eq!(measured["parameters"], all, "{pattern:?}");
         assert_eq!(measured["trainable_parameters"], trainable, "{pattern:?}");
     }

@@ -42,6 +42,10 @@ fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
     let Some(line) = measured(&program) else {
         return;
     };
+    assert_eq!(line["attention"], "own");
+    let libraries = line["libraries"].as_str().unwrap();
+    assert!(libraries.starts_with("CUDA 13."), "{libraries}");
+    assert!(libraries.contains("cuBLAS 13."), "{libraries}");
     // Products: all weights but the norms' and the embedding, 6 operations each; attention 6 · layers · width · tokens.
     let weights = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 24) + 50 * 16;
     let flops = f64::from(6 * weights + 6 * 2 * 16 * 8);

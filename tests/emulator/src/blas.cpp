@@ -237,6 +237,16 @@ int cublasGetPointerMode_v2(void* handle, int* mode) {
     return SUCCESS;
 }
 
+int cublasGetProperty(int property, int* value) {
+    // As cuBLAS of the driver's CUDA.
+    const int version[] = {CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10, 0};
+    if (property < 0 || property > 2) {
+        return INVALID_VALUE;
+    }
+    *value = version[property];
+    return SUCCESS;
+}
+
 int cublasSetMathMode(void* handle, int mode) {
     std::shared_ptr<Blas> blas = handles<Blas>().get(handle);
     if (!blas) {

@@ -4,7 +4,7 @@ use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use crate::host::detached;
-use crate::{HeadGroups, OpOutput};
+use crate::{AttentionCode, HeadGroups, OpOutput};
 use candle_core::{Result, Tensor, bail};
 
 pub(super) const NAME: &str = "causal_attention";
@@ -23,8 +23,10 @@ pub(crate) fn attention_forward(
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
     #[cfg(feature = "cudnn")]
     if let Some(done) = super::cudnn::attention_forward([&q, &k, &v], scale, groups)? {
+        AttentionCode::Cudnn.note();
         return Ok(done);
     }
+    AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], scale, groups))
 }
 

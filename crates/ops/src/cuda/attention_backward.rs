@@ -7,7 +7,7 @@ use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::values::{Fresh, Values};
 use crate::host::detached;
-use crate::{AttentionGrad, HeadGroups};
+use crate::{AttentionCode, AttentionGrad, HeadGroups};
 use candle_core::{Result, Tensor};
 
 /// Gradients of q, k and v, in their shapes and dtype.
@@ -32,8 +32,10 @@ pub(crate) fn attention_backward(
     };
     #[cfg(feature = "cudnn")]
     if let Some(done) = super::cudnn::attention_backward(&pass, scale, groups)? {
+        AttentionCode::Cudnn.note();
         return Ok(done);
     }
+    AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
         let pass = Pass::new::<T>(&gpu, pass, scale, groups)?;

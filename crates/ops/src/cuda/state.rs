@@ -1,7 +1,8 @@
-//! Asking the driver about a GPU.
+//! Asking the driver about a GPU, and libraries about themselves.
 
 use crate::GpuState;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::cublas::sys::{cublasGetProperty, libraryPropertyType};
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::{CudaDevice, Result};
 use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_USED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_HIGH};
@@ -23,9 +24,36 @@ pub(crate) fn state(device: &CudaDevice) -> Result<GpuState> {
     };
     Ok(GpuState {
         name: context.name().w()?,
+        libraries: libraries()?,
         used: of_pool(CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
         peak: of_pool(CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
         free: free as u64,
         total: total as u64,
     })
+}
+
+/// `CUDA 13.0, cuBLAS 13.1.0`, and cuDNN's version if something has used it.
+fn libraries() -> Result<String> {
+    let mut cuda = 0;
+    // SAFETY: the driver writes one number.
+    unsafe { sys::cuDriverGetVersion(&raw mut cuda) }
+        .result()
+        .w()?;
+    let [mut major, mut minor, mut patch] = [0; 3];
+    for (property, value) in [
+        (libraryPropertyType::MAJOR_VERSION, &mut major),
+        (libraryPropertyType::MINOR_VERSION, &mut minor),
+        (libraryPropertyType::PATCH_LEVEL, &mut patch),
+    ] {
+        // SAFETY: cuBLAS writes one number.
+        unsafe { cublasGetProperty(property, value) }.result().w()?;
+    }
+    let (cuda_major, cuda_minor) = (cuda / 1000, cuda % 1000 / 10);
+    let libraries = format!("CUDA {cuda_major}.{cuda_minor}, cuBLAS {major}.{minor}.{patch}");
+    #[cfg(feature = "cudnn")]
+    if let Some(version) = super::cudnn::version() {
+        let (major, minor, patch) = (version / 10000, version / 100 % 100, version % 100);
+        return Ok(format!("{libraries}, cuDNN {major}.{minor}.{patch}"));
+    }
+    Ok(libraries)
 }

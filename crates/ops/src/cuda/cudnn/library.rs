@@ -53,6 +53,7 @@ macro_rules! library {
 }
 
 library! {
+    version = "cudnnGetVersion": fn() -> usize;
     create = "cudnnCreate": fn(*mut Opaque) -> c_int;
     set_stream = "cudnnSetStream": fn(Opaque, Opaque) -> c_int;
     last_error = "cudnnGetLastErrorString": fn(*mut c_char, usize);
@@ -64,10 +65,18 @@ library! {
     execute = "cudnnBackendExecute": fn(Opaque, Opaque, Opaque) -> c_int;
 }
 
+static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
+
+/// 10000 major + 100 minor + patch, if the library is open.
+pub(in super::super) fn version() -> Option<usize> {
+    let library = LIBRARY.get()?.as_ref().ok()?;
+    // SAFETY: the function may be called at any time.
+    Some(unsafe { (library.version)() })
+}
+
 impl Library {
     /// The library, opened at the first call; its loader's words if it cannot be.
     pub(super) fn get() -> std::result::Result<&'static Self, &'static str> {
-        static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
         LIBRARY
             .get_or_init(Self::open)
             .as_ref()

@@ -25,3 +25,4 @@ mod plans;
 mod sizes;
 
 pub(super) use call::{attention_backward, attention_forward};
+pub(super) use library::version;
