@@ -6,6 +6,18 @@ pub enum Error {
     /// The environment variables do not say who this process is.
     #[error("{0}")]
     Environment(String),
+
+    /// This rank could not join the run.
+    #[error("{0}")]
+    Join(String),
+
+    /// The run ended because a rank died, failed or was late; see [`Control::failure`](crate::Control::failure).
+    #[error("{}", .0.message)]
+    RunFailed(crate::Failure),
+
+    /// A request to the other ranks that cannot be met.
+    #[error("{0}")]
+    Control(String),
 }
 
 /// The result of this crate's functions.

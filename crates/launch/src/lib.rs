@@ -1,7 +1,14 @@
 //! Processes as ranks: who am I, starting the others, meeting them, and noticing when one is gone.
+#![deny(unsafe_code)]
 
+mod control;
 mod error;
+mod fingerprint;
 mod rank_env;
 
+pub use control::{
+    Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
+};
 pub use error::{Error, Result};
+pub use fingerprint::Fingerprint;
 pub use rank_env::{RankEnv, StartedBy};

@@ -1,0 +1,280 @@
+//! The ranks of a run beside the backend that moves their tensors: they meet, exchange small things, and notice when one
+//! of them is gone.
+//!
+//! A star over TCP: rank 0 serves, every rank is a client, rank 0 too. A rank that dies, fails or hangs ends the run on all
+//! others within seconds, with a message that names it and says what it did last.
+
+mod activity;
+mod clock;
+mod config;
+mod ending;
+mod failure;
+mod hello;
+mod joining;
+mod link;
+mod message;
+mod operation;
+mod rank_group;
+mod server;
+mod ticket;
+mod verdict;
+mod wire;
+
+use std::net::TcpListener;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use config::ControlConfig;
+pub use failure::{Failure, FailureKind};
+pub use operation::Operation;
+pub use rank_group::RankGroup;
+pub use ticket::Ticket;
+pub use verdict::Verdict;
+
+use crate::{Error, Result};
+use link::Link;
+use message::{Answer, Question};
+use server::Server;
+
+/// How often a rank says that it is alive.
+const BEAT: Duration = Duration::from_millis(500);
+
+/// A rank that says nothing for so long is taken for dead.
+const SILENCE: Duration = Duration::from_secs(6);
+
+/// How long rank 0 stays to tell the others why the run ends.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// One rank's connection to the other ranks of its run.
+///
+/// Dropping it without [`leave`](Self::leave) is a failure of this rank.
+pub struct Control {
+    link: Arc<Link>,
+    world: Arc<RankGroup>,
+    rank: usize,
+    /// On rank 0. After the link: it must hear how that one ends.
+    server: Option<Server>,
+}
+
+impl Control {
+    /// Joins the run: returns when all ranks are there. Rank 0 serves at the meeting point.
+    ///
+    /// # Errors
+    /// Ranks that do not come in time, and ranks that do not belong together: two with the same number, or one with another
+    /// world size, fingerprint or version than rank 0, which ends the start of the run on all ranks.
+    pub fn join(config: &ControlConfig) -> Result<Arc<Self>> {
+        if config.rank == 0
+            && let Some(listener) = joining::listen(config)?
+        {
+            return Self::join_at(config, listener);
+        }
+        // Rank 0 gets here if its port is taken: whoever has it says whether it is of this run.
+        Self::of(config, joining::join(config, None)?, None)
+    }
+
+    /// Joins as rank 0 that serves at `listener`, whose address the other ranks get in any way as their `master`. A
+    /// listener on port 0 takes a free port.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join).
+    pub fn join_at(config: &ControlConfig, listener: TcpListener) -> Result<Arc<Self>> {
+        let server = Server::start(listener, config).map_err(|error| {
+            Error::Join(format!("rank 0 cannot serve the other ranks: {error}"))
+        })?;
+        match joining::join(config, Some(server.local_address())) {
+            Ok(link) => Self::of(config, link, Some(server)),
+            Err(error) => {
+                server.wait_until_known(FAREWELL);
+                Err(error)
+            }
+        }
+    }
+
+    fn of(config: &ControlConfig, link: Arc<Link>, server: Option<Server>) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            link,
+            world: Arc::new(RankGroup::world(config.world_size)),
+            rank: config.rank,
+            server,
+        }))
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The group of all ranks.
+    pub fn world(&self) -> &Arc<RankGroup> {
+        &self.world
+    }
+
+    /// The hosts of the ranks, by rank.
+    pub fn hosts(&self) -> &[String] {
+        self.link.hosts()
+    }
+
+    /// The bytes that the ranks pass for `key`, by rank. All ranks must call it.
+    ///
+    /// # Errors
+    /// A rank failed, died or left; more than 1 GiB in all.
+    #[track_caller]
+    pub fn gather(&self, key: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let _ticket = self.begin(self.question("gather", key));
+        let key = key.to_string();
+        match self
+            .link
+            .ask(Question::Gather { key: key.clone() }, bytes)?
+        {
+            (Answer::Gathered { lens }, body) => {
+                let mut rest = body.as_slice();
+                let part = |len: usize| {
+                    let (part, after) = rest.split_at_checked(len)?;
+                    rest = after;
+                    Some(part.to_vec())
+                };
+                let parts: Option<Vec<Vec<u8>>> = lens.into_iter().map(part).collect();
+                parts.ok_or_else(|| unexpected("gather", &key, "fewer bytes than announced"))
+            }
+            (answer, _) => Err(unanswered("gather", &key, &answer)),
+        }
+    }
+
+    /// Returns when all ranks have called it with this key.
+    ///
+    /// # Errors
+    /// A rank failed, died or left.
+    #[track_caller]
+    pub fn barrier(&self, key: &str) -> Result<()> {
+        self.gather(key, &[]).map(drop)
+    }
+
+    /// Keeps `bytes` for whoever [gets](Self::get) this key.
+    ///
+    /// # Errors
+    /// A rank failed or died; more than 1 GiB.
+    #[track_caller]
+    pub fn set(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let _ticket = self.begin(self.question("set", key));
+        let question = Question::Set { key: key.into() };
+        match self.link.ask(question, bytes)? {
+            (Answer::Kept, _) => Ok(()),
+            (answer, _) => Err(unanswered("set", key, &answer)),
+        }
+    }
+
+    /// The bytes that a rank [sets](Self::set) for this key; waits for them.
+    ///
+    /// # Errors
+    /// A rank failed or died.
+    #[track_caller]
+    pub fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let _ticket = self.begin(self.question("get", key));
+        let question = Question::Get { key: key.into() };
+        match self.link.ask(question, &[])? {
+            (Answer::Value, value) => Ok(value),
+            (answer, _) => Err(unanswered("get", key, &answer)),
+        }
+    }
+
+    /// Says that an operation begins and that this rank is blocked in it, until the ticket is dropped.
+    pub fn begin(&self, operation: Operation) -> Ticket {
+        Ticket::new(self.link.clone(), operation)
+    }
+
+    /// Says which training step this rank is at, and what it does there.
+    pub fn set_step(&self, step: u64, phase: &'static str) {
+        self.link
+            .update(|activity, _| activity.set_step(step, phase));
+    }
+
+    /// Compares the call across the group: returns when all members have called it with this number.
+    ///
+    /// # Errors
+    /// A rank failed or died; an operation without a number.
+    pub fn check(&self, operation: &Operation) -> Result<Verdict> {
+        let Some(seq) = operation.seq else {
+            return Err(Error::Control(format!(
+                "{operation} has no number to compare it by"
+            )));
+        };
+        let question = Question::Check {
+            group: (*operation.group).clone(),
+            seq,
+            call: operation.call.clone(),
+            site: operation.site.to_string(),
+        };
+        match self.link.ask(question, &[])? {
+            (Answer::Verdict(verdict), _) => Ok(verdict),
+            (answer, _) => Err(unanswered("check", &operation.call, &answer)),
+        }
+    }
+
+    /// Why the run ends, once it does. What is here has been printed, or is this rank's own failure.
+    pub fn failure(&self) -> Option<Failure> {
+        self.link.failure()
+    }
+
+    /// Says that this rank failed. Returns when all others know, or after 2 s, with the reason for which the run ends: this
+    /// one, or another that was there first and has been printed.
+    pub fn fail(&self, message: &str) -> Option<Failure> {
+        let failed = FailureKind::Failed;
+        let failure = self.link.fail(failed, message.to_string(), FAREWELL);
+        if let Some(server) = &self.server {
+            server.wait_until_known(FAREWELL);
+        }
+        failure
+    }
+
+    /// Leaves the run: the end of this rank is no failure from now on. Rank 0 waits until all others have left.
+    ///
+    /// # Errors
+    /// A rank failed or died.
+    pub fn leave(&self) -> Result<()> {
+        self.link.leave()
+    }
+
+    #[track_caller]
+    fn question(&self, what: &str, key: &str) -> Operation {
+        Operation {
+            group: self.world.clone(),
+            seq: None,
+            call: format!("{what}({key:?})"),
+            site: Location::caller(),
+        }
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        if !self.link.has_left() {
+            let message = if std::thread::panicking() {
+                "it panicked"
+            } else {
+                "it ended before the run was over"
+            };
+            self.fail(message);
+        }
+        self.link.close();
+    }
+}
+
+fn unexpected(what: &str, key: &str, why: &str) -> Error {
+    Error::Control(format!("{what}({key:?}): {why}"))
+}
+
+fn unanswered(what: &str, key: &str, answer: &Answer) -> Error {
+    match answer {
+        Answer::Left { rank } => unexpected(
+            what,
+            key,
+            &format!("rank {rank} has left the run without taking part"),
+        ),
+        other => unexpected(
+            what,
+            key,
+            &format!("expected another answer than {other:?}"),
+        ),
+    }
+}

@@ -1,0 +1,171 @@
+//! How a rank finds rank 0 and is let in.
+
+use std::io::{self, BufReader, ErrorKind, Write};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::ControlConfig;
+use super::hello::Hello;
+use super::link::Link;
+use super::message::ToRank;
+use super::wire::{self, Limits, Timed};
+use crate::{Error, Result};
+
+/// How long one attempt to connect may take.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// How long a rank insists when it is told that another run is at the address: that run may be about to end.
+const OTHER_RUN: Duration = Duration::from_secs(10);
+
+/// What ranks wait beyond their time for rank 0 to say who is missing.
+const LAST_WORD: Duration = Duration::from_secs(2);
+
+/// The listener of rank 0 at the meeting point; `None` if the port is taken.
+pub(super) fn listen(config: &ControlConfig) -> Result<Option<TcpListener>> {
+    let (host, port) = &config.master;
+    let addresses: Vec<SocketAddr> = resolve(config).map_err(|error| failed(config, &error))?;
+    // A run within one host is nobody else's business. Else by all interfaces: the name may be that of a proxy.
+    let address = match addresses.first() {
+        Some(first) if first.ip().is_loopback() => *first,
+        Some(SocketAddr::V6(_)) => (Ipv6Addr::UNSPECIFIED, *port).into(),
+        _ => (Ipv4Addr::UNSPECIFIED, *port).into(),
+    };
+    match TcpListener::bind(address) {
+        Ok(listener) => Ok(Some(listener)),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
+        Err(error) => Err(Error::Join(format!(
+            "rank 0 on host {} cannot listen on {host}:{port}: {error}\n\
+             hint: choose another port with MASTER_PORT, the same on all ranks",
+            config.host
+        ))),
+    }
+}
+
+/// Connects to the server at `addresses`, or at the meeting point, until all ranks are there.
+pub(super) fn join(config: &ControlConfig, address: Option<SocketAddr>) -> Result<Arc<Link>> {
+    let begun = Instant::now();
+    let mut pause = Duration::from_millis(20);
+    let mut missing = Vec::new();
+    loop {
+        let attempt = Attempt {
+            config,
+            until: begun + config.join_timeout + LAST_WORD,
+        };
+        let refused = match attempt.run(address, &mut missing) {
+            Ok(link) => return Ok(link),
+            Err(Refused::ForGood(message)) => return Err(Error::Join(message)),
+            Err(Refused::OtherRun(message)) if begun.elapsed() > OTHER_RUN => {
+                return Err(Error::Join(format!(
+                    "rank {} on host {}: {message}, {}:{}\n\
+                     hint: choose another port with MASTER_PORT, the same on all ranks, or look for the token: under \
+                     `--nnodes` each host needs the same",
+                    config.rank, config.host, config.master.0, config.master.1
+                )));
+            }
+            Err(Refused::OtherRun(message)) => message,
+            Err(Refused::Io(error)) => error.to_string(),
+        };
+        if begun.elapsed() > config.join_timeout {
+            return Err(overdue(config, &refused, &missing));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_secs(1));
+    }
+}
+
+enum Refused {
+    /// Not let in, and never will be.
+    ForGood(String),
+    /// By what seems to be another run.
+    OtherRun(String),
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+struct Attempt<'a> {
+    config: &'a ControlConfig,
+    until: Instant,
+}
+
+impl Attempt<'_> {
+    fn run(
+        &self,
+        address: Option<SocketAddr>,
+        missing: &mut Vec<usize>,
+    ) -> std::result::Result<Arc<Link>, Refused> {
+        let mut stream = self.connect(address)?;
+        stream.set_nodelay(true)?;
+        stream.write_all(&wire::opening(wire::VERSION))?;
+        stream.write_all(&wire::frame(&Hello::new(self.config), &[])?)?;
+        let rest = self.until.saturating_duration_since(Instant::now());
+        let mut reader = BufReader::new(Timed::new(stream.try_clone()?, rest));
+        loop {
+            match wire::read(&mut reader, Limits::RANK)?.0 {
+                ToRank::Waiting { missing: ranks } => *missing = ranks,
+                ToRank::Welcome { hosts } => {
+                    reader.get_mut().lift()?;
+                    return Ok(Link::start(self.config, hosts, reader, stream)?);
+                }
+                ToRank::Refused { message, retry } if retry => {
+                    return Err(Refused::OtherRun(message));
+                }
+                ToRank::Refused { message, .. } => return Err(Refused::ForGood(message)),
+                other => {
+                    let message = format!("unexpected in a rendezvous: {other:?}");
+                    return Err(io::Error::new(ErrorKind::InvalidData, message).into());
+                }
+            }
+        }
+    }
+
+    fn connect(&self, address: Option<SocketAddr>) -> io::Result<TcpStream> {
+        let addresses = match address {
+            Some(address) => vec![address],
+            None => resolve(self.config)?,
+        };
+        let mut failure = io::Error::new(ErrorKind::NotFound, "the name has no address");
+        for address in addresses {
+            match TcpStream::connect_timeout(&address, CONNECT) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => failure = error,
+            }
+        }
+        Err(failure)
+    }
+}
+
+fn resolve(config: &ControlConfig) -> io::Result<Vec<SocketAddr>> {
+    let (host, port) = &config.master;
+    Ok((host.as_str(), *port).to_socket_addrs()?.collect())
+}
+
+fn failed(config: &ControlConfig, error: &io::Error) -> Error {
+    let (host, port) = &config.master;
+    Error::Join(format!(
+        "rank {} on host {} cannot reach rank 0 at {host}:{port}: {error}\n\
+         hint: MASTER_ADDR must be a name or address of rank 0's host that all hosts know",
+        config.rank, config.host
+    ))
+}
+
+fn overdue(config: &ControlConfig, last: &str, missing: &[usize]) -> Error {
+    let (host, port) = &config.master;
+    let missing = match missing {
+        [] => String::new(),
+        ranks => format!("; when it was last reached, these ranks were missing: {ranks:?}"),
+    };
+    Error::Join(format!(
+        "rank {} on host {} could not join the run at {host}:{port} within {} s: {last}{missing}\n\
+         hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and MASTER_PORT to \
+         the same values on all ranks",
+        config.rank,
+        config.host,
+        config.join_timeout.as_secs_f64()
+    ))
+}

@@ -1,0 +1,339 @@
+//! A rank's end of its connection to rank 0's server.
+
+use std::collections::HashMap;
+use std::io::{self, BufReader};
+use std::net::TcpStream;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use super::activity::{Activity, Snapshot};
+use super::clock::RunClock;
+use super::message::{Answer, FromRank, Question, ToRank};
+use super::wire::{self, Limits, Timed};
+use super::{BEAT, ControlConfig, Failure, FailureKind, SILENCE, ending};
+use crate::{Error, Result};
+
+/// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
+pub(super) struct Link {
+    rank: usize,
+    host: String,
+    /// By rank.
+    hosts: Vec<String>,
+    deadline: Duration,
+    ends_process: bool,
+    clock: RunClock,
+    queue: Sender<Arc<Vec<u8>>>,
+    stream: TcpStream,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    activity: Activity,
+    /// When the server was last heard of, and what rank 0 then did.
+    heard: Duration,
+    zero: Snapshot,
+    /// Why the run ends.
+    failure: Option<Failure>,
+    /// This rank has said that it failed, so.
+    failed: Option<FailureKind>,
+    /// The failure has been printed, or need not be.
+    printed: bool,
+    /// This rank has said that it is late.
+    late: bool,
+    next_id: u64,
+    answers: HashMap<u64, (Answer, Vec<u8>)>,
+    /// This rank has said goodbye, and the server has answered.
+    left: bool,
+    goodbye: bool,
+    closed: bool,
+}
+
+impl Link {
+    /// Takes over a connection on which the server has said that all ranks are there.
+    pub(super) fn start(
+        config: &ControlConfig,
+        hosts: Vec<String>,
+        reader: BufReader<Timed>,
+        stream: TcpStream,
+    ) -> io::Result<Arc<Self>> {
+        let (queue, frames) = mpsc::channel();
+        let clock = RunClock::new();
+        let state = State {
+            activity: Activity::default(),
+            heard: clock.now(),
+            zero: Snapshot::default(),
+            failure: None,
+            failed: None,
+            printed: false,
+            late: false,
+            next_id: 0,
+            answers: HashMap::new(),
+            left: false,
+            goodbye: false,
+            closed: false,
+        };
+        let writer = stream.try_clone()?;
+        let link = Arc::new(Self {
+            rank: config.rank,
+            host: config.host.clone(),
+            hosts,
+            deadline: config.deadline,
+            ends_process: config.ends_process,
+            clock,
+            queue,
+            stream,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let spawn = |name: &str| Builder::new().name(name.to_string());
+        spawn("control-write").spawn(move || wire::write_queue(writer, frames))?;
+        let listening = link.clone();
+        spawn("control-read").spawn(move || listening.listen(reader))?;
+        let beating = link.clone();
+        spawn("control-beat").spawn(move || {
+            while beating.beat() {
+                std::thread::sleep(BEAT);
+            }
+        })?;
+        Ok(link)
+    }
+
+    pub(super) fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    pub(super) fn failure(&self) -> Option<Failure> {
+        self.lock().failure.clone()
+    }
+
+    /// Changes what this rank says that it does.
+    pub(super) fn update<T>(&self, change: impl FnOnce(&mut Activity, Duration) -> T) -> T {
+        let now = self.clock.now();
+        change(&mut self.lock().activity, now)
+    }
+
+    /// Asks the server and waits for the answer.
+    pub(super) fn ask(&self, question: Question, body: &[u8]) -> Result<(Answer, Vec<u8>)> {
+        let mut state = self.lock();
+        let id = state.next_id;
+        state.next_id += 1;
+        drop(state);
+        self.send(&FromRank::Ask { id, question }, body)?;
+        let mut state = self.lock();
+        loop {
+            if let Some(answer) = state.answers.remove(&id) {
+                return Ok(answer);
+            }
+            if let Some(failure) = &state.failure {
+                return Err(Error::RunFailed(failure.clone()));
+            }
+            if state.left {
+                return Err(Error::Control(format!(
+                    "rank {} asks the other ranks for something after it has left the run",
+                    self.rank
+                )));
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// Says goodbye and waits for the answer.
+    pub(super) fn leave(&self) -> Result<()> {
+        let mut state = self.lock();
+        if !state.left {
+            state.left = true;
+            let snapshot = state.activity.snapshot(self.clock.now());
+            self.send(&FromRank::Leave(snapshot), &[])?;
+        }
+        loop {
+            if state.goodbye {
+                return Ok(());
+            }
+            if let Some(failure) = &state.failure {
+                return Err(Error::RunFailed(failure.clone()));
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// Says that this rank failed and waits, for at most `limit`, until the others know or another cause is known;
+    /// returns the cause.
+    pub(super) fn fail(
+        &self,
+        kind: FailureKind,
+        message: String,
+        limit: Duration,
+    ) -> Option<Failure> {
+        let until = Instant::now() + limit;
+        let mut state = self.lock();
+        if state.failed.is_none() && !state.left {
+            state.failed = Some(kind);
+            let snapshot = state.activity.snapshot(self.clock.now());
+            let failed = FromRank::Failed {
+                kind,
+                message,
+                snapshot,
+            };
+            if let Err(error) = self.send(&failed, &[]) {
+                tracing::error!("the other ranks could not be told of a failure: {error}");
+            }
+        }
+        while state.failure.is_none() || !state.printed {
+            let rest = until.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                break;
+            }
+            (state, _) = self
+                .changed
+                .wait_timeout(state, rest)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        state.failure.clone()
+    }
+
+    /// Closes the connection; without a goodbye the others take it for the death of this rank.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        // Nothing to do about a connection that is closed already.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
+    pub(super) fn has_left(&self) -> bool {
+        self.lock().left
+    }
+
+    fn send(&self, message: &FromRank, body: &[u8]) -> Result<()> {
+        let frame = wire::frame(message, body)
+            .map_err(|error| Error::Control(format!("a message to the other ranks: {error}")))?;
+        // A connection that has closed is found by the thread that reads.
+        let _ = self.queue.send(Arc::new(frame));
+        Ok(())
+    }
+
+    fn listen(self: &Arc<Self>, mut reader: BufReader<Timed>) {
+        loop {
+            match wire::read::<ToRank>(&mut reader, Limits::RANK) {
+                Ok((message, body)) => self.handle(message, body),
+                Err(error) => return self.lost(&format!("its connection closed ({error})")),
+            }
+        }
+    }
+
+    fn handle(self: &Arc<Self>, message: ToRank, body: Vec<u8>) {
+        let now = self.clock.now();
+        let mut state = self.lock();
+        state.heard = now;
+        match message {
+            ToRank::Beat(snapshot) => state.zero = snapshot,
+            ToRank::Answer { id, answer } => {
+                state.answers.insert(id, (answer, body));
+            }
+            ToRank::Failed(failure) => self.end(&mut state, failure),
+            ToRank::Goodbye => state.goodbye = true,
+            // Of the rendezvous, which is over.
+            ToRank::Waiting { .. } | ToRank::Welcome { .. } | ToRank::Refused { .. } => {}
+        }
+        self.changed.notify_all();
+    }
+
+    /// Says what this rank does and looks at the clocks; false when there is nothing left to watch.
+    fn beat(self: &Arc<Self>) -> bool {
+        let now = self.clock.tick();
+        let mut state = self.lock();
+        if state.closed {
+            return false;
+        }
+        let snapshot = state.activity.snapshot(now);
+        if let Some((operation, time)) = state.activity.longest_block(now)
+            && time > self.deadline
+            && !state.late
+        {
+            let late = FromRank::Late {
+                secs: self.deadline.as_secs_f64(),
+                group: (*operation.group).clone(),
+                seq: operation.seq,
+                snapshot,
+            };
+            state.late = true;
+            self.tell(&late);
+        } else {
+            self.tell(&FromRank::Beat(snapshot));
+        }
+        let silence = now.saturating_sub(state.heard);
+        drop(state);
+        if silence > SILENCE {
+            self.lost(&format!(
+                "it has not been heard of for {:.0} s (its process is stopped, its host is down or the network is cut)",
+                silence.as_secs_f64()
+            ));
+        }
+        true
+    }
+
+    /// A message that no caller waits for.
+    fn tell(&self, message: &FromRank) {
+        if let Err(error) = self.send(message, &[]) {
+            tracing::error!("{error}");
+        }
+    }
+
+    /// The server, and so rank 0, is gone.
+    fn lost(self: &Arc<Self>, why: &str) {
+        let now = self.clock.now();
+        let mut state = self.lock();
+        if state.left {
+            state.goodbye = true;
+        } else if !state.closed {
+            let age = now.saturating_sub(state.heard);
+            let message = format!(
+                "rank 0 on host {} died: {why}\n  its last operation: {}\n\
+                 hint: see what rank 0 itself printed; a process that was killed prints nothing",
+                self.hosts.first().map_or("", String::as_str),
+                state.zero.describe(age)
+            );
+            let failure = Failure {
+                kind: FailureKind::Died,
+                rank: Some(0),
+                message,
+            };
+            self.end(&mut state, failure);
+        }
+        self.changed.notify_all();
+    }
+
+    /// The run ends for this reason, of which this rank hears now.
+    fn end(self: &Arc<Self>, state: &mut State, failure: Failure) {
+        if state.failure.is_some() {
+            return;
+        }
+        self.tell(&FromRank::Noted);
+        let text = format!(
+            "rank {} on host {} stops: {}\n",
+            self.rank, self.host, failure.message
+        );
+        let all_told_to_end = failure.kind == FailureKind::Terminated
+            && state.failed == Some(FailureKind::Terminated);
+        let own = failure.rank == Some(self.rank);
+        state.failure = Some(failure);
+        if own || all_told_to_end {
+            state.printed = true;
+            return;
+        }
+        let link = self.clone();
+        ending::end(text, self.ends_process, move || {
+            link.lock().printed = true;
+            link.changed.notify_all();
+        });
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        (self.changed.wait(state)).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,84 @@
+//! What ranks and rank 0's server say to each other.
+
+use serde::{Deserialize, Serialize};
+
+use super::activity::Snapshot;
+use super::{Failure, FailureKind, RankGroup, Verdict};
+
+/// From a rank to the server, after its `Hello`.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum FromRank {
+    /// "I am alive", and doing this.
+    Beat(Snapshot),
+    /// A question; the rank waits for the answer with this id. The body belongs to it.
+    Ask { id: u64, question: Question },
+    /// "I have failed", or been told to end.
+    Failed {
+        kind: FailureKind,
+        message: String,
+        snapshot: Snapshot,
+    },
+    /// "I am blocked for longer than the deadline."
+    Late {
+        secs: f64,
+        group: RankGroup,
+        seq: Option<u64>,
+        snapshot: Snapshot,
+    },
+    /// "I know of the failure."
+    Noted,
+    /// "I am done, and need nothing more."
+    Leave(Snapshot),
+}
+
+/// What a rank wants of the others.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Question {
+    /// The bodies of all ranks that ask with this key.
+    Gather { key: String },
+    /// Keep the body for whoever gets this key.
+    Set { key: String },
+    /// The body that was, or will be, set for this key.
+    Get { key: String },
+    /// Do all members of the group make the same call?
+    Check {
+        group: RankGroup,
+        seq: u64,
+        call: String,
+        site: String,
+    },
+}
+
+/// From the server to a rank.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum ToRank {
+    /// The rank is in, but these are not yet.
+    Waiting { missing: Vec<usize> },
+    /// All ranks are there; their hosts.
+    Welcome { hosts: Vec<String> },
+    /// The rank is not let in, or the run does not start. `retry`: it may be another run's server, about to end.
+    Refused { message: String, retry: bool },
+    /// "I am alive", and rank 0 is doing this.
+    Beat(Snapshot),
+    /// To the question with this id. The body belongs to it.
+    Answer { id: u64, answer: Answer },
+    /// The run ends.
+    Failed(Failure),
+    /// All are done; rank 0 is told last.
+    Goodbye,
+}
+
+/// The answer to a question.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// The body is all ranks' bytes one after the other, of these lengths.
+    Gathered { lens: Vec<usize> },
+    /// The value is kept.
+    Kept,
+    /// The body is the value.
+    Value,
+    /// To a check.
+    Verdict(Verdict),
+    /// This rank has left the run, so there will be no answer.
+    Left { rank: usize },
+}

@@ -1,0 +1,150 @@
+//! Who is let into the run.
+
+use std::net::TcpStream;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use super::hub::{Hub, Peer, State};
+use super::{report, spawn};
+use crate::control::activity::Snapshot;
+use crate::control::hello::Hello;
+use crate::control::message::ToRank;
+use crate::control::wire;
+
+/// Why somebody is not let in.
+pub(super) struct Refusal {
+    pub message: String,
+    /// It may have come to the wrong run, whose server is about to end.
+    pub retry: bool,
+}
+
+impl Hub {
+    /// Lets a rank in, or says why not. With the right token the reason ends the run for all: it could never start.
+    pub(super) fn admit(
+        &self,
+        hello: Hello,
+        version: u32,
+        stream: &TcpStream,
+    ) -> Result<(), Refusal> {
+        if hello.token != self.own.token {
+            let message = "another run is at this address: its token differs".to_string();
+            return Err(Refusal {
+                message,
+                retry: true,
+            });
+        }
+        let mut state = self.lock();
+        if state.started {
+            let message = format!(
+                "rank {} on host {} comes too late: all {} ranks of the run are there already",
+                hello.rank,
+                hello.host,
+                self.world_size()
+            );
+            return Err(Refusal {
+                message,
+                retry: false,
+            });
+        }
+        if state.refusal.is_none()
+            && let Some(why) = self.objection(&state, &hello, version)
+        {
+            self.refuse_all(&mut state, why);
+        }
+        if let Some(message) = state.refusal.clone() {
+            if hello.rank < self.world_size() {
+                state.told.insert(hello.rank);
+            }
+            self.notify();
+            return Err(Refusal {
+                message,
+                retry: false,
+            });
+        }
+        let rank = hello.rank;
+        let peer = self.peer(hello, stream).map_err(|error| Refusal {
+            message: format!("rank 0 has no thread or connection left: {error}"),
+            retry: true,
+        })?;
+        state.peers[rank] = Some(peer);
+        let missing = state.missing();
+        if missing.is_empty() {
+            let now = self.clock.now();
+            for peer in state.peers.iter_mut().flatten() {
+                peer.heard = now;
+            }
+            state.started = true;
+            let hosts = state.present().map(|(_, peer)| peer.host.clone()).collect();
+            state.broadcast(&ToRank::Welcome { hosts }, None);
+        } else if let Some(peer) = &state.peers[rank] {
+            peer.send(&ToRank::Waiting { missing }, &[]);
+        }
+        Ok(())
+    }
+
+    fn objection(&self, state: &State, hello: &Hello, version: u32) -> Option<String> {
+        if let Some(why) = self.own.objection(hello, version) {
+            return Some(why);
+        }
+        let there = state.peers[hello.rank].as_ref()?;
+        Some(format!(
+            "rank {} on host {} (process {}): this rank is there already, from {}\n\
+             hint: each process of a run needs a rank of its own",
+            hello.rank,
+            hello.host,
+            hello.pid,
+            report::name(hello.rank, there)
+        ))
+    }
+
+    /// The run does not start, for all that are here and all that come.
+    fn refuse_all(&self, state: &mut State, why: String) {
+        let message = format!("the run cannot start: {why}");
+        let refused = ToRank::Refused {
+            message: message.clone(),
+            retry: false,
+        };
+        state.broadcast(&refused, None);
+        let present: Vec<usize> = state.present().map(|(rank, _)| rank).collect();
+        state.told.extend(present);
+        state.refusal = Some(message);
+        self.notify();
+    }
+
+    /// Gives up when ranks have not come in time.
+    pub(super) fn find_overdue(&self, state: &mut State, now: Duration) {
+        if now <= self.join_timeout {
+            return;
+        }
+        let why = format!(
+            "of {} ranks these have not come within {} s: {}\n\
+             hint: look whether they run and what they said; they need the same MASTER_ADDR and MASTER_PORT, and a way to \
+             reach them; {} on host {} must be started by srun, mpirun or a launcher, not by a batch script alone",
+            self.world_size(),
+            self.join_timeout.as_secs_f64(),
+            report::rank_list(&state.missing()),
+            "rank 0",
+            self.own.host,
+        );
+        self.refuse_all(state, why);
+    }
+
+    fn peer(&self, hello: Hello, stream: &TcpStream) -> std::io::Result<Peer> {
+        let (queue, frames) = mpsc::channel::<Arc<Vec<u8>>>();
+        let writer = stream.try_clone()?;
+        let stream = stream.try_clone()?;
+        spawn("control-write", move || wire::write_queue(writer, frames))?;
+        Ok(Peer {
+            host: hello.host,
+            pid: hello.pid,
+            snapshot: Snapshot::default(),
+            heard: self.clock.now(),
+            left: false,
+            failed: false,
+            noted: false,
+            gone: false,
+            queue,
+            stream,
+        })
+    }
+}

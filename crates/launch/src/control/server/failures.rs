@@ -1,0 +1,211 @@
+//! Ranks that die, fall silent, fail or are late.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::hub::{Hub, State};
+use super::{report, spawn};
+use crate::control::message::ToRank;
+use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
+
+/// How long a rank's word that it failed is held back. It may have failed because another one died, which shows as a
+/// closed connection at about the same time.
+const HOLD: Duration = Duration::from_millis(500);
+
+impl State {
+    /// Whether everybody who should hear of the failure has.
+    pub(super) fn all_noted(&self) -> bool {
+        let culprit = self.failure.as_ref().and_then(|failure| failure.rank);
+        let mut others = self.present().filter(|(rank, _)| Some(*rank) != culprit);
+        others.all(|(_, peer)| peer.noted || peer.left || peer.gone)
+    }
+
+    /// Ends the run for this reason, if it has not ended.
+    fn announce(&mut self, failure: Failure) {
+        if self.failure.is_some() {
+            return;
+        }
+        let message = ToRank::Failed(failure.clone());
+        // The one at fault is told last: it may end as soon as it knows that all others know.
+        self.broadcast(&message, failure.rank);
+        self.failure = Some(failure);
+    }
+}
+
+impl Hub {
+    /// A rank's connection has closed.
+    pub(super) fn gone(&self, rank: usize, why: &io::Error) {
+        let now = self.clock.now();
+        let mut state = self.lock();
+        if !state.started {
+            // It may come again.
+            state.peers[rank] = None;
+            return;
+        }
+        let Some(peer) = &mut state.peers[rank] else {
+            return;
+        };
+        peer.gone = true;
+        if !peer.left && !peer.failed {
+            let why = match why.kind() {
+                io::ErrorKind::InvalidData => format!("it sent what is no message ({why})"),
+                _ => "its connection closed without a goodbye".to_string(),
+            };
+            let message = format!(
+                "{} died: {why}\n  its last operation: {}\n\
+                 hint: see what this rank itself printed; a process that was killed prints nothing (the kernel's log, \
+                 `dmesg`, tells if the host was out of memory)",
+                report::name(rank, peer),
+                report::last(peer, now)
+            );
+            state.announce(Failure {
+                kind: FailureKind::Died,
+                rank: Some(rank),
+                message,
+            });
+        }
+        self.note(&state);
+    }
+
+    /// A rank says that it failed: that is why the run ends, unless another one turns out to have died.
+    pub(super) fn hold(
+        self: &Arc<Self>,
+        state: &mut State,
+        rank: usize,
+        kind: FailureKind,
+        why: &str,
+    ) {
+        let Some(peer) = &state.peers[rank] else {
+            return;
+        };
+        if state.failure.is_some() {
+            return self.note(state);
+        }
+        let verb = match kind {
+            FailureKind::Terminated => "was told to end",
+            _ => "failed",
+        };
+        let message = format!(
+            "{} {verb}: {why}\n  its last operation: {}",
+            report::name(rank, peer),
+            report::last(peer, self.clock.now())
+        );
+        let failure = Failure {
+            kind,
+            rank: Some(rank),
+            message,
+        };
+        match &state.held {
+            None => {
+                state.held = Some(failure);
+                let hub = self.clone();
+                let spawned = spawn("control-hold", move || {
+                    std::thread::sleep(HOLD);
+                    hub.announce_held(&mut hub.lock());
+                });
+                if spawned.is_err() {
+                    self.announce_held(state);
+                }
+            }
+            // Launchers tell all ranks to end when one has failed.
+            Some(held) if held.kind == FailureKind::Terminated => state.held = Some(failure),
+            Some(_) => {}
+        }
+    }
+
+    fn announce_held(&self, state: &mut State) {
+        if let Some(failure) = state.held.take() {
+            state.announce(failure);
+            self.note(state);
+        }
+    }
+
+    /// A rank has been blocked for longer than its deadline.
+    pub(super) fn late(
+        &self,
+        state: &mut State,
+        rank: usize,
+        secs: f64,
+        group: &RankGroup,
+        seq: Option<u64>,
+    ) {
+        let there = |member: &usize| {
+            let peer = state.peers.get(*member).and_then(Option::as_ref);
+            peer.and_then(|peer| peer.snapshot.blocked_in()) == Some((group.id.as_str(), seq))
+        };
+        let absent: Vec<usize> = match seq {
+            Some(_) => group
+                .members
+                .iter()
+                .copied()
+                .filter(|member| !there(member))
+                .collect(),
+            None => Vec::new(),
+        };
+        let absent = match absent.as_slice() {
+            [] => String::new(),
+            ranks => format!(
+                ", which {} did not reach or has passed",
+                report::rank_list(ranks)
+            ),
+        };
+        let message = format!(
+            "rank {rank} is blocked for more than {secs} s, the deadline, in an operation{absent}\n{}\n\
+             hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
+             deadline",
+            report::all(&state.peers, self.clock.now())
+        );
+        state.announce(Failure {
+            kind: FailureKind::Deadline,
+            rank: None,
+            message,
+        });
+    }
+
+    /// Ends the run if ranks have said nothing for too long, all of which are named.
+    pub(super) fn find_silent(&self, state: &mut State, now: Duration) {
+        let silence = |heard: Duration| now.saturating_sub(heard);
+        let silent = |limit: Duration| {
+            let here = (state.present()).filter(|(_, peer)| !peer.left && !peer.gone);
+            here.filter(move |(_, peer)| silence(peer.heard) > limit)
+        };
+        if state.failure.is_some() || silent(SILENCE).next().is_none() {
+            return;
+        }
+        // Ranks behind the same cut fall silent within a beat.
+        let silent: Vec<_> = silent(SILENCE - 2 * BEAT).collect();
+        let lines = silent.iter().map(|(rank, peer)| {
+            format!(
+                "{} has not been heard of for {:.0} s\n  its last operation: {}",
+                report::name(*rank, peer),
+                silence(peer.heard).as_secs_f64(),
+                report::last(peer, now)
+            )
+        });
+        let lines: Vec<String> = lines.collect();
+        let message = format!(
+            "{}\nhint: its process is stopped, its host is down or the network between the hosts is cut",
+            lines.join("\n")
+        );
+        let rank = silent.first().map(|(rank, _)| *rank);
+        state.announce(Failure {
+            kind: FailureKind::Died,
+            rank,
+            message,
+        });
+    }
+
+    /// Somebody more knows of the failure, or cannot be told: the one at fault is told when all others know.
+    pub(super) fn note(&self, state: &State) {
+        self.notify();
+        let Some(failure) = &state.failure else {
+            return;
+        };
+        if state.all_noted()
+            && let Some(peer) = failure.rank.and_then(|rank| state.peers[rank].as_ref())
+        {
+            peer.send(&ToRank::Failed(failure.clone()), &[]);
+        }
+    }
+}

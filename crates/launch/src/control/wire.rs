@@ -1,0 +1,146 @@
+//! Bytes on the control connection: an opening, then frames.
+//!
+//! The opening is 8 bytes that no other protocol starts with, and a version. A frame is `u32 json_len, u32 body_len`
+//! (little endian), a message as JSON, and bytes that belong to it. Opening, frame layout and the fields of
+//! [`Hello`](super::hello::Hello) never change, so that ranks of different versions can tell each other so.
+
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// The version of the messages.
+pub(super) const VERSION: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"\x89candle\n";
+
+/// How much a frame may hold.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    json: u32,
+    body: u32,
+}
+
+impl Limits {
+    /// From somebody who has not shown the run's token.
+    pub(super) const STRANGER: Self = Self {
+        json: 1 << 20,
+        body: 0,
+    };
+    /// From a rank.
+    pub(super) const RANK: Self = Self {
+        json: 1 << 24,
+        body: 1 << 30,
+    };
+}
+
+/// The opening of a connection by a program of `version`.
+pub(super) fn opening(version: u32) -> Vec<u8> {
+    [MAGIC.as_slice(), &version.to_le_bytes()].concat()
+}
+
+/// Reads an opening and returns its version.
+pub(super) fn read_opening(reader: &mut impl Read) -> Result<u32> {
+    let mut magic = [0; 8];
+    reader.read_exact(&mut magic)?;
+    if magic != MAGIC {
+        return Err(invalid("it does not speak the control protocol".into()));
+    }
+    read_u32(reader)
+}
+
+/// A frame's bytes.
+pub(super) fn frame(message: &impl Serialize, body: &[u8]) -> Result<Vec<u8>> {
+    let json = serde_json::to_vec(message)?;
+    let len = |what: &str, len: usize, limit: u32| match u32::try_from(len) {
+        Ok(short) if short <= limit => Ok(short.to_le_bytes()),
+        _ => Err(invalid(format!("{what} of {len} bytes, at most {limit}"))),
+    };
+    let json_len = len("a message", json.len(), Limits::RANK.json)?;
+    let body_len = len("a body", body.len(), Limits::RANK.body)?;
+    Ok([json_len.as_slice(), &body_len, &json, body].concat())
+}
+
+/// Reads a frame.
+pub(super) fn read<T: DeserializeOwned>(
+    reader: &mut impl Read,
+    limits: Limits,
+) -> Result<(T, Vec<u8>)> {
+    let (json_len, body_len) = (read_u32(reader)?, read_u32(reader)?);
+    if json_len > limits.json || body_len > limits.body {
+        return Err(invalid(format!(
+            "a frame of {json_len} and {body_len} bytes, at most {} and {}",
+            limits.json, limits.body
+        )));
+    }
+    let message = serde_json::from_slice(&read_bytes(reader, json_len)?)?;
+    Ok((message, read_bytes(reader, body_len)?))
+}
+
+/// Memory grows with what arrives, not with what was announced.
+fn read_bytes(reader: &mut impl Read, len: u32) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    reader.take(u64::from(len)).read_to_end(&mut bytes)?;
+    if bytes.len() < len as usize {
+        return Err(ErrorKind::UnexpectedEof.into());
+    }
+    Ok(bytes)
+}
+
+fn read_u32(reader: &mut impl Read) -> Result<u32> {
+    let mut bytes = [0; 4];
+    reader.read_exact(&mut bytes)?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::InvalidData, message)
+}
+
+/// A connection read until an instant, however slowly the bytes trickle in.
+pub(super) struct Timed {
+    stream: TcpStream,
+    until: Option<Instant>,
+}
+
+impl Timed {
+    pub(super) fn new(stream: TcpStream, limit: Duration) -> Self {
+        let until = Some(Instant::now() + limit);
+        Self { stream, until }
+    }
+
+    /// From now on reads may last.
+    pub(super) fn lift(&mut self) -> Result<()> {
+        self.until = None;
+        self.stream.set_read_timeout(None)
+    }
+}
+
+impl Read for Timed {
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize> {
+        if let Some(until) = self.until {
+            let rest = until.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            self.stream.set_read_timeout(Some(rest))?;
+        }
+        self.stream.read(buffer)
+    }
+}
+
+/// Writes what is queued until the queue closes or the connection breaks, which the reading side notices.
+pub(super) fn write_queue(
+    mut stream: TcpStream,
+    queue: std::sync::mpsc::Receiver<std::sync::Arc<Vec<u8>>>,
+) {
+    for frame in queue {
+        if Write::write_all(&mut stream, &frame).is_err() {
+            break;
+        }
+    }
+    // Nothing to do about a connection that is closed already.
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+}
