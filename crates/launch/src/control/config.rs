@@ -34,16 +34,21 @@ impl ControlConfig {
     /// # Errors
     /// The environment does not say where the ranks meet.
     pub fn new(env: &RankEnv) -> Result<Self> {
-        Ok(Self {
+        Ok(Self::at(env, env.master()?))
+    }
+
+    /// The rank and the token of this process's environment; the ranks meet at `master`.
+    pub fn at(env: &RankEnv, master: (String, u16)) -> Self {
+        Self {
             rank: env.rank(),
             world_size: env.world_size(),
             host: env.host().to_string(),
-            master: env.master()?,
+            master,
             token: env.run_token().to_string(),
             fingerprint: Vec::new(),
             join_timeout: Duration::from_secs(300),
             deadline: Duration::from_secs(600),
             ends_process: true,
-        })
+        }
     }
 }
