@@ -21,6 +21,7 @@ LIBRARIES = [
     ("curand", "curand", "libcurand.so.10", 203),  # CURAND_STATUS_INITIALIZATION_FAILED
     ("cublas", "cublas", "libcublas.so.13", 1),  # CUBLAS_STATUS_NOT_INITIALIZED
     ("cublaslt", "cublasLt", "libcublasLt.so.13", 1),
+    ("nccl", "nccl", "libnccl.so.2", 2),  # ncclSystemError
 ]
 
 DECLARATION = re.compile(r'extern "C" \{\s*fn (\w+)\([^;]*?\)(?: -> ([^;]+))?;')

@@ -48,7 +48,7 @@ void move_others(const Stream& waited_for) {
     auto others = streams_of(waited_for.device);
     const auto& other = others[draw() % others.size()];
     uint64_t last = other->last();
-    other->finish_through(last - std::min<uint64_t>(last, draw() % 8));
+    other->run_through(last - std::min<uint64_t>(last, draw() % 8), false);
 }
 
 CUresult wait_for(Stream& stream, uint64_t number) {
@@ -129,7 +129,7 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream_handle, CUevent event_handle,
         return CUDA_ERROR_INVALID_HANDLE;
     }
     if (std::shared_ptr<Mark> mark = event->last_mark(); mark && mark->stream != stream) {
-        stream->enqueue([mark] { mark->stream->finish_through(mark->number); });
+        stream->enqueue_step([mark](bool may_block) { return mark->stream->run_through(mark->number, may_block); });
     }
     return CUDA_SUCCESS;
 }

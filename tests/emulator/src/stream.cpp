@@ -38,24 +38,34 @@ std::shared_ptr<Stream> per_thread_stream(Device* device) {
 
 } // namespace
 
-uint64_t Stream::push(std::function<void()> work) {
+uint64_t Stream::push(Step step) {
     std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(work));
+    queue_.push_back(std::move(step));
     return ++num_pushed_;
 }
 
 uint64_t Stream::enqueue(std::function<void()> work) {
+    return enqueue_step([work = std::move(work)](bool) {
+        work();
+        return true;
+    });
+}
+
+uint64_t Stream::enqueue_step(Step step) {
+    auto after = [](const std::shared_ptr<Stream>& stream) -> Step {
+        return [stream, number = stream->last()](bool may_block) { return stream->run_through(number, may_block); };
+    };
     std::shared_ptr<Stream> legacy = legacy_stream(device);
     if (legacy.get() == this) {
         for (const auto& other : streams_of(device)) {
             if (other->waits_for_legacy) {
-                push([other, number = other->last()] { other->finish_through(number); });
+                push(after(other));
             }
         }
     } else if (waits_for_legacy) {
-        push([legacy, number = legacy->last()] { legacy->finish_through(number); });
+        push(after(legacy));
     }
-    uint64_t number = push(std::move(work));
+    uint64_t number = push(std::move(step));
     bool run, full;
     {
         std::lock_guard lock(mutex_);
@@ -63,29 +73,50 @@ uint64_t Stream::enqueue(std::function<void()> work) {
         run = eager_ || everything_at_once();
         full = queue_.size() > MAX_QUEUED;
     }
-    if (run || full) {
-        finish_through(run ? number : number - MAX_QUEUED / 2);
+    if (run) {
+        run_through(number, false);
+    }
+    if (full) {
+        finish_through(number - MAX_QUEUED / 2);
     }
     return number;
 }
 
-void Stream::finish_through(uint64_t number) {
+bool Stream::run_through(uint64_t number, bool may_block) {
     std::unique_lock lock(mutex_);
     while (num_done_ < number) {
         if (running_) {
+            if (!may_block) {
+                return false;
+            }
             changed_.wait(lock, [&] { return !running_ || num_done_ >= number; });
             continue;
         }
         running_ = true;
-        std::function<void()> work = std::move(queue_.front());
-        queue_.pop_front();
+        // Others only add behind it.
+        Step& step = queue_.front();
         lock.unlock();
-        work();
-        work = nullptr;
+        bool done = step(may_block);
+        if (done) {
+            // What it holds is let go before anybody sees that it is done.
+            step = nullptr;
+        }
         lock.lock();
         running_ = false;
-        ++num_done_;
+        if (done) {
+            queue_.pop_front();
+            ++num_done_;
+        }
         changed_.notify_all();
+        if (!done) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void Stream::finish_through(uint64_t number) {
+    while (!run_through(number, true)) {
     }
 }
 
@@ -100,7 +131,7 @@ bool Stream::poll(uint64_t number) {
         done = num_done_;
     }
     if (done < number) {
-        finish_through(done + 1);
+        run_through(done + 1, false);
         return false;
     }
     return true;
