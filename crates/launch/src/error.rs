@@ -7,6 +7,10 @@ pub enum Error {
     #[error("{0}")]
     Environment(String),
 
+    /// The launcher cannot start a run.
+    #[error("{0}")]
+    Launch(String),
+
     /// This rank could not join the run.
     #[error("{0}")]
     Join(String),

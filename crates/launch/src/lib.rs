@@ -4,6 +4,7 @@
 mod control;
 mod error;
 mod fingerprint;
+pub mod launcher;
 mod rank_env;
 
 pub use control::{
@@ -11,4 +12,5 @@ pub use control::{
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
+pub use launcher::PEER_FAILED_EXIT_CODE;
 pub use rank_env::{RankEnv, StartedBy};

@@ -1,0 +1,34 @@
+//! `candle-train launch`: starts the ranks of a run and ends them together.
+//!
+//! Two layers, the same for one host and for many. The *front*, which the user starts, starts one *agent* per host,
+//! directly or through ssh; an agent starts the ranks of its host, and no process below it outlives it.
+//!
+//! | who dies | what ends the rest |
+//! |---|---|
+//! | a rank | the front tells all agents to stop |
+//! | the front | its agents see the end of their stdin |
+//! | an agent | the kernel kills its ranks (PDEATHSIG); what they left behind becomes the front's, which kills it |
+//! | a link | each side gives the other up after a minute without a word |
+
+mod agent;
+mod agent_command;
+mod dry_run;
+mod end;
+mod front;
+mod host_plan;
+mod hostfile;
+mod layout;
+mod options;
+mod process_tree;
+mod program;
+mod rank_process;
+mod rank_variables;
+mod rendezvous_address;
+mod signals;
+mod wire;
+
+pub use agent::run_agent;
+pub use end::PEER_FAILED_EXIT_CODE;
+pub use front::launch;
+pub use options::LaunchOptions;
+pub use rank_process::become_rank;

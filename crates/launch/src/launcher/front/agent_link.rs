@@ -1,0 +1,240 @@
+//! The front's line to one agent: commands go out, reports and output come in.
+
+use std::io::{BufRead, BufReader, Read, Write, stderr};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+
+use super::Event;
+use super::labelled_output::LabelledOutput;
+use super::rank_outputs::RankOutputs;
+use crate::launcher::agent::ALIVE_INTERVAL;
+use crate::launcher::agent_command;
+use crate::launcher::layout::Host;
+use crate::launcher::wire::{self, Command, GREETING, Report, Stream};
+use crate::{Error, Result};
+
+/// An agent that was started.
+pub(super) struct AgentLink {
+    commands: Option<Sender<Command>>,
+    /// The agent's process here, or that of ssh; its group has the same number.
+    pid: Pid,
+    waiting_since: WaitingSince,
+}
+
+/// Since when the reader has waited for a report; none while it prints.
+type WaitingSince = Arc<Mutex<Option<Instant>>>;
+
+impl AgentLink {
+    /// Starts the agent of host number `index`; what it reports becomes events.
+    pub(super) fn start(
+        index: usize,
+        host: &Host,
+        outputs: RankOutputs,
+        events: &Sender<Event>,
+    ) -> Result<Self> {
+        let words = agent_command::words(host);
+        let mut child = std::process::Command::new(&words[0])
+            .args(&words[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // A terminal's Ctrl-C is for the front, which passes it on.
+            .process_group(0)
+            .spawn()
+            .map_err(|error| Error::Launch(format!("cannot run {:?}: {error}", words[0])))?;
+        let (Some(stdin), Some(stdout), Some(stderr)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            return Err(Error::Launch("an agent has no pipes".to_string()));
+        };
+        let pid = Pid::from_raw(i32::try_from(child.id()).unwrap_or(-1));
+        let (commands, to_send) = mpsc::channel();
+        write_commands(stdin, to_send);
+        let waiting_since = WaitingSince::default();
+        let reader = Reader {
+            index,
+            name: host.name.clone(),
+            outputs,
+            events: events.clone(),
+            waiting_since: waiting_since.clone(),
+        };
+        let notices = show_notices(stderr, format!("[host {}] ", host.name));
+        std::thread::spawn(move || reader.run(child, stdout, notices));
+        let link = Self {
+            commands: Some(commands),
+            pid,
+            waiting_since,
+        };
+        link.send(Command::Plan(host.plan.clone()));
+        Ok(link)
+    }
+
+    pub(super) fn send(&self, command: Command) {
+        if let Some(commands) = &self.commands {
+            let _ = commands.send(command);
+        }
+    }
+
+    /// Hangs up: the agent ends what it started, and itself.
+    pub(super) fn close(&mut self) {
+        self.commands = None;
+    }
+
+    /// Kills the agent's process on this host.
+    pub(super) fn kill(&self) {
+        let _ = killpg(self.pid, Signal::SIGKILL);
+    }
+
+    /// How long nothing has been heard.
+    pub(super) fn silence(&self) -> Duration {
+        let since = *lock(&self.waiting_since);
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+}
+
+fn lock(waiting_since: &WaitingSince) -> std::sync::MutexGuard<'_, Option<Instant>> {
+    waiting_since.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Writes commands, and that the front lives, until the link is closed. A thread, since a cut line may block the pipe.
+fn write_commands(mut stdin: ChildStdin, commands: mpsc::Receiver<Command>) {
+    std::thread::spawn(move || {
+        loop {
+            let command = match commands.recv_timeout(ALIVE_INTERVAL) {
+                Ok(command) => command,
+                Err(RecvTimeoutError::Timeout) => Command::Alive,
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+            if wire::send(&mut stdin, &command, &[]).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// Shows what ssh or the agent itself says on stderr; the thread returns the last lines.
+fn show_notices(mut from: ChildStderr, label: String) -> JoinHandle<Vec<String>> {
+    std::thread::spawn(move || {
+        let mut notices = LabelledOutput::new(label, Stream::Err, None);
+        let mut buffer = [0; 4096];
+        while let Ok(num_bytes @ 1..) = from.read(&mut buffer) {
+            let _ = notices.write(&buffer[..num_bytes]);
+        }
+        notices.flush();
+        notices.last_lines()
+    })
+}
+
+struct Reader {
+    index: usize,
+    name: String,
+    outputs: RankOutputs,
+    events: Sender<Event>,
+    waiting_since: WaitingSince,
+}
+
+impl Reader {
+    fn run(mut self, mut child: Child, stdout: ChildStdout, notices: JoinHandle<Vec<String>>) {
+        let mut from = BufReader::new(stdout);
+        let problem = match self.greeted(&mut from) {
+            Ok(()) => self.pass_on_reports(&mut from),
+            Err(problem) => Some(problem),
+        };
+        // Its stderr may be held open by others than the agent; then its last lines are not worth the wait.
+        let status = child.wait();
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while !notices.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let last_lines = match notices.is_finished() {
+            true => notices.join().unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let ended = match status {
+            Ok(status) => format!("the agent's connection ended with {status}"),
+            Err(error) => format!("the agent cannot be waited for: {error}"),
+        };
+        self.tell(Event::Gone {
+            host: self.index,
+            detail: problem.unwrap_or(ended),
+            last_lines,
+        });
+    }
+
+    /// Skips what a remote shell says before the agent's first line.
+    fn greeted(&self, from: &mut impl BufRead) -> std::result::Result<(), String> {
+        loop {
+            let mut line = Vec::new();
+            let read = from.read_until(b'\n', &mut line);
+            if read.map_or(true, |num_bytes| num_bytes == 0) {
+                return Err("the connection ended before the agent answered".to_string());
+            }
+            let line = String::from_utf8_lossy(&line);
+            let line = line.trim_end();
+            if line == GREETING {
+                return Ok(());
+            }
+            if line.starts_with("candle-train agent ") {
+                return Err(format!("it runs {line:?}, this is {GREETING:?}"));
+            }
+            let _ = writeln!(stderr(), "[host {}] {line}", self.name);
+        }
+    }
+
+    /// Until the end of the stream; returns what was wrong with it, if anything was.
+    fn pass_on_reports(&mut self, from: &mut impl BufRead) -> Option<String> {
+        loop {
+            *lock(&self.waiting_since) = Some(Instant::now());
+            let report = wire::receive(from);
+            *lock(&self.waiting_since) = None;
+            match report {
+                Ok(None) => return None,
+                Ok(Some(Report::Output {
+                    rank,
+                    stream,
+                    num_bytes,
+                })) => {
+                    let bytes = wire::receive_bytes(from, num_bytes).ok()?;
+                    if let Some(warning) = self.outputs.write(rank, stream, &bytes) {
+                        let _ = writeln!(stderr(), "candle-train: {warning}");
+                    }
+                }
+                Ok(Some(Report::Ended {
+                    rank,
+                    pid,
+                    end,
+                    ms_ago,
+                })) => {
+                    let now = Instant::now();
+                    let ended_at = now
+                        .checked_sub(Duration::from_millis(ms_ago))
+                        .unwrap_or(now);
+                    let last_lines = self.outputs.end(rank);
+                    self.tell(Event::Ended(super::RankEnd {
+                        host: self.index,
+                        rank,
+                        pid,
+                        end,
+                        ended_at,
+                        last_lines,
+                    }));
+                }
+                Ok(Some(report)) => self.tell(Event::Report(self.index, report)),
+                Err(error) => {
+                    return Some(format!("the agent's answer is not understood: {error}"));
+                }
+            }
+        }
+    }
+
+    fn tell(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+}

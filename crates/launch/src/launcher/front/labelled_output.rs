@@ -1,0 +1,107 @@
+//! One output of a rank, line by line with the rank's label.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{Write, stderr, stdout};
+
+use crate::launcher::wire::Stream;
+
+/// A line longer than this is shown in parts, so that it does not fill the memory.
+const MAX_LINE_BYTES: usize = 1 << 16;
+/// The lines kept for the report of a failure, and how much of each.
+const NUM_LAST_LINES: usize = 20;
+const MAX_KEPT_BYTES: usize = 1000;
+
+/// Writes what it gets to stdout or stderr, each line behind a label, and unchanged to a log file.
+///
+/// A carriage return ends a line too, as progress bars have it. Errors of the terminal are dropped: a run of days should
+/// not end because nobody reads it any more.
+pub(super) struct LabelledOutput {
+    label: String,
+    stream: Stream,
+    log: Option<File>,
+    /// The beginning of a line whose end has not come yet.
+    partial: Vec<u8>,
+    after_carriage_return: bool,
+    last_lines: VecDeque<Vec<u8>>,
+}
+
+impl LabelledOutput {
+    pub(super) fn new(label: String, stream: Stream, log: Option<File>) -> Self {
+        Self {
+            label,
+            stream,
+            log,
+            partial: Vec::new(),
+            after_carriage_return: false,
+            last_lines: VecDeque::new(),
+        }
+    }
+
+    /// Shows the lines that are complete with these bytes. The error is the log file's.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        let mut shown = Vec::with_capacity(bytes.len() + bytes.len() / 4);
+        for part in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            self.partial.extend_from_slice(part);
+            let end = self.partial.last().copied();
+            if self.partial == b"\n" && self.after_carriage_return {
+                // The other half of \r\n.
+                shown.push(b'\n');
+                self.partial.clear();
+            } else if matches!(end, Some(b'\n' | b'\r')) {
+                self.show_partial(&mut shown);
+            } else if self.partial.len() >= MAX_LINE_BYTES {
+                self.partial.push(b'\n');
+                self.show_partial(&mut shown);
+            }
+            self.after_carriage_return = end == Some(b'\r');
+        }
+        self.print(&shown);
+        match &mut self.log {
+            Some(file) => file.write_all(bytes),
+            None => Ok(()),
+        }
+    }
+
+    /// Shows a last line without an end, and gives that one.
+    pub(super) fn flush(&mut self) {
+        if !self.partial.is_empty() {
+            let mut shown = Vec::new();
+            self.partial.push(b'\n');
+            self.show_partial(&mut shown);
+            self.print(&shown);
+        }
+    }
+
+    /// The last lines written, as text.
+    pub(super) fn last_lines(&self) -> Vec<String> {
+        let lines = self.last_lines.iter();
+        lines
+            .map(|line| String::from_utf8_lossy(line).into_owned())
+            .collect()
+    }
+
+    fn show_partial(&mut self, shown: &mut Vec<u8>) {
+        shown.extend_from_slice(self.label.as_bytes());
+        shown.extend_from_slice(&self.partial);
+        let text = self.partial.trim_ascii_end();
+        if !text.is_empty() {
+            if self.last_lines.len() == NUM_LAST_LINES {
+                self.last_lines.pop_front();
+            }
+            self.last_lines
+                .push_back(text[..text.len().min(MAX_KEPT_BYTES)].to_vec());
+        }
+        self.partial.clear();
+    }
+
+    fn print(&self, shown: &[u8]) {
+        let _ = match self.stream {
+            Stream::Out => {
+                let mut out = stdout().lock();
+                out.write_all(shown).and_then(|()| out.flush())
+            }
+            Stream::Err => stderr().lock().write_all(shown),
+        };
+    }
+}

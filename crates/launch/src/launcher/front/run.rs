@@ -1,0 +1,250 @@
+//! A run from its start to its end.
+
+use std::io::{Write, stderr};
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::agent_link::AgentLink;
+use super::verdict::{Failures, HostLoss, describe_signal};
+use super::{Event, NOT_STARTED_EXIT_CODE, RankEnd};
+use crate::launcher::layout::{Layout, SILENCE_MS};
+use crate::launcher::process_tree::KILL_DEADLINE;
+use crate::launcher::wire::{Command, Report};
+
+/// Agents have this long to say that they can run their plan.
+const START_DEADLINE: Duration = Duration::from_secs(60);
+/// After a failure the others have this long to say what they know of it, and the cause to show up.
+const CAUSE_WAIT: Duration = Duration::from_secs(1);
+/// Terminals and `timeout` may deliver a signal twice; only after this time is it a second one.
+const REPEAT_WAIT: Duration = Duration::from_secs(1);
+/// An agent that has nothing left to kill ends within this time.
+const AGENT_WAIT: Duration = Duration::from_secs(5);
+
+/// What is known of a run.
+pub(super) struct Run<'a> {
+    layout: &'a Layout,
+    agents: Vec<AgentLink>,
+    grace: Duration,
+    hosts: Vec<HostState>,
+    refusals: Vec<String>,
+    failures: Failures,
+    signal: Option<(Signal, Instant)>,
+    start_deadline: Option<Instant>,
+    /// When the ranks have to be told to end, and when they were.
+    stop_due: Option<Instant>,
+    stopped_at: Option<Instant>,
+    /// When agents that are still there are given up.
+    give_up_at: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum HostState {
+    Asked,
+    Ready,
+    Finished,
+    Gone,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>, grace: Duration) -> Self {
+        Self {
+            layout,
+            hosts: vec![HostState::Asked; agents.len()],
+            agents,
+            grace,
+            refusals: Vec::new(),
+            failures: Failures::default(),
+            signal: None,
+            start_deadline: Some(Instant::now() + START_DEADLINE),
+            stop_due: None,
+            stopped_at: None,
+            give_up_at: None,
+        }
+    }
+
+    /// Until all agents are gone; returns the exit code, and what to print last.
+    pub(super) fn drive(mut self, events: &Receiver<Event>) -> (u8, Option<String>) {
+        while self.hosts.iter().any(|state| *state != HostState::Gone) {
+            if let Ok(event) = events.recv_timeout(self.next_wait()) {
+                self.note(event);
+            }
+            self.keep_deadlines();
+        }
+        self.outcome()
+    }
+
+    fn note(&mut self, event: Event) {
+        match event {
+            Event::Signal(signal) => self.note_signal(signal),
+            Event::Ended(end) => self.note_rank_end(end),
+            Event::Report(host, Report::Ready) => {
+                self.hosts[host] = HostState::Ready;
+                let all_ready = self.hosts.iter().all(|state| *state == HostState::Ready);
+                if all_ready && self.start_deadline.take().is_some() {
+                    self.tell_all(|| Command::Start);
+                }
+            }
+            Event::Report(host, Report::Refused(sentence)) => {
+                self.hosts[host] = HostState::Finished;
+                let name = &self.layout.hosts[host].name;
+                self.refuse(format!("host {name}: {sentence}"));
+            }
+            Event::Report(host, Report::Survivors(pids)) => {
+                warn_survivors(&self.layout.hosts[host].name, &pids);
+            }
+            Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
+            Event::Report(_, _) => {}
+            Event::Gone {
+                host,
+                detail,
+                last_lines,
+            } => {
+                let was_finished = self.hosts[host] == HostState::Finished;
+                self.hosts[host] = HostState::Gone;
+                if !was_finished {
+                    self.failures.hosts.push(HostLoss {
+                        host,
+                        lost_at: Instant::now(),
+                        detail,
+                        last_lines,
+                    });
+                    self.stop_soon();
+                }
+            }
+        }
+    }
+
+    fn note_rank_end(&mut self, end: RankEnd) {
+        if !end.end.is_success() {
+            self.failures.ranks.push(end);
+            self.stop_soon();
+        }
+    }
+
+    fn note_signal(&mut self, signal: Signal) {
+        match self.signal {
+            Some((_, first_at)) if first_at.elapsed() < REPEAT_WAIT => {}
+            Some(_) => self.stop(Duration::ZERO),
+            None => {
+                self.signal = Some((signal, Instant::now()));
+                if self.start_deadline.is_some() {
+                    return self.close_all();
+                }
+                self.tell_all(|| Command::Signal(signal as i32));
+                // The ranks know already; what is due after the grace time is the killing.
+                self.stop_due = Some(Instant::now() + self.grace);
+            }
+        }
+    }
+
+    fn stop_soon(&mut self) {
+        if self.start_deadline.is_some() {
+            return self.close_all();
+        }
+        if self.stopped_at.is_none() && self.stop_due.is_none() {
+            self.stop_due = Some(Instant::now() + CAUSE_WAIT);
+        }
+    }
+
+    fn refuse(&mut self, sentence: String) {
+        self.refusals.push(sentence);
+        self.close_all();
+    }
+
+    /// Ends a run that has not started.
+    fn close_all(&mut self) {
+        self.start_deadline = None;
+        self.stopped_at.get_or_insert_with(Instant::now);
+        self.give_up_at = Some(Instant::now() + AGENT_WAIT);
+        self.agents.iter_mut().for_each(AgentLink::close);
+    }
+
+    fn stop(&mut self, grace: Duration) {
+        self.stop_due = None;
+        self.stopped_at.get_or_insert_with(Instant::now);
+        self.give_up_at = Some(Instant::now() + grace + KILL_DEADLINE + AGENT_WAIT);
+        let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        self.tell_all(|| Command::Stop { grace_ms });
+    }
+
+    fn tell_all(&self, command: impl Fn() -> Command) {
+        self.agents.iter().for_each(|agent| agent.send(command()));
+    }
+
+    fn keep_deadlines(&mut self) {
+        let now = Instant::now();
+        if self.start_deadline.is_some_and(|at| now >= at) {
+            let late = self.hosts.iter().zip(&self.layout.hosts);
+            let late = late.filter(|(state, _)| **state == HostState::Asked);
+            let names: Vec<&str> = late.map(|(_, host)| host.name.as_str()).collect();
+            let names = names.join(", ");
+            let secs = START_DEADLINE.as_secs();
+            self.refuse(format!("no answer within {secs} s from host {names}"));
+        }
+        if self.stop_due.is_some_and(|at| now >= at) {
+            // After a signal the ranks have had their grace time.
+            let grace = match self.signal {
+                Some(_) => Duration::ZERO,
+                None => self.grace,
+            };
+            self.stop(grace);
+        }
+        let give_up = self.give_up_at.is_some_and(|at| now >= at);
+        let silence = Duration::from_millis(SILENCE_MS);
+        for (index, agent) in self.agents.iter().enumerate() {
+            let is_remote = self.layout.hosts[index].via.is_some();
+            if self.hosts[index] != HostState::Gone
+                && (give_up || is_remote && agent.silence() > silence)
+            {
+                agent.kill();
+            }
+        }
+    }
+
+    fn next_wait(&self) -> Duration {
+        let due = [self.start_deadline, self.stop_due, self.give_up_at];
+        let now = Instant::now();
+        let waits = due
+            .iter()
+            .flatten()
+            .map(|at| at.saturating_duration_since(now));
+        waits
+            .min()
+            .unwrap_or(AGENT_WAIT)
+            .clamp(Duration::from_millis(1), AGENT_WAIT)
+    }
+
+    fn outcome(&self) -> (u8, Option<String>) {
+        let hosts = &self.layout.hosts;
+        if !self.refusals.is_empty() {
+            return (NOT_STARTED_EXIT_CODE, Some(self.refusals.join("\n")));
+        }
+        if let Some((signal, at)) = self.signal {
+            let signal = signal as i32;
+            if let Some(cause) = self.failures.cause(Some(at)) {
+                return (cause.exit_code(), Some(cause.describe(hosts)));
+            }
+            let code = if self.failures.is_empty() {
+                0
+            } else {
+                128 + signal as u8
+            };
+            return (code, Some(describe_signal(signal, &self.failures)));
+        }
+        let in_time = self.failures.cause(self.stopped_at);
+        match in_time.or_else(|| self.failures.cause(None)) {
+            Some(cause) => (cause.exit_code(), Some(cause.describe(hosts))),
+            None => (0, None),
+        }
+    }
+}
+
+/// Says which processes could not be ended.
+pub(super) fn warn_survivors(host: &str, pids: &[i32]) {
+    let _ = writeln!(
+        stderr(),
+        "candle-train: processes {pids:?} on {host} do not end by SIGKILL: they hang in the kernel"
+    );
+}

@@ -1,0 +1,35 @@
+//! What one host's agent has to run.
+
+use serde::{Deserialize, Serialize};
+
+/// The ranks of one host. It travels as JSON, so that no shell has to quote it and no token shows in `ps`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct HostPlan {
+    /// The program, as the user wrote it.
+    pub(super) program: String,
+    /// Its arguments.
+    pub(super) args: Vec<String>,
+    /// The folder to run it in.
+    pub(super) folder: String,
+    /// The environment of all ranks of this host, on top of the agent's own.
+    pub(super) env: Vec<(String, String)>,
+    /// The number of the first rank; the others follow.
+    pub(super) first_rank: usize,
+    /// The number of ranks.
+    pub(super) num_ranks: usize,
+    /// The time from SIGTERM to SIGKILL where the front is gone and cannot say.
+    pub(super) grace_ms: u64,
+    /// Without a word from the front for this long, it counts as gone. A local front is known to be gone by its pipe.
+    pub(super) silence_ms: Option<u64>,
+}
+
+impl HostPlan {
+    /// The variables of the rank with this number on its host, beyond those of all ranks.
+    pub(super) fn rank_env(&self, local_rank: usize) -> [(&'static str, String); 2] {
+        [
+            ("RANK", (self.first_rank + local_rank).to_string()),
+            ("LOCAL_RANK", local_rank.to_string()),
+        ]
+    }
+}

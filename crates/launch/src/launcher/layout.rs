@@ -1,0 +1,248 @@
+//! Which ranks run where, from the options: everything that is decided before anything is started.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::{TcpListener, ToSocketAddrs};
+
+use super::host_plan::HostPlan;
+use super::hostfile;
+use super::options::LaunchOptions;
+use super::rank_variables;
+use super::rendezvous_address::RendezvousAddress;
+use crate::{Error, Result};
+
+/// An agent that hears nothing from the front for this long, or the front from a remote agent, gives the other up.
+pub(super) const SILENCE_MS: u64 = 60_000;
+
+/// A run: its hosts, and where their ranks meet.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub(super) hosts: Vec<Host>,
+    pub(super) world_size: usize,
+    pub(super) meeting: RendezvousAddress,
+    /// Whether port and token are other ones at each start.
+    pub(super) random_port: bool,
+    pub(super) random_token: bool,
+}
+
+/// A host and its ranks.
+#[derive(Debug)]
+pub(super) struct Host {
+    pub(super) name: String,
+    /// The command that runs commands there; none for this host.
+    pub(super) via: Option<Vec<String>>,
+    pub(super) plan: HostPlan,
+}
+
+/// A host's share, before the environment is known.
+struct Share {
+    name: String,
+    is_here: bool,
+    node_rank: usize,
+    first_rank: usize,
+    num_ranks: usize,
+}
+
+impl Layout {
+    /// # Errors
+    /// Options that contradict each other or this host, in words.
+    pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
+        let (shares, world_size) = shares(options)?;
+        let secret = random_bytes()?;
+        let (meeting, random_port) = meeting(options, &shares, &secret)?;
+        let (token, random_token) = match (&options.run_id, options.nnodes) {
+            (Some(token), _) => (token.clone(), false),
+            (None, 1) => (
+                secret.iter().map(|byte| format!("{byte:02x}")).collect(),
+                true,
+            ),
+            // Started once per host, so the token must follow from what the hosts share.
+            (None, _) => (format!("rdzv.{meeting}"), false),
+        };
+        let variables = rank_variables::Run {
+            world_size,
+            num_hosts: shares.len().max(options.nnodes),
+            meeting: &meeting,
+            token: &token,
+            given: &rank_variables::given(&options.env)?,
+        };
+        let folder = current_folder()?;
+        let (program, args) = options
+            .program
+            .split_first()
+            .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
+        let via: Vec<String> = options.ssh.split_whitespace().map(String::from).collect();
+        if via.is_empty() {
+            return Err(Error::Launch(
+                "--ssh: expected a command, got nothing".to_string(),
+            ));
+        }
+        let hosts = shares.into_iter().map(|share| Host {
+            via: (!share.is_here).then(|| via.clone()),
+            plan: HostPlan {
+                program: program.clone(),
+                args: args.to_vec(),
+                folder: folder.clone(),
+                env: variables.of_host(
+                    &share.name,
+                    share.is_here,
+                    share.node_rank,
+                    share.num_ranks,
+                ),
+                first_rank: share.first_rank,
+                num_ranks: share.num_ranks,
+                grace_ms: (options.grace_secs * 1000.0) as u64,
+                silence_ms: (!share.is_here).then_some(SILENCE_MS),
+            },
+            name: share.name,
+        });
+        Ok(Self {
+            hosts: hosts.collect(),
+            world_size,
+            meeting,
+            random_port,
+            random_token,
+        })
+    }
+}
+
+/// The hosts that this launcher starts ranks on, and the number of ranks of the whole run.
+fn shares(options: &LaunchOptions) -> Result<(Vec<Share>, usize)> {
+    let own_name = own_name();
+    if let Some(path) = &options.hostfile {
+        let mut first_rank = 0;
+        let mut shares = Vec::new();
+        for (node_rank, line) in hostfile::read(path)?.into_iter().enumerate() {
+            shares.push(Share {
+                is_here: is_loopback(&line.host) || line.host == own_name,
+                name: line.host,
+                node_rank,
+                first_rank,
+                num_ranks: line.slots,
+            });
+            first_rank += line.slots;
+        }
+        return Ok((shares, first_rank));
+    }
+    let num_ranks = options.nproc_per_node.unwrap_or(1);
+    let node_rank = check_nodes(options)?;
+    if num_ranks == 0 {
+        return Err(Error::Launch(
+            "--nproc-per-node: expected at least 1, got 0".to_string(),
+        ));
+    }
+    let share = Share {
+        name: own_name,
+        is_here: true,
+        node_rank,
+        first_rank: node_rank * num_ranks,
+        num_ranks,
+    };
+    Ok((vec![share], options.nnodes * num_ranks))
+}
+
+/// The number of this host, if `--nnodes` and its companions agree.
+fn check_nodes(options: &LaunchOptions) -> Result<usize> {
+    let nnodes = options.nnodes;
+    let problem = match (nnodes, options.node_rank, &options.rdzv) {
+        (0, _, _) => "--nnodes: expected at least 1, got 0".to_string(),
+        (2.., None, _) => format!(
+            "--nnodes {nnodes} needs --node-rank, the number of this host from 0\n\
+             hint: run the same command on each host, with another --node-rank; or use --hostfile"
+        ),
+        (2.., _, None) => format!(
+            "--nnodes {nnodes} needs --rdzv HOST:PORT, the same on all hosts: a name of the first host and a port free there"
+        ),
+        (_, Some(node_rank), _) if node_rank >= nnodes => {
+            format!("--node-rank: expected a number below --nnodes {nnodes}, got {node_rank}")
+        }
+        (_, node_rank, _) => return Ok(node_rank.unwrap_or(0)),
+    };
+    Err(Error::Launch(problem))
+}
+
+/// Where the ranks meet, and whether the port is a random one.
+fn meeting(
+    options: &LaunchOptions,
+    shares: &[Share],
+    secret: &[u8; 16],
+) -> Result<(RendezvousAddress, bool)> {
+    let first = &shares[0];
+    if let Some(meeting) = &options.rdzv {
+        if first.is_here && first.node_rank == 0 {
+            check_port(meeting)?;
+        }
+        return Ok((meeting.clone(), false));
+    }
+    if shares.len() == 1 && first.is_here {
+        let port = free_port()?;
+        let host = "127.0.0.1".to_string();
+        return Ok((RendezvousAddress { host, port }, true));
+    }
+    if is_loopback(&first.name) && shares.len() > 1 {
+        return Err(Error::Launch(format!(
+            "the ranks would meet on the first host, but its name {:?} means another machine on every host\n\
+             hint: write the name under which the others reach it in the host file, or give --rdzv HOST:PORT",
+            first.name
+        )));
+    }
+    // Below the ports that systems hand out by themselves, so probably free there.
+    let port = 20000 + u16::from_le_bytes([secret[0], secret[1]]) % 12000;
+    let host = first.name.clone();
+    Ok((RendezvousAddress { host, port }, true))
+}
+
+/// An error if somebody listens already where rank 0 should.
+fn check_port(meeting: &RendezvousAddress) -> Result<()> {
+    let Ok(addresses) = (meeting.host.as_str(), meeting.port).to_socket_addrs() else {
+        return Err(Error::Launch(format!(
+            "--rdzv: the host name {:?} is not known here",
+            meeting.host
+        )));
+    };
+    for address in addresses {
+        let bound = TcpListener::bind(address);
+        // Other errors may be due to an address that is this host's only seen from outside.
+        if bound.is_err_and(|error| error.kind() == std::io::ErrorKind::AddrInUse) {
+            return Err(Error::Launch(format!(
+                "--rdzv: port {} of {} is taken\nhint: choose another one, or end the run that uses it",
+                meeting.port, meeting.host
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn free_port() -> Result<u16> {
+    let bound = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+    match bound {
+        Ok(address) => Ok(address.port()),
+        Err(error) => Err(Error::Launch(format!("no free port on 127.0.0.1: {error}"))),
+    }
+}
+
+fn random_bytes() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|error| Error::Launch(format!("cannot read /dev/urandom: {error}")))?;
+    Ok(bytes)
+}
+
+fn current_folder() -> Result<String> {
+    let folder = std::env::current_dir()
+        .map_err(|error| Error::Launch(format!("cannot tell the current folder: {error}")))?;
+    folder.into_os_string().into_string().map_err(|folder| {
+        Error::Launch(format!("the current folder's name {folder:?} is not UTF-8"))
+    })
+}
+
+fn own_name() -> String {
+    let name = nix::unistd::gethostname().ok();
+    name.and_then(|name| name.into_string().ok())
+        .unwrap_or_else(|| "localhost".to_string())
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host == "::1" || host.starts_with("127.")
+}

@@ -1,0 +1,91 @@
+//! The environment that ranks are given, with torchrun's names.
+
+use super::rendezvous_address::RendezvousAddress;
+use crate::{Error, Result};
+
+/// Variables with these beginnings steer a run, so ranks on other hosts get this host's.
+const PASSED_ON: [&str; 5] = ["CANDLE_", "NCCL_", "OMP_", "RAYON_", "RUST_"];
+/// The variables that the launcher itself decides.
+const OWN: [&str; 11] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "NODE_RANK",
+    "CANDLE_TRAIN_HOST",
+    "CANDLE_TRAIN_RUN_TOKEN",
+];
+
+/// What all ranks of a run share.
+pub(super) struct Run<'a> {
+    pub(super) world_size: usize,
+    pub(super) num_hosts: usize,
+    pub(super) meeting: &'a RendezvousAddress,
+    pub(super) token: &'a str,
+    /// What the user gave with `--env`.
+    pub(super) given: &'a [(String, String)],
+}
+
+impl Run<'_> {
+    /// The variables of all ranks of a host; each rank has RANK and LOCAL_RANK besides.
+    pub(super) fn of_host(
+        &self,
+        name: &str,
+        is_here: bool,
+        node_rank: usize,
+        num_ranks: usize,
+    ) -> Vec<(String, String)> {
+        let own = [
+            ("WORLD_SIZE", self.world_size.to_string()),
+            ("LOCAL_WORLD_SIZE", num_ranks.to_string()),
+            ("MASTER_ADDR", self.meeting.host.clone()),
+            ("MASTER_PORT", self.meeting.port.to_string()),
+            ("GROUP_RANK", node_rank.to_string()),
+            ("GROUP_WORLD_SIZE", self.num_hosts.to_string()),
+            ("NODE_RANK", node_rank.to_string()),
+            ("CANDLE_TRAIN_HOST", name.to_string()),
+            ("CANDLE_TRAIN_RUN_TOKEN", self.token.to_string()),
+        ];
+        let passed_on = if is_here { Vec::new() } else { passed_on() };
+        let own = own.map(|(name, value)| (name.to_string(), value));
+        [passed_on, self.given.to_vec(), own.to_vec()].concat()
+    }
+}
+
+/// The variables of `--env NAME=VALUE` and `--env NAME`.
+pub(super) fn given(options: &[String]) -> Result<Vec<(String, String)>> {
+    let mut given = Vec::new();
+    for option in options {
+        let (name, value) = match option.split_once('=') {
+            Some((name, value)) => (name, value.to_string()),
+            None => match std::env::var(option) {
+                Ok(value) => (option.as_str(), value),
+                Err(error) => return Err(Error::Launch(format!("--env {option}: {error}"))),
+            },
+        };
+        if name.is_empty() {
+            return Err(Error::Launch(format!(
+                "--env: expected NAME or NAME=VALUE, got {option:?}"
+            )));
+        }
+        if OWN.contains(&name) {
+            return Err(Error::Launch(format!(
+                "--env {name}: the launcher sets this variable itself"
+            )));
+        }
+        given.push((name.to_string(), value));
+    }
+    Ok(given)
+}
+
+fn passed_on() -> Vec<(String, String)> {
+    let all = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    all.filter(|(name, _)| !OWN.contains(&name.as_str()))
+        .filter(|(name, _)| PASSED_ON.iter().any(|prefix| name.starts_with(prefix)))
+        .collect()
+}
