@@ -31,7 +31,10 @@ use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer};
+use candle_train::{
+    BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
+    explain_out_of_memory,
+};
 use candle_train_examples::{
     DTypeChoice, DeviceArgs, FreezeArgs, exit_with, flops_per_token, keep_freed_memory,
     page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
@@ -213,7 +216,8 @@ fn bench(
     let dtype: DType = args.dtype.into();
     let store = args.freeze.apply(ParamStore::init(0));
     let vb = store.builder(dtype, mesh.world.device());
-    let stage = Llama::stage(config, &mesh, &vb)?;
+    let stage = Llama::stage(config, &mesh, &vb)
+        .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
     args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();
     let num_trainable_parameters = stage.params().num_trainable_values();

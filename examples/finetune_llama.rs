@@ -10,7 +10,7 @@ use candle_core::Result;
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::hub::resolve_model;
-use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
+use candle_train::{Documents, Tokenizer, Tokens, TrainConfig, explain_out_of_memory};
 use candle_train_examples::{
     SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, keep_freed_memory,
     print_line, with_config_dtype,
@@ -120,7 +120,8 @@ fn finetune(job: &Job, world: ProcessGroup) -> Result<()> {
         .freeze
         .apply(ParamStore::from_pretrained(job.model)?);
     let vb = store.builder(training.dtype.into(), mesh.world.device());
-    let stage = Llama::stage(job.config, &mesh, &vb)?;
+    let stage = Llama::stage(job.config, &mesh, &vb)
+        .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
     training.freeze.check(stage.params())?;
     job.samples.print("before", &mesh, &stage)?;
     let trainer = fit(training, job.train, &mesh, stage, job.tokens)?;

@@ -9,7 +9,7 @@ use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
 use candle_core::{Result, bail};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
-use candle_train::{Documents, Tokenizer, Tokens, TrainConfig};
+use candle_train::{Documents, Tokenizer, Tokens, TrainConfig, explain_out_of_memory};
 use candle_train_examples::{
     SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, keep_freed_memory,
     print_line, with_config_dtype,
@@ -210,7 +210,8 @@ fn pretrain(job: &Job, world: ProcessGroup) -> Result<()> {
     let mesh = Mesh::new(world, training.degrees())?;
     let store = training.freeze.apply(ParamStore::init(training.seed));
     let vb = store.builder(training.dtype.into(), mesh.world.device());
-    let stage = Llama::stage(job.config, &mesh, &vb)?;
+    let stage = Llama::stage(job.config, &mesh, &vb)
+        .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
     training.freeze.check(stage.params())?;
     if mesh.world.rank() == 0 {
         print_line(&format!(

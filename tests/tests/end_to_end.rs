@@ -23,6 +23,8 @@ mod faults;
 mod frozen;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
+#[path = "end_to_end/memory.rs"]
+mod memory;
 #[path = "end_to_end/reference.rs"]
 mod reference;
 #[path = "end_to_end/saving.rs"]

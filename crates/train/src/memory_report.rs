@@ -1,15 +1,30 @@
 //! What holds the memory of a GPU that has none left.
 
 use candle_comm::message_of;
-use candle_core::{Error, Result};
+use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
 use candle_parallel::{Gradients, Optimizer, Stage};
 
-/// The driver's name for this error, which candle passes on.
-const OUT_OF_MEMORY: &str = "CUDA_ERROR_OUT_OF_MEMORY";
+/// How the driver, cuBLAS and cuDNN call it in their names of errors, or in words.
+const OUT_OF_MEMORY: [&str; 4] = [
+    "OUT_OF_MEMORY",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "out of memory",
+];
 
 const HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
     --dp (ZeRO-1), --tp and --pp less for the rest";
+
+const HINT_FOR_WEIGHTS: &str = "hint: --dtype bf16, --tp and --pp take less for weights";
+
+/// `err` of building a model on `device`, and if that GPU had no memory left what is held of it.
+pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {
+    with_report(err, HINT_FOR_WEIGHTS, || {
+        let gpu = GpuState::of(device)?;
+        Ok(gpu.map(|gpu| format!("{}\n  this rank: nothing but weights so far", of_gpu(&gpu))))
+    })
+}
 
 /// `err`, and if a GPU had no memory left what this rank holds of it: gradients and optimizer may not be there yet.
 pub(crate) fn explain(
@@ -18,9 +33,14 @@ pub(crate) fn explain(
     gradients: Option<&Gradients>,
     optimizer: Option<&Optimizer>,
 ) -> Error {
-    let is_out_of_memory = err.to_string().contains(OUT_OF_MEMORY);
-    match is_out_of_memory.then(|| report(stage, gradients, optimizer)) {
-        Some(Ok(Some(report))) => Error::Msg(format!("{}\n{report}\n{HINT}", message_of(&err))),
+    with_report(err, HINT, || report(stage, gradients, optimizer))
+}
+
+fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<String>>) -> Error {
+    let message = err.to_string();
+    let is_out_of_memory = OUT_OF_MEMORY.iter().any(|words| message.contains(words));
+    match is_out_of_memory.then(report) {
+        Some(Ok(Some(report))) => Error::Msg(format!("{}\n{report}\n{hint}", message_of(&err))),
         // The driver that ran out of memory may not answer either: what it said first matters more.
         _ => err,
     }
@@ -43,15 +63,21 @@ fn report(
     let known: usize = held.iter().map(|(_, bytes)| bytes).sum();
     let held = held.map(|(what, bytes)| format!("{what} {}", size(bytes as u64)));
     Ok(Some(format!(
-        "  {}: {} in all, {} free, {} in tensors of this process\n  this rank: {}; the rest, {}, is activations, workspaces and \
-         other ranks on this GPU",
+        "{}\n  this rank: {}; the rest, {}, is activations, workspaces and other ranks on this GPU",
+        of_gpu(&gpu),
+        held.join(", "),
+        size(gpu.used.saturating_sub(known as u64)),
+    )))
+}
+
+fn of_gpu(gpu: &GpuState) -> String {
+    format!(
+        "  {}: {} in all, {} free, {} in tensors of this process",
         gpu.name,
         size(gpu.total),
         size(gpu.free),
         size(gpu.used),
-        held.join(", "),
-        size(gpu.used.saturating_sub(known as u64)),
-    )))
+    )
 }
 
 /// In the unit that leaves less than 1024.

@@ -112,5 +112,8 @@ fn a_gpu_without_memory_says_what_holds_it() {
         "putting parameter model.",
         "bytes",
         "CUDA_ERROR_OUT_OF_MEMORY",
+        "Emulated GPU: 2.9 KiB in all",
+        "this rank: nothing but weights so far",
+        "hint: --dtype bf16, --tp and --pp",
     ]);
 }

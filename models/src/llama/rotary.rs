@@ -43,7 +43,9 @@ impl RotaryTable {
             || (0..t).flat_map(|p| self.inv_freq.iter().map(move |f| f64::from(p as f32 * f)));
         let table = |of: fn(f64) -> f64| -> Result<Tensor> {
             let values: Vec<f32> = angles().map(|angle| of(angle) as f32).collect();
+            let bytes = 4 * values.len();
             Tensor::from_vec(values, (t, self.inv_freq.len()), &self.device)
+                .map_err(|err| err.context(format!("a table of {t} positions of {bytes} bytes")))
         };
         let made = (table(f64::cos)?, table(f64::sin)?);
         *cached = Some(made.clone());

@@ -220,7 +220,7 @@ impl Product {
         let blas = gpu.device.cublas_handle();
         // SAFETY: the handle is the device's, on its stream; alpha and beta are read during the call; the matrices are as
         // the caller promised.
-        timed(gpu.op(), &gpu.device.cuda_stream(), || unsafe {
+        let done = timed(gpu.op(), &gpu.device.cuda_stream(), || unsafe {
             result::gemm_ex(
                 *blas.handle(),
                 operation(self.transposed[0]),
@@ -243,6 +243,12 @@ impl Product {
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
             .w()
+        });
+        done.map_err(|err| {
+            err.context(format!(
+                "{}: cuBLAS, a product of {m} x {k} x {n}",
+                gpu.op()
+            ))
         })
     }
 }

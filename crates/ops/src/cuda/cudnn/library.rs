@@ -56,6 +56,7 @@ library! {
     version = "cudnnGetVersion": fn() -> usize;
     create = "cudnnCreate": fn(*mut Opaque) -> c_int;
     set_stream = "cudnnSetStream": fn(Opaque, Opaque) -> c_int;
+    error_name = "cudnnGetErrorString": fn(c_int) -> *const c_char;
     last_error = "cudnnGetLastErrorString": fn(*mut c_char, usize);
     create_descriptor = "cudnnBackendCreateDescriptor": fn(c_int, *mut Opaque) -> c_int;
     destroy_descriptor = "cudnnBackendDestroyDescriptor": fn(Opaque) -> c_int;
@@ -92,8 +93,11 @@ impl Library {
         // SAFETY: cuDNN writes at most as many bytes as it is told, a zero among them.
         unsafe { (self.last_error)(text.as_mut_ptr().cast(), text.len()) };
         let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        // SAFETY: a text that lives as long as the library, for any status.
+        let name = unsafe { CStr::from_ptr((self.error_name)(status)) };
         bail!(
-            "cuDNN, {doing}: status {status}: {}",
+            "cuDNN, {doing}: {} ({status}): {}",
+            name.to_string_lossy(),
             text.to_string_lossy().trim()
         )
     }
