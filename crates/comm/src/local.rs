@@ -15,18 +15,18 @@
 //! stream frees memory in its order too. So a wait on the host says that the result may be used, not that it is there.
 //! Reductions are made on the GPU of the lowest rank that gets the result, once, and copied to the others.
 
-mod call;
+pub(crate) mod call;
 mod channel;
 mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod devices;
-mod element;
-mod host;
-mod pieces;
-mod point_to_point;
-mod report;
+pub(crate) mod element;
+pub(crate) mod host;
+pub(crate) mod pieces;
+pub(crate) mod point_to_point;
+pub(crate) mod report;
 mod slot;
 mod work;
 mod world;

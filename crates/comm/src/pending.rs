@@ -61,10 +61,15 @@ impl<T> Pending<T> {
     /// # Errors
     /// All that can go wrong with an operation: it does not match those of the other ranks, a rank failed, panicked or
     /// left, or the deadline passed.
-    pub fn wait(mut self) -> Result<T> {
+    pub fn wait(self) -> Result<T> {
+        counted(|| self.wait_uncounted())
+    }
+
+    /// As [`wait`](Self::wait), for a wait inside another one.
+    pub(crate) fn wait_uncounted(mut self) -> Result<T> {
         match self.work.take() {
             Some(Inner::Ready(value)) => value,
-            Some(Inner::Working(work)) => counted(|| work.wait()),
+            Some(Inner::Working(work)) => work.wait(),
             None => candle_core::bail!("this operation has been waited for already"),
         }
     }

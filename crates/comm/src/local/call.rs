@@ -9,7 +9,7 @@ use crate::ReduceOp;
 
 /// An operation and the arguments that all ranks must agree on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Operation {
+pub(crate) enum Operation {
     AllReduce(ReduceOp),
     AllGather,
     ReduceScatter(ReduceOp),
@@ -40,7 +40,7 @@ impl std::fmt::Display for Operation {
 
 /// One rank's call: the operation, on what, from where.
 #[derive(Debug, Clone)]
-pub(super) struct Call {
+pub(crate) struct Call {
     pub operation: Operation,
     pub tensor: Option<(Shape, DType)>,
     pub site: &'static Location<'static>,
@@ -51,14 +51,21 @@ impl Call {
     pub fn agrees(&self, other: &Self) -> bool {
         self.operation == other.operation && self.tensor == other.tensor
     }
+
+    /// The operation and on what, equal on ranks that agree.
+    pub fn what(&self) -> String {
+        match &self.tensor {
+            None => self.operation.to_string(),
+            Some((shape, dtype)) => {
+                let dtype = dtype.as_str();
+                format!("{} of {dtype} {:?}", self.operation, shape.dims())
+            }
+        }
+    }
 }
 
 impl std::fmt::Display for Call {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.operation)?;
-        if let Some((shape, dtype)) = &self.tensor {
-            write!(f, " of {} {:?}", dtype.as_str(), shape.dims())?;
-        }
-        write!(f, " at {}", self.site)
+        write!(f, "{} at {}", self.what(), self.site)
     }
 }

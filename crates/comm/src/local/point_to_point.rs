@@ -99,7 +99,7 @@ impl LocalCommunicator {
     }
 }
 
-fn describe(ops: &[P2p<'_>], members: &[usize]) -> String {
+pub(crate) fn describe(ops: &[P2p<'_>], members: &[usize]) -> String {
     let entries: Vec<String> = ops
         .iter()
         .map(|op| match op {
