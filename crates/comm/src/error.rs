@@ -7,6 +7,10 @@ pub enum Error {
     #[error("{0}")]
     Argument(String),
 
+    /// The library under a backend (MPI, NCCL) refused a call, or moved other bytes than asked for.
+    #[error("{0}")]
+    Backend(String),
+
     /// Two ranks called different operations where the same one is needed.
     #[error(
         "ranks disagree in {group}, operation number {seq}:\n  rank {}: {}\n  rank {}: {}\nhint: every rank of a group \

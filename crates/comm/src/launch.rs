@@ -11,6 +11,9 @@ use rayon::ThreadPoolBuilder;
 use crate::local::{LocalCommunicator, World, make_current, num_cores};
 use crate::{Error, LocalConfig, ProcessGroup};
 
+#[cfg(feature = "mpi")]
+pub use crate::mpi::mpi;
+
 /// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
 /// return, in rank order. As [`threads_with`] with the defaults of [`LocalConfig`].
 ///
@@ -125,7 +128,7 @@ fn run_rank<T>(
     }
 }
 
-fn panic_message(panic: &(dyn Any + Send)) -> &str {
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
     if let Some(message) = panic.downcast_ref::<&str>() {
         message
     } else if let Some(message) = panic.downcast_ref::<String>() {

@@ -33,6 +33,8 @@ pub mod launch;
 mod local;
 mod mesh;
 mod message;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod p2p;
 mod pending;
 mod process_group;
@@ -47,6 +49,8 @@ pub use error::Error;
 pub use local::LocalConfig;
 pub use mesh::Mesh;
 pub use message::message_of;
+#[cfg(feature = "mpi")]
+pub use mpi::MpiConfig;
 pub use p2p::P2p;
 pub use pending::Pending;
 pub use process_group::ProcessGroup;

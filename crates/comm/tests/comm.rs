@@ -18,6 +18,12 @@ mod local;
 mod mesh;
 #[path = "comm/mismatches.rs"]
 mod mismatches;
+#[cfg(feature = "mpi")]
+#[path = "comm/mpi.rs"]
+mod mpi;
+#[cfg(feature = "mpi")]
+#[path = "comm/mpirun.rs"]
+mod mpirun;
 #[path = "comm/reference.rs"]
 mod reference;
 #[path = "comm/threads.rs"]

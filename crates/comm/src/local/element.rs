@@ -12,7 +12,7 @@ use crate::{Error, ReduceOp};
 const BLOCK: usize = 4096;
 
 /// An element type that ranks exchange.
-pub(super) trait Element: WithDType {
+pub(crate) trait Element: WithDType {
     /// What sums are accumulated in.
     type Acc: Copy + Default;
     /// Zeroed memory, lazily where the system can.
@@ -97,18 +97,18 @@ macro_rules! with_element {
         }
     };
 }
-pub(super) use with_element;
+pub(crate) use with_element;
 
-pub(super) fn unsupported(dtype: DType) -> candle_core::Error {
+pub(crate) fn unsupported(dtype: DType) -> candle_core::Error {
     Error::Argument(format!(
-        "the local backend exchanges f32, f64, bf16, f16, u8, u32, i16, i32 and i64, not {}",
+        "ranks exchange f32, f64, bf16, f16, u8, u32, i16, i32 and i64, not {}",
         dtype.as_str()
     ))
     .into()
 }
 
 /// An error unless a rank on `device` can exchange `xs`.
-pub(super) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
+pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
     fn known<T: Element>() -> Result<()> {
         Ok(())
     }
@@ -136,7 +136,7 @@ pub(super) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
 }
 
 /// An error unless there are kernels that reduce `dtype` on `device`, if that is what `operation` does.
-pub(super) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
+pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
     let reduces = matches!(
         operation,
         Operation::AllReduce(_) | Operation::ReduceScatter(_)
@@ -154,7 +154,7 @@ pub(super) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
 
 /// Reduces the sources, in their order, into every destination. All have the same length. One source is copied bit by
 /// bit.
-pub(super) fn reduce<T: Element>(op: ReduceOp, sources: &[&[T]], destinations: &mut [&mut [T]]) {
+pub(crate) fn reduce<T: Element>(op: ReduceOp, sources: &[&[T]], destinations: &mut [&mut [T]]) {
     match op {
         ReduceOp::Sum => reduce_with(T::plus, sources, destinations),
         ReduceOp::Max => reduce_with(T::larger, sources, destinations),

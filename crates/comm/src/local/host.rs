@@ -19,7 +19,7 @@ struct Task<'a, T> {
 }
 
 /// The outputs of a collective, one per rank, each with a storage of its own. With `parallel` on all cores.
-pub(super) fn run(operation: &Operation, inputs: &[Tensor], parallel: bool) -> Result<Vec<Tensor>> {
+pub(crate) fn run(operation: &Operation, inputs: &[Tensor], parallel: bool) -> Result<Vec<Tensor>> {
     let Some(first) = inputs.first() else {
         return Ok(Vec::new());
     };
@@ -28,7 +28,7 @@ pub(super) fn run(operation: &Operation, inputs: &[Tensor], parallel: bool) -> R
 }
 
 /// A copy of `xs` with a storage of its own, of the size of `xs` even if `xs` is a view of something larger.
-pub(super) fn copy(xs: &Tensor) -> Result<Tensor> {
+pub(crate) fn copy(xs: &Tensor) -> Result<Tensor> {
     let broadcast = Operation::Broadcast { root: 0 };
     let mut copies = run(&broadcast, std::slice::from_ref(xs), false)?;
     copies

@@ -16,7 +16,7 @@ use super::call::Operation;
 use crate::ReduceOp;
 
 /// Reduces ranges of the inputs into ranges of the outputs, all of `len` elements.
-pub(super) struct Piece {
+pub(crate) struct Piece {
     /// (input, first element)
     pub sources: Vec<(usize, usize)>,
     /// (output, first element)
@@ -25,7 +25,7 @@ pub(super) struct Piece {
 }
 
 /// What gives the outputs of a collective.
-pub(super) struct Plan {
+pub(crate) struct Plan {
     /// The shape of each output.
     pub dims: Vec<usize>,
     /// How sources are combined where there are several.

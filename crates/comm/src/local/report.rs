@@ -3,12 +3,12 @@
 use super::world::State;
 
 /// A group's name: the world, or its ranks.
-pub(super) fn group_name(members: &[usize]) -> String {
+pub(crate) fn group_name(members: &[usize]) -> String {
     format!("group {members:?}")
 }
 
 /// Ranks as words: "rank 2", "ranks 1, 3".
-pub(super) fn rank_list(ranks: &[usize]) -> String {
+pub(crate) fn rank_list(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     match ranks {
         [] => "nobody (all ranks are there, the result is being computed)".to_string(),

@@ -1,0 +1,26 @@
+//! How this process takes part in a run under MPI.
+
+use std::time::Duration;
+
+/// How this process takes part in a run under MPI; see [`launch::mpi`](crate::launch::mpi).
+#[derive(Debug, Clone)]
+pub struct MpiConfig {
+    /// How long one wait may last before it becomes an error. Default: 10 minutes.
+    pub deadline: Duration,
+    /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
+    /// divided over the ranks on this host that may use the same ones; at least one.
+    pub threads_per_rank: Option<usize>,
+    /// Stack of the rank's thread in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks and
+    /// drops graphs recursively.
+    pub stack_bytes: usize,
+}
+
+impl Default for MpiConfig {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(600),
+            threads_per_rank: None,
+            stack_bytes: 64 << 20,
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
+
+use super::channels::Channels;
+use super::context::Context;
+use super::goodbye::Goodbyes;
+use super::messages::Batch;
+use crate::Error;
+
+type Result<T> = std::result::Result<T, Error>;
+
+/// Looks in vain before the thread sleeps between looks: enough for an answer of another process on the same host.
+const NUM_SPINS: u32 = 200;
+
+/// The first and the longest sleep between looks.
+const SLEEPS: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(100));
+
+/// Operations of one group that move data at once; more would only need more memory.
+const NUM_MOVING: usize = 4;
+
+/// An operation of a group on its way.
+pub(super) trait Activity: Send {
+    /// Sends this rank's first message; `seq` is the operation's number in its group.
+    fn begin(&mut self, ctx: &Context, group: usize, seq: u64) -> Result<()>;
+
+    /// Does what can be done now; data move only if `may_move`.
+    fn poll(&mut self, ctx: &mut Context, may_move: bool) -> Result<Progress>;
+
+    /// The world ranks without which it cannot go on.
+    fn missing(&self, ctx: &Context) -> Vec<usize>;
+
+    /// Ends it with the error that `error` makes of its call.
+    fn fail(&mut self, ctx: &Context, error: &dyn Fn(&str) -> Error);
+}
+
+/// What a poll did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// Nothing.
+    None,
+    /// Something.
+    Some,
+    /// Nothing is left to do.
+    Over,
+}
+
+/// What the rank asks MPI's thread for.
+pub(super) enum Job {
+    /// Starts an operation of a group.
+    Start(usize, Box<dyn Activity>),
+    /// Starts messages of a group.
+    Messages(usize, Batch),
+    /// Ends MPI with all ranks.
+    End,
+    /// Ends all ranks now.
+    Abort,
+}
+
+/// How the work of MPI's thread ended.
+pub(super) enum End {
+    /// The rank has returned; this many messages were never received.
+    Done(u64),
+    /// The rank has failed, or is gone.
+    Failed,
+}
+
+/// The state of MPI's thread.
+pub(super) struct Engine {
+    ctx: Context,
+    jobs: Receiver<Job>,
+    /// By group: operations on their way, in their order.
+    active: Vec<Vec<Box<dyn Activity>>>,
+    /// By group: messages on their way.
+    channels: Vec<Channels>,
+    /// By group: the number of the next operation.
+    next_seq: Vec<u64>,
+    goodbyes: Goodbyes,
+    /// Why nothing can move any more.
+    broken: Option<Error>,
+}
+
+impl Engine {
+    pub fn new(ctx: Context, jobs: Receiver<Job>) -> Result<Self> {
+        Ok(Self {
+            goodbyes: Goodbyes::new(&ctx)?,
+            ctx,
+            jobs,
+            active: Vec::new(),
+            channels: Vec::new(),
+            next_seq: Vec::new(),
+            broken: None,
+        })
+    }
+
+    /// Works until the rank ends, and gives back what is needed to end MPI.
+    pub fn run(mut self) -> (Context, Result<End>) {
+        let end = self.work();
+        // What is still with MPI is leaked, not freed, when it is dropped here.
+        (self.ctx, end)
+    }
+
+    fn work(&mut self) -> Result<End> {
+        let mut pause = Pause::default();
+        loop {
+            loop {
+                match self.jobs.try_recv() {
+                    Ok(Job::End) => return self.finish(),
+                    Ok(Job::Abort) | Err(TryRecvError::Disconnected) => return Ok(End::Failed),
+                    Ok(job) => self.start(job),
+                    Err(TryRecvError::Empty) => break,
+                }
+                pause = Pause::default();
+            }
+            let job = if self.poll() {
+                pause = Pause::default();
+                continue;
+            } else if self.is_idle() {
+                self.jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            } else {
+                match pause.next() {
+                    Some(sleep) => self.jobs.recv_timeout(sleep),
+                    None => continue,
+                }
+            };
+            match job {
+                Ok(Job::End) => return self.finish(),
+                Ok(Job::Abort) | Err(RecvTimeoutError::Disconnected) => return Ok(End::Failed),
+                Ok(job) => {
+                    self.start(job);
+                    pause = Pause::default();
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    fn start(&mut self, job: Job) {
+        let group = match &job {
+            Job::Start(group, _) | Job::Messages(group, _) => *group,
+            Job::End | Job::Abort => return,
+        };
+        self.open_groups(group + 1);
+        match job {
+            Job::Start(_, mut activity) => {
+                let seq = self.next_seq[group];
+                self.next_seq[group] += 1;
+                let begun = match &self.broken {
+                    None => activity.begin(&self.ctx, group, seq),
+                    Some(error) => Err(error.clone()),
+                };
+                match begun {
+                    Ok(()) => self.active[group].push(activity),
+                    Err(error) => self.break_with(Some(activity), error),
+                }
+            }
+            Job::Messages(_, batch) => {
+                let started = match &self.broken {
+                    None => self.channels[group].start(&self.ctx, group, batch),
+                    Some(error) => {
+                        batch.fail(error.clone());
+                        Ok(())
+                    }
+                };
+                if let Err(error) = started {
+                    self.break_with(None, error);
+                }
+            }
+            Job::End | Job::Abort => {}
+        }
+    }
+
+    fn open_groups(&mut self, num_groups: usize) {
+        while self.active.len() < num_groups {
+            self.active.push(Vec::new());
+            self.channels.push(Channels::default());
+            self.next_seq.push(0);
+        }
+    }
+
+    /// MPI has failed: every operation does, now and later.
+    fn break_with(&mut self, activity: Option<Box<dyn Activity>>, error: Error) {
+        let activities = self.active.iter_mut().flat_map(std::mem::take);
+        for mut activity in activities.chain(activity) {
+            activity.fail(&self.ctx, &|_| error.clone());
+        }
+        for channels in &mut self.channels {
+            channels.fail(&error);
+        }
+        self.broken.get_or_insert(error);
+    }
+
+    /// Moves everything that can move; returns whether something did.
+    fn poll(&mut self) -> bool {
+        match self.try_poll() {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.break_with(None, error);
+                true
+            }
+        }
+    }
+
+    fn try_poll(&mut self) -> Result<bool> {
+        let mut moved = false;
+        for group in 0..self.active.len() {
+            let mut index = 0;
+            while index < self.active[group].len() {
+                let may_move = index < NUM_MOVING;
+                match self.active[group][index].poll(&mut self.ctx, may_move)? {
+                    Progress::None => index += 1,
+                    Progress::Some => {
+                        moved = true;
+                        index += 1;
+                    }
+                    Progress::Over => {
+                        moved = true;
+                        drop(self.active[group].remove(index));
+                    }
+                }
+            }
+            moved |= self.channels[group].poll(&self.ctx, group)?;
+        }
+        if !self.is_idle() {
+            self.goodbyes.poll(&self.ctx)?;
+            for left in self.goodbyes.gone_for_a_while() {
+                self.fail_those_that_need(left);
+            }
+        }
+        Ok(moved)
+    }
+
+    fn fail_those_that_need(&mut self, left: usize) {
+        let ctx = &self.ctx;
+        let error = |call: &str| Error::PeerLeft {
+            waiting: ctx.world_rank,
+            call: call.to_string(),
+            rank: left,
+            report: ctx.heard.report(),
+        };
+        for activity in self.active.iter_mut().flatten() {
+            if activity.missing(ctx).contains(&left) {
+                activity.fail(ctx, &error);
+            }
+        }
+        for (group, channels) in self.channels.iter_mut().enumerate() {
+            channels.fail_those_that_need(ctx, group, left, &error);
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.active.iter().all(Vec::is_empty) && self.channels.iter().all(Channels::is_idle)
+    }
+
+    /// Lets all that is under way come to its end, with all other ranks; takes in messages that nobody asked for, for
+    /// their senders wait.
+    fn finish(&mut self) -> Result<End> {
+        self.open_groups(self.ctx.groups.len());
+        let mut pause = Pause::default();
+        let mut num_undelivered = 0;
+        let start = Instant::now();
+        loop {
+            if start.elapsed() > self.ctx.deadline {
+                return Err(self.goodbyes.overdue(&self.ctx));
+            }
+            let all_said = self.goodbyes.all_said();
+            let mut moved = self.poll();
+            if let Some(error) = &self.broken {
+                return Err(error.clone());
+            }
+            for group in 0..self.channels.len() {
+                let taken = self.channels[group].take_in(&self.ctx, group)?;
+                num_undelivered += taken;
+                moved |= taken > 0;
+            }
+            if self.is_idle() {
+                self.goodbyes.say(&self.ctx)?;
+            }
+            self.goodbyes.poll(&self.ctx)?;
+            if all_said && !moved && self.is_idle() {
+                return Ok(End::Done(num_undelivered));
+            }
+            if moved {
+                pause = Pause::default();
+            } else if let Some(sleep) = pause.next() {
+                std::thread::sleep(sleep);
+            }
+        }
+    }
+}
+
+/// What to do between looks in vain: yield a while, then sleep ever longer.
+#[derive(Default)]
+struct Pause {
+    num_spins: u32,
+    sleep: Option<Duration>,
+}
+
+impl Pause {
+    /// How long to sleep now; `None` after it has yielded.
+    fn next(&mut self) -> Option<Duration> {
+        if self.num_spins < NUM_SPINS {
+            self.num_spins += 1;
+            yield_now();
+            return None;
+        }
+        let (first, longest) = SLEEPS;
+        let sleep = self.sleep.map_or(first, |sleep| (sleep * 2).min(longest));
+        self.sleep = Some(sleep);
+        Some(sleep)
+    }
+}

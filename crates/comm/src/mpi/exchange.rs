@@ -1,0 +1,155 @@
+//! Collectives on tensors.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Shape, Storage, Tensor};
+
+use super::bytes;
+use super::claim::Claim;
+use super::collective::{Step, Task};
+use super::context::Context;
+use super::hello::INLINE_BYTES;
+use super::movement::Movement;
+use super::route::Route;
+use crate::local::call::Operation;
+use crate::local::element::{Element, reduce};
+use crate::local::pieces::Plan;
+use crate::{Error, message_of};
+
+type Result<T> = std::result::Result<T, Error>;
+
+/// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
+/// all compute their own output; else the data move as the [`Route`] says.
+pub(super) struct Exchange<T> {
+    claim: Arc<Claim<Tensor>>,
+    operation: Operation,
+    shape: Shape,
+    movement: Option<Movement<T>>,
+}
+
+impl<T: Element> Exchange<T> {
+    pub fn new(claim: Arc<Claim<Tensor>>, operation: Operation, shape: Shape) -> Self {
+        Self {
+            claim,
+            operation,
+            shape,
+            movement: None,
+        }
+    }
+
+    fn is_small(&self) -> bool {
+        self.shape.elem_count() * size_of::<T>() <= INLINE_BYTES
+    }
+
+    /// This rank's output, from all inputs.
+    fn reduce_here(&self, rank: usize, data: &[Vec<u8>]) -> Result<Tensor> {
+        let Plan { dims, op, pieces } = Plan::new(&self.operation, &self.shape, data.len());
+        let mut output = T::zeros(dims.iter().product());
+        let num_elements = self.shape.elem_count();
+        let inputs: Result<Vec<Vec<T>>> = data
+            .iter()
+            .enumerate()
+            .map(|(source, data)| {
+                bytes::to_elements(data, num_elements).ok_or_else(|| {
+                    let (call, got) = (&self.claim.call, data.len());
+                    let expected = num_elements * size_of::<T>();
+                    Error::Backend(format!(
+                        "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
+                    ))
+                })
+            })
+            .collect();
+        let inputs = inputs?;
+        for piece in &pieces {
+            let to = piece.destinations.iter().find(|(to, _)| *to == rank);
+            let Some((_, to)) = to else { continue };
+            let sources: Vec<&[T]> = piece
+                .sources
+                .iter()
+                .map(|(from, first)| &inputs[*from][*first..first + piece.len])
+                .collect();
+            reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
+        }
+        tensor(output, &dims)
+    }
+}
+
+impl<T: Element> Task for Exchange<T> {
+    type Output = Tensor;
+
+    fn data(&self) -> Result<Vec<u8>> {
+        match self.is_small() {
+            true => read::<T, _>(&self.claim, 0, self.shape.elem_count(), |xs| {
+                bytes::of(xs).to_vec()
+            }),
+            false => Ok(Vec::new()),
+        }
+    }
+
+    fn start(
+        &mut self,
+        ctx: &mut Context,
+        (group, seq): (usize, u64),
+        data: Vec<Vec<u8>>,
+    ) -> Result<Step<Tensor>> {
+        let rank = ctx.groups[group].rank;
+        if self.is_small() {
+            return Ok(Step::Done(self.reduce_here(rank, &data)?));
+        }
+        let route = Route::new(&self.operation, &self.shape, data.len(), size_of::<T>());
+        let movement = Movement::new(route, (group, seq), rank, &self.claim)?;
+        self.movement = Some(movement);
+        Ok(Step::Working)
+    }
+
+    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Step<Tensor>)> {
+        let Some(movement) = &mut self.movement else {
+            return Ok((false, Step::Working));
+        };
+        let moved = movement.poll(ctx, &self.claim)?;
+        if !movement.is_over() {
+            return Ok((moved, Step::Working));
+        }
+        let output = match self.movement.take() {
+            Some(movement) => movement.into_output(&self.claim)?,
+            None => return Ok((moved, Step::Working)),
+        };
+        Ok((true, Step::Done(output)))
+    }
+}
+
+/// A tensor of these elements on the CPU.
+pub(super) fn tensor<T: Element>(elements: Vec<T>, dims: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(elements, dims, &Device::Cpu)
+        .map_err(|error| Error::Backend(message_of(&error)))
+}
+
+/// What `read` makes of `len` elements of the claim's input, from element `start` on. The input's storage is locked only
+/// meanwhile: it may be part of a larger one, which others use.
+pub(super) fn read<T: Element, R>(
+    claim: &Claim<Tensor>,
+    start: usize,
+    len: usize,
+    read: impl FnOnce(&[T]) -> R,
+) -> Result<R> {
+    claim.read_input(|xs| {
+        let (storage, layout) = xs.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else {
+            return Err(Error::Backend(format!(
+                "{}: the input is not in host memory",
+                claim.call
+            )));
+        };
+        let all = storage
+            .as_slice::<T>()
+            .map_err(|error| Error::Backend(message_of(&error)))?;
+        let start = layout.start_offset() + start;
+        match all.get(start..start + len) {
+            Some(elements) => Ok(read(elements)),
+            None => Err(Error::Backend(format!(
+                "{}: the input is shorter than its shape",
+                claim.call
+            ))),
+        }
+    })
+}

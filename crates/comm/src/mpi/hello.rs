@@ -1,0 +1,107 @@
+//! The first message of an operation: what this rank calls, from where, and its data if they are few.
+//!
+//! ```text
+//! length of the call: u32 | length of the call site: u32 | call | call site | data
+//! ```
+//! It is short enough for every MPI to send without waiting for the receiver.
+
+/// Data up to this size travel inside the first message.
+pub(super) const INLINE_BYTES: usize = 2048;
+
+/// A call or its site longer than this loses its middle.
+const TEXT_BYTES: usize = 512;
+
+/// Room for every first message.
+pub(super) const MAX_BYTES: usize = 8 + 2 * TEXT_BYTES + INLINE_BYTES;
+
+/// What a rank says when it starts an operation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Hello {
+    /// The operation and what it is called on, on which ranks must agree.
+    pub call: String,
+    /// Where it was called.
+    pub site: String,
+    /// Its data, if they are few.
+    pub data: Vec<u8>,
+}
+
+impl Hello {
+    /// As bytes, at most [`MAX_BYTES`] if the data are at most [`INLINE_BYTES`].
+    pub fn encode(&self) -> Vec<u8> {
+        let (call, site) = (shorten(&self.call), shorten(&self.site));
+        let mut bytes = Vec::with_capacity(8 + call.len() + site.len() + self.data.len());
+        bytes.extend((call.len() as u32).to_le_bytes());
+        bytes.extend((site.len() as u32).to_le_bytes());
+        bytes.extend(call.as_bytes());
+        bytes.extend(site.as_bytes());
+        bytes.extend(&self.data);
+        bytes
+    }
+
+    /// What [`encode`](Self::encode) gave; `None` for anything else.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (call_len, rest) = bytes.split_first_chunk::<4>()?;
+        let (site_len, rest) = rest.split_first_chunk::<4>()?;
+        let (call, rest) = rest.split_at_checked(u32::from_le_bytes(*call_len) as usize)?;
+        let (site, data) = rest.split_at_checked(u32::from_le_bytes(*site_len) as usize)?;
+        Some(Self {
+            call: String::from_utf8(call.to_vec()).ok()?,
+            site: String::from_utf8(site.to_vec()).ok()?,
+            data: data.to_vec(),
+        })
+    }
+
+    /// What it was called on and where, for messages.
+    pub fn call_at_site(&self) -> String {
+        format!("{} at {}", self.call, self.site)
+    }
+}
+
+/// `text`, without its middle if it is long.
+fn shorten(text: &str) -> String {
+    const DOTS: &str = "..";
+    if text.len() <= TEXT_BYTES {
+        return text.to_string();
+    }
+    let half = (TEXT_BYTES - DOTS.len()) / 2;
+    let is_border = |index: &usize| text.is_char_boundary(*index);
+    let head = (0..=half).rev().find(is_border).unwrap_or(0);
+    let tail = (text.len() - half..text.len()).find(is_border);
+    format!(
+        "{}{DOTS}{}",
+        &text[..head],
+        &text[tail.unwrap_or(text.len())..]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_and_back() {
+        let hello = Hello {
+            call: "all_reduce(sum) of f32 [2, 3]".into(),
+            site: "src/step.rs:7:9".into(),
+            data: vec![7; INLINE_BYTES],
+        };
+        assert_eq!(Hello::decode(&hello.encode()), Some(hello.clone()));
+        let bytes = hello.encode();
+        assert_eq!(Hello::decode(&bytes[..20]), None);
+        assert_eq!(Hello::decode(&[]), None);
+    }
+
+    #[test]
+    fn long_texts_fit() {
+        let hello = Hello {
+            call: "ä".repeat(4000),
+            site: format!("{}x/end.rs:1:1", "ö".repeat(900)),
+            data: vec![1; INLINE_BYTES],
+        };
+        let bytes = hello.encode();
+        assert!(bytes.len() <= MAX_BYTES, "{}", bytes.len());
+        let got = Hello::decode(&bytes).unwrap();
+        assert!(got.site.ends_with("x/end.rs:1:1") && got.site.contains(".."));
+        assert_eq!(got.data, hello.data);
+    }
+}

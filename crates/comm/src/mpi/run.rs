@@ -1,0 +1,223 @@
+//! One rank per process: from MPI_Init to MPI_Finalize.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{Builder, JoinHandle, scope};
+use std::time::Duration;
+
+use candle_core::Result;
+use rayon::ThreadPoolBuilder;
+
+use super::MpiConfig;
+use super::communicator::{MpiCommunicator, Shared};
+use super::context::{Context, Group};
+use super::engine::{End, Engine, Job};
+use super::environment::{cores_id, said_world_size, threads_per_rank};
+use super::heard::Heard;
+use super::sys::Mpi;
+use crate::local::num_cores;
+use crate::{Error, ProcessGroup, launch, message_of};
+
+/// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
+const ABORT_GRACE: Duration = Duration::from_secs(5);
+
+/// What MPI's thread knows once MPI is initialised.
+struct Start {
+    world_rank: usize,
+    world_size: usize,
+    threads_per_rank: usize,
+    heard: Arc<Heard>,
+}
+
+/// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
+/// as its device, and returns what it returns. It can be called once per process.
+///
+/// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. Another thread, `mpi-N`, makes all calls to MPI,
+/// so operations progress while the rank computes; it sleeps while nothing is under way.
+///
+/// Results equal those of [`threads`](launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
+/// rank order.
+///
+/// # Errors
+/// Before the ranks have met: MPI cannot be initialised, or this process is the only rank although its launcher says that
+/// there are more. Later errors have to reach all ranks: if `run` fails or panics, this prints `rank N failed: ..` on
+/// standard error and ends all ranks by `MPI_Abort`, so it does not return.
+pub fn mpi<T: Send>(
+    config: MpiConfig,
+    run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
+) -> Result<T> {
+    let (jobs, received) = channel();
+    let (engine, start) = start_engine(config.deadline, received)?;
+    let shared = Arc::new(Shared {
+        world_rank: start.world_rank,
+        deadline: config.deadline,
+        heard: start.heard.clone(),
+        jobs: jobs.clone(),
+        splitting: Mutex::new(()),
+    });
+    let rank = start.world_rank;
+    let outcome = run_rank(&config, &start, shared, run);
+    let value = match outcome {
+        Ok(value) => value,
+        Err(message) => fail(rank, &message, &jobs),
+    };
+    if jobs.send(Job::End).is_err() {
+        fail(rank, "MPI's thread has ended before the rank", &jobs);
+    }
+    match engine.join() {
+        Ok(Ok(num_undelivered)) => {
+            if num_undelivered > 0 {
+                tracing::warn!(
+                    "{num_undelivered} messages were sent to rank {rank}, which never received them"
+                );
+            }
+            Ok(value)
+        }
+        Ok(Err(error)) => fail(rank, &error.to_string(), &jobs),
+        Err(panic) => fail(rank, launch::panic_message(&*panic), &jobs),
+    }
+}
+
+/// Prints why this rank failed and ends all ranks.
+fn fail(rank: usize, message: &str, jobs: &Sender<Job>) -> ! {
+    eprintln!("rank {rank} failed: {message}");
+    // If it cannot be sent, MPI's thread has come to the same end.
+    if jobs.send(Job::Abort).is_ok() {
+        std::thread::sleep(ABORT_GRACE);
+    }
+    std::process::exit(1)
+}
+
+type Engine_ = JoinHandle<std::result::Result<u64, Error>>;
+
+/// Starts MPI's thread, which initialises MPI.
+fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(Engine_, Start)> {
+    let (started, start) = channel();
+    let engine = Builder::new().name("mpi".into()).spawn(move || {
+        let begun = begin(deadline);
+        match begun {
+            Ok((context, start)) => {
+                // The other end waits for it.
+                drop(started.send(Ok(start)));
+                run_engine(context, jobs)
+            }
+            Err(error) => {
+                drop(started.send(Err(error)));
+                Ok(0)
+            }
+        }
+    })?;
+    match start.recv() {
+        Ok(start) => Ok((engine, start?)),
+        Err(_) => Err(Error::Backend("MPI's thread ended while MPI was initialised".into()).into()),
+    }
+}
+
+/// Initialises MPI and looks around.
+fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
+    let mpi = Mpi::init()?;
+    let world = mpi.world();
+    let (world_rank, world_size) = (mpi.rank(world)?, mpi.size(world)?);
+    if world_size == 1
+        && let Some((name, said)) = said_world_size(|name| std::env::var(name).ok())
+        && said > 1
+    {
+        let message = format!(
+            "MPI says that this process is its only rank, but {name}={said}\n\
+             hint: start the program by the mpirun of the MPI library that it was built with, or by a launcher that speaks \
+             its process management interface (Slurm: srun --mpi=pmix or --mpi=pmi2)"
+        );
+        mpi.finalize()?;
+        return Err(Error::Argument(message));
+    }
+    let own = cores_id();
+    let on_host = mpi.gather_on_host(own)?;
+    let threads = match std::env::var_os("RAYON_NUM_THREADS") {
+        // It is each process's own.
+        Some(_) => num_cores(),
+        None => threads_per_rank(num_cores(), own, &on_host),
+    };
+    let heard = Arc::new(Heard::new(world_rank, world_size));
+    let members = (0..world_size).collect();
+    let world = Group {
+        comm: world,
+        members,
+        rank: world_rank,
+    };
+    let context = Context {
+        mpi,
+        world_rank,
+        deadline,
+        heard: heard.clone(),
+        groups: vec![world],
+    };
+    let start = Start {
+        world_rank,
+        world_size,
+        threads_per_rank: threads,
+        heard,
+    };
+    Ok((context, start))
+}
+
+/// MPI's thread, from MPI_Init on: the number of messages that nobody received.
+fn run_engine(context: Context, jobs: Receiver<Job>) -> std::result::Result<u64, Error> {
+    let engine = Engine::new(context, jobs)?;
+    let (context, end) = engine.run();
+    match end {
+        Ok(End::Done(num_undelivered)) => {
+            for group in context.groups.iter().skip(1) {
+                context.mpi.free(group.comm)?;
+            }
+            context.mpi.finalize()?;
+            Ok(num_undelivered)
+        }
+        Ok(End::Failed) => {
+            context.mpi.abort(1);
+            Err(Error::Backend("MPI_Abort has returned".into()))
+        }
+        Err(error) => {
+            eprintln!("rank {} failed: {error}", context.world_rank);
+            context.mpi.abort(1);
+            Err(error)
+        }
+    }
+}
+
+/// Runs the rank on a thread and in a pool of its own; on failure its message.
+fn run_rank<T: Send>(
+    config: &MpiConfig,
+    start: &Start,
+    shared: Arc<Shared>,
+    run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
+) -> std::result::Result<T, String> {
+    let rank = start.world_rank;
+    let world = MpiCommunicator::world(shared, start.world_size);
+    let group = ProcessGroup::new(Box::new(world));
+    let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
+    let pool = ThreadPoolBuilder::new()
+        .num_threads(num_threads.max(1))
+        .thread_name(move |_| format!("rank-{rank}"))
+        .stack_size(config.stack_bytes)
+        .build()
+        .map_err(|error| format!("its threads could not be started: {error}"))?;
+    let message_of_panic =
+        |panic: Box<dyn Any + Send>| format!("panicked: {}", launch::panic_message(&*panic));
+    // As a job of the pool from a thread outside of it, so that the caller's own pool, if any, does nothing meanwhile.
+    scope(|scope| {
+        let rank_main = || {
+            // What a panicking rank leaves behind is never looked at: the run ends with its message.
+            pool.install(|| catch_unwind(AssertUnwindSafe(|| run(group))))
+        };
+        let spawned = Builder::new().spawn_scoped(scope, rank_main);
+        let handle =
+            spawned.map_err(|error| format!("its thread could not be started: {error}"))?;
+        match handle.join() {
+            Ok(Ok(Ok(value))) => Ok(value),
+            Ok(Ok(Err(error))) => Err(message_of(&error)),
+            Ok(Err(panic)) | Err(panic) => Err(message_of_panic(panic)),
+        }
+    })
+}

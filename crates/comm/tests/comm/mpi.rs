@@ -1,0 +1,327 @@
+//! The MPI backend passes the conformance suite, gives the bits of the local backend, and fails with everybody.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use candle_comm::{MpiConfig, P2p, ProcessGroup, ReduceOp, launch};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::conformance;
+use crate::mpirun::{Mpi, output, run, said};
+use crate::reference::{DTYPES, Random};
+
+fn conforms(world: &ProcessGroup) -> Result<()> {
+    let mpi = &Mpi::new(world);
+    conformance::all_reduce(mpi)?;
+    conformance::all_gather(mpi)?;
+    conformance::reduce_scatter(mpi)?;
+    conformance::broadcast(mpi)?;
+    conformance::all_to_all(mpi)?;
+    conformance::batch_send_recv(mpi)?;
+    conformance::large(mpi)?;
+    conformance::views(mpi)?;
+    conformance::independent_results(mpi)?;
+    conformance::splits(mpi)?;
+    conformance::many_in_flight(mpi)?;
+    conformance::message_order(mpi)?;
+    conformance::all_gather_bytes(mpi)?;
+    conformance::counters(mpi)
+}
+
+#[test]
+fn one_rank_conforms() {
+    run("mpi::one_rank_conforms", 1, |world| conforms(&world));
+}
+
+#[test]
+fn two_ranks_conform() {
+    run("mpi::two_ranks_conform", 2, |world| conforms(&world));
+}
+
+#[test]
+fn three_ranks_conform() {
+    run("mpi::three_ranks_conform", 3, |world| conforms(&world));
+}
+
+#[test]
+fn four_ranks_conform() {
+    run("mpi::four_ranks_conform", 4, |world| conforms(&world));
+}
+
+#[test]
+fn five_ranks_conform() {
+    run("mpi::five_ranks_conform", 5, |world| conforms(&world));
+}
+
+/// Any bits: numbers of all sizes, infinities, NaNs; integers that overflow.
+fn any_bits(seed: u64, rank: usize, dims: &[usize], dtype: DType) -> Result<Tensor> {
+    let mut random = Random::new(seed * 1000 + rank as u64);
+    let num_elements: usize = dims.iter().product();
+    let bytes = (0..num_elements * dtype.size_in_bytes()).map(|_| (random.next() >> 8) as u8);
+    Tensor::from_raw_buffer(&bytes.collect::<Vec<u8>>(), dtype, dims, &Device::Cpu)
+}
+
+fn raw(xs: &Tensor) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    xs.write_bytes(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The bytes of all results of one rank.
+fn all_operations(world: &ProcessGroup, len: usize) -> Result<Vec<Vec<u8>>> {
+    let n = world.world_size();
+    let mut results = Vec::new();
+    for dtype in DTYPES {
+        let xs = any_bits(1, world.rank(), &[n * len, 3], dtype)?;
+        for op in [ReduceOp::Sum, ReduceOp::Max] {
+            results.push(raw(&world.all_reduce(&xs, op)?)?);
+            results.push(raw(&world.reduce_scatter(&xs, op, 0)?)?);
+        }
+        results.push(raw(&world.all_gather(&xs, 1)?)?);
+        results.push(raw(&world.all_to_all(&xs, 0)?)?);
+        results.push(raw(&world.broadcast(&xs, n - 1)?)?);
+    }
+    Ok(results)
+}
+
+#[test]
+fn bits_are_those_of_threads() {
+    run("mpi::bits_are_those_of_threads", 4, |world| {
+        for len in [1, 77, 130_001] {
+            let threads = launch::threads(4, |world| all_operations(&world, len))?;
+            let got = all_operations(&world, len)?;
+            for (index, (got, expected)) in got.iter().zip(&threads[world.rank()]).enumerate() {
+                assert!(got == expected, "operation {index} of length {len}");
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Each rank's sends are larger than what MPI takes without a receiver, and all send before they receive.
+#[test]
+fn large_messages_in_circles() {
+    run("mpi::large_messages_in_circles", 3, |world| {
+        let (rank, n) = (world.rank(), world.world_size());
+        let message = |rank: usize, i: u64| any_bits(i, rank, &[1_000_003], DType::F32);
+        let recv = P2p::Recv {
+            shape: 1_000_003.into(),
+            dtype: DType::F32,
+            src: (rank + n - 1) % n,
+        };
+        for i in 0..3 {
+            let xs = message(rank, i)?;
+            let dst = (rank + 1) % n;
+            world.batch_send_recv(&[P2p::Send { xs: &xs, dst }])?;
+        }
+        let got = world.batch_send_recv(&vec![recv; 3])?;
+        for (i, got) in got.iter().enumerate() {
+            assert!(raw(got)? == raw(&message((rank + n - 1) % n, i as u64)?)?);
+        }
+        Ok(())
+    });
+}
+
+fn zeros(dims: &[usize]) -> Result<Tensor> {
+    Tensor::zeros(dims, DType::F32, &Device::Cpu)
+}
+
+#[track_caller]
+fn assert_says<T>(result: Result<T>, words: &[&str]) {
+    let said = result.map(|_| "no error".to_string());
+    let said = said.unwrap_or_else(|error| error.to_string());
+    for word in words {
+        assert!(said.contains(word), "should say {word:?}: {said}");
+    }
+}
+
+/// Found on all ranks before data move; the group goes on.
+#[test]
+fn ranks_that_disagree() {
+    run("mpi::ranks_that_disagree", 3, |world| {
+        let xs = zeros(&[[2, 3], [2, 3], [2, 4]][world.rank()])?;
+        let got = world.all_reduce(&xs, ReduceOp::Sum);
+        assert_says(
+            got,
+            &[
+                "ranks disagree in group [0, 1, 2], operation number 0",
+                "all_reduce(sum) of f32 [2, 3] at ",
+                "rank 2: all_reduce(sum) of f32 [2, 4] at ",
+                "mpi.rs:",
+            ],
+        );
+        let large = zeros(&[300_000 + world.rank()])?;
+        assert_says(world.all_gather(&large, 0), &["operation number 1"]);
+        let kinds = match world.rank() {
+            0 => world.barrier(),
+            _ => world.split(0, 0).map(|_| ()),
+        };
+        assert_says(kinds, &["rank 0: barrier at", ": split at"]);
+        world.barrier()
+    });
+}
+
+/// The receiver is told, and the next messages are where they should be.
+#[test]
+fn messages_of_another_shape() {
+    run("mpi::messages_of_another_shape", 2, |world| {
+        let sizes = [3, 500_000];
+        if world.rank() == 0 {
+            for size in sizes {
+                let (xs, dst) = (&zeros(&[size])?, 1);
+                world.batch_send_recv(&[P2p::Send { xs, dst }, P2p::Send { xs, dst }])?;
+            }
+            return Ok(());
+        }
+        let recv = |size: usize| P2p::Recv {
+            shape: size.into(),
+            dtype: DType::F32,
+            src: 0,
+        };
+        for size in sizes {
+            let wrong = world.batch_send_recv(&[recv(size + 1)]);
+            let (sent, asked) = (format!("rank 0: sent f32 [{size}] at"), size + 1);
+            let asked = format!("rank 1: receives f32 [{asked}] at");
+            assert_says(wrong, &["group [0, 1]", &sent, &asked, "mpi.rs:"]);
+            assert_eq!(world.batch_send_recv(&[recv(size)])?[0].dims(), [size]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_late_rank_is_named() {
+    let output = output(
+        "mpi::a_late_rank_is_named",
+        3,
+        Duration::from_secs(1),
+        |world| {
+            world.barrier()?;
+            if world.rank() == 1 {
+                sleep(Duration::from_millis(2500));
+                return world.barrier();
+            }
+            let start = Instant::now();
+            let words = [
+                "barrier at",
+                "is not complete after 1 s: not arrived: rank 1\n",
+                "rank 1: barrier at",
+                "operation number 0), as last heard here",
+                "hint: ",
+            ];
+            assert_says(world.barrier(), &words);
+            assert!(start.elapsed() < Duration::from_secs(2));
+            Ok(())
+        },
+    );
+    if let Some(output) = output {
+        // The end of the run waits for rank 1 no longer than the deadline either, so it may fail or not.
+        let said = said(&output);
+        assert!(!said.contains("should say"), "{said}");
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_named() {
+    run("mpi::a_rank_that_left_is_named", 2, |world| {
+        if world.rank() == 0 {
+            let words = ["barrier at", "rank 1 has left"];
+            assert_says(world.barrier(), &words);
+            let recv = P2p::Recv {
+                shape: 1.into(),
+                dtype: DType::F32,
+                src: 1,
+            };
+            assert_says(world.batch_send_recv(&[recv]), &["rank 1 has left"]);
+        }
+        Ok(())
+    });
+}
+
+/// Their sender is not held up at the end.
+#[test]
+fn messages_that_nobody_receives() {
+    run("mpi::messages_that_nobody_receives", 2, |world| {
+        let pair = world.split(0, 0)?;
+        if world.rank() == 0 {
+            for size in [1, 2_000_000] {
+                let (xs, dst) = (&zeros(&[size])?, 1);
+                pair.batch_send_recv(&[P2p::Send { xs, dst }])?;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// A result that is dropped, and an input that is written to after: the other ranks get what it was.
+#[test]
+fn inputs_of_dropped_results() {
+    run("mpi::inputs_of_dropped_results", 2, |world| {
+        for len in [5, 3_000_000] {
+            let xs = Tensor::ones(len, DType::F32, &Device::Cpu)?;
+            if world.rank() == 0 {
+                drop(world.start_all_reduce(&xs, ReduceOp::Sum)?);
+                xs.zero_set()?;
+                world.batch_send_recv(&[P2p::Send { xs: &xs, dst: 1 }])?;
+            } else {
+                let recv = P2p::Recv {
+                    shape: len.into(),
+                    dtype: DType::F32,
+                    src: 0,
+                };
+                world.batch_send_recv(&[recv])?;
+                let sum = world.all_reduce(&xs, ReduceOp::Sum)?;
+                assert!(sum.to_vec1::<f32>()?.iter().all(|x| *x == 2.0));
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_that_fails_ends_all() {
+    let output = output(
+        "mpi::a_rank_that_fails_ends_all",
+        3,
+        Duration::from_secs(60),
+        |world| {
+            if world.rank() == 1 {
+                candle_core::bail!("the data are gone");
+            }
+            world.barrier()
+        },
+    );
+    if let Some(output) = output {
+        let said = said(&output);
+        assert!(!output.status.success(), "{said}");
+        assert!(said.contains("rank 1 failed: the data are gone"), "{said}");
+    }
+}
+
+#[test]
+fn a_rank_that_panics_ends_all() {
+    let output = output(
+        "mpi::a_rank_that_panics_ends_all",
+        3,
+        Duration::from_secs(60),
+        |world| {
+            assert!(world.rank() != 2, "rank two is unlucky");
+            world.barrier()
+        },
+    );
+    if let Some(output) = output {
+        let said = said(&output);
+        assert!(!output.status.success(), "{said}");
+        let words = "rank 2 failed: panicked: rank two is unlucky";
+        assert!(said.contains(words), "{said}");
+    }
+}
+
+#[test]
+fn mpi_starts_once_per_process() {
+    run("mpi::mpi_starts_once_per_process", 1, |_| {
+        let again = launch::mpi(MpiConfig::default(), |_| Ok(()));
+        assert_says(again, &["already", "hint: call launch::mpi once"]);
+        Ok(())
+    });
+}
