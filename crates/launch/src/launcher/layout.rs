@@ -14,6 +14,10 @@ use crate::{Error, Result};
 /// An agent that hears nothing from the front for this long, or the front from a remote agent, gives the other up.
 pub(super) const SILENCE_MS: u64 = 60_000;
 
+/// How ranks are started on other hosts, unless `--ssh` says otherwise: nobody can type a password, and no master of a
+/// shared connection is left behind.
+const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T";
+
 /// A run: its hosts, and where their ranks meet.
 #[derive(Debug)]
 pub(super) struct Layout {
@@ -71,12 +75,7 @@ impl Layout {
             .program
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
-        let via: Vec<String> = options.ssh.split_whitespace().map(String::from).collect();
-        if via.is_empty() {
-            return Err(Error::Launch(
-                "--ssh: expected a command, got nothing".to_string(),
-            ));
-        }
+        let via = ssh_words(options)?;
         let hosts = shares.into_iter().map(|share| Host {
             via: (!share.is_here).then(|| via.clone()),
             plan: HostPlan {
@@ -104,6 +103,26 @@ impl Layout {
             random_token,
         })
     }
+}
+
+/// The command that runs commands on other hosts.
+fn ssh_words(options: &LaunchOptions) -> Result<Vec<String>> {
+    let command = match (&options.ssh, &options.hostfile) {
+        (Some(_), None) => {
+            return Err(Error::Launch(
+                "--ssh is for the hosts of a --hostfile, which is not given".to_string(),
+            ));
+        }
+        (Some(command), _) => command,
+        (None, _) => SSH,
+    };
+    let words: Vec<String> = command.split_whitespace().map(String::from).collect();
+    if words.is_empty() {
+        return Err(Error::Launch(
+            "--ssh: expected a command, got nothing".to_string(),
+        ));
+    }
+    Ok(words)
 }
 
 /// The hosts that this launcher starts ranks on, and the number of ranks of the whole run.

@@ -4,10 +4,6 @@ use std::path::PathBuf;
 
 use super::rendezvous_address::RendezvousAddress;
 
-/// How ranks are started on other hosts, unless `--ssh` says otherwise: nobody can type a password, and no master of a
-/// shared connection is left behind.
-const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T";
-
 /// Start the ranks of a run, on this host or on several, and end them together.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LaunchOptions {
@@ -31,8 +27,9 @@ pub struct LaunchOptions {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["nproc_per_node", "nnodes", "node_rank"])]
     pub(super) hostfile: Option<PathBuf>,
     /// Command that runs a command on a host of the host file: `COMMAND HOST PROGRAM ARGS`
-    #[arg(long, value_name = "COMMAND", default_value = SSH, requires = "hostfile")]
-    pub(super) ssh: String,
+    /// [default: ssh, which must not ask for anything]
+    #[arg(long, value_name = "COMMAND")]
+    pub(super) ssh: Option<String>,
     /// Set a variable for all ranks; without a value, as it is here
     #[arg(long, value_name = "NAME[=VALUE]")]
     pub(super) env: Vec<String>,

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write, stderr};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -19,6 +19,11 @@ use crate::launcher::agent_command;
 use crate::launcher::layout::Host;
 use crate::launcher::wire::{self, Command, GREETING, Report, Stream};
 use crate::{Error, Result};
+
+/// How long an agent that closed its stdout may take to end.
+const EXIT_WAIT: Duration = Duration::from_secs(5);
+/// How long its stderr may stay open after that.
+const NOTICES_WAIT: Duration = Duration::from_secs(1);
 
 /// An agent that was started.
 pub(super) struct AgentLink {
@@ -132,6 +137,27 @@ fn show_notices(mut from: ChildStderr, label: String) -> JoinHandle<Vec<String>>
     })
 }
 
+/// Waits for a process that has closed its stdout and should end.
+fn wait_or_kill(child: &mut Child) -> std::io::Result<ExitStatus> {
+    let ended = poll(EXIT_WAIT, || child.try_wait().transpose());
+    ended.unwrap_or_else(|| {
+        child.kill()?;
+        child.wait()
+    })
+}
+
+/// Asks until there is an answer, or for that long.
+fn poll<T>(limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
+    let begin = Instant::now();
+    loop {
+        let answer = ask();
+        if answer.is_some() || begin.elapsed() > limit {
+            return answer;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 struct Reader {
     index: usize,
     name: String,
@@ -147,23 +173,23 @@ impl Reader {
             Ok(()) => self.pass_on_reports(&mut from),
             Err(problem) => Some(problem),
         };
-        // Its stderr may be held open by others than the agent; then its last lines are not worth the wait.
-        let status = child.wait();
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while !notices.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
+        if problem.is_some() {
+            let _ = child.kill();
         }
-        let last_lines = match notices.is_finished() {
-            true => notices.join().unwrap_or_default(),
-            false => Vec::new(),
+        let ended = match wait_or_kill(&mut child) {
+            Ok(status) => status.to_string(),
+            Err(error) => error.to_string(),
         };
-        let ended = match status {
-            Ok(status) => format!("the agent's connection ended with {status}"),
-            Err(error) => format!("the agent cannot be waited for: {error}"),
+        // Its stderr may be held open by others than the agent; then its last lines are not worth the wait.
+        let in_time = poll(NOTICES_WAIT, || notices.is_finished().then_some(()));
+        let last_lines = match in_time {
+            Some(()) => notices.join().unwrap_or_default(),
+            None => Vec::new(),
         };
+        let problem = problem.unwrap_or_else(|| "the connection to its agent ended".to_string());
         self.tell(Event::Gone {
             host: self.index,
-            detail: problem.unwrap_or(ended),
+            detail: format!("{problem} ({ended})"),
             last_lines,
         });
     }

@@ -1,0 +1,125 @@
+//! Which failure is named, and what becomes of the other ranks.
+
+use super::launching::{run_script, start_script};
+use candle_launch::PEER_FAILED_EXIT_CODE;
+
+#[test]
+fn exit_codes_and_signals_by_name() {
+    for (end, code, named) in [
+        ("exit 3", 3, "failed first: exit code 3\n"),
+        ("kill -9 $$", 137, "failed first: killed by SIGKILL\n"),
+        ("kill -SEGV $$", 139, "failed first: killed by SIGSEGV\n"),
+    ] {
+        let ended = run_script(
+            2,
+            &[],
+            &format!("[ $RANK = 0 ] || {{ {end}; }}; exec sleep 1000"),
+        );
+        assert_eq!(ended.code, Some(code), "{}", ended.err);
+        let sentence = ended.sentence();
+        assert!(
+            sentence.starts_with("candle-train: rank 1 (host ") && sentence.contains(", pid "),
+            "{sentence}"
+        );
+        assert!(sentence.contains(named), "{sentence}");
+    }
+}
+
+#[test]
+fn the_last_lines_on_stderr_are_repeated() {
+    let script = "i=0; while [ $i -lt 50 ]; do echo line $i >&2; i=$((i+1)); done; echo >&2; printf 'no end' >&2; exit 1";
+    let ended = run_script(1, &[], script);
+    let lines: Vec<&str> = ended.sentence().lines().skip(1).collect();
+    assert_eq!(lines[0], "the last lines it wrote to stderr:");
+    assert_eq!(lines[1], "    line 31");
+    assert_eq!(lines[20], "    no end");
+    assert_eq!(lines.len(), 21);
+}
+
+#[test]
+fn a_rank_that_ends_because_of_a_peer_is_not_the_cause() {
+    // Rank 0 notices the death of rank 1 and is faster than it.
+    let script = format!(
+        "if [ $RANK = 0 ]; then touch noticed; exit {PEER_FAILED_EXIT_CODE}; fi; until [ -e noticed ]; do sleep 0.01; done; sleep 0.1; exit 4"
+    );
+    let ended = run_script(2, &[], &script);
+    assert_eq!(ended.code, Some(4));
+    assert!(
+        ended.sentence().starts_with("candle-train: rank 1 (host "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn only_peers_of_a_failed_rank() {
+    let script = format!(
+        "[ $RANK = 1 ] || exec sleep 1000; echo rank 7 died >&2; exit {PEER_FAILED_EXIT_CODE}"
+    );
+    let ended = run_script(2, &[], &script);
+    assert_eq!(ended.code, Some(i32::from(PEER_FAILED_EXIT_CODE)));
+    let sentence = ended.sentence();
+    assert!(
+        sentence
+            .contains("ended because another rank failed (exit code 85), but no rank started here"),
+        "{sentence}"
+    );
+    assert!(
+        sentence.contains("    rank 7 died\nhint: see what the launchers on the other hosts print"),
+        "{sentence}"
+    );
+}
+
+#[test]
+fn the_first_failure_is_named_though_its_output_stays_open() {
+    // Rank 1 fails first, but what it leaves behind holds its output open; rank 0 fails because of it.
+    let script = "if [ $RANK = 1 ]; then sleep 1000 & touch failed; exit 5; fi; until [ -e failed ]; do sleep 0.01; done; sleep 0.2; exit 6";
+    let ended = run_script(2, &[], script);
+    assert_eq!(ended.code, Some(5), "{}", ended.err);
+    assert!(
+        ended.sentence().starts_with("candle-train: rank 1 (host "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn ranks_have_a_second_before_they_are_stopped() {
+    let script = "trap 'echo stopped; exit 0' TERM; touch up$RANK; [ $RANK = 1 ] || { until [ -e up1 ]; do sleep 0.01; done; exit 2; }; sleep 0.3; echo still here; sleep 1000 & wait";
+    let ended = run_script(2, &[], script);
+    assert_eq!(ended.code, Some(2));
+    assert_eq!(
+        ended.sorted_lines(),
+        ["[rank 1] still here", "[rank 1] stopped"],
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn who_ignores_sigterm_is_killed_after_the_grace_time() {
+    let script = "[ $RANK = 1 ] || { until [ -e deaf ]; do sleep 0.01; done; exit 2; }; trap '' TERM INT HUP; touch deaf; while :; do sleep 1000; done";
+    let ended = run_script(2, &["--grace-secs", "0.2"], script);
+    assert_eq!(ended.code, Some(2));
+    assert!(
+        ended.sentence().starts_with("candle-train: rank 0 (host "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn a_suspended_rank_is_ended_too() {
+    let script = "[ $RANK = 1 ] || { until [ -e up ]; do sleep 0.01; done; exit 2; }; touch up; kill -STOP $$; sleep 1000";
+    let ended = run_script(2, &[], script);
+    assert_eq!(ended.code, Some(2));
+}
+
+#[test]
+fn success_of_all_says_nothing() {
+    let ended = start_script(4, &["--grace-secs", "0"], "exit 0").wait();
+    assert_eq!(
+        (ended.code, ended.out.as_slice(), ended.err.as_str()),
+        (Some(0), &b""[..], "")
+    );
+}

@@ -1,0 +1,233 @@
+//! Runs on several "hosts": agents started through a stand-in for ssh, or one launcher per host.
+
+use super::launching::{Ended, Launching, MARK, start, start_in, write_script};
+use nix::sys::signal::Signal;
+use tempfile::TempDir;
+
+/// As ssh: a greeting, a home folder and an environment of its own, and a shell that reads the command's words.
+fn fake_ssh() -> String {
+    format!(
+        "echo \"$@\" >> ssh.log; host=$1; shift; echo \"Welcome to $host\"\n\
+         cd / && exec env -i PATH=\"$PATH\" {MARK}=\"${MARK}\" HOST=\"$host\" sh -c \"$*\""
+    )
+}
+
+fn folder_with(hosts: &str, ssh: &str) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("hosts"), hosts).unwrap();
+    write_script(&folder.path().join("ssh"), ssh);
+    folder
+}
+
+fn start_hosts(hosts: &str, ssh: &str, options: &[&str], script: &str) -> Launching {
+    let first = ["--hostfile", "hosts", "--ssh", "./ssh"];
+    let args = [&first, options, &["sh", "-c", script]].concat();
+    start_in(folder_with(hosts, ssh), &args, &|command| {
+        command.env("NCCL_DEBUG", "WARN").env("PRIVATE", "secret");
+    })
+}
+
+fn run_hosts(hosts: &str, options: &[&str], script: &str) -> Ended {
+    start_hosts(hosts, &fake_ssh(), options, script).wait()
+}
+
+#[test]
+fn two_hosts_over_ssh() {
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $CANDLE_TRAIN_HOST=$HOST $MASTER_ADDR $NCCL_DEBUG $GIVEN $PRIVATE.; pwd > pwd$RANK";
+    let ended = run_hosts(
+        "# both\nbig slots=2\n\nsmall   slots=1 # slow\n",
+        &["--env", "GIVEN=x"],
+        script,
+    );
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert_eq!(
+        ended.sorted_lines(),
+        [
+            "[rank 0] 0/3 0/2 0/2 big=big big WARN x .",
+            "[rank 1] 1/3 1/2 0/2 big=big big WARN x .",
+            "[rank 2] 2/3 0/1 1/2 small=small big WARN x .",
+        ]
+    );
+    let mut notices: Vec<&str> = ended.err.lines().collect();
+    notices.sort();
+    assert_eq!(
+        notices,
+        ["[host big] Welcome to big", "[host small] Welcome to small"]
+    );
+    // The ranks work where the launcher was started, and nothing but the agent shows in its command.
+    assert!(ended.path("pwd2").exists());
+    let log = std::fs::read_to_string(ended.path("ssh.log")).unwrap();
+    assert!(
+        log.lines().all(|line| line.ends_with("candle-train agent")),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_failure_on_one_host_ends_the_other() {
+    let ended = run_hosts(
+        "a slots=1\nb slots=1\n",
+        &[],
+        "[ $RANK = 0 ] && exec sleep 1000; echo why >&2; exit 3",
+    );
+    assert_eq!(ended.code, Some(3));
+    let sentence = ended.sentence();
+    assert!(
+        sentence.starts_with("candle-train: rank 1 (host b, pid "),
+        "{sentence}"
+    );
+    assert!(
+        sentence
+            .ends_with("failed first: exit code 3\nthe last lines it wrote to stderr:\n    why\n"),
+        "{sentence}"
+    );
+}
+
+#[test]
+fn signals_reach_all_hosts() {
+    let script = "trap 'echo got; exit 1' TERM; touch up$RANK; sleep 1000 & wait";
+    let launching = start_hosts("a slots=1\nb slots=1\n", &fake_ssh(), &[], script);
+    launching.await_files(&["up0", "up1"]);
+    launching.signal(Signal::SIGTERM);
+    let ended = launching.wait();
+    assert_eq!(ended.sorted_lines(), ["[rank 0] got", "[rank 1] got"]);
+}
+
+#[test]
+fn after_sigkill_of_the_launcher_no_host_goes_on() {
+    let script =
+        "trap '' TERM HUP; setsid sleep 1000 & touch up$RANK; while :; do sleep 1000; done";
+    let mut launching = start_hosts(
+        "a slots=1\nb slots=1\n",
+        &fake_ssh(),
+        &["--grace-secs", "0.2"],
+        script,
+    );
+    launching.await_files(&["up0", "up1"]);
+    launching.signal(Signal::SIGKILL);
+    launching.wait_until_nobody_left();
+}
+
+#[test]
+fn a_host_that_cannot_be_reached() {
+    let ssh = format!(
+        "[ $1 = b ] && {{ echo ssh: no route to host b >&2; exit 255; }}\n{}",
+        fake_ssh()
+    );
+    let ended = start_hosts("a slots=1\nb slots=2\n", &ssh, &[], "touch started").wait();
+    assert_eq!(ended.code, Some(1));
+    let sentence = ended.sentence();
+    assert!(
+        sentence.starts_with(
+            "candle-train: lost host b with ranks 1 to 2: the connection ended before the agent answered (exit status: 255)\n\
+             the last lines it wrote to stderr:\n    ssh: no route to host b\nhint: "
+        ),
+        "{sentence}"
+    );
+    assert!(!ended.path("started").exists());
+}
+
+#[test]
+fn a_connection_that_is_lost_ends_the_other_host() {
+    // Host b's connection, which is all in the group of ssh, ends as soon as its rank runs.
+    let cut = "(until [ -e up1 ]; do sleep 0.01; done; kill -9 0) &";
+    let ssh = format!(
+        "[ $1 = b ] && {{ {cut} shift; cat | setsid sh -c \"$*\" | cat; }}\n{}",
+        fake_ssh()
+    );
+    let ended = start_hosts(
+        "a slots=1\nb slots=1\n",
+        &ssh,
+        &[],
+        "touch up$RANK; exec sleep 1000",
+    )
+    .wait();
+    assert_eq!(ended.code, Some(1));
+    assert!(
+        ended
+            .sentence()
+            .starts_with("candle-train: lost host b with rank 1: "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn nothing_starts_where_one_host_cannot() {
+    // On b the program's folder is missing.
+    let ssh = format!(
+        "[ $1 = b ] && PATH=/nowhere\n{}",
+        fake_ssh()
+            .replace("exec env", "exec /usr/bin/env")
+            .replace(" sh -c", " /bin/sh -c")
+    );
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").wait();
+    assert_eq!(ended.code, Some(2));
+    assert!(
+        ended.sentence().starts_with(
+            "candle-train: host b: program \"sh\" is not in any folder of PATH\nhint: "
+        ),
+        "{}",
+        ended.err
+    );
+    assert!(!ended.path("started").exists());
+}
+
+#[test]
+fn another_version_on_a_host() {
+    let ended = start_hosts(
+        "a slots=1\n",
+        "echo candle-train agent 0.0.0; cat > /dev/null",
+        &[],
+        "true",
+    )
+    .wait();
+    assert_eq!(ended.code, Some(1));
+    assert!(
+        ended
+            .sentence()
+            .contains("it runs \"candle-train agent 0.0.0\", this is \"candle-train agent "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
+fn one_launcher_per_host() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let rdzv = format!("127.0.0.1:{port}");
+    let of_node = |node_rank: &str| {
+        let options = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--node-rank",
+            node_rank,
+            "--rdzv",
+            &rdzv,
+        ];
+        let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $CANDLE_TRAIN_RUN_TOKEN";
+        start(&[&options[..], &["sh", "-c", script]].concat())
+    };
+    let [first, second] = ["0", "1"].map(|node_rank| of_node(node_rank).wait());
+    let line = |rank: usize, local_rank: usize, node_rank: usize| {
+        format!("[rank {rank}] {rank}/4 {local_rank}/2 {node_rank}/2 {rdzv} rdzv.{rdzv}")
+    };
+    assert_eq!(
+        first.sorted_lines(),
+        [line(0, 0, 0), line(1, 1, 0)],
+        "{}",
+        first.err
+    );
+    assert_eq!(
+        second.sorted_lines(),
+        [line(2, 0, 1), line(3, 1, 1)],
+        "{}",
+        second.err
+    );
+}

@@ -1,0 +1,117 @@
+//! Signals to the launcher reach the ranks.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Instant;
+
+use super::launching::{spawn, start_in, start_script, wait_until};
+use nix::sys::signal::{Signal, killpg};
+use tempfile::TempDir;
+
+#[test]
+fn each_is_passed_on_and_named() {
+    for (signal, trap, code) in [
+        (Signal::SIGINT, "INT", 130),
+        (Signal::SIGTERM, "TERM", 143),
+        (Signal::SIGHUP, "HUP", 129),
+        (Signal::SIGQUIT, "QUIT", 131),
+    ] {
+        let script =
+            format!("trap 'echo got {trap}; exit 1' {trap}; touch up$RANK; sleep 1000 & wait");
+        let launching = start_script(2, &[], &script);
+        launching.await_files(&["up0", "up1"]);
+        launching.signal(signal);
+        let ended = launching.wait();
+        assert_eq!(ended.code, Some(code), "{}", ended.err);
+        let got = |rank| format!("[rank {rank}] got {trap}");
+        assert_eq!(ended.sorted_lines(), [got(0), got(1)]);
+        assert_eq!(
+            ended.err,
+            format!("candle-train: stopped by {}\n", signal.as_str())
+        );
+    }
+}
+
+#[test]
+fn ranks_that_end_well_after_a_signal_make_a_run_that_ends_well() {
+    let launching = start_script(
+        2,
+        &[],
+        "trap 'exit 0' TERM; touch up$RANK; sleep 1000 & wait",
+    );
+    launching.await_files(&["up0", "up1"]);
+    launching.signal(Signal::SIGTERM);
+    let ended = launching.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+}
+
+#[test]
+fn after_the_grace_time_ranks_are_killed() {
+    let script = "[ $RANK = 0 ] && trap '' TERM; touch up$RANK; while :; do sleep 1000; done";
+    let launching = start_script(2, &["--grace-secs", "0.3"], script);
+    launching.await_files(&["up0", "up1"]);
+    launching.signal(Signal::SIGTERM);
+    let ended = launching.wait();
+    assert_eq!(ended.code, Some(143));
+    assert_eq!(
+        ended.err,
+        "candle-train: stopped by SIGTERM; rank 0 did not end in time and was killed\n"
+    );
+}
+
+#[test]
+fn a_second_signal_does_not_wait_for_the_grace_time() {
+    let script = "trap 'touch got' INT; touch up; while :; do sleep 0.05; done";
+    let launching = start_script(1, &["--grace-secs", "1000"], script);
+    launching.await_files(&["up"]);
+    launching.signal(Signal::SIGINT);
+    launching.await_files(&["got"]);
+    let begin = Instant::now();
+    // Within a second it counts as the same one.
+    wait_until("the end", || {
+        launching.signal(Signal::SIGINT);
+        count_ranks(&launching) == 0
+    });
+    assert!(begin.elapsed().as_millis() > 500, "{:?}", begin.elapsed());
+    assert_eq!(launching.wait().code, Some(130));
+}
+
+fn count_ranks(launching: &super::launching::Launching) -> usize {
+    let processes = launching.processes();
+    processes
+        .iter()
+        .filter(|(_, command)| command.starts_with("sh "))
+        .count()
+}
+
+#[test]
+fn a_signal_to_the_terminals_group_reaches_ranks_once() {
+    let script = "n=0; trap 'n=$((n+1)); touch got' INT; touch up; while [ ! -e go ]; do sleep 0.01; done; echo $n";
+    let args = ["--nproc-per-node", "1", "sh", "-c", script];
+    let launching = start_in(TempDir::new().unwrap(), &args, &|command| {
+        command.process_group(0);
+    });
+    launching.await_files(&["up"]);
+    killpg(launching.pid(), Signal::SIGINT).unwrap();
+    launching.await_files(&["got"]);
+    std::fs::write(launching.path("go"), "").unwrap();
+    assert_eq!(launching.wait().sorted_lines(), ["[rank 0] 1"]);
+}
+
+#[test]
+fn under_nohup_the_end_of_the_terminal_is_ignored() {
+    let folder = TempDir::new().unwrap();
+    let script = "touch up; until [ -e go ]; do sleep 0.01; done; echo through";
+    let mut command = Command::new("nohup");
+    command.arg(env!("CARGO_BIN_EXE_candle-train"));
+    command.args(["launch", "--nproc-per-node", "1", "sh", "-c", script]);
+    let launching = spawn(folder, command, &|_| {});
+    launching.await_files(&["up"]);
+    launching.signal(Signal::SIGHUP);
+    std::fs::write(launching.path("go"), "").unwrap();
+    let ended = launching.wait();
+    assert_eq!(
+        (ended.code, ended.sorted_lines()),
+        (Some(0), vec!["[rank 0] through".to_string()])
+    );
+}
