@@ -16,6 +16,7 @@ mod message;
 mod operation;
 mod rank_group;
 mod server;
+mod sigterm;
 mod ticket;
 mod verdict;
 mod wire;
@@ -92,12 +93,16 @@ impl Control {
     }
 
     fn of(config: &ControlConfig, link: Arc<Link>, server: Option<Server>) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self {
+        let control = Arc::new(Self {
             link,
             world: Arc::new(RankGroup::world(config.world_size)),
             rank: config.rank,
             server,
-        }))
+        });
+        if config.ends_process {
+            sigterm::watch(&control);
+        }
+        Ok(control)
     }
 
     /// This rank.
@@ -216,13 +221,22 @@ impl Control {
         self.link.failure()
     }
 
-    /// Says that this rank failed. Returns when all others know, or after 2 s, with the reason for which the run ends: this
-    /// one, or another that was there first and has been printed.
+    /// Says that this rank failed. Returns when the others are told, or after 2 s, with the reason for which the run ends:
+    /// this one, or another that was there first and has been printed.
     pub fn fail(&self, message: &str) -> Option<Failure> {
-        let failed = FailureKind::Failed;
-        let failure = self.link.fail(failed, message.to_string(), FAREWELL);
+        self.end(FailureKind::Failed, message, FAREWELL)
+    }
+
+    /// Says that this rank was told to end by SIGTERM.
+    fn terminate(&self, limit: Duration) {
+        let why = "signal SIGTERM, from its launcher, a scheduler or a user";
+        self.end(FailureKind::Terminated, why, limit);
+    }
+
+    fn end(&self, kind: FailureKind, message: &str, limit: Duration) -> Option<Failure> {
+        let failure = self.link.fail(kind, message.to_string(), limit);
         if let Some(server) = &self.server {
-            server.wait_until_known(FAREWELL);
+            server.wait_until_known(limit);
         }
         failure
     }

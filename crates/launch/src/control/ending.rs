@@ -3,8 +3,7 @@
 use std::io::Write;
 use std::time::Duration;
 
-/// By this exit code a launcher sees that the rank is not the one at fault.
-const PEER_FAILED_EXIT_CODE: i32 = 85;
+use crate::PEER_FAILED_EXIT_CODE;
 
 /// What the main thread gets to end by itself.
 const GRACE: Duration = Duration::from_secs(1);
@@ -37,5 +36,5 @@ pub(super) fn end(text: String, ends_process: bool, printed: impl FnOnce() + Sen
 #[allow(unsafe_code)]
 fn exit_at_once() -> ! {
     // SAFETY: `_exit` has no preconditions; it runs no code of this process.
-    unsafe { nix::libc::_exit(PEER_FAILED_EXIT_CODE) }
+    unsafe { nix::libc::_exit(i32::from(PEER_FAILED_EXIT_CODE)) }
 }

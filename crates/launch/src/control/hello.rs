@@ -79,6 +79,6 @@ impl Hello {
             );
             (got != expected).then(|| format!("{name} is {got}, expected {expected} as on rank 0"))
         };
-        names.iter().filter_map(|name| differs(name)).collect()
+        names.iter().filter_map(differs).collect()
     }
 }

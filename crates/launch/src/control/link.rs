@@ -169,7 +169,10 @@ impl Link {
     ) -> Option<Failure> {
         let until = Instant::now() + limit;
         let mut state = self.lock();
-        if state.failed.is_none() && !state.left {
+        if state.left {
+            return None;
+        }
+        if state.failed.is_none() {
             state.failed = Some(kind);
             let snapshot = state.activity.snapshot(self.clock.now());
             let failed = FromRank::Failed {
@@ -217,7 +220,7 @@ impl Link {
         loop {
             match wire::read::<ToRank>(&mut reader, Limits::RANK) {
                 Ok((message, body)) => self.handle(message, body),
-                Err(error) => return self.lost(&format!("its connection closed ({error})")),
+                Err(error) => return self.lost(&closed(&error)),
             }
         }
     }
@@ -335,5 +338,13 @@ impl Link {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why a connection cannot be read any more.
+pub(super) fn closed(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::InvalidData => format!("it sent what is no message ({error})"),
+        _ => "its connection closed without a goodbye".to_string(),
     }
 }

@@ -75,7 +75,7 @@ impl Hub {
             }
             state.started = true;
             let hosts = state.present().map(|(_, peer)| peer.host.clone()).collect();
-            state.broadcast(&ToRank::Welcome { hosts }, None);
+            state.broadcast(&ToRank::Welcome { hosts });
         } else if let Some(peer) = &state.peers[rank] {
             peer.send(&ToRank::Waiting { missing }, &[]);
         }
@@ -104,7 +104,7 @@ impl Hub {
             message: message.clone(),
             retry: false,
         };
-        state.broadcast(&refused, None);
+        state.broadcast(&refused);
         let present: Vec<usize> = state.present().map(|(rank, _)| rank).collect();
         state.told.extend(present);
         state.refusal = Some(message);

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::hub::{Hub, State};
 use super::{report, spawn};
+use crate::control::link::closed;
 use crate::control::message::ToRank;
 use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
 
@@ -14,11 +15,10 @@ use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
 const HOLD: Duration = Duration::from_millis(500);
 
 impl State {
-    /// Whether everybody who should hear of the failure has.
+    /// Whether everybody who can hear of the failure has.
     pub(super) fn all_noted(&self) -> bool {
-        let culprit = self.failure.as_ref().and_then(|failure| failure.rank);
-        let mut others = self.present().filter(|(rank, _)| Some(*rank) != culprit);
-        others.all(|(_, peer)| peer.noted || peer.left || peer.gone)
+        let mut present = self.present();
+        present.all(|(_, peer)| peer.noted || peer.left || peer.gone)
     }
 
     /// Ends the run for this reason, if it has not ended.
@@ -26,9 +26,7 @@ impl State {
         if self.failure.is_some() {
             return;
         }
-        let message = ToRank::Failed(failure.clone());
-        // The one at fault is told last: it may end as soon as it knows that all others know.
-        self.broadcast(&message, failure.rank);
+        self.broadcast(&ToRank::Failed(failure.clone()));
         self.failure = Some(failure);
     }
 }
@@ -48,10 +46,7 @@ impl Hub {
         };
         peer.gone = true;
         if !peer.left && !peer.failed {
-            let why = match why.kind() {
-                io::ErrorKind::InvalidData => format!("it sent what is no message ({why})"),
-                _ => "its connection closed without a goodbye".to_string(),
-            };
+            let why = closed(why);
             let message = format!(
                 "{} died: {why}\n  its last operation: {}\n\
                  hint: see what this rank itself printed; a process that was killed prints nothing (the kernel's log, \
@@ -65,7 +60,7 @@ impl Hub {
                 message,
             });
         }
-        self.note(&state);
+        self.notify();
     }
 
     /// A rank says that it failed: that is why the run ends, unless another one turns out to have died.
@@ -80,7 +75,7 @@ impl Hub {
             return;
         };
         if state.failure.is_some() {
-            return self.note(state);
+            return;
         }
         let verb = match kind {
             FailureKind::Terminated => "was told to end",
@@ -117,7 +112,6 @@ impl Hub {
     fn announce_held(&self, state: &mut State) {
         if let Some(failure) = state.held.take() {
             state.announce(failure);
-            self.note(state);
         }
     }
 
@@ -194,18 +188,5 @@ impl Hub {
             rank,
             message,
         });
-    }
-
-    /// Somebody more knows of the failure, or cannot be told: the one at fault is told when all others know.
-    pub(super) fn note(&self, state: &State) {
-        self.notify();
-        let Some(failure) = &state.failure else {
-            return;
-        };
-        if state.all_noted()
-            && let Some(peer) = failure.rank.and_then(|rank| state.peers[rank].as_ref())
-        {
-            peer.send(&ToRank::Failed(failure.clone()), &[]);
-        }
     }
 }

@@ -84,13 +84,12 @@ impl State {
         ranks.filter(|rank| self.peers[*rank].is_none()).collect()
     }
 
-    /// Tells all ranks but one.
-    pub(super) fn broadcast(&self, message: &ToRank, except: Option<usize>) {
+    /// Tells all ranks.
+    pub(super) fn broadcast(&self, message: &ToRank) {
         match wire::frame(message, &[]) {
             Ok(frame) => {
                 let frame = Arc::new(frame);
-                let others = self.present().filter(|(rank, _)| Some(*rank) != except);
-                others.for_each(|(_, peer)| peer.queue(&frame));
+                self.present().for_each(|(_, peer)| peer.queue(&frame));
             }
             Err(error) => tracing::error!("a message to all ranks was not sent: {error}"),
         }
@@ -190,7 +189,7 @@ impl Hub {
             }
             FromRank::Noted => {
                 peer.noted = true;
-                self.note(&state);
+                self.notify();
             }
             FromRank::Leave(snapshot) => {
                 peer.snapshot = snapshot;
@@ -215,12 +214,12 @@ impl Hub {
         if state.started {
             if let Some(zero) = &state.peers[0] {
                 let beat = ToRank::Beat(zero.snapshot.clone());
-                state.broadcast(&beat, None);
+                state.broadcast(&beat);
             }
             self.find_silent(&mut state, now);
         } else if state.refusal.is_none() {
             let missing = state.missing();
-            state.broadcast(&ToRank::Waiting { missing }, None);
+            state.broadcast(&ToRank::Waiting { missing });
             self.find_overdue(&mut state, now);
         }
     }
