@@ -1,0 +1,329 @@
+//! One rank's end of a group over NCCL.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::group::{Group, wait_settled};
+use super::in_flight::{Finish, Held, InFlight};
+use super::reduction::Reduction;
+use super::session::Session;
+use super::transfer::{Transfer, enqueue, unwritten};
+use super::{NcclConfig, sys};
+use crate::empty::empty;
+use crate::local::call::{Call, Operation};
+use crate::local::point_to_point::describe;
+use crate::local::{element, has_a_stream};
+use crate::single::Single;
+use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
+
+/// One rank's end of a group over NCCL; the rank's GPU is its own.
+///
+/// When the last group of a rank is dropped, their operations are completed and NCCL's communicators freed, within the deadline.
+pub struct NcclCommunicator {
+    session: Arc<Session>,
+    group: Arc<Group>,
+    device: Device,
+}
+
+impl NcclCommunicator {
+    /// Joins the group of all ranks, and returns when all are there.
+    ///
+    /// # Errors
+    /// NCCL cannot be loaded, is too old or refuses the ranks (two on one GPU); the device is no GPU with a stream of its own;
+    /// ranks are missing at the deadline.
+    pub fn join(config: &NcclConfig) -> Result<Self> {
+        let (rank, world_size) = (config.rank, config.world_size);
+        if rank >= world_size {
+            let message = format!("rank {rank} is not a rank of a world of world_size {world_size}");
+            return Err(Error::Argument(message).into());
+        }
+        let compute = stream_of(&config.device)?;
+        sys::check_version()?;
+        let made = match rank {
+            0 => sys::unique_id()?.to_vec(),
+            _ => Vec::new(),
+        };
+        let got = (config.exchange)(&made)?;
+        let Ok(id) = got.as_slice().try_into() else {
+            let message = format!("NCCL's unique id has 128 bytes, rank {rank} got {} from rank 0", got.len());
+            return Err(Error::Backend(message).into());
+        };
+        compute.context().bind_to_thread().w()?;
+        let session = Session::start(rank, config.deadline, compute)?;
+        let stream = new_stream(&session)?;
+        let group = Group::world((rank, world_size), id, stream, &session);
+        let group = group.map_err(|error| {
+            let device = crate::local::device_name(&config.device);
+            Error::Backend(format!("rank {rank} on {device} cannot join the other ranks: {error}"))
+        })?;
+        let group = session.add(group);
+        Ok(Self {
+            session,
+            group,
+            device: config.device.clone(),
+        })
+    }
+
+    /// What ends the run on this rank.
+    pub(super) fn session(&self) -> Arc<Session> {
+        self.session.clone()
+    }
+
+    #[track_caller]
+    fn call(&self, operation: Operation, xs: Option<&Tensor>) -> Call {
+        Call {
+            operation,
+            tensor: xs.map(|xs| (xs.shape().clone(), xs.dtype())),
+            site: call_site::current(),
+        }
+    }
+
+    fn check_tensor(&self, xs: &Tensor) -> Result<()> {
+        element::check(xs, self.session.rank, &self.device)
+    }
+
+    /// Starts transfers, all under way together; `finish` makes the result of what they have written.
+    fn start<T: Send + 'static>(
+        &self,
+        call: &Call,
+        transfers: &[Transfer],
+        (finish, waits_on_host): (Finish<T>, bool),
+    ) -> Result<Pending<T>> {
+        let (session, group) = (&self.session, &self.group);
+        session.check(call)?;
+        session.compute.context().bind_to_thread().w()?;
+        let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
+        let motions = transfers.iter().map(|transfer| transfer.motion(&session.compute));
+        let motions = motions.collect::<Result<Vec<_>>>()?;
+        let held = Held::new(tensors, &session.compute, &group.stream)?;
+        let (seq, launched) = {
+            let mut state = group.lock();
+            let handle = state.handle()?;
+            let seq = state.next_seq;
+            state.next_seq += 1;
+            // SAFETY: the motions are of tensors that `held` keeps, and the group's stream waits for what makes them.
+            #[allow(unsafe_code)]
+            let launched = unsafe { enqueue(&motions, handle, &group.stream) };
+            (seq, launched.and_then(|()| wait_settled(handle, session, call)))
+        };
+        if let Err(error) = launched {
+            session.fail(error.clone());
+            return Err(Error::Backend(format!("{call} failed on rank {}: {error}", session.rank)).into());
+        }
+        let call = format!("{call} ({}, operation number {seq})", group.name());
+        let in_flight = InFlight::new((session, group), call, held, (finish, waits_on_host))?;
+        Ok(Pending::from_work(Box::new(in_flight)))
+    }
+
+    /// Starts a transfer that gives `ys`.
+    fn start_one(&self, call: &Call, transfer: Transfer, ys: Tensor) -> Result<Pending<Tensor>> {
+        self.start(call, &[transfer], (Box::new(move || Ok(ys)), false))
+    }
+
+    /// Starts a reduction whose result has these dims.
+    fn start_reduction(
+        &self,
+        operation: Operation,
+        (xs, op): (&Tensor, ReduceOp),
+        dims: &[usize],
+        transfer: impl Fn(Tensor, Tensor) -> Transfer,
+    ) -> Result<Pending<Tensor>> {
+        self.check_tensor(xs)?;
+        element::check_reduces(&operation, xs.dtype(), &self.device)?;
+        let call = self.call(operation, Some(xs));
+        if xs.elem_count() == 0 {
+            return self.nothing(dims, xs.dtype());
+        }
+        let reduction = Reduction::new(op, xs.dtype());
+        let mut transfers = Vec::new();
+        let mut outputs = Vec::new();
+        for xs in reduction.inputs(xs)? {
+            let ys = unwritten(dims, xs.dtype(), &self.device)?;
+            outputs.push(ys.clone());
+            transfers.push(transfer(xs, ys));
+        }
+        let finish = move || reduction.finish(&outputs);
+        self.start(&call, &transfers, (Box::new(finish), false))
+    }
+
+    /// The result of an operation on tensors without elements, which moves nothing.
+    fn nothing(&self, dims: &[usize], dtype: DType) -> Result<Pending<Tensor>> {
+        Ok(Pending::ready(empty(dims, dtype, &self.device)?))
+    }
+
+    /// Who is in the new group of this rank when all ranks split, and the number of its color among those that there are.
+    fn split_members(&self, color: usize, key: usize) -> Result<(usize, Vec<usize>)> {
+        let as_i64 = |number: usize| {
+            i64::try_from(number)
+                .map_err(|_| Error::Argument(format!("split: {number} is too large a color or key")))
+        };
+        let mine = Tensor::new(&[[as_i64(color)?, as_i64(key)?]], &self.device)?;
+        let all = self.all_gather(&mine)?.wait()?.to_vec2::<i64>()?;
+        self.check()?;
+        let mut colors: Vec<i64> = all.iter().map(|said| said[0]).collect();
+        let mut members: Vec<usize> = (0..all.len()).filter(|r| colors[*r] == color as i64).collect();
+        members.sort_by_key(|rank| all[*rank][1]);
+        colors.sort_unstable();
+        colors.dedup();
+        let number = colors.partition_point(|other| *other < color as i64);
+        Ok((number, members))
+    }
+}
+
+/// The stream on which a rank computes.
+fn stream_of(device: &Device) -> Result<Arc<CudaStream>> {
+    match device {
+        Device::Cuda(cuda) if has_a_stream(cuda) => Ok(cuda.cuda_stream()),
+        Device::Cuda(_) => Err(Error::Argument(
+            "the backend nccl needs a GPU with one stream, got one opened with a stream for each thread\n\
+             hint: open it by `Device::new_cuda_with_stream`"
+                .into(),
+        )
+        .into()),
+        _ => Err(Error::Argument(
+            "the backend nccl runs on GPUs, got a rank on the CPU\nhint: use the backend mpi, or local".into(),
+        )
+        .into()),
+    }
+}
+
+/// A stream for a group. Operations of several groups may be under way at once, in front of what computes.
+fn new_stream(session: &Session) -> Result<Arc<CudaStream>> {
+    session.compute.context().new_stream().w()
+}
+
+impl Communicator for NcclCommunicator {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    #[track_caller]
+    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let transfer = |xs, ys| Transfer::AllReduce(op, xs, ys);
+        self.start_reduction(Operation::AllReduce(op), (xs, op), xs.dims(), transfer)
+    }
+
+    #[track_caller]
+    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        self.check_tensor(xs)?;
+        let mut dims = xs.dims().to_vec();
+        dims[0] *= self.world_size();
+        if xs.elem_count() == 0 {
+            return self.nothing(&dims, xs.dtype());
+        }
+        let ys = unwritten(dims, xs.dtype(), &self.device)?;
+        let call = self.call(Operation::AllGather, Some(xs));
+        self.start_one(&call, Transfer::AllGather(xs.clone(), ys.clone()), ys)
+    }
+
+    #[track_caller]
+    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let mut dims = xs.dims().to_vec();
+        dims[0] /= self.world_size();
+        let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
+        self.start_reduction(Operation::ReduceScatter(op), (xs, op), &dims, transfer)
+    }
+
+    #[track_caller]
+    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
+        self.check_tensor(xs)?;
+        if xs.elem_count() == 0 {
+            return self.nothing(xs.dims(), xs.dtype());
+        }
+        let ys = unwritten(xs.dims(), xs.dtype(), &self.device)?;
+        let call = self.call(Operation::Broadcast { root }, Some(xs));
+        self.start_one(&call, Transfer::Broadcast(root, xs.clone(), ys.clone()), ys)
+    }
+
+    #[track_caller]
+    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        self.check_tensor(xs)?;
+        if xs.elem_count() == 0 {
+            return self.nothing(xs.dims(), xs.dtype());
+        }
+        let ys = unwritten(xs.dims(), xs.dtype(), &self.device)?;
+        let len = xs.dim(0)? / self.world_size();
+        let mut transfers = Vec::new();
+        for peer in 0..self.world_size() {
+            transfers.push(Transfer::Send(peer, xs.narrow(0, peer * len, len)?));
+            transfers.push(Transfer::Recv(peer, ys.narrow(0, peer * len, len)?));
+        }
+        let call = self.call(Operation::AllToAll, Some(xs));
+        self.start(&call, &transfers, (Box::new(move || Ok(ys)), false))
+    }
+
+    #[track_caller]
+    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
+        let operation = Operation::Batch(describe(ops, &self.group.members).into());
+        let call = self.call(operation, None);
+        let (mut transfers, mut received) = (Vec::new(), Vec::new());
+        for op in ops {
+            match op {
+                P2p::Send { xs, dst } => {
+                    self.check_tensor(xs)?;
+                    if xs.elem_count() > 0 {
+                        transfers.push(Transfer::Send(*dst, xs.detach().force_contiguous()?));
+                    }
+                }
+                P2p::Recv { shape, dtype, src } if shape.elem_count() > 0 => {
+                    let ys = unwritten(shape, *dtype, &self.device)?;
+                    transfers.push(Transfer::Recv(*src, ys.clone()));
+                    received.push(ys);
+                }
+                P2p::Recv { shape, dtype, .. } => {
+                    received.push(empty(shape.clone(), *dtype, &self.device)?);
+                }
+            }
+        }
+        if transfers.is_empty() {
+            return Ok(Pending::ready(received));
+        }
+        self.start(&call, &transfers, (Box::new(move || Ok(received)), false))
+    }
+
+    #[track_caller]
+    fn barrier(&self) -> Result<Pending<()>> {
+        let call = self.call(Operation::Barrier, None);
+        let flag = Tensor::zeros(1, DType::U8, &self.device)?;
+        let transfer = Transfer::AllReduce(ReduceOp::Sum, flag.clone(), flag);
+        self.start(&call, &[transfer], (Box::new(|| Ok(())), true))
+    }
+
+    #[track_caller]
+    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        let (number, ranks) = self.split_members(color, key)?;
+        let Some(rank) = ranks.iter().position(|rank| *rank == self.group.rank) else {
+            candle_core::bail!("split: this rank is not in its own group {ranks:?}");
+        };
+        let members = ranks.iter().map(|rank| self.group.members[*rank]).collect();
+        let stream = new_stream(&self.session)?;
+        let split = self.group.split(number, (members, rank), stream, &self.session);
+        match split {
+            Ok(Some(group)) => Ok(Box::new(Self {
+                session: self.session.clone(),
+                group: self.session.add(group),
+                device: self.device.clone(),
+            })),
+            Ok(None) => Ok(Box::new(Single::new(self.device.clone()))),
+            Err(error) => {
+                self.session.fail(error.clone());
+                Err(error.into())
+            }
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(self.session.check(&format_args!("what was read"))?)
+    }
+}

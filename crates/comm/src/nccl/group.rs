@@ -1,0 +1,182 @@
+//! One of NCCL's communicators, with its stream.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::fmt::Display;
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+
+use super::session::Session;
+use super::sys::{self, Handle, UniqueId};
+use crate::Error;
+use crate::local::report::group_name;
+
+type Result<T> = std::result::Result<T, Error>;
+
+/// Looks at a state that changes within microseconds most of the time, before the looks become rare.
+const QUICK_LOOKS: u32 = 200;
+const LONGEST_SLEEP: Duration = Duration::from_millis(1);
+
+/// One rank's end of one of NCCL's communicators, and the stream on which its operations run.
+pub(super) struct Group {
+    /// World ranks, by group rank.
+    pub members: Arc<[usize]>,
+    /// This rank in the group.
+    pub rank: usize,
+    pub stream: Arc<CudaStream>,
+    state: Mutex<State>,
+}
+
+pub(super) struct State {
+    /// None once the group was freed.
+    handle: Option<Handle>,
+    /// Number of the next operation.
+    pub next_seq: u64,
+}
+
+impl Group {
+    /// The group of all ranks: returns when all are there.
+    pub fn world(
+        (rank, world_size): (usize, usize),
+        id: &UniqueId,
+        stream: Arc<CudaStream>,
+        session: &Session,
+    ) -> Result<Self> {
+        let handle = sys::init(as_int(rank)?, as_int(world_size)?, id)?;
+        let group = Self::new((0..world_size).collect(), rank, stream, handle);
+        group.settled(handle, session)?;
+        Ok(group)
+    }
+
+    fn new(members: Arc<[usize]>, rank: usize, stream: Arc<CudaStream>, handle: Handle) -> Self {
+        let state = State {
+            handle: Some(handle),
+            next_seq: 0,
+        };
+        Self {
+            members,
+            rank,
+            stream,
+            state: Mutex::new(state),
+        }
+    }
+
+    /// Its state, for one thread at a time.
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The name that messages have for it.
+    pub fn name(&self) -> String {
+        group_name(&self.members)
+    }
+
+    /// The members of a new group, with this rank at `rank` among them; none for a rank that is to be alone. All ranks of this
+    /// group must call it, with the color of their new group.
+    pub fn split(
+        &self,
+        color: usize,
+        (members, rank): (Arc<[usize]>, usize),
+        stream: Arc<CudaStream>,
+        session: &Session,
+    ) -> Result<Option<Self>> {
+        let state = self.lock();
+        let parent = state.handle()?;
+        let color = match members.len() {
+            1 => None,
+            _ => Some(as_int(color)?),
+        };
+        let split = sys::Split::start(parent, color, as_int(rank)?)?;
+        if let Err(error) = wait_settled(parent, session, &format_args!("a split of {}", self.name())) {
+            split.leak();
+            return Err(error);
+        }
+        let Some(child) = split.finish() else {
+            return Ok(None);
+        };
+        let group = Self::new(members, rank, stream, child);
+        group.settled(child, session)?;
+        let given = sys::rank(child)?;
+        if given != rank {
+            return Err(Error::Backend(format!(
+                "NCCL: this rank is number {given} of {}, expected {rank}",
+                group.name()
+            )));
+        }
+        Ok(Some(group))
+    }
+
+    /// Waits for a new group; aborts it if it does not come to be.
+    fn settled(&self, handle: Handle, session: &Session) -> Result<()> {
+        let call = format!("joining {}", self.name());
+        wait_settled(handle, session, &call).inspect_err(|_| self.abort())
+    }
+
+    /// An error that has come up on the GPU or in the network; none while another thread uses the group, which sees it.
+    pub fn async_error(&self) -> Option<Error> {
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let handle = state.handle?;
+        sys::is_settled(handle).err()
+    }
+
+    /// Ends its operations, done or not, and frees it.
+    pub fn abort(&self) {
+        if let Some(handle) = self.lock().handle.take()
+            && let Err(error) = sys::abort(handle)
+        {
+            tracing::warn!("{} could not be aborted: {error}", self.name());
+        }
+    }
+
+    /// Completes its operations.
+    pub fn finalize(&self, session: &Session) -> Result<()> {
+        let state = self.lock();
+        let Some(handle) = state.handle else {
+            return Ok(());
+        };
+        sys::finalize(handle)?;
+        wait_settled(handle, session, &format_args!("the end of {}", self.name()))
+    }
+
+    /// Frees it after [`finalize`](Self::finalize).
+    pub fn destroy(&self) -> Result<()> {
+        let handle = self.lock().handle.take();
+        handle.map_or(Ok(()), sys::destroy)
+    }
+}
+
+impl State {
+    /// NCCL's handle; an error once the group was freed.
+    pub fn handle(&self) -> Result<Handle> {
+        self.handle.ok_or_else(|| {
+            Error::Backend("this group is closed: its run over NCCL has ended".into())
+        })
+    }
+}
+
+/// Waits until the host's part of `call` is done, or the run fails, or the deadline.
+pub(super) fn wait_settled(handle: Handle, session: &Session, call: &dyn Display) -> Result<()> {
+    let start = Instant::now();
+    let mut looks = 0u32;
+    while !sys::is_settled(handle)? {
+        session.check(call)?;
+        if start.elapsed() > session.deadline {
+            return Err(session.late(call));
+        }
+        looks += 1;
+        match looks {
+            ..QUICK_LOOKS => std::thread::yield_now(),
+            _ => std::thread::sleep(LONGEST_SLEEP),
+        }
+    }
+    Ok(())
+}
+
+fn as_int(number: usize) -> Result<i32> {
+    i32::try_from(number).map_err(|_| Error::Argument(format!("NCCL cannot count to {number}")))
+}

@@ -1,0 +1,264 @@
+//! NCCL's functions as far as they are used, with sentences for errors.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::null_mut;
+
+use cudarc::driver::CudaStream;
+use cudarc::nccl::sys;
+
+pub(super) use cudarc::nccl::sys::{ncclDataType_t as DataType, ncclRedOp_t as RedOp};
+
+use crate::Error;
+
+type Result<T> = std::result::Result<T, Error>;
+
+/// The oldest version that has everything used here: splits came with it.
+const OLDEST: c_int = 21_800;
+
+/// `NCCL_CONFIG_INITIALIZER` of the version whose bindings these are.
+const MAGIC: u32 = 0xcafe_beef;
+const BINDINGS: u32 = 22_800;
+const UNDEFINED: c_int = c_int::MIN;
+
+/// The color of a rank that gets no group.
+const NO_COLOR: c_int = -1;
+
+/// Bytes by which the ranks of a world find each other.
+pub(super) type UniqueId = [u8; 128];
+
+/// A communicator of NCCL's, which does not block.
+#[derive(Clone, Copy)]
+pub(super) struct Handle(sys::ncclComm_t);
+
+// SAFETY: any thread may use a communicator as long as only one does at a time. `Comm` keeps it under a lock.
+unsafe impl Send for Handle {}
+
+/// What a rank of a group does with its memory on the GPU: addresses, and how many values.
+#[derive(Clone, Copy)]
+pub(super) struct Memory {
+    pub address: u64,
+    pub len: usize,
+    pub data_type: DataType,
+}
+
+impl Memory {
+    fn read(&self) -> *const c_void {
+        self.address as *const c_void
+    }
+
+    fn written(&self) -> *mut c_void {
+        self.address as *mut c_void
+    }
+}
+
+fn text(chars: *const c_char) -> String {
+    if chars.is_null() {
+        return String::new();
+    }
+    // SAFETY: NCCL's texts end with a zero, and stay until the next call of this thread.
+    let text = unsafe { CStr::from_ptr(chars) };
+    text.to_string_lossy().trim().to_string()
+}
+
+/// An error unless a call has been accepted: what is under way then ends as [`is_settled`] says.
+fn accepted(what: &str, code: sys::ncclResult_t) -> Result<()> {
+    use sys::ncclResult_t::{ncclInProgress, ncclSuccess};
+    if matches!(code, ncclSuccess | ncclInProgress) {
+        return Ok(());
+    }
+    // SAFETY: any code is allowed.
+    let meaning = text(unsafe { sys::ncclGetErrorString(code) });
+    // SAFETY: the argument is not used.
+    let last = text(unsafe { sys::ncclGetLastError(null_mut()) });
+    let detail = match last.is_empty() || last == meaning {
+        true => String::new(),
+        false => format!(": {last}"),
+    };
+    Err(Error::Backend(format!("NCCL: {what}: {meaning}{detail}")))
+}
+
+/// An error unless NCCL is there and new enough.
+pub(super) fn check_version() -> Result<()> {
+    let hint = "hint: install NCCL, for example by NVIDIA's wheel nvidia-nccl-cu13, and name its folder in LD_LIBRARY_PATH";
+    let mut version = 0;
+    // SAFETY: the pointer is to a local variable.
+    let code = unsafe { sys::ncclGetVersion(&mut version) };
+    accepted("its version", code)
+        .map_err(|error| Error::Backend(format!("the backend nccl cannot be used: {error}\n{hint}")))?;
+    if version < OLDEST {
+        return Err(Error::Backend(format!(
+            "the backend nccl needs NCCL 2.18 or later, got version code {version}\n{hint}"
+        )));
+    }
+    Ok(())
+}
+
+/// A new id, for one rank to make and all to have.
+pub(super) fn unique_id() -> Result<UniqueId> {
+    let mut id = sys::ncclUniqueId { internal: [0; 128] };
+    // SAFETY: the pointer is to a local variable.
+    accepted("a unique id", unsafe { sys::ncclGetUniqueId(&mut id) })?;
+    Ok(id.internal.map(|byte| byte as u8))
+}
+
+fn config() -> sys::ncclConfig_t {
+    sys::ncclConfig_t {
+        size: size_of::<sys::ncclConfig_t>(),
+        magic: MAGIC,
+        version: BINDINGS,
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        netName: std::ptr::null(),
+        splitShare: UNDEFINED,
+        trafficClass: UNDEFINED,
+        commName: std::ptr::null(),
+        collnetEnable: UNDEFINED,
+        CTAPolicy: UNDEFINED,
+        shrinkShare: UNDEFINED,
+        nvlsCTAs: UNDEFINED,
+        nChannelsPerNetPeer: UNDEFINED,
+        nvlinkCentricSched: UNDEFINED,
+    }
+}
+
+/// Starts to join the world, on the GPU that is current.
+pub(super) fn init(rank: c_int, world_size: c_int, id: &UniqueId) -> Result<Handle> {
+    let internal = id.map(|byte| byte as c_char);
+    let (mut comm, mut config) = (null_mut(), config());
+    let id = sys::ncclUniqueId { internal };
+    // SAFETY: the pointers are to local variables, which NCCL uses during the call only: the handle it fills at once.
+    let code = unsafe { sys::ncclCommInitRankConfig(&mut comm, world_size, id, rank, &mut config) };
+    accepted("joining the other ranks", code)?;
+    Ok(Handle(comm))
+}
+
+/// A group on its way out of another one. NCCL fills in its handle once the parent has settled.
+pub(super) struct Split {
+    child: Box<sys::ncclComm_t>,
+}
+
+impl Split {
+    /// Starts to split `parent`: ranks with the same color, if they have one, form a group, in the order of the keys.
+    pub fn start(parent: Handle, color: Option<c_int>, key: c_int) -> Result<Self> {
+        let (mut child, mut config) = (Box::new(null_mut()), config());
+        let color = color.unwrap_or(NO_COLOR);
+        // SAFETY: the config is used during the call only. The child's place is on the heap; NCCL writes to it until the parent
+        // has settled, and `leak` keeps it for ever if that does not happen.
+        let code = unsafe { sys::ncclCommSplit(parent.0, color, key, &mut *child, &mut config) };
+        let split = Self { child };
+        if let Err(error) = accepted("a split", code) {
+            split.leak();
+            return Err(error);
+        }
+        Ok(split)
+    }
+
+    /// The child, to be called when the parent has settled; none for a rank without a color.
+    pub fn finish(self) -> Option<Handle> {
+        (!self.child.is_null()).then_some(Handle(*self.child))
+    }
+
+    /// Leaves the child's place to NCCL, which may still write to it.
+    pub fn leak(self) {
+        Box::leak(self.child);
+    }
+}
+
+/// Whether nothing is under way on the host any more; an error if something has failed, on the GPU too.
+pub(super) fn is_settled(comm: Handle) -> Result<bool> {
+    let mut state = sys::ncclResult_t::ncclSuccess;
+    // SAFETY: the handle is alive, and the pointer is to a local variable.
+    let code = unsafe { sys::ncclCommGetAsyncError(comm.0, &mut state) };
+    accepted("the state of a group", code)?;
+    accepted("a group has failed", state)?;
+    Ok(state == sys::ncclResult_t::ncclSuccess)
+}
+
+/// This rank's number in a group that has settled.
+pub(super) fn rank(comm: Handle) -> Result<usize> {
+    let mut rank = -1;
+    // SAFETY: the handle is alive, and the pointer is to a local variable.
+    accepted("a rank's number", unsafe { sys::ncclCommUserRank(comm.0, &mut rank) })?;
+    usize::try_from(rank).map_err(|_| Error::Backend(format!("NCCL: this rank has number {rank}")))
+}
+
+/// Starts to complete what is under way.
+pub(super) fn finalize(comm: Handle) -> Result<()> {
+    // SAFETY: the handle is alive.
+    accepted("the end of a group", unsafe { sys::ncclCommFinalize(comm.0) })
+}
+
+/// Frees a finalized group, whose handle must not be used any more.
+pub(super) fn destroy(comm: Handle) -> Result<()> {
+    // SAFETY: the handle is alive; `Comm` has taken it out, so nobody uses it again.
+    accepted("freeing a group", unsafe { sys::ncclCommDestroy(comm.0) })
+}
+
+/// Ends all operations of a group, done or not, and frees it. Its handle must not be used any more.
+pub(super) fn abort(comm: Handle) -> Result<()> {
+    // SAFETY: as for `destroy`.
+    accepted("aborting a group", unsafe { sys::ncclCommAbort(comm.0) })
+}
+
+/// Calls `run`, whose operations are under way together.
+pub(super) fn grouped(run: impl FnOnce() -> Result<()>) -> Result<()> {
+    // SAFETY: it has no arguments. The group is ended below, whatever happens.
+    accepted("a group of calls", unsafe { sys::ncclGroupStart() })?;
+    let called = run();
+    // SAFETY: a group was started on this thread.
+    let ended = accepted("a group of calls", unsafe { sys::ncclGroupEnd() });
+    called.and(ended)
+}
+
+/// An operation on memory of a GPU.
+#[derive(Clone, Copy)]
+pub(super) enum Motion {
+    AllReduce(RedOp, Memory, Memory),
+    ReduceScatter(RedOp, Memory, Memory),
+    AllGather(Memory, Memory),
+    Broadcast(c_int, Memory, Memory),
+    Send(c_int, Memory),
+    Recv(c_int, Memory),
+}
+
+impl Motion {
+    /// Puts it on `stream`; on the stream it may be only when the group has settled.
+    ///
+    /// # Safety
+    /// The addresses are of the group's GPU, and hold values for all the operation reads and writes, which nobody frees, or
+    /// writes to, until the stream is through.
+    pub unsafe fn enqueue(self, comm: Handle, stream: &CudaStream) -> Result<()> {
+        let stream = stream.cu_stream().cast();
+        // SAFETY: as the caller promises; the handle is alive, and the stream is of its GPU.
+        let (what, code) = unsafe {
+            match self {
+                Self::AllReduce(op, from, to) => (
+                    "all_reduce",
+                    sys::ncclAllReduce(from.read(), to.written(), from.len, from.data_type, op, comm.0, stream),
+                ),
+                Self::ReduceScatter(op, from, to) => (
+                    "reduce_scatter",
+                    sys::ncclReduceScatter(from.read(), to.written(), to.len, from.data_type, op, comm.0, stream),
+                ),
+                Self::AllGather(from, to) => (
+                    "all_gather",
+                    sys::ncclAllGather(from.read(), to.written(), from.len, from.data_type, comm.0, stream),
+                ),
+                Self::Broadcast(root, from, to) => (
+                    "broadcast",
+                    sys::ncclBroadcast(from.read(), to.written(), from.len, from.data_type, root, comm.0, stream),
+                ),
+                Self::Send(dst, from) => {
+                    ("a send", sys::ncclSend(from.read(), from.len, from.data_type, dst, comm.0, stream))
+                }
+                Self::Recv(src, to) => {
+                    ("a receive", sys::ncclRecv(to.written(), to.len, to.data_type, src, comm.0, stream))
+                }
+            }
+        };
+        accepted(what, code)
+    }
+}
