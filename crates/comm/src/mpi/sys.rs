@@ -61,9 +61,10 @@ impl Mpi {
         // SAFETY: MPI allows null for both arguments of main; `provided` is valid for the call. The constants are
         // initialised C data.
         let (code, needed) = unsafe {
-            let needed = ffi::RSMPI_THREAD_FUNNELED;
-            let code = ffi::MPI_Init_thread(null_mut(), null_mut(), needed, &mut provided);
-            (code, needed)
+            // Serialized, so that a program may call MPI itself while nothing of this library's is under way.
+            let wanted = ffi::RSMPI_THREAD_SERIALIZED;
+            let code = ffi::MPI_Init_thread(null_mut(), null_mut(), wanted, &mut provided);
+            (code, ffi::RSMPI_THREAD_FUNNELED)
         };
         check("MPI_Init_thread", code)?;
         if provided < needed {
