@@ -2,7 +2,7 @@
 # Runs a command with emulated GPUs: a libcuda, libcublas and libcurand that run the kernels on the CPU, from the same source.
 # usage: scripts/emulated-gpu.sh COMMAND...        from the root of the repository
 # EMULATED_GPUS: how many (default 1); EMULATED_GPU_BYTES: memory of each (default 2 GiB); EMULATED_GPU_SEED: of the order in
-# which work runs (default 1; 0: at once). tests/emulator/README.md says what it shows.
+# which work runs (default 1; 0: at once); EMULATED_GPU_WAITS: set, each wait of the host is told. tests/emulator/README.md says what it shows.
 set -euo pipefail
 . scripts/cuda-env.sh >&2
 mkdir -p target/cuda/emulator

@@ -47,7 +47,7 @@ fn host_sum(op: &str, xs: &Tensor) -> Result<f64> {
     Ok(partial.iter().sum())
 }
 
-fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
+pub(crate) fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
     if tensor.elem_count() != 1 || tensor.dtype() != DType::F64 {
         bail!(
             "{op}: expected {what} of one F64 value, got {:?} of {:?}",

@@ -52,7 +52,9 @@ mod profile;
 mod rms_norm;
 mod rope;
 mod round;
+mod sum;
 mod swiglu;
+mod upload;
 mod vectorised;
 mod vocab_shard;
 mod with_backward;
@@ -78,7 +80,9 @@ pub use profile::Profile;
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use round::round_into;
+pub use sum::sum_into;
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
+pub use upload::upload;
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
     sum_exp_and_target_logit,

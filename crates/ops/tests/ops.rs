@@ -36,5 +36,7 @@ mod rms_norm;
 mod size_zero;
 #[path = "ops/tracking.rs"]
 mod tracking;
+#[path = "ops/upload.rs"]
+mod upload;
 #[path = "ops/with_backward.rs"]
 mod with_backward;

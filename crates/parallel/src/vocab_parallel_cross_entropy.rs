@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
     IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
     linear_forward, linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit,
-    with_backward1,
+    sum_into, upload, with_backward1,
 };
 
 use crate::block::TrainPass;
@@ -69,7 +69,7 @@ pub fn linear_cross_entropy(
 ) -> Result<(Tensor, Tensor)> {
     let (n, _hidden) = xs.dims2()?;
     let targets = checked_targets(targets, xs, shard.global)?;
-    let mut sum = Tensor::zeros((), DType::F64, xs.device())?;
+    let sum = Tensor::zeros((), DType::F64, xs.device())?;
     let chunk_rows = match xs.device().is_cpu() {
         true => CHUNK_ROWS,
         false => GPU_CHUNK_ROWS,
@@ -80,7 +80,7 @@ pub fn linear_cross_entropy(
         let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
         let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)
         let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
-        sum = (sum + losses.to_dtype(DType::F64)?.sum_all()?)?;
+        sum_into(&sum, true, &losses)?;
         let scale = pass.loss_scale as f32;
         let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, shard.range.start, scale)?;
         grads.push(linear_input_grad(&dz, weight)?);
@@ -110,10 +110,12 @@ fn losses(
 
 /// The targets where `xs` is.
 fn checked_targets(targets: &Tensor, xs: &Tensor, vocab_size: usize) -> Result<Tensor> {
-    if targets.device().is_cpu() {
-        check_targets(&targets.to_vec1::<u32>()?, vocab_size)?;
+    if !targets.device().is_cpu() {
+        return targets.to_device(xs.device());
     }
-    targets.to_device(xs.device())
+    let ids = targets.to_vec1::<u32>()?;
+    check_targets(&ids, vocab_size)?;
+    upload(ids, targets.dims(), xs.device())
 }
 
 fn check_targets(ids: &[u32], vocab_size: usize) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Result, Tensor, bail};
-use candle_ops::{embedding, embedding_forward, embedding_grad_into};
+use candle_ops::{embedding, embedding_forward, embedding_grad_into, upload};
 
 use crate::gradients::Gradients;
 use crate::param_builder::{ParamBuilder, WEIGHT_INIT};
@@ -87,6 +87,6 @@ impl VocabParallelEmbedding {
                 u32::MAX
             };
         }
-        Tensor::from_vec(ids, (b, t), self.weight.device())
+        upload(ids, (b, t), self.weight.device())
     }
 }

@@ -14,7 +14,6 @@ fn bench() -> Program {
         ("--kv-heads", 1),
         ("--vocab-size", 50),
         ("--seq-len", 8),
-        ("--steps", 1),
     ];
     let program = Program::example("bench_train").flag("--device", "cuda");
     sizes
@@ -38,7 +37,8 @@ fn measured(program: &Program) -> Option<Value> {
 
 #[test]
 fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
-    let program = bench().flag("--dtype", "bf16").flag("--peak-tflops", 1);
+    let program = bench().flag("--steps", 1).flag("--dtype", "bf16");
+    let program = program.flag("--peak-tflops", 1);
     let Some(line) = measured(&program) else {
         return;
     };
@@ -76,9 +76,37 @@ fn a_profile_of_a_gpu_names_the_operations_of_a_step() {
     assert!(table.contains("everything else"), "{table}");
 }
 
+/// How often the host waits for a GPU, or may, in a run of this many steps after the two that warm up.
+fn num_waits(program: &Program, steps: usize) -> usize {
+    let program = program.clone().flag("--steps", steps);
+    let outcome = program.variable("EMULATED_GPU_WAITS", 1).run();
+    let lines = outcome.stderr.lines();
+    let num_waits = lines.filter(|line| line.contains("the host waits")).count();
+    assert!(num_waits > 0, "{}", outcome.stderr);
+    num_waits
+}
+
+/// Tensor parallelism is left out: the maxima of ranks that are threads send 32 bytes each, for which a real GPU's driver does
+/// not wait.
+#[test]
+fn a_step_waits_for_the_loss_and_for_nothing_else() {
+    for (layout, num_ranks) in [(vec![], 1), (vec![("--dp", 2)], 2), (vec![("--pp", 2)], 2)] {
+        for dtype in ["f32", "bf16"] {
+            let program = bench().flag("--dtype", dtype).flag("--batch-size", 4);
+            let flags = layout.iter();
+            let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+            if measured(&program.clone().flag("--steps", 1)).is_none() {
+                return;
+            }
+            let per_step = num_waits(&program, 2) - num_waits(&program, 1);
+            assert_eq!(per_step, num_ranks, "{dtype}, {layout:?}");
+        }
+    }
+}
+
 #[test]
 fn a_gpu_without_memory_says_what_holds_it() {
-    let program = bench();
+    let program = bench().flag("--steps", 1);
     let Some(line) = measured(&program) else {
         return;
     };

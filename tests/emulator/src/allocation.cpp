@@ -96,6 +96,7 @@ CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
     if (owner == nullptr) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    waits("to free memory at once");
     finish_all(owner);
     CUresult error = release(*owner, address);
     if (error) {

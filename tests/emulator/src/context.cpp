@@ -179,6 +179,7 @@ CUresult CUDAAPI cuCtxSynchronize() {
     if (CUresult error = check_current()) {
         return error;
     }
+    waits("for a GPU");
     finish_all(current_device());
     return current_device()->error;
 }

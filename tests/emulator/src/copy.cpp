@@ -55,6 +55,10 @@ CUresult host_to_device(CUdeviceptr dst, const void* src, size_t bytes, CUstream
         return error;
     }
     // Ordinary memory is copied before the function returns; the program may change it then.
+    // A real GPU's driver may wait for the stream first.
+    if (!is_pinned(src)) {
+        waits("to copy from pageable memory");
+    }
     const char* from = static_cast<const char*>(src);
     auto staged = std::make_shared<std::vector<char>>(from, is_pinned(src) ? from : from + bytes);
     put(*stream, [=](Device& device) {
@@ -89,6 +93,7 @@ CUresult device_to_host(void* dst, CUdeviceptr src, size_t bytes, CUstream handl
         return CUDA_SUCCESS;
     });
     if (wait || !is_pinned(dst)) {
+        waits("to copy to the host");
         stream->finish_through(number);
     }
     return stream->device->error;
@@ -158,6 +163,7 @@ CUresult CUDAAPI cuMemFreeHost(void* address) {
             return CUDA_ERROR_INVALID_VALUE;
         }
     }
+    waits("to free memory of the host");
     // As the driver does, since any stream may still copy from or to it.
     for (const auto& device : devices()) {
         finish_all(device.get());

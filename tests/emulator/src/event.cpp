@@ -90,6 +90,7 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream handle) {
     if (CUresult error = check_current()) {
         return error;
     }
+    waits("for a stream");
     std::shared_ptr<Stream> stream = stream_from(handle);
     return stream ? wait_for(*stream, stream->last()) : CUDA_ERROR_INVALID_HANDLE;
 }
@@ -193,6 +194,9 @@ CUresult CUDAAPI cuEventSynchronize(CUevent handle) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
     std::shared_ptr<Mark> mark = event->last_mark();
+    if (mark) {
+        waits("for an event");
+    }
     return mark ? wait_for(*mark->stream, mark->number) : CUDA_SUCCESS;
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 
 namespace emulator {
 
@@ -12,6 +13,13 @@ void report(const char* format, ...) {
     std::vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     std::fprintf(stderr, "emulated GPU: %s\n", text);
+}
+
+void waits(const char* why) {
+    static const bool is_asked_for = std::getenv("EMULATED_GPU_WAITS") != nullptr;
+    if (is_asked_for) {
+        report("the host waits: %s", why);
+    }
 }
 
 } // namespace emulator

@@ -30,7 +30,9 @@ mod profile;
 mod rms_norm;
 mod rope;
 mod state;
+mod sum;
 mod swiglu;
+mod upload;
 mod values;
 
 pub(crate) use adamw::adamw;
@@ -52,4 +54,6 @@ pub(crate) use profile::{finish as finish_profile, start as start_profile};
 pub(crate) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(crate) use rope::{rope, rope_in_place};
 pub(crate) use state::state;
+pub(crate) use sum::sum_into;
 pub(crate) use swiglu::{swiglu_backward, swiglu_forward};
+pub(crate) use upload::upload;
