@@ -27,7 +27,7 @@
 
 use std::process::ExitCode;
 
-use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup, launch};
+use candle_comm::{Degrees, Fingerprint, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
@@ -36,8 +36,8 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_examples::{
-    DTypeChoice, DeviceArgs, FreezeArgs, exit_with, flops_per_token, keep_freed_memory,
-    page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
+    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, flops_per_token, keep_freed_memory,
+    page_faults, parse, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -77,7 +77,7 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     threads: usize,
     #[command(flatten)]
-    device: DeviceArgs,
+    ranks: RankArgs,
     /// Type of weights and activations
     #[arg(long, default_value = "f32")]
     dtype: DTypeChoice,
@@ -123,10 +123,11 @@ struct Measured {
 
 fn main() -> ExitCode {
     keep_freed_memory();
-    exit_with(run(&Args::parse()))
+    let (args, flags) = parse();
+    exit_with(run(&args, flags))
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: &Args, flags: Flags) -> Result<()> {
     let config = model_config(args);
     let degrees = Degrees {
         pp: args.pp,
@@ -134,7 +135,7 @@ fn run(args: &Args) -> Result<()> {
         cp: 1,
         tp: args.tp,
     };
-    let mut local = LocalConfig::for_mesh(&degrees)?;
+    let mut ranks = args.ranks.config(degrees)?;
     config.validate()?;
     Llama::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
@@ -145,20 +146,33 @@ fn run(args: &Args) -> Result<()> {
             args.threads
         );
     }
+    let num_ranks = args.pp * args.dp * args.tp;
     if args.threads > 0 {
-        local.threads_per_rank = Some((args.threads * args.pp / local.world_size).max(1));
+        ranks.threads_per_rank = Some((args.threads * args.pp / num_ranks).max(1));
     }
-    local.devices = args.device.open(local.world_size)?;
-    if args.profile && local.devices.iter().any(Device::is_cpu) {
+    if args.profile && ranks.devices.iter().any(Device::is_cpu) {
         bail!(
             "--profile is made of CUDA events, and this runs on the CPU\nhint: --device cuda, in a build with CUDA"
         );
     }
-    let num_devices = local.devices.len();
-    let ranks = launch::threads_with(local, |world| {
+    let num_devices = match ranks.env.world_size() {
+        1 => ranks.devices.len(),
+        processes => processes,
+    };
+    if ranks.env.world_size() > 1 {
+        let mut fingerprint = Fingerprint::of_program().map_err(candle_core::Error::wrap)?;
+        for (name, value) in flags {
+            fingerprint = fingerprint.value(name, value);
+        }
+        ranks.fingerprint = fingerprint;
+    }
+    let measured = launch::run(&ranks, |world| {
         bench(args, &config, &batch_config, degrees, world)
     })?;
-    let Some(mut first) = ranks.into_iter().next() else {
+    if !ranks.is_first() {
+        return Ok(());
+    }
+    let Some(mut first) = measured.into_iter().next() else {
         bail!("no rank measured anything");
     };
     print(args, num_devices, &mut first)

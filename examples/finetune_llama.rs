@@ -1,19 +1,20 @@
-//! Fine-tunes a Hugging Face Llama checkpoint on text, with tensor, pipeline and data parallel ranks as threads.
+//! Fine-tunes a Hugging Face Llama checkpoint on text, with tensor, pipeline and data parallel ranks: threads of this process, or
+//! processes that a launcher started.
 //!
 //! Without arguments it fine-tunes a small bundled model, pre-trained on Shakespeare, on Alice in Wonderland.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::Result;
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig, explain_out_of_memory};
 use candle_train_examples::{
-    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, keep_freed_memory,
-    print_line, with_config_dtype,
+    Flags, SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fingerprint, fit,
+    keep_freed_memory, parse, print_line, with_config_dtype,
 };
 use candle_train_models::llama::{Llama, LlamaConfig};
 use clap::Parser;
@@ -21,7 +22,7 @@ use clap::Parser;
 const BUNDLED_MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama");
 const BUNDLED_DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/alice.txt");
 
-/// Fine-tune a Hugging Face Llama checkpoint on text. All ranks are threads of this process.
+/// Fine-tune a Hugging Face Llama checkpoint on text
 #[derive(Parser, Debug)]
 #[command(name = "finetune_llama")]
 struct Args {
@@ -59,12 +60,13 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    exit_with(run(&Args::parse()))
+    let (args, flags) = parse();
+    exit_with(run(&args, flags))
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: &Args, flags: Flags) -> Result<()> {
     let training = &args.training;
-    let devices = training.device.open(training.world_size()?)?;
+    let ranks = training.run_config()?;
     let model = resolve_model(args.model.as_deref().unwrap_or(BUNDLED_MODEL))?;
     let config = LlamaConfig::from_file(model.join("config.json"))?;
     Llama::check_degrees(&config, &training.degrees())?;
@@ -90,10 +92,16 @@ fn run(args: &Args) -> Result<()> {
         dtype,
         ..HfSave::new(&args.output, sidecars)
     };
-    save.check_writable()?;
-    training.check_metrics()?;
-    let run = training.describe(&tokens, train.lr_schedule.num_steps);
-    print_line(&format!("{} on {}: {run}", model.display(), data.display()));
+    if ranks.is_first() {
+        save.check_writable()?;
+        training.check_metrics()?;
+        let run = training.describe(&tokens, train.lr_schedule.num_steps, &ranks);
+        print_line(&format!("{} on {}: {run}", model.display(), data.display()));
+    }
+    let ranks = RunConfig {
+        fingerprint: fingerprint(&ranks, flags, &tokens, Some(&model))?,
+        ..ranks
+    };
     let job = Job {
         args,
         model: &model,
@@ -103,12 +111,10 @@ fn run(args: &Args) -> Result<()> {
         samples: &samples,
         save: &save,
     };
-    let ranks = LocalConfig {
-        devices,
-        ..LocalConfig::for_mesh(&training.degrees())?
-    };
-    launch::threads_with(ranks, |world| finetune(&job, world))?;
-    print_line(&format!("saved to {}", args.output.display()));
+    launch::run(&ranks, |world| finetune(&job, world))?;
+    if ranks.is_first() {
+        print_line(&format!("saved to {}", args.output.display()));
+    }
     Ok(())
 }
 

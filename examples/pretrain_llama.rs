@@ -5,14 +5,14 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{LocalConfig, Mesh, ProcessGroup, launch};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{Result, bail};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_train::{Documents, Tokenizer, Tokens, TrainConfig, explain_out_of_memory};
 use candle_train_examples::{
-    SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fit, keep_freed_memory,
-    print_line, with_config_dtype,
+    Flags, SampleArgs, SampleWriter, StorageChoice, TrainingArgs, exit_with, fingerprint, fit,
+    keep_freed_memory, parse, print_line, with_config_dtype,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -90,13 +90,13 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    exit_with(run(&Args::parse()))
+    let (args, flags) = parse();
+    exit_with(run(&args, flags))
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: &Args, flags: Flags) -> Result<()> {
     let training = &args.training;
-    let world_size = training.world_size()?;
-    let devices = training.device.open(world_size)?;
+    let ranks = training.run_config()?;
     let data = args.data.as_deref().unwrap_or(Path::new(BUNDLED_DATA));
     let documents = Documents::read(data)?;
     let tokenizer = match &args.tokenizer {
@@ -123,17 +123,20 @@ fn run(args: &Args) -> Result<()> {
         dtype,
         ..HfSave::new(&args.output, sidecars(args, &tokenizer, &config, dtype)?)
     };
-    save.check_writable()?;
-    training.check_metrics()?;
-    print_line(&format!(
-        "{} tokens of {}, vocabulary {}; {} steps of {} sequences of {} tokens on {world_size} ranks",
-        tokens.len(),
-        data.display(),
-        config.vocab_size,
-        train.lr_schedule.num_steps,
-        training.global_batch_size,
-        training.seq_len,
-    ));
+    if ranks.is_first() {
+        save.check_writable()?;
+        training.check_metrics()?;
+        let run = training.describe(&tokens, train.lr_schedule.num_steps, &ranks);
+        print_line(&format!(
+            "{}, vocabulary {}: {run}",
+            data.display(),
+            config.vocab_size
+        ));
+    }
+    let ranks = RunConfig {
+        fingerprint: fingerprint(&ranks, flags, &tokens, None)?,
+        ..ranks
+    };
     let job = Job {
         args,
         config: &config,
@@ -142,12 +145,10 @@ fn run(args: &Args) -> Result<()> {
         samples: &samples,
         save: &save,
     };
-    let ranks = LocalConfig {
-        devices,
-        ..LocalConfig::for_mesh(&training.degrees())?
-    };
-    launch::threads_with(ranks, |world| pretrain(&job, world))?;
-    print_line(&format!("saved to {}", args.output.display()));
+    launch::run(&ranks, |world| pretrain(&job, world))?;
+    if ranks.is_first() {
+        print_line(&format!("saved to {}", args.output.display()));
+    }
     Ok(())
 }
 

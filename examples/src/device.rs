@@ -7,30 +7,53 @@ use clap::Args;
 /// `--device`
 #[derive(Args, Clone, Debug)]
 pub struct DeviceArgs {
-    /// cpu; cuda, all GPUs, which the ranks take in turn; or cuda:N, the GPU of that number for all ranks [default: cuda if
-    /// this program was built with it and a GPU answers, else cpu]
+    /// cpu; cuda, all GPUs, which the ranks of a host take in turn; or cuda:N, the GPU of that number for all ranks [default:
+    /// cuda if this program was built with it and a GPU answers, else cpu]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }
 
 impl DeviceArgs {
-    /// The devices that `num_ranks` ranks take in turn. In a build with CUDA, a line on stderr says where a run goes that did
-    /// not ask.
+    /// The devices of this process: those that `num_ranks` threads take in turn.
     ///
     /// # Errors
     /// When the device that was asked for cannot be used.
-    pub fn open(&self, num_ranks: usize) -> Result<Vec<Device>> {
+    pub fn open(&self, num_ranks: usize, says: bool) -> Result<Vec<Device>> {
+        self.open_by(says, |choice| choice.open_for(num_ranks))
+    }
+
+    /// The device of the process that is the `local_rank`-th of its host.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_for_process(&self, local_rank: usize, says: bool) -> Result<Vec<Device>> {
+        self.open_by(says, |choice| {
+            Ok(vec![choice.open_for_process(local_rank)?])
+        })
+    }
+
+    /// In a build with CUDA, a line on stderr says where a run goes that did not ask.
+    fn open_by(
+        &self,
+        says: bool,
+        open: impl Fn(DeviceChoice) -> Result<Vec<Device>>,
+    ) -> Result<Vec<Device>> {
         let choice = self.device.unwrap_or(DeviceChoice::preferred());
-        match (choice.open_for(num_ranks), self.device, choice) {
+        let said = |what: String| {
+            if says {
+                eprintln!("device: {what}");
+            }
+        };
+        match (open(choice), self.device, choice) {
             (opened, Some(_), _) | (opened, None, DeviceChoice::Cpu) => opened,
             (Ok(devices), None, _) => {
-                eprintln!("device: {}", names(&devices));
+                said(names(&devices));
                 Ok(devices)
             }
             (Err(err), None, _) => {
                 let reason = err.to_string();
                 let reason = reason.lines().next().unwrap_or_default();
-                eprintln!("device: cpu, because {reason}");
+                said(format!("cpu, because {reason}"));
                 Ok(vec![Device::Cpu])
             }
         }

@@ -2,15 +2,15 @@
 
 use std::path::PathBuf;
 
-use candle_comm::Degrees;
+use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
 use clap::Args;
 
 use crate::choices::{DTypeChoice, ScheduleChoice};
-use crate::device::DeviceArgs;
 use crate::freeze::FreezeArgs;
+use crate::rank_args::RankArgs;
 
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug)]
@@ -45,9 +45,9 @@ pub struct TrainingArgs {
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b", help_heading = "Layout")]
     pub schedule: ScheduleChoice,
-    /// Where it runs
-    #[command(flatten, next_help_heading = "Layout")]
-    pub device: DeviceArgs,
+    /// Where and how its ranks run
+    #[command(flatten, next_help_heading = "Ranks")]
+    pub ranks: RankArgs,
     /// Type of weights and activations while training
     #[arg(long, default_value = "f32", help_heading = "Layout")]
     pub dtype: DTypeChoice,
@@ -154,18 +154,17 @@ impl TrainingArgs {
         }
     }
 
-    /// Number of ranks; degrees of 0 and products that overflow are errors.
-    pub fn world_size(&self) -> Result<usize> {
+    /// How this process takes part in the run; degrees of 0 and products that overflow are errors.
+    pub fn run_config(&self) -> Result<RunConfig> {
         for (name, degree) in [("pp", self.pp), ("dp", self.dp), ("tp", self.tp)] {
             if degree == 0 {
                 bail!("--{name} is 0; expected at least 1");
             }
         }
         match self.degrees().world_size() {
-            Some(world_size) if world_size <= MAX_RANKS => Ok(world_size),
+            Some(world_size) if world_size <= MAX_RANKS => self.ranks.config(self.degrees()),
             _ => bail!(
-                "pp({}) * dp({}) * tp({}) is more than {MAX_RANKS} ranks; expected a number of threads that one machine \
-                 can run",
+                "pp({}) * dp({}) * tp({}) is more than {MAX_RANKS} ranks; expected a number that machines can run",
                 self.pp,
                 self.dp,
                 self.tp
@@ -191,13 +190,14 @@ impl TrainingArgs {
     }
 
     /// The run in one line.
-    pub fn describe(&self, tokens: &Tokens, num_steps: usize) -> String {
+    pub fn describe(&self, tokens: &Tokens, num_steps: usize, run: &RunConfig) -> String {
         format!(
-            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks as threads: pp {} x dp {} x tp {}, ZeRO-{}",
+            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {} x dp {} x tp {}, ZeRO-{}",
             tokens.len(),
             self.global_batch_size,
             self.seq_len,
             self.pp * self.dp * self.tp,
+            run.describe(),
             self.pp,
             self.dp,
             self.tp,
@@ -244,5 +244,5 @@ impl TrainingArgs {
     }
 }
 
-/// More threads than this in one process is a slip of the keyboard.
+/// More ranks than this are a slip of the keyboard.
 const MAX_RANKS: usize = 1024;

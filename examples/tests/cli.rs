@@ -27,6 +27,9 @@ mod hub_server;
 mod layout;
 #[path = "cli/output.rs"]
 mod output;
+#[cfg(feature = "mpi")]
+#[path = "cli/processes.rs"]
+mod processes;
 #[path = "cli/program.rs"]
 mod program;
 #[path = "cli/tokenizer.rs"]

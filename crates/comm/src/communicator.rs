@@ -57,4 +57,14 @@ pub trait Communicator: Send + Sync {
     /// Every rank of this group must call it.
     #[track_caller]
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
+
+    /// Notes which training step this rank is at and what it does there, for messages about ranks that failed. A backend that
+    /// has no such messages ignores it.
+    fn set_step(&self, _step: u64, _phase: &'static str) {}
+
+    /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values have been
+    /// read on the host, before they are believed. A backend whose waits wait for the results has nothing to say.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 }

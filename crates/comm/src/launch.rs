@@ -1,5 +1,9 @@
 //! Starting ranks.
 
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod process;
+mod run;
+
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,8 +15,12 @@ use rayon::ThreadPoolBuilder;
 use crate::local::{LocalCommunicator, World, make_current, num_cores};
 use crate::{Error, LocalConfig, ProcessGroup};
 
+pub use run::run;
+
 #[cfg(feature = "mpi")]
 pub use crate::mpi::mpi;
+#[cfg(feature = "nccl")]
+pub use crate::nccl::nccl;
 
 /// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
 /// return, in rank order. As [`threads_with`] with the defaults of [`LocalConfig`].

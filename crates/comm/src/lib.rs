@@ -23,6 +23,7 @@
 //! waits that outlast the deadline all become errors that name ranks, operations and call sites.
 #![deny(unsafe_code)]
 
+mod backend;
 mod call_site;
 mod communicator;
 mod counters;
@@ -35,13 +36,19 @@ mod mesh;
 mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod p2p;
 mod pending;
 mod process_group;
 mod reduce_op;
+mod run_config;
 mod single;
 mod waited;
+mod watched;
 
+pub use backend::Backend;
+pub use candle_launch::{Fingerprint, RankEnv};
 pub use communicator::Communicator;
 pub use counters::{Counters, OpCount};
 pub use degrees::Degrees;
@@ -51,8 +58,12 @@ pub use mesh::Mesh;
 pub use message::message_of;
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;
+#[cfg(feature = "nccl")]
+pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
 pub use p2p::P2p;
 pub use pending::Pending;
 pub use process_group::ProcessGroup;
 pub use reduce_op::ReduceOp;
+pub use run_config::RunConfig;
 pub use waited::waited;
+pub use watched::Watched;

@@ -73,6 +73,16 @@ impl Mesh {
             degrees,
         })
     }
+
+    /// An error if one of the groups has failed; see [`ProcessGroup::check`].
+    ///
+    /// # Errors
+    /// The failure of the first group that has one.
+    pub fn check(&self) -> Result<()> {
+        [&self.world, &self.pp, &self.dp, &self.cp, &self.tp]
+            .into_iter()
+            .try_for_each(ProcessGroup::check)
+    }
 }
 
 fn said_by_me(degrees: &Degrees) -> Vec<u8> {

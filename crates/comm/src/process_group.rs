@@ -7,9 +7,10 @@ mod started;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
+use candle_launch::Control;
 
 use crate::single::Single;
-use crate::{Communicator, Counters, Error};
+use crate::{Communicator, Counters, Error, Watched};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -41,6 +42,16 @@ impl ProcessGroup {
             comm: Arc::from(comm),
             counters: Arc::default(),
         }
+    }
+
+    /// The same group of all ranks, whose operations the run's control plane knows from now on; see
+    /// [`Watched`](crate::Watched).
+    ///
+    /// # Errors
+    /// The control plane counts the ranks otherwise.
+    pub fn watched(&self, control: &Arc<Control>, checks_collectives: bool) -> Result<Self> {
+        let watched = Watched::new(self.comm.clone(), control.clone(), checks_collectives)?;
+        Ok(Self::new(Box::new(watched)))
     }
 
     /// A world of one rank.
@@ -84,6 +95,21 @@ impl ProcessGroup {
         Ok(Self::new(crate::call_site::scope(site, || {
             self.comm.split(color, key)
         })?))
+    }
+
+    /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'
+    /// messages say so.
+    pub fn set_step(&self, step: usize, phase: &'static str) {
+        self.comm.set_step(step as u64, phase);
+    }
+
+    /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values that came
+    /// from other ranks have been read on the host, before they are believed.
+    ///
+    /// # Errors
+    /// The failure of the group.
+    pub fn check(&self) -> Result<()> {
+        self.comm.check()
     }
 
     fn is_single(&self) -> bool {

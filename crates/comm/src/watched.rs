@@ -243,4 +243,8 @@ impl Communicator for Watched {
     fn set_step(&self, step: u64, phase: &'static str) {
         self.control.set_step(step, phase);
     }
+
+    fn check(&self) -> Result<()> {
+        self.inner.check()
+    }
 }

@@ -51,6 +51,18 @@ impl DeviceChoice {
         let first = std::iter::once(self.open());
         first.chain((1..count).map(open_cuda)).collect()
     }
+
+    /// Opens the device of a process that is the `local_rank`-th of its host: of all GPUs, the one of that number, or in turn
+    /// if the process is shown fewer.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_for_process(self, local_rank: usize) -> Result<Device> {
+        match self {
+            Self::AllCuda => open_cuda(local_rank % num_gpus().max(1)),
+            Self::Cpu | Self::Cuda(_) => self.open(),
+        }
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_comm::Mesh;
+use candle_comm::{Mesh, ProcessGroup};
 use candle_core::Result;
 use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
 
@@ -15,6 +15,7 @@ use crate::train_config::TrainConfig;
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
 pub struct Trainer {
     config: TrainConfig,
+    world: ProcessGroup,
     stage: Stage,
     pipeline: Pipeline,
     gradients: Gradients,
@@ -35,6 +36,7 @@ impl Trainer {
             pipeline: Pipeline::new(config.schedule, mesh.pp.clone()),
             gradients,
             optimizer,
+            world: mesh.world.clone(),
             config,
             stage,
             step: 0,
@@ -80,11 +82,13 @@ impl Trainer {
         let counts = micro_batches.iter().map(MicroBatch::num_targets);
         let num_targets = counts.sum::<Result<usize>>()?;
         let waited = candle_comm::waited();
+        self.world.set_step(self.step, "forward and backward pass");
         // Gradients of the sum: the mean over the whole global batch, never a mean of means, is taken at the end.
         let passes =
             self.pipeline
                 .forward_backward(&self.stage, micro_batches, 1, &mut self.gradients)?;
         let optimizer_timer = (Instant::now(), candle_comm::waited());
+        self.world.set_step(self.step, "optimizer");
         let (reduced, loss) = self.optimizer.reduce_mean(
             &mut self.gradients,
             passes.loss_sum.as_ref(),

@@ -41,6 +41,16 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--dp", &["[default: 2]", "REPLICAS"]),
     ("--zero", &["[default: 1]"]),
     ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
+    (
+        "--backend",
+        &[
+            "[default: local; for one of several processes",
+            "mpi",
+            "nccl",
+        ],
+    ),
+    ("--check-collectives", &["nccl", "always"]),
+    ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
     ("--dtype", &["[default: f32]", "bf16"]),
     (

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(60);
 /// A program and its flags.
 #[derive(Clone)]
 pub struct Program {
+    /// The words before the binary's name: a launcher and its flags.
+    launcher: Vec<String>,
     binary: PathBuf,
     /// Value of each flag; `None` for a switch.
     flags: BTreeMap<String, Option<String>>,
@@ -42,6 +45,7 @@ impl Program {
             binary.display()
         );
         Self {
+            launcher: Vec::new(),
             binary,
             flags: BTreeMap::new(),
             variables: Vec::new(),
@@ -84,13 +88,34 @@ impl Program {
         self
     }
 
+    /// Starts the program by a launcher.
+    #[cfg(feature = "mpi")]
+    pub fn under(mut self, launcher: Vec<String>) -> Self {
+        self.launcher = launcher;
+        self
+    }
+
+    /// The command line, without a launcher.
+    #[cfg(feature = "mpi")]
+    pub fn words(&self) -> Vec<String> {
+        let binary = std::iter::once(self.binary.display().to_string());
+        binary.chain(self.arguments()).collect()
+    }
+
     #[track_caller]
     pub fn run(&self) -> Outcome {
+        self.run_and(|_| ())
+    }
+
+    /// Runs the program and shows `watch` what it has said on stderr, again and again until it ends.
+    #[track_caller]
+    pub fn run_and(&self, watch: impl FnMut(&str)) -> Outcome {
         let mut child = self.command().spawn().unwrap();
         let stdout = child.stdout.take().filter(|_| self.has_reader);
-        let stdout = stdout.map(read_all);
-        let stderr = read_all(child.stderr.take().unwrap());
-        let code = wait(&mut child);
+        let stdout = stdout.map(|pipe| read_all(pipe, Said::default()));
+        let said = Said::default();
+        let stderr = read_all(child.stderr.take().unwrap(), said.clone());
+        let code = wait(&mut child, &said, watch);
         let outcome = Outcome {
             code: code.flatten(),
             stdout: stdout.map_or(String::new(), |reader| reader.join().unwrap()),
@@ -120,6 +145,17 @@ impl Program {
         outcome
     }
 
+    fn arguments(&self) -> Vec<String> {
+        let flags = self.flags.iter();
+        // As one word: a value may begin with a dash.
+        flags
+            .map(|(name, value)| match value {
+                Some(value) => format!("{name}={value}"),
+                None => name.clone(),
+            })
+            .collect()
+    }
+
     fn command(&self) -> Command {
         let mut command = if self.limits_files {
             let mut shell = Command::new("sh");
@@ -127,16 +163,14 @@ impl Program {
             shell.args(["-c", "trap '' XFSZ; ulimit -f 128; exec \"$0\" \"$@\""]);
             shell.arg(&self.binary);
             shell
+        } else if let Some((launcher, flags)) = self.launcher.split_first() {
+            let mut command = Command::new(launcher);
+            command.args(flags).arg(&self.binary);
+            command
         } else {
             Command::new(&self.binary)
         };
-        for (name, value) in &self.flags {
-            // As one word: a value may begin with a dash.
-            command.arg(match value {
-                Some(value) => format!("{name}={value}"),
-                None => name.clone(),
-            });
-        }
+        command.args(self.arguments());
         for name in ["RUST_LIB_BACKTRACE", "HF_TOKEN"] {
             command.env_remove(name);
         }
@@ -200,16 +234,27 @@ fn is_advice(line: &str) -> bool {
         || beginnings.iter().any(|b| line.starts_with(b))
 }
 
-fn read_all(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+/// What has been read so far.
+type Said = Arc<Mutex<String>>;
+
+fn read_all(mut pipe: impl Read + Send + 'static, said: Said) -> std::thread::JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        pipe.read_to_end(&mut bytes).unwrap();
-        String::from_utf8_lossy(&bytes).into_owned()
+        let mut part = [0; 4096];
+        loop {
+            let len = pipe.read(&mut part).unwrap();
+            bytes.extend_from_slice(&part[..len]);
+            let all = String::from_utf8_lossy(&bytes).into_owned();
+            if len == 0 {
+                return all;
+            }
+            *said.lock().unwrap() = all;
+        }
     })
 }
 
 /// The exit code, once there is one; `None` if the time ran out and the program was ended.
-fn wait(child: &mut Child) -> Option<Option<i32>> {
+fn wait(child: &mut Child, said: &Said, mut watch: impl FnMut(&str)) -> Option<Option<i32>> {
     let start = Instant::now();
     loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -220,6 +265,8 @@ fn wait(child: &mut Child) -> Option<Option<i32>> {
             child.wait().unwrap();
             return None;
         }
+        let so_far = said.lock().unwrap().clone();
+        watch(&so_far);
         sleep(Duration::from_millis(5));
     }
 }

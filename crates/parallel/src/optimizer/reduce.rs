@@ -111,6 +111,8 @@ impl Optimizer {
         let sums = Tensor::cat(&[squares, loss_sum, num_targets], 0)?;
         let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
         let sums = sums.to_vec1::<f64>()?;
+        // Communication on GPUs may have failed without a word until now.
+        self.mesh.check()?;
         let reduced = ReducedGradients {
             buckets,
             scale: 1.0,

@@ -1,0 +1,171 @@
+//! This process as one rank of a run: it meets the others, runs, and says how it ended.
+
+use std::sync::Arc;
+
+#[cfg(feature = "nccl")]
+use candle_core::Device;
+use candle_core::Result;
+use candle_launch::{Control, ControlConfig};
+
+use crate::{ProcessGroup, RunConfig, message_of};
+
+/// Runs this rank over MPI, by which the ranks also learn where to meet if their launcher did not say it.
+#[cfg(feature = "mpi")]
+pub(super) fn mpi<T: Send>(
+    config: &RunConfig,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<T> {
+    let mpi = crate::MpiConfig {
+        deadline: config.deadline,
+        threads_per_rank: config.threads_per_rank,
+        ..crate::MpiConfig::default()
+    };
+    super::mpi(mpi, |world| {
+        let control = meet_over(&world, config)?;
+        watched(&control, &world, config, &run)
+    })
+}
+
+/// Runs this rank over NCCL, whose unique id goes over the control plane.
+#[cfg(feature = "nccl")]
+pub(super) fn nccl<T: Send>(
+    config: &RunConfig,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<T> {
+    const KEY: &str = "NCCL's unique id";
+    let env = &config.env;
+    let master = env.master().map_err(candle_core::Error::wrap)?;
+    let control =
+        Control::join(&control_config(config, master)).map_err(candle_core::Error::wrap)?;
+    let carrier = control.clone();
+    let exchange = move |bytes: &[u8]| {
+        let got = match carrier.rank() {
+            0 => carrier.set(KEY, bytes).map(|()| bytes.to_vec()),
+            _ => carrier.get(KEY),
+        };
+        got.map_err(candle_core::Error::wrap)
+    };
+    let device = config.devices.first().cloned().unwrap_or(Device::Cpu);
+    let nccl = crate::NcclConfig {
+        deadline: config.deadline,
+        threads_per_rank: config.threads_per_rank,
+        ..crate::NcclConfig::new(env.rank(), env.world_size(), device, Arc::new(exchange))
+    };
+    let ran = super::nccl(nccl, |world| {
+        run(world.watched(&control, config.check_collectives)?)
+    });
+    match ran {
+        Ok(value) => {
+            control.leave().map_err(candle_core::Error::wrap)?;
+            Ok(value)
+        }
+        Err(error) => {
+            control.fail(&message_of(&error));
+            Err(error)
+        }
+    }
+}
+
+/// Runs this rank over NCCL, on its GPU.
+#[cfg(feature = "nccl")]
+pub(super) fn nccl<T: Send>(
+    config: &RunConfig,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<T> {
+    let master = config.env.master().map_err(candle_core::Error::wrap)?;
+    let control = Control::join(&control_config(config, master));
+    let control = control.map_err(candle_core::Error::wrap)?;
+    let exchange = {
+        let control = control.clone();
+        Arc::new(move |bytes: &[u8]| {
+            let ids = control.gather("the unique id of NCCL", bytes);
+            let ids = ids.map_err(candle_core::Error::wrap)?;
+            Ok(ids.into_iter().next().unwrap_or_default())
+        })
+    };
+    let device = config.devices.first().unwrap_or(&candle_core::Device::Cpu);
+    let (rank, world_size) = (config.env.rank(), config.env.world_size());
+    let nccl = crate::NcclConfig {
+        deadline: config.deadline,
+        threads_per_rank: config.threads_per_rank,
+        ..crate::NcclConfig::new(rank, world_size, device.clone(), exchange)
+    };
+    let outcome = super::nccl(nccl, |world| watched(&control, &world, config, &run));
+    if let (Err(error), None) = (&outcome, control.failure()) {
+        control.fail(&message_of(error));
+    }
+    outcome
+}
+
+/// Joins the control plane; rank 0's address goes to the others over `world`, unless the environment has it.
+#[cfg(feature = "mpi")]
+fn meet_over(world: &ProcessGroup, config: &RunConfig) -> Result<Arc<Control>> {
+    use crate::Error;
+    use std::net::{Ipv4Addr, TcpListener};
+
+    let env = &config.env;
+    if let Ok(master) = env.master() {
+        return Control::join(&control_config(config, master)).map_err(candle_core::Error::wrap);
+    }
+    let host = match env.local_world_size() == env.world_size() {
+        true => Ipv4Addr::LOCALHOST.to_string(),
+        false => env.host().to_string(),
+    };
+    let listener = match world.rank() {
+        0 => TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map(Some),
+        _ => Ok(None),
+    };
+    let unusable = |error: std::io::Error| {
+        Error::Argument(format!("rank 0 cannot listen for the other ranks: {error}"))
+    };
+    let listener = listener.map_err(unusable)?;
+    let own = match &listener {
+        Some(listener) => format!("{host} {}", listener.local_addr().map_err(unusable)?.port()),
+        None => String::new(),
+    };
+    let addresses = world.all_gather_bytes(own.as_bytes())?;
+    let first = addresses.into_iter().next().map(String::from_utf8);
+    let master = first.and_then(|address| {
+        let address = address.ok()?;
+        let (host, port) = address.rsplit_once(' ')?;
+        Some((host.to_string(), port.parse().ok()?))
+    });
+    let Some(master) = master else {
+        return Err(Error::Argument("rank 0 did not say where the ranks meet".into()).into());
+    };
+    let control = control_config(config, master);
+    let joined = match listener {
+        Some(listener) => Control::join_at(&control, listener),
+        None => Control::join(&control),
+    };
+    joined.map_err(candle_core::Error::wrap)
+}
+
+fn control_config(config: &RunConfig, master: (String, u16)) -> ControlConfig {
+    ControlConfig {
+        fingerprint: config.fingerprint.clone().into_entries(),
+        deadline: config.deadline,
+        ..ControlConfig::at(&config.env, master)
+    }
+}
+
+/// Runs this rank under the eyes of the others.
+#[cfg(feature = "mpi")]
+fn watched<T>(
+    control: &Arc<Control>,
+    world: &ProcessGroup,
+    config: &RunConfig,
+    run: impl Fn(ProcessGroup) -> Result<T>,
+) -> Result<T> {
+    let world = world.watched(control, config.check_collectives)?;
+    match run(world) {
+        Ok(value) => {
+            control.leave().map_err(candle_core::Error::wrap)?;
+            Ok(value)
+        }
+        Err(error) => {
+            control.fail(&message_of(&error));
+            Err(error)
+        }
+    }
+}

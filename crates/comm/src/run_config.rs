@@ -1,0 +1,118 @@
+//! How this process takes part in a run.
+
+use std::time::Duration;
+
+use candle_core::{Device, Result};
+use candle_launch::{Fingerprint, RankEnv, StartedBy};
+
+use crate::{Backend, Degrees, Error};
+
+/// How this process takes part in a run; see [`launch::run`](crate::launch::run).
+#[derive(Debug, Clone)]
+pub struct RunConfig {
+    /// What moves tensors between ranks.
+    pub backend: Backend,
+    /// Who this process is.
+    pub env: RankEnv,
+    /// The ranks' places.
+    pub degrees: Degrees,
+    /// With threads: the devices that they take in turn, none for the CPU. With processes: this rank's device.
+    pub devices: Vec<Device>,
+    /// How long a rank may wait for the others in one operation before the run ends with an error. Default: 10 minutes.
+    pub deadline: Duration,
+    /// Threads on which a rank computes. Default: as the backend divides the cores.
+    pub threads_per_rank: Option<usize>,
+    /// Whether ranks that are processes compare each operation before they start it. Threads and MPI always do; with NCCL an
+    /// operation then waits until all ranks have called it. Default: no.
+    pub check_collectives: bool,
+    /// What ranks that are processes compare when they meet. Default: nothing.
+    pub fingerprint: Fingerprint,
+}
+
+impl RunConfig {
+    /// The defaults.
+    ///
+    /// # Errors
+    /// The environment's number of processes is not what the degrees and the backend need, or this build does not have the
+    /// backend.
+    pub fn new(
+        backend: Backend,
+        env: RankEnv,
+        degrees: Degrees,
+        devices: Vec<Device>,
+    ) -> Result<Self> {
+        let config = Self {
+            backend,
+            env,
+            degrees,
+            devices,
+            deadline: Duration::from_secs(600),
+            threads_per_rank: None,
+            check_collectives: false,
+            fingerprint: Fingerprint::default(),
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Whether rank 0 is in this process: the one that prints, and writes files.
+    pub fn is_first(&self) -> bool {
+        self.env.rank() == 0
+    }
+
+    /// How the ranks run, in words.
+    pub fn describe(&self) -> String {
+        match self.backend {
+            Backend::Local => "as threads".to_string(),
+            backend => format!("as processes over {backend}"),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let (backend, num_processes) = (self.backend, self.env.world_size());
+        let started_by = self.env.started_by();
+        let refused = |message: String| Err(Error::Argument(message).into());
+        if !backend.is_built() {
+            return Err(self.not_built());
+        }
+        let Some(world_size) = self.degrees.world_size().filter(|&ranks| ranks > 0) else {
+            return refused(format!(
+                "{} is not a number of ranks: every degree must be at least 1",
+                self.degrees
+            ));
+        };
+        if backend == Backend::Local && num_processes > 1 {
+            return refused(format!(
+                "the backend local runs all ranks as threads of one process, but {started_by} started {num_processes} \
+                 processes, each of which would train by itself\nhint: --backend mpi or nccl, or start one process"
+            ));
+        }
+        if backend != Backend::Local && num_processes != world_size {
+            let processes = match started_by {
+                StartedBy::Nobody => "this process is alone: no launcher started it".to_string(),
+                _ => format!("{started_by} started {num_processes} processes"),
+            };
+            return refused(format!(
+                "{} = {world_size} ranks, but {processes}\nhint: with the backend {backend} each rank is a process of its own",
+                self.degrees
+            ));
+        }
+        Ok(())
+    }
+
+    /// The error about a backend that this build does not have.
+    pub(crate) fn not_built(&self) -> candle_core::Error {
+        let (backend, num_processes) = (self.backend, self.env.world_size());
+        let why = match num_processes {
+            1 => String::new(),
+            _ => format!(
+                ", and this is one of {num_processes} processes, started by {}",
+                self.env.started_by()
+            ),
+        };
+        Error::Argument(format!(
+            "the backend {backend} is not in this build{why}\nhint: build with `--features {backend}`"
+        ))
+        .into()
+    }
+}

@@ -1,0 +1,46 @@
+//! What the ranks of a training run compare when they meet.
+
+use std::path::Path;
+
+use candle_comm::{Fingerprint, RunConfig};
+use candle_core::{Error, Result};
+use candle_train::Tokens;
+
+use crate::flags::Flags;
+
+/// The program, its flags, its tokens and the checkpoint it starts from, of a rank that is one of several processes.
+///
+/// # Errors
+/// The checkpoint's files cannot be read.
+pub fn fingerprint(
+    run: &RunConfig,
+    flags: Flags,
+    tokens: &Tokens,
+    model: Option<&Path>,
+) -> Result<Fingerprint> {
+    if run.env.world_size() == 1 {
+        return Ok(Fingerprint::default());
+    }
+    let mut fingerprint = Fingerprint::of_program().map_err(Error::wrap)?;
+    for (name, value) in flags {
+        fingerprint = fingerprint.value(name, value);
+    }
+    fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
+    let Some(model) = model else {
+        return Ok(fingerprint);
+    };
+    let mut files: Vec<_> = std::fs::read_dir(model)?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<_>>()?;
+    files.retain(|path| path.is_file());
+    files.sort();
+    for path in files {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        if matches!(extension, Some("json" | "safetensors")) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let name = format!("{name} of --model");
+            fingerprint = fingerprint.file(name, &path).map_err(Error::wrap)?;
+        }
+    }
+    Ok(fingerprint)
+}

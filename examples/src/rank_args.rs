@@ -1,0 +1,73 @@
+//! How a program runs its ranks: what moves their tensors, where these are, how long one may wait for another.
+
+use std::time::Duration;
+
+use candle_comm::{Backend, Degrees, RankEnv, RunConfig};
+use candle_core::{Device, Result, bail};
+use candle_ops::DeviceChoice;
+use clap::Args;
+
+use crate::device::DeviceArgs;
+
+/// Flags about ranks.
+#[derive(Args, Clone, Debug)]
+pub struct RankArgs {
+    /// What moves tensors between ranks: local, all ranks are threads of this process; mpi or nccl, each rank is a process
+    /// that a launcher started [default: local; for one of several processes nccl on GPUs, else mpi]
+    #[arg(long, value_name = "BACKEND")]
+    pub backend: Option<Backend>,
+    /// Where tensors are
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    /// Let nccl compare each operation across its ranks before it starts, as local and mpi always do: finds ranks that call
+    /// different things, and makes steps longer
+    #[arg(long)]
+    pub check_collectives: bool,
+    /// How long a rank may wait for the others in one operation before the run ends with a report
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=604_800))]
+    pub deadline: u64,
+}
+
+impl RankArgs {
+    /// How this process takes part in a run with these degrees, which are not 0.
+    ///
+    /// # Errors
+    /// A backend, device or number of processes that do not fit.
+    pub fn config(&self, degrees: Degrees) -> Result<RunConfig> {
+        let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+        let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
+        let is_first = env.rank() == 0;
+        let devices = match (is_alone, self.backend) {
+            (true, _) => {
+                let num_ranks = degrees.world_size().unwrap_or(usize::MAX);
+                self.device.open(num_ranks, is_first)?
+            }
+            (false, Some(Backend::Mpi)) => self.cpu_for_mpi()?,
+            (false, _) => self.device.open_for_process(env.local_rank(), is_first)?,
+        };
+        let on_gpus = devices.iter().any(Device::is_cuda);
+        let backend = self
+            .backend
+            .unwrap_or_else(|| Backend::preferred(&env, on_gpus));
+        if backend == Backend::Nccl && backend.is_built() && !on_gpus {
+            bail!(
+                "the backend nccl works on GPUs, and this rank is on the CPU\nhint: --device cuda, or --backend mpi"
+            );
+        }
+        let config = RunConfig::new(backend, env, degrees, devices)?;
+        Ok(RunConfig {
+            deadline: Duration::from_secs(self.deadline),
+            check_collectives: self.check_collectives,
+            ..config
+        })
+    }
+
+    fn cpu_for_mpi(&self) -> Result<Vec<Device>> {
+        match self.device.device {
+            None | Some(DeviceChoice::Cpu) => Ok(vec![Device::Cpu]),
+            Some(device) => bail!(
+                "the backend mpi works on the CPU, and --device is {device}\nhint: --device cpu, or --backend nccl"
+            ),
+        }
+    }
+}
