@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Pid, getppid};
 
 /// Becomes `program`; returns only if that is impossible, with the reason.
@@ -19,6 +19,10 @@ pub fn become_rank(agent_pid: i32, program: &OsString, args: &[OsString]) -> Str
     // The agent may have ended before the request.
     if getppid() != Pid::from_raw(agent_pid) {
         return "the agent that started this rank is gone".to_string();
+    }
+    // The agent blocks the signals that end a run, and the program would inherit that.
+    if let Err(errno) = SigSet::all().thread_unblock() {
+        return format!("cannot unblock signals: {errno}");
     }
     let error = Command::new(program).args(args).exec();
     format!("cannot run {}: {error}", program.display())

@@ -5,6 +5,8 @@ use candle_launch::PEER_FAILED_EXIT_CODE;
 
 #[test]
 fn exit_codes_and_signals_by_name() {
+    // SIGTERM ends the other rank, long before the grace time.
+    let options = ["--grace-secs", "1000"];
     for (end, code, named) in [
         ("exit 3", 3, "failed first: exit code 3\n"),
         ("kill -9 $$", 137, "failed first: killed by SIGKILL\n"),
@@ -12,7 +14,7 @@ fn exit_codes_and_signals_by_name() {
     ] {
         let ended = run_script(
             2,
-            &[],
+            &options,
             &format!("[ $RANK = 0 ] || {{ {end}; }}; exec sleep 1000"),
         );
         assert_eq!(ended.code, Some(code), "{}", ended.err);
