@@ -9,9 +9,7 @@ use candle_core::{Device, Result, Shape, Tensor};
 pub fn upload(ids: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) if !ids.is_empty() => {
-            crate::cuda::upload(&ids, cuda)?.reshape(shape.into())
-        }
+        Device::Cuda(cuda) => crate::cuda::upload(&ids, cuda)?.reshape(shape.into()),
         _ => Tensor::from_vec(ids, shape, device),
     }
 }

@@ -42,9 +42,12 @@ impl Staging {
     }
 }
 
-/// The ids, at least one, on the GPU.
+/// The ids on the GPU.
 pub(crate) fn upload(ids: &[u32], device: &CudaDevice) -> Result<Tensor> {
     let (stream, on_gpu) = (device.cuda_stream(), Fresh::<u32>::new(device, ids.len())?);
+    if ids.is_empty() {
+        return Ok(on_gpu.into_tensor(0));
+    }
     let context = stream.context();
     let mut all = STAGING.lock().unwrap_or_else(PoisonError::into_inner);
     let free = all
