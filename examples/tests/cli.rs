@@ -36,6 +36,9 @@ mod program;
 mod tokenizer;
 #[path = "cli/training.rs"]
 mod training;
+#[cfg(feature = "mpi")]
+#[path = "cli/two_hosts.rs"]
+mod two_hosts;
 #[path = "cli/weights.rs"]
 mod weights;
 #[path = "cli/workspace.rs"]

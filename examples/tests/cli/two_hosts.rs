@@ -1,0 +1,144 @@
+//! Two "hosts" on this machine: network namespaces with an address each, joined by one link. Where they cannot be made, which
+//! takes root and `ip`, the tests say so and pass.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use tempfile::TempDir;
+
+/// Namespaces `a` and `b`; they go when it is dropped, with all processes in them.
+pub struct TwoHosts {
+    /// Of the names of namespaces and interfaces, which belong to the whole machine.
+    id: String,
+    subnet: String,
+    dir: TempDir,
+}
+
+impl TwoHosts {
+    /// `None` where namespaces cannot be made.
+    pub fn new() -> Option<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = std::process::id() % 10_000 * 10 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let hosts = Self {
+            id: format!("ct{number}"),
+            subnet: format!("10.{}.{}", 200 + number / 250 % 50, number % 250),
+            dir: TempDir::new().unwrap(),
+        };
+        let is_made = hosts.make().is_some();
+        if !is_made {
+            eprintln!("not tested: network namespaces cannot be made here");
+            return None;
+        }
+        hosts.write_agent();
+        Some(hosts)
+    }
+
+    fn make(&self) -> Option<()> {
+        let [a, b] = [self.namespace('a'), self.namespace('b')];
+        ip(&["netns", "add", &a])?;
+        ip(&["netns", "add", &b])?;
+        let [link_a, link_b] = [self.link('a'), self.link('b')];
+        let peer = ["peer", "name", &link_b, "netns", &b];
+        ip(&[
+            &["link", "add", &link_a, "netns", &a, "type", "veth"],
+            &peer[..],
+        ]
+        .concat())?;
+        for host in ['a', 'b'] {
+            let (namespace, link) = (self.namespace(host), self.link(host));
+            let address = format!("{}/24", self.address(host));
+            ip(&["-n", &namespace, "addr", "add", &address, "dev", &link])?;
+            ip(&["-n", &namespace, "link", "set", "lo", "up"])?;
+            ip(&["-n", &namespace, "link", "set", &link, "up"])?;
+        }
+        Some(())
+    }
+
+    /// What mpirun calls in place of ssh: the host, then a command.
+    fn write_agent(&self) {
+        let script = format!(
+            "#!/bin/sh\nhost=$1\nshift\ncase $host in\n{}) ns={} name=host-a ;;\n*) ns={} name=host-b ;;\nesac\n\
+             exec ip netns exec $ns unshare --uts sh -c \"hostname $name; $*\"\n",
+            self.address('a'),
+            self.namespace('a'),
+            self.namespace('b'),
+        );
+        fs::write(self.agent(), script).unwrap();
+        fs::set_permissions(self.agent(), fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn agent(&self) -> PathBuf {
+        self.dir.path().join("agent")
+    }
+
+    fn namespace(&self, host: char) -> String {
+        format!("{}{host}", self.id)
+    }
+
+    fn link(&self, host: char) -> String {
+        format!("{}v{host}", self.id)
+    }
+
+    fn address(&self, host: char) -> String {
+        let last = if host == 'a' { 1 } else { 2 };
+        format!("{}.{last}", self.subnet)
+    }
+
+    /// The words that start two ranks on each host with Open MPI, over TCP alone.
+    pub fn mpirun(&self) -> Vec<String> {
+        let [a, b] = [self.address('a'), self.address('b')];
+        let namespace = self.namespace('a');
+        let enter = ["ip", "netns", "exec", &namespace, "unshare", "--uts"];
+        let shell = ["sh", "-c", "hostname host-a; exec \"$@\"", "sh"];
+        let mpirun = format!(
+            "mpirun --allow-run-as-root --bind-to none -n 4 --host {a}:2,{b}:2 --mca plm_rsh_agent {} --mca btl tcp,self \
+             --mca btl_tcp_if_include {net}.0/24 --mca oob_tcp_if_include {net}.0/24 -x MASTER_ADDR={a} -x MASTER_PORT=29511",
+            self.agent().display(),
+            net = self.subnet,
+        );
+        let words = enter
+            .into_iter()
+            .chain(shell)
+            .chain(mpirun.split_whitespace());
+        words.map(str::to_string).collect()
+    }
+
+    /// Nothing crosses the link from now on.
+    pub fn cut(&self) {
+        let [namespace, link] = [self.namespace('a'), self.link('a')];
+        ip(&["-n", &namespace, "link", "set", &link, "down"]).expect("a link to cut");
+    }
+
+    /// Ends all processes on both hosts.
+    pub fn kill_all(&self) {
+        for host in ['a', 'b'] {
+            let pids = Command::new("ip")
+                .args(["netns", "pids", &self.namespace(host)])
+                .output();
+            let pids = String::from_utf8_lossy(&pids.unwrap().stdout).into_owned();
+            for pid in pids.split_whitespace() {
+                // It may have ended by itself.
+                let _ = Command::new("kill").args(["-9", pid]).output();
+            }
+        }
+    }
+}
+
+impl Drop for TwoHosts {
+    fn drop(&mut self) {
+        self.kill_all();
+        for host in ['a', 'b'] {
+            let _ = Command::new("ip")
+                .args(["netns", "del", &self.namespace(host)])
+                .output();
+        }
+    }
+}
+
+fn ip(arguments: &[&str]) -> Option<()> {
+    let output = Command::new("ip").args(arguments).output().ok()?;
+    output.status.success().then_some(())
+}
