@@ -19,8 +19,8 @@ pub struct RankArgs {
     /// Where tensors are
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// Let nccl compare each operation across its ranks before it starts, as local and mpi always do: finds ranks that call
-    /// different things, and makes steps longer
+    /// With processes: compare each collective on all its ranks, by way of rank 0, before it starts. local and mpi find ranks that
+    /// call different things without it, nccl does not; steps take longer
     #[arg(long)]
     pub check_collectives: bool,
     /// How long a rank may wait for the others in one operation before the run ends with a report

@@ -22,8 +22,9 @@ pub struct RunConfig {
     pub deadline: Duration,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
     pub threads_per_rank: Option<usize>,
-    /// Whether ranks that are processes compare each operation before they start it. Threads and MPI always do; with NCCL an
-    /// operation then waits until all ranks have called it. Default: no.
+    /// Whether ranks that are processes compare each collective by way of rank 0 before it starts, so that no rank starts one
+    /// before all have called it. Threads and MPI find ranks that call different things by themselves, NCCL does not.
+    /// Default: no.
     pub check_collectives: bool,
     /// What ranks that are processes compare when they meet. Default: nothing.
     pub fingerprint: Fingerprint,

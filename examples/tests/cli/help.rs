@@ -49,7 +49,7 @@ const TRAINING: &[(&str, &[&str])] = &[
             "nccl",
         ],
     ),
-    ("--check-collectives", &["nccl", "always"]),
+    ("--check-collectives", &["processes", "rank 0"]),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
     ("--dtype", &["[default: f32]", "bf16"]),

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Training speed of ranks as processes under MPI against threads, and the cost of --check-collectives, as a Markdown table.
+
+    cargo build --release --example bench_train --features mpi
+    scripts/bench_processes.py [--turns N] [--steps N] [--mpirun "mpirun --bind-to none"]
+
+The three run in turns, so that what else the machine does hits all of them, and the best median step of each is taken.
+"""
+import argparse
+
+from bench_train import LAYOUTS, OURS, best_of
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--turns", type=int, default=2)
+    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--mpirun", default="mpirun --bind-to none --allow-run-as-root --oversubscribe")
+    a = p.parse_args()
+    processes = [*a.mpirun.split(), "-n", "2", OURS]
+    # Small steps show what an operation costs by itself.
+    small = ["--hidden-size", "256", "--intermediate-size", "688", "--layers", "6", "--heads", "4", "--kv-heads", "4",
+             "--seq-len", "128", "--batch-size", "2"]
+    print("| step, 2 ranks | tokens/s as threads | MPI, ratio to threads | MPI with --check-collectives, ratio to MPI |")
+    print("|---|---|---|---|")
+    for size, shape in {"default shape": [], "small": small}.items():
+        for layout, flags in LAYOUTS.items():
+            if not flags:
+                continue
+            flags = [*shape, *flags, "--steps", str(a.steps)]
+            speeds = best_of(a.turns, {
+                "threads": [OURS, *flags],
+                "mpi": [*processes, *flags, "--backend", "mpi"],
+                "checked": [*processes, *flags, "--backend", "mpi", "--check-collectives"],
+            })
+            threads, mpi, checked = (speeds[name]["tokens_per_sec"] for name in ["threads", "mpi", "checked"])
+            print(f"| {size}, {layout} | {threads:,.0f} | {mpi / threads:.2f} | {checked / mpi:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
