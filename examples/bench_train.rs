@@ -123,6 +123,9 @@ struct Measured {
 
 fn main() -> ExitCode {
     keep_freed_memory();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
     let (args, flags) = parse();
     exit_with(run(&args, flags))
 }

@@ -37,7 +37,8 @@ impl NcclCommunicator {
     pub fn join(config: &NcclConfig) -> Result<Self> {
         let (rank, world_size) = (config.rank, config.world_size);
         if rank >= world_size {
-            let message = format!("rank {rank} is not a rank of a world of world_size {world_size}");
+            let message =
+                format!("rank {rank} is not a rank of a world of world_size {world_size}");
             return Err(Error::Argument(message).into());
         }
         let compute = stream_of(&config.device)?;
@@ -48,7 +49,10 @@ impl NcclCommunicator {
         };
         let got = (config.exchange)(&made)?;
         let Ok(id) = got.as_slice().try_into() else {
-            let message = format!("NCCL's unique id has 128 bytes, rank {rank} got {} from rank 0", got.len());
+            let message = format!(
+                "NCCL's unique id has 128 bytes, rank {rank} got {} from rank 0",
+                got.len()
+            );
             return Err(Error::Backend(message).into());
         };
         compute.context().bind_to_thread().w()?;
@@ -57,7 +61,9 @@ impl NcclCommunicator {
         let group = Group::world((rank, world_size), id, stream, &session);
         let group = group.map_err(|error| {
             let device = crate::local::device_name(&config.device);
-            Error::Backend(format!("rank {rank} on {device} cannot join the other ranks: {error}"))
+            Error::Backend(format!(
+                "rank {rank} on {device} cannot join the other ranks: {error}"
+            ))
         })?;
         let group = session.add(group);
         Ok(Self {
@@ -96,7 +102,9 @@ impl NcclCommunicator {
         session.check(call)?;
         session.compute.context().bind_to_thread().w()?;
         let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
-        let motions = transfers.iter().map(|transfer| transfer.motion(&session.compute));
+        let motions = transfers
+            .iter()
+            .map(|transfer| transfer.motion(&session.compute));
         let motions = motions.collect::<Result<Vec<_>>>()?;
         let held = Held::new(tensors, &session.compute, &group.stream)?;
         let (seq, launched) = {
@@ -107,11 +115,16 @@ impl NcclCommunicator {
             // SAFETY: the motions are of tensors that `held` keeps, and the group's stream waits for what makes them.
             #[allow(unsafe_code)]
             let launched = unsafe { enqueue(&motions, handle, &group.stream) };
-            (seq, launched.and_then(|()| wait_settled(handle, session, call)))
+            (
+                seq,
+                launched.and_then(|()| wait_settled(handle, session, call)),
+            )
         };
         if let Err(error) = launched {
             session.fail(error.clone());
-            return Err(Error::Backend(format!("{call} failed on rank {}: {error}", session.rank)).into());
+            return Err(
+                Error::Backend(format!("{call} failed on rank {}: {error}", session.rank)).into(),
+            );
         }
         let call = format!("{call} ({}, operation number {seq})", group.name());
         let in_flight = InFlight::new((session, group), call, held, (finish, waits_on_host))?;
@@ -157,14 +170,17 @@ impl NcclCommunicator {
     /// Who is in the new group of this rank when all ranks split, and the number of its color among those that there are.
     fn split_members(&self, color: usize, key: usize) -> Result<(usize, Vec<usize>)> {
         let as_i64 = |number: usize| {
-            i64::try_from(number)
-                .map_err(|_| Error::Argument(format!("split: {number} is too large a color or key")))
+            i64::try_from(number).map_err(|_| {
+                Error::Argument(format!("split: {number} is too large a color or key"))
+            })
         };
         let mine = Tensor::new(&[[as_i64(color)?, as_i64(key)?]], &self.device)?;
         let all = self.all_gather(&mine)?.wait()?.to_vec2::<i64>()?;
         self.check()?;
         let mut colors: Vec<i64> = all.iter().map(|said| said[0]).collect();
-        let mut members: Vec<usize> = (0..all.len()).filter(|r| colors[*r] == color as i64).collect();
+        let mut members: Vec<usize> = (0..all.len())
+            .filter(|r| colors[*r] == color as i64)
+            .collect();
         members.sort_by_key(|rank| all[*rank][1]);
         colors.sort_unstable();
         colors.dedup();
@@ -308,7 +324,9 @@ impl Communicator for NcclCommunicator {
         };
         let members = ranks.iter().map(|rank| self.group.members[*rank]).collect();
         let stream = new_stream(&self.session)?;
-        let split = self.group.split(number, (members, rank), stream, &self.session);
+        let split = self
+            .group
+            .split(number, (members, rank), stream, &self.session);
         match split {
             Ok(Some(group)) => Ok(Box::new(Self {
                 session: self.session.clone(),

@@ -1,7 +1,7 @@
 //! One of NCCL's communicators, with its stream.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::fmt::Display;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
@@ -88,7 +88,9 @@ impl Group {
             _ => Some(as_int(color)?),
         };
         let split = sys::Split::start(parent, color, as_int(rank)?)?;
-        if let Err(error) = wait_settled(parent, session, &format_args!("a split of {}", self.name())) {
+        if let Err(error) =
+            wait_settled(parent, session, &format_args!("a split of {}", self.name()))
+        {
             split.leak();
             return Err(error);
         }

@@ -33,7 +33,11 @@ pub(super) struct Held {
 
 impl Held {
     /// Makes the group's stream wait for what makes the tensors.
-    pub fn new(tensors: Vec<Tensor>, compute: &Arc<CudaStream>, group: &Arc<CudaStream>) -> Result<Self> {
+    pub fn new(
+        tensors: Vec<Tensor>,
+        compute: &Arc<CudaStream>,
+        group: &Arc<CudaStream>,
+    ) -> Result<Self> {
         group.join(compute).w()?;
         Ok(Self {
             tensors,

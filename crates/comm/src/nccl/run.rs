@@ -26,7 +26,9 @@ pub fn nccl<T: Send>(
 ) -> Result<T> {
     let (rank, device) = (config.rank, config.device.clone());
     let num_gpus = CudaContext::device_count().unwrap_or(1).max(1);
-    let threads = config.threads_per_rank.unwrap_or(num_cores() / num_gpus as usize);
+    let threads = config
+        .threads_per_rank
+        .unwrap_or(num_cores() / num_gpus as usize);
     let pool = ThreadPoolBuilder::new()
         .num_threads(threads.max(1))
         .thread_name(move |_| format!("rank-{rank}"))

@@ -155,7 +155,10 @@ impl Drop for Session {
         if self.failure().is_none()
             && let Err(error) = self.close()
         {
-            tracing::warn!("the run over NCCL did not end well on rank {}: {error}", self.rank);
+            tracing::warn!(
+                "the run over NCCL did not end well on rank {}: {error}",
+                self.rank
+            );
         }
     }
 }

@@ -84,8 +84,9 @@ pub(super) fn check_version() -> Result<()> {
     let mut version = 0;
     // SAFETY: the pointer is to a local variable.
     let code = unsafe { sys::ncclGetVersion(&mut version) };
-    accepted("its version", code)
-        .map_err(|error| Error::Backend(format!("the backend nccl cannot be used: {error}\n{hint}")))?;
+    accepted("its version", code).map_err(|error| {
+        Error::Backend(format!("the backend nccl cannot be used: {error}\n{hint}"))
+    })?;
     if version < OLDEST {
         return Err(Error::Backend(format!(
             "the backend nccl needs NCCL 2.18 or later, got version code {version}\n{hint}"
@@ -181,14 +182,18 @@ pub(super) fn is_settled(comm: Handle) -> Result<bool> {
 pub(super) fn rank(comm: Handle) -> Result<usize> {
     let mut rank = -1;
     // SAFETY: the handle is alive, and the pointer is to a local variable.
-    accepted("a rank's number", unsafe { sys::ncclCommUserRank(comm.0, &mut rank) })?;
+    accepted("a rank's number", unsafe {
+        sys::ncclCommUserRank(comm.0, &mut rank)
+    })?;
     usize::try_from(rank).map_err(|_| Error::Backend(format!("NCCL: this rank has number {rank}")))
 }
 
 /// Starts to complete what is under way.
 pub(super) fn finalize(comm: Handle) -> Result<()> {
     // SAFETY: the handle is alive.
-    accepted("the end of a group", unsafe { sys::ncclCommFinalize(comm.0) })
+    accepted("the end of a group", unsafe {
+        sys::ncclCommFinalize(comm.0)
+    })
 }
 
 /// Frees a finalized group, whose handle must not be used any more.
@@ -237,26 +242,59 @@ impl Motion {
             match self {
                 Self::AllReduce(op, from, to) => (
                     "all_reduce",
-                    sys::ncclAllReduce(from.read(), to.written(), from.len, from.data_type, op, comm.0, stream),
+                    sys::ncclAllReduce(
+                        from.read(),
+                        to.written(),
+                        from.len,
+                        from.data_type,
+                        op,
+                        comm.0,
+                        stream,
+                    ),
                 ),
                 Self::ReduceScatter(op, from, to) => (
                     "reduce_scatter",
-                    sys::ncclReduceScatter(from.read(), to.written(), to.len, from.data_type, op, comm.0, stream),
+                    sys::ncclReduceScatter(
+                        from.read(),
+                        to.written(),
+                        to.len,
+                        from.data_type,
+                        op,
+                        comm.0,
+                        stream,
+                    ),
                 ),
                 Self::AllGather(from, to) => (
                     "all_gather",
-                    sys::ncclAllGather(from.read(), to.written(), from.len, from.data_type, comm.0, stream),
+                    sys::ncclAllGather(
+                        from.read(),
+                        to.written(),
+                        from.len,
+                        from.data_type,
+                        comm.0,
+                        stream,
+                    ),
                 ),
                 Self::Broadcast(root, from, to) => (
                     "broadcast",
-                    sys::ncclBroadcast(from.read(), to.written(), from.len, from.data_type, root, comm.0, stream),
+                    sys::ncclBroadcast(
+                        from.read(),
+                        to.written(),
+                        from.len,
+                        from.data_type,
+                        root,
+                        comm.0,
+                        stream,
+                    ),
                 ),
-                Self::Send(dst, from) => {
-                    ("a send", sys::ncclSend(from.read(), from.len, from.data_type, dst, comm.0, stream))
-                }
-                Self::Recv(src, to) => {
-                    ("a receive", sys::ncclRecv(to.written(), to.len, to.data_type, src, comm.0, stream))
-                }
+                Self::Send(dst, from) => (
+                    "a send",
+                    sys::ncclSend(from.read(), from.len, from.data_type, dst, comm.0, stream),
+                ),
+                Self::Recv(src, to) => (
+                    "a receive",
+                    sys::ncclRecv(to.written(), to.len, to.data_type, src, comm.0, stream),
+                ),
             }
         };
         accepted(what, code)

@@ -29,7 +29,9 @@ impl Transfer {
                 Motion::ReduceScatter(red_op(*op), memory(xs)?, memory(ys)?)
             }
             Self::AllGather(xs, ys) => Motion::AllGather(memory(xs)?, memory(ys)?),
-            Self::Broadcast(root, xs, ys) => Motion::Broadcast(number(*root)?, memory(xs)?, memory(ys)?),
+            Self::Broadcast(root, xs, ys) => {
+                Motion::Broadcast(number(*root)?, memory(xs)?, memory(ys)?)
+            }
             Self::Send(dst, xs) => Motion::Send(number(*dst)?, memory(xs)?),
             Self::Recv(src, ys) => Motion::Recv(number(*src)?, memory(ys)?),
         })
@@ -72,8 +74,7 @@ pub(super) fn unwritten(shape: impl Into<Shape>, dtype: DType, device: &Device) 
 
 /// A rank as NCCL counts it.
 pub(super) fn number(rank: usize) -> Result<i32> {
-    i32::try_from(rank)
-        .map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")).into())
+    i32::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")).into())
 }
 
 fn red_op(op: ReduceOp) -> RedOp {
@@ -102,7 +103,10 @@ fn data_type(dtype: DType) -> Result<(DataType, usize)> {
 fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
     let (storage, layout) = xs.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
-        bail!("NCCL moves tensors on GPUs, got one on {:?}", xs.device().location())
+        bail!(
+            "NCCL moves tensors on GPUs, got one on {:?}",
+            xs.device().location()
+        )
     };
     let (data_type, units) = data_type(xs.dtype())?;
     let (start, len) = (layout.start_offset(), layout.shape().elem_count());

@@ -76,7 +76,9 @@ fn look(session: &Session, under_way: &mut Vec<UnderWay>, slept: Duration) -> Re
             Ok(done) => !done,
             Err(error) => {
                 let call = &operation.call;
-                failure.get_or_insert(Error::Backend(format!("{call}: the GPU has failed: {error}")));
+                failure.get_or_insert(Error::Backend(format!(
+                    "{call}: the GPU has failed: {error}"
+                )));
                 false
             }
         }
@@ -86,7 +88,10 @@ fn look(session: &Session, under_way: &mut Vec<UnderWay>, slept: Duration) -> Re
     }
     for operation in &*under_way {
         if let Some(error) = operation.group.async_error() {
-            return Err(Error::Backend(format!("{} failed on rank {}: {error}", operation.call, session.rank)));
+            return Err(Error::Backend(format!(
+                "{} failed on rank {}: {error}",
+                operation.call, session.rank
+            )));
         }
         if operation.waited > session.deadline {
             return Err(session.late(&operation.call));

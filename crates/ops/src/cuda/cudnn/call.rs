@@ -5,7 +5,7 @@ use super::super::gpu::Gpu;
 use super::super::profile::timed;
 use super::super::values::{Fresh, Values};
 use super::graph::{ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, V, V_GRAD};
-use super::library::{Library, Opaque};
+use super::library::{Library, Opaque, is_out_of_memory};
 use super::plans::{Plans, with_plans};
 use super::sizes::Sizes;
 use crate::{AttentionGrad, HeadGroups, OpOutput};
@@ -216,7 +216,7 @@ fn run(
             return Ok(false);
         };
         let workspace = gpu.alloc::<f32>(workspace_bytes.div_ceil(4))?;
-        let Some(plan) = plans.plan(library, handle, ordinal, call) else {
+        let Some(plan) = plans.plan(library, handle, ordinal, call)? else {
             return Ok(false);
         };
         for index in 0..num_calls {
@@ -236,7 +236,7 @@ fn run(
     })
 }
 
-/// The handle and the bytes of the workspace; none if cuDNN cannot be opened or has no kernel.
+/// The handle and the bytes of the workspace; none if cuDNN cannot be opened or has no kernel, an error if memory is missing.
 fn planned(
     plans: &mut Plans,
     gpu: &Gpu,
@@ -245,12 +245,13 @@ fn planned(
 ) -> Result<Option<(Opaque, usize)>> {
     let handle = match plans.handle(library, &gpu.device) {
         Ok(handle) => handle,
+        Err(err) if is_out_of_memory(&err) => return Err(err),
         Err(err) => {
             plans.tell(err.to_string());
             return Ok(None);
         }
     };
     let ordinal = gpu.device.cuda_stream().context().ordinal();
-    let plan = plans.plan(library, handle, ordinal, call);
+    let plan = plans.plan(library, handle, ordinal, call)?;
     Ok(plan.map(|plan| (handle, plan.workspace_bytes)))
 }

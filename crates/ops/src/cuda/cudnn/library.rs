@@ -1,6 +1,6 @@
 //! cuDNN's shared library, and its functions that are used here.
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
@@ -73,6 +73,14 @@ pub(in super::super) fn version() -> Option<usize> {
     let library = LIBRARY.get()?.as_ref().ok()?;
     // SAFETY: the function may be called at any time.
     Some(unsafe { (library.version)() })
+}
+
+/// Whether memory was missing, of the GPU or of the host: another time there may be enough.
+pub(super) fn is_out_of_memory(err: &Error) -> bool {
+    let text = err.to_string();
+    ["ALLOCATION_FAILED", "ALLOC_FAILED"]
+        .iter()
+        .any(|name| text.contains(name))
 }
 
 impl Library {

@@ -2,7 +2,7 @@
 
 use super::descriptor::{Descriptor, Value};
 use super::graph::{Graph, ONE, SCALE, UNSEEN};
-use super::library::{Library, Opaque};
+use super::library::{Library, Opaque, is_out_of_memory};
 use super::sizes::Sizes;
 use super::{backward, forward};
 use candle_core::{Result, bail};
@@ -31,7 +31,7 @@ impl Plan {
     /// The first of cuDNN's suggestions that it can carry out.
     ///
     /// # Errors
-    /// When cuDNN has no kernel for these sizes, in its words.
+    /// When cuDNN has no kernel for these sizes, in its words, or no memory to look for one.
     pub(super) fn new(library: &'static Library, target: &Target, sizes: Sizes) -> Result<Self> {
         let mut graph = Graph::new(library, sizes);
         if sizes.backward {
@@ -73,6 +73,7 @@ impl Plan {
                         workspace_bytes,
                     });
                 }
+                Err(err) if is_out_of_memory(&err) => return Err(err),
                 Err(err) => refused = Some(err),
             }
         }

@@ -1,6 +1,6 @@
 //! Handles and plans, kept for the life of the program.
 
-use super::library::{Library, Opaque};
+use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::{Plan, Target};
 use super::sizes::Sizes;
 use candle_core::{CudaDevice, Result};
@@ -58,17 +58,21 @@ impl Plans {
         Ok(handle)
     }
 
-    /// The plan for `sizes`; none where cuDNN has none, which is told.
+    /// The plan for `sizes`; none where cuDNN has none, which is told once and remembered.
+    ///
+    /// # Errors
+    /// When memory is missing: our own kernels would need as much, and the next step would be slow without a reason.
     pub(super) fn plan(
         &mut self,
         library: &'static Library,
         handle: Opaque,
         gpu: usize,
         sizes: Sizes,
-    ) -> Option<&Plan> {
+    ) -> Result<Option<&Plan>> {
         if !self.plans.contains_key(&(gpu, sizes)) {
             let plan = match Plan::new(library, &Target::Handle(handle), sizes) {
                 Ok(plan) => Some(plan),
+                Err(err) if is_out_of_memory(&err) => return Err(err),
                 Err(err) => {
                     self.tell(format!("{sizes:?}: {err}"));
                     None
@@ -76,7 +80,7 @@ impl Plans {
             };
             self.plans.insert((gpu, sizes), plan);
         }
-        self.plans.get(&(gpu, sizes)).and_then(Option::as_ref)
+        Ok(self.plans.get(&(gpu, sizes)).and_then(Option::as_ref))
     }
 
     /// Says once why attention is computed by our own kernels.
