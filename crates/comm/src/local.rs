@@ -36,7 +36,11 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 pub use config::LocalConfig;
+#[cfg(feature = "nccl")]
+pub(crate) use cuda::has_a_stream;
 pub(crate) use devices::make_current;
+#[cfg(feature = "nccl")]
+pub(crate) use devices::name as device_name;
 pub(crate) use world::{World, num_cores};
 
 use crate::{Communicator, P2p, Pending, ReduceOp};

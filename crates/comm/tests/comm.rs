@@ -24,7 +24,18 @@ mod mpi;
 #[cfg(feature = "mpi")]
 #[path = "comm/mpirun.rs"]
 mod mpirun;
+#[cfg(feature = "nccl")]
+#[path = "comm/nccl.rs"]
+mod nccl;
+#[cfg(feature = "nccl")]
+#[path = "comm/nccl_failures.rs"]
+mod nccl_failures;
+#[cfg(feature = "nccl")]
+#[path = "comm/nccl_ranks.rs"]
+mod nccl_ranks;
 #[path = "comm/reference.rs"]
 mod reference;
 #[path = "comm/threads.rs"]
 mod threads;
+#[path = "comm/watched.rs"]
+mod watched;

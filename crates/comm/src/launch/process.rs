@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-#[cfg(feature = "nccl")]
-use candle_core::Device;
 use candle_core::Result;
 use candle_launch::{Control, ControlConfig};
 
@@ -24,46 +22,6 @@ pub(super) fn mpi<T: Send>(
         let control = meet_over(&world, config)?;
         watched(&control, &world, config, &run)
     })
-}
-
-/// Runs this rank over NCCL, whose unique id goes over the control plane.
-#[cfg(feature = "nccl")]
-pub(super) fn nccl<T: Send>(
-    config: &RunConfig,
-    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
-) -> Result<T> {
-    const KEY: &str = "NCCL's unique id";
-    let env = &config.env;
-    let master = env.master().map_err(candle_core::Error::wrap)?;
-    let control =
-        Control::join(&control_config(config, master)).map_err(candle_core::Error::wrap)?;
-    let carrier = control.clone();
-    let exchange = move |bytes: &[u8]| {
-        let got = match carrier.rank() {
-            0 => carrier.set(KEY, bytes).map(|()| bytes.to_vec()),
-            _ => carrier.get(KEY),
-        };
-        got.map_err(candle_core::Error::wrap)
-    };
-    let device = config.devices.first().cloned().unwrap_or(Device::Cpu);
-    let nccl = crate::NcclConfig {
-        deadline: config.deadline,
-        threads_per_rank: config.threads_per_rank,
-        ..crate::NcclConfig::new(env.rank(), env.world_size(), device, Arc::new(exchange))
-    };
-    let ran = super::nccl(nccl, |world| {
-        run(world.watched(&control, config.check_collectives)?)
-    });
-    match ran {
-        Ok(value) => {
-            control.leave().map_err(candle_core::Error::wrap)?;
-            Ok(value)
-        }
-        Err(error) => {
-            control.fail(&message_of(&error));
-            Err(error)
-        }
-    }
 }
 
 /// Runs this rank over NCCL, on its GPU.
@@ -150,7 +108,6 @@ fn control_config(config: &RunConfig, master: (String, u16)) -> ControlConfig {
 }
 
 /// Runs this rank under the eyes of the others.
-#[cfg(feature = "mpi")]
 fn watched<T>(
     control: &Arc<Control>,
     world: &ProcessGroup,

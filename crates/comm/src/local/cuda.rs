@@ -26,7 +26,7 @@ const LONGEST: usize = 4 << 20;
 const STREAM_PER_THREAD: usize = 2;
 
 /// Whether all work on `device` goes through one stream, whichever thread it comes from.
-pub(super) fn has_a_stream(device: &CudaDevice) -> bool {
+pub(crate) fn has_a_stream(device: &CudaDevice) -> bool {
     device.cuda_stream().cu_stream() as usize != STREAM_PER_THREAD
 }
 

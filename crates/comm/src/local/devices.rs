@@ -46,7 +46,7 @@ fn check(device: &Device) -> Result<()> {
 }
 
 /// A device's name: `cpu`, `cuda:N`.
-pub(super) fn name(device: &Device) -> String {
+pub(crate) fn name(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cpu => "cpu".to_string(),
         DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),

@@ -300,3 +300,18 @@ impl Motion {
         accepted(what, code)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nccl_is_there_or_is_named() {
+        let Err(error) = check_version() else {
+            assert_eq!(unique_id().map(|id| id.len()).ok(), Some(128));
+            return;
+        };
+        let expected = "the backend nccl cannot be used: NCCL: its version: libnccl.so.2 could not be loaded\nhint: install NCCL, ";
+        assert!(error.to_string().starts_with(expected), "{error}");
+    }
+}

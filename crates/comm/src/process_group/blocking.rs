@@ -121,6 +121,7 @@ impl ProcessGroup {
         crate::call_site::scope(std::panic::Location::caller(), || {
             let length = Tensor::new(&[bytes.len() as i64], self.device())?;
             let lengths = self.comm.all_gather(&length)?.wait()?.to_vec1::<i64>()?;
+            self.comm.check()?;
             let longest = lengths.iter().max().map_or(0, |longest| *longest as usize);
             if longest == 0 {
                 return Ok(vec![Vec::new(); self.world_size()]);
@@ -129,6 +130,7 @@ impl ProcessGroup {
             padded.resize(longest, 0);
             let padded = Tensor::from_vec(padded, longest, self.device())?;
             let all = self.comm.all_gather(&padded)?.wait()?.to_vec1::<u8>()?;
+            self.comm.check()?;
             if all.len() != longest * lengths.len() {
                 return Err(Error::Argument(format!(
                     "gathered {} bytes, expected {}",

@@ -15,7 +15,7 @@ use crate::reference::{assert_same, inputs, on, reduce};
 use crate::threads::Threads;
 
 /// Opens a GPU as training does: one stream, and no event for each tensor.
-fn open(ordinal: usize) -> Result<Device> {
+pub fn open(ordinal: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(ordinal)?;
     // SAFETY: the local backend orders streams by events of its own, which is what these tests show.
     unsafe { device.as_cuda_device()?.disable_event_tracking() };

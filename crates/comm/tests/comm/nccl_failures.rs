@@ -1,0 +1,256 @@
+//! What becomes of ranks over NCCL when one of them is missing, fails or calls something else, and who is refused.
+
+use std::sync::Arc;
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant};
+
+use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, message_of};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::cuda::{gpus, open};
+use crate::nccl::{Board, devices, each};
+
+const SHORT: Duration = Duration::from_millis(300);
+const LONG: Duration = Duration::from_secs(60);
+
+fn ones(world: &ProcessGroup) -> Result<Tensor> {
+    Tensor::ones(1000, DType::F32, world.device())
+}
+
+fn messages<T>(results: Vec<Result<T>>) -> Option<[String; 2]> {
+    let messages = results.into_iter().map(|result| result.err());
+    let messages = messages.map(|error| error.as_ref().map_or(String::new(), message_of));
+    messages.collect::<Vec<_>>().try_into().ok()
+}
+
+/// The host waits for nothing; the GPU waits until the watcher ends it.
+#[test]
+fn a_missing_rank_ends_in_the_deadline() {
+    let results = each(2, SHORT, |world| {
+        if world.rank() == 1 {
+            sleep(3 * SHORT);
+            let late = world.all_reduce(&ones(&world)?, ReduceOp::Sum);
+            return late.and_then(|_| world.barrier());
+        }
+        let start = Instant::now();
+        let sum = world.all_reduce(&ones(&world)?, ReduceOp::Sum)?;
+        assert!(start.elapsed() < SHORT, "the host has waited");
+        world.check()?;
+        sum.to_vec1::<f32>()?;
+        assert!(start.elapsed() >= SHORT);
+        let failed = world.check().unwrap_err().to_string();
+        assert!(
+            failed.starts_with("what was read on rank 0 cannot complete: "),
+            "{failed}"
+        );
+        let failed = world.all_gather(&ones(&world)?, 0).unwrap_err().to_string();
+        assert!(
+            failed.starts_with("all_gather of f32 [1000] at "),
+            "{failed}"
+        );
+        assert!(
+            failed.contains(" on rank 0 cannot complete: the run over NCCL has failed: "),
+            "{failed}"
+        );
+        Ok(())
+    });
+    let Some([missed, late]) = messages(results) else {
+        return;
+    };
+    assert!(
+        missed.starts_with("all_reduce(sum) of f32 [1000] at "),
+        "{missed}"
+    );
+    let expected = "(group [0, 1], operation number 0) on rank 0 is not complete after 0.3 s";
+    assert!(missed.contains(expected), "{missed}");
+    assert!(late.contains("remote process exited"), "{late}");
+}
+
+#[test]
+fn operations_that_do_not_match_end_in_the_deadline() {
+    let results = each(2, SHORT, |world| {
+        let xs = ones(&world)?.narrow(0, 0, 500 + 100 * world.rank())?;
+        world.all_reduce(&xs, ReduceOp::Sum)?.to_vec1::<f32>()?;
+        world.check()
+    });
+    for message in messages(results).into_iter().flatten() {
+        assert!(
+            message.contains("is not complete after 0.3 s") || message.contains("remote process"),
+            "{message}"
+        );
+    }
+}
+
+/// Two ranks that first send, and receive in a later batch.
+#[test]
+fn messages_in_different_batches_wait_for_each_other() {
+    let results = each(2, SHORT, |world| {
+        let (xs, peer) = (ones(&world)?, 1 - world.rank());
+        let recv = P2p::Recv {
+            shape: xs.shape().clone(),
+            dtype: DType::F32,
+            src: peer,
+        };
+        let sent = world.start_batch_send_recv(&[P2p::Send { xs: &xs, dst: peer }])?;
+        let received = world.start_batch_send_recv(&[recv])?;
+        sent.wait()?;
+        received.wait()?[0].to_vec1::<f32>()?;
+        world.check()
+    });
+    for message in messages(results).into_iter().flatten() {
+        assert!(
+            message.contains("batch_send_recv(send f32 [1000] to rank ")
+                || message.contains("remote process"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_fails_or_panics_ends_the_others() {
+    for panics in [false, true] {
+        let results = each(2, LONG, |world| {
+            let sum = world.start_all_reduce(&ones(&world)?, ReduceOp::Sum)?;
+            if world.rank() == 1 {
+                assert!(!panics, "on purpose");
+                candle_core::bail!("no luck")
+            }
+            sum.wait()?;
+            world.barrier()
+        });
+        let Some([other, own]) = messages(results) else {
+            return;
+        };
+        let expected = if panics {
+            "rank 1 panicked: on purpose"
+        } else {
+            "no luck"
+        };
+        assert_eq!(own, expected);
+        assert!(
+            other.contains("remote process exited or there was a network error"),
+            "{other}"
+        );
+    }
+}
+
+#[test]
+fn a_group_that_is_kept_is_closed() {
+    let kept = each(2, LONG, |world| {
+        world.barrier()?;
+        Ok((world.split(0, 0)?, world))
+    });
+    for result in kept {
+        let (split, world) = result.unwrap();
+        for group in [split, world] {
+            let error = group.barrier().unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "this group is closed: its run over NCCL has ended"
+            );
+        }
+    }
+}
+
+/// Groups that are dropped before the end, and communicators without a launch.
+#[test]
+fn groups_end_in_any_order() -> Result<()> {
+    let board = Arc::new(Board::default());
+    scope(|scope| {
+        let ranks = devices(2).into_iter().enumerate().map(|(rank, device)| {
+            let config = NcclConfig::new(rank, 2, device, board.exchange(rank));
+            scope.spawn(move || -> Result<()> {
+                let world = ProcessGroup::new(Box::new(NcclCommunicator::join(&config)?));
+                let same = world.split(0, rank)?;
+                drop(world);
+                let other = same.split(3, 1 - rank)?;
+                assert_eq!(other.rank(), 1 - rank);
+                drop(same);
+                let got = other.all_gather(&Tensor::new(&[rank as u32], other.device())?, 0)?;
+                assert_eq!(got.to_vec1::<u32>()?, [1, 0]);
+                other.check()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
+    })
+}
+
+fn refusal(config: &NcclConfig) -> String {
+    let refused = NcclCommunicator::join(config).err();
+    refused.map_or(String::new(), |error| message_of(&error))
+}
+
+#[test]
+fn ranks_that_cannot_join() -> Result<()> {
+    let board = Arc::new(Board::default());
+    let config = NcclConfig::new(0, 1, Device::Cpu, board.exchange(0));
+    assert_eq!(
+        refusal(&config),
+        "the backend nccl runs on GPUs, got a rank on the CPU\nhint: use the backend mpi, or local"
+    );
+    let [device, ..] = &devices(1)[..] else {
+        return Ok(());
+    };
+    let config = NcclConfig {
+        device: device.clone(),
+        ..config
+    };
+    let other = NcclConfig {
+        rank: 1,
+        ..config.clone()
+    };
+    assert_eq!(
+        refusal(&other),
+        "rank 1 is not a rank of a world of world_size 1"
+    );
+    let other = NcclConfig {
+        device: Device::new_cuda(0)?,
+        ..config.clone()
+    };
+    assert!(
+        refusal(&other).starts_with("the backend nccl needs a GPU with one stream, got one opened")
+    );
+    let other = NcclConfig {
+        exchange: Arc::new(|bytes| Ok(bytes[1..].to_vec())),
+        ..config.clone()
+    };
+    assert_eq!(
+        refusal(&other),
+        "NCCL's unique id has 128 bytes, rank 0 got 127 from rank 0"
+    );
+    let other = NcclConfig {
+        world_size: 2,
+        deadline: SHORT,
+        ..config
+    };
+    let refused = refusal(&other);
+    let expected = "rank 0 on cuda:0 cannot join the other ranks: joining group [0, 1] on rank 0 is not complete after 0.3 s";
+    assert!(refused.starts_with(expected), "{refused}");
+    Ok(())
+}
+
+#[test]
+fn two_ranks_on_one_gpu_are_refused() -> Result<()> {
+    let shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
+    if gpus().is_empty() || shared {
+        return Ok(());
+    }
+    let board = Arc::new(Board::default());
+    let devices = [open(0)?, open(0)?];
+    scope(|scope| {
+        let ranks = devices.into_iter().enumerate().map(|(rank, device)| {
+            let config = NcclConfig::new(rank, 2, device, board.exchange(rank));
+            scope.spawn(move || refusal(&config))
+        });
+        for (rank, refused) in ranks.collect::<Vec<_>>().into_iter().enumerate() {
+            let refused = refused.join().unwrap();
+            let expected = format!(
+                "rank {rank} on cuda:0 cannot join the other ranks: NCCL: a group has failed: invalid usage"
+            );
+            assert!(refused.starts_with(&expected), "{refused}");
+            assert!(refused.contains("Duplicate GPU detected"), "{refused}");
+        }
+    });
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! What is special to ranks over NCCL: streams, the contract of reductions, a world of one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_comm::{Communicator, NcclCommunicator, NcclConfig, P2p, ReduceOp};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::nccl::{Board, devices, each};
+use crate::reference::{DTYPES, assert_same, input, on};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A communicator of one rank asks NCCL for every operation; a `ProcessGroup` of one asks for none.
+#[test]
+fn a_world_of_one() -> Result<()> {
+    for device in devices(1) {
+        let board = Arc::new(Board::default());
+        let world = NcclCommunicator::join(&NcclConfig::new(0, 1, device, board.exchange(0)))?;
+        assert_eq!((world.rank(), world.world_size()), (0, 1));
+        for dtype in DTYPES {
+            for (seed, len) in [(1, 1), (2, 7), (3, 4099)] {
+                let expected = input(seed, 0, &[len], dtype)?;
+                let xs = expected.to_device(world.device())?;
+                for op in [ReduceOp::Sum, ReduceOp::Max] {
+                    assert_same("all_reduce", &world.all_reduce(&xs, op)?.wait()?, &expected)?;
+                    assert_same(
+                        "reduce_scatter",
+                        &world.reduce_scatter(&xs, op)?.wait()?,
+                        &expected,
+                    )?;
+                }
+                assert_same("all_gather", &world.all_gather(&xs)?.wait()?, &expected)?;
+                assert_same("broadcast", &world.broadcast(&xs, 0)?.wait()?, &expected)?;
+                assert_same("all_to_all", &world.all_to_all(&xs)?.wait()?, &expected)?;
+                let recv = P2p::Recv {
+                    shape: xs.shape().clone(),
+                    dtype,
+                    src: 0,
+                };
+                let got = world.batch_send_recv(&[P2p::Send { xs: &xs, dst: 0 }, recv])?;
+                assert_same("message", &got.wait()?[0], &expected)?;
+            }
+        }
+        world.barrier()?.wait()?;
+        assert_eq!(world.split(3, 4)?.world_size(), 1);
+        world.check()?;
+    }
+    Ok(())
+}
+
+/// Every rank keeps its stream busy before the operation, so that an operation that does not wait for it would read too early;
+/// overwrites or frees its input right after the wait, or after it has dropped the operation; and reads results at once.
+#[test]
+fn streams_wait_for_each_other() -> Result<()> {
+    let results = each(2, LONG, |world| {
+        let ones = Tensor::ones(30_000, DType::F32, world.device())?;
+        for round in 1..=6 {
+            let mut xs = ones.zeros_like()?;
+            for _ in 0..4 * round {
+                xs = (xs + &ones)?;
+            }
+            let dropped = xs.copy()?;
+            drop(world.start_all_reduce(&dropped, ReduceOp::Sum)?);
+            dropped.zero_set()?;
+            drop(dropped);
+            let pending = [
+                world.start_all_reduce(&xs, ReduceOp::Sum)?,
+                world.start_broadcast(&xs, round % 2)?,
+                world.start_all_gather(&xs)?,
+            ];
+            let dst = 1 - world.rank();
+            let recv = P2p::Recv {
+                shape: xs.shape().clone(),
+                dtype: DType::F32,
+                src: dst,
+            };
+            let sent = xs.copy()?;
+            let messages = world.start_batch_send_recv(&[P2p::Send { xs: &sent, dst }, recv])?;
+            sent.zero_set()?;
+            let mut results = Vec::new();
+            for pending in pending {
+                results.push(pending.wait()?);
+            }
+            xs.zero_set()?;
+            drop(xs);
+            // Writes to what the results were made from come after them.
+            let noise = ones.affine(0.0, -1.0)?;
+            results.extend(messages.wait()?);
+            for (ys, expected) in results.iter().zip([8, 4, 4, 4]) {
+                let ys = ys.to_vec1::<f32>()?;
+                assert!(
+                    ys.iter().all(|y| *y == (expected * round) as f32),
+                    "round {round}"
+                );
+            }
+            drop(noise);
+        }
+        Ok(())
+    });
+    results.into_iter().collect()
+}
+
+#[test]
+fn reductions_keep_their_contract() -> Result<()> {
+    let results = each(3, LONG, |world| {
+        for dtype in [DType::BF16, DType::F16] {
+            // 256 + 1 rounds to 256 in bf16, and 2048 + 1 to 2048 in f16: summed one by one, nothing would change.
+            let large = if dtype == DType::BF16 { 256f32 } else { 2048.0 };
+            let x = if world.rank() == 0 { large } else { 1.0 };
+            let xs = Tensor::new(&[x, x, x], &Device::Cpu)?.to_dtype(dtype)?;
+            let xs = on(&world, &xs)?;
+            for sum in [
+                world.all_reduce(&xs, ReduceOp::Sum)?,
+                world.reduce_scatter(&xs, ReduceOp::Sum, 0)?,
+            ] {
+                let sum = sum.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                assert!(
+                    sum.to_vec1::<f32>()?.iter().all(|y| *y == large + 2.0),
+                    "{sum}"
+                );
+            }
+        }
+        for nan_rank in 0..3 {
+            let x = if world.rank() == nan_rank {
+                f32::NAN
+            } else {
+                -1.0
+            };
+            for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+                let xs = Tensor::new(&[x, -2.0, f32::NEG_INFINITY], &Device::Cpu)?;
+                let xs = on(&world, &xs.to_dtype(dtype)?)?;
+                let max = world
+                    .all_reduce(&xs, ReduceOp::Max)?
+                    .to_device(&Device::Cpu)?;
+                let max = max.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                assert!(
+                    max[0].is_nan() && max[1..] == [-2.0, f32::NEG_INFINITY],
+                    "{dtype:?}: {max:?}"
+                );
+                let part = world
+                    .reduce_scatter(&xs, ReduceOp::Max, 0)?
+                    .to_device(&Device::Cpu)?;
+                let part = part.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                assert_eq!(part[0].is_nan(), world.rank() == 0);
+            }
+        }
+        let xs = Tensor::new(&[100u8 + world.rank() as u8], world.device())?;
+        assert_eq!(world.all_reduce(&xs, ReduceOp::Sum)?.to_vec1::<u8>()?, [47]);
+        Ok(())
+    });
+    results.into_iter().collect()
+}
+
+#[test]
+fn small_integers_travel_but_are_not_reduced() -> Result<()> {
+    let results = each(2, LONG, |world| {
+        let rank = world.rank();
+        let xs = Tensor::new(&[rank as i16, -1], world.device())?;
+        assert_eq!(world.all_gather(&xs, 0)?.to_vec1::<i16>()?, [0, -1, 1, -1]);
+        let error = world
+            .all_reduce(&xs, ReduceOp::Sum)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("all_reduce(sum) of i16 works on the CPU only"),
+            "{error}"
+        );
+        let xs = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
+        let error = world
+            .all_reduce(&xs, ReduceOp::Sum)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(" its device, got one on cpu"), "{error}");
+        Ok(())
+    });
+    results.into_iter().collect()
+}
+
+/// The host's barrier: a rank is past it only when all have started it.
+#[test]
+fn a_barrier_waits_on_the_host() -> Result<()> {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let arrived = AtomicUsize::new(0);
+    let results = each(3, LONG, |world| {
+        for round in 1..=5 {
+            std::thread::sleep(Duration::from_millis(
+                5 * ((world.rank() + round) % 3) as u64,
+            ));
+            arrived.fetch_add(1, Ordering::SeqCst);
+            world.barrier()?;
+            assert!(arrived.load(Ordering::SeqCst) >= 3 * round);
+        }
+        Ok(())
+    });
+    results.into_iter().collect()
+}
