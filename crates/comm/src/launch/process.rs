@@ -15,7 +15,9 @@ pub(super) fn mpi<T: Send>(
 ) -> Result<T> {
     let mpi = crate::MpiConfig {
         deadline: config.deadline,
-        threads_per_rank: config.threads_per_rank,
+        threads_per_rank: config
+            .threads_per_rank
+            .or_else(|| threads_of_stages(config)),
         ..crate::MpiConfig::default()
     };
     super::mpi(mpi, |world| {
@@ -53,6 +55,15 @@ pub(super) fn nccl<T: Send>(
         control.fail(&message_of(error));
     }
     outcome
+}
+
+/// Threads per rank where a host has several stages of a pipeline: a stage that waits for another leaves its cores to it.
+#[cfg(feature = "mpi")]
+fn threads_of_stages(config: &RunConfig) -> Option<usize> {
+    let (world_size, on_host) = (config.env.world_size(), config.env.local_world_size());
+    let ranks_per_stage = (world_size / config.degrees.pp).max(1);
+    let num_stages = on_host.div_ceil(ranks_per_stage);
+    (num_stages > 1).then(|| (crate::local::num_cores() * num_stages / on_host.max(1)).max(1))
 }
 
 /// Joins the control plane; rank 0's address goes to the others over `world`, unless the environment has it.
