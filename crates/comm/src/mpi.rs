@@ -34,6 +34,7 @@ mod meeting;
 mod messages;
 mod movement;
 mod part;
+mod pause;
 mod rendezvous;
 mod route;
 mod run;

@@ -1,22 +1,16 @@
 //! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use std::thread::yield_now;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::channels::Channels;
 use super::context::Context;
 use super::goodbye::Goodbyes;
 use super::messages::Batch;
+use super::pause::Pause;
 use crate::Error;
 
 type Result<T> = std::result::Result<T, Error>;
-
-/// Looks in vain before the thread sleeps between looks: enough for an answer of another process on the same host.
-const NUM_SPINS: u32 = 200;
-
-/// The first and the longest sleep between looks.
-const SLEEPS: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(100));
 
 /// Operations of one group that move data at once; more would only need more memory.
 const NUM_MOVING: usize = 4;
@@ -103,7 +97,7 @@ impl Engine {
     }
 
     fn work(&mut self) -> Result<End> {
-        let mut pause = Pause::default();
+        let mut pause = Pause::new();
         loop {
             loop {
                 match self.jobs.try_recv() {
@@ -112,10 +106,10 @@ impl Engine {
                     Ok(job) => self.start(job),
                     Err(TryRecvError::Empty) => break,
                 }
-                pause = Pause::default();
+                pause = Pause::new();
             }
             let job = if self.poll() {
-                pause = Pause::default();
+                pause = Pause::new();
                 continue;
             } else if self.is_idle() {
                 self.jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -130,7 +124,7 @@ impl Engine {
                 Ok(Job::Abort) | Err(RecvTimeoutError::Disconnected) => return Ok(End::Failed),
                 Ok(job) => {
                     self.start(job);
-                    pause = Pause::default();
+                    pause = Pause::new();
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -258,7 +252,7 @@ impl Engine {
     /// their senders wait.
     fn finish(&mut self) -> Result<End> {
         self.open_groups(self.ctx.groups.len());
-        let mut pause = Pause::default();
+        let mut pause = Pause::new();
         let mut num_undelivered = 0;
         let start = Instant::now();
         loop {
@@ -283,32 +277,10 @@ impl Engine {
                 return Ok(End::Done(num_undelivered));
             }
             if moved {
-                pause = Pause::default();
+                pause = Pause::new();
             } else if let Some(sleep) = pause.next() {
                 std::thread::sleep(sleep);
             }
         }
-    }
-}
-
-/// What to do between looks in vain: yield a while, then sleep ever longer.
-#[derive(Default)]
-struct Pause {
-    num_spins: u32,
-    sleep: Option<Duration>,
-}
-
-impl Pause {
-    /// How long to sleep now; `None` after it has yielded.
-    fn next(&mut self) -> Option<Duration> {
-        if self.num_spins < NUM_SPINS {
-            self.num_spins += 1;
-            yield_now();
-            return None;
-        }
-        let (first, longest) = SLEEPS;
-        let sleep = self.sleep.map_or(first, |sleep| (sleep * 2).min(longest));
-        self.sleep = Some(sleep);
-        Some(sleep)
     }
 }

@@ -90,10 +90,11 @@ fn fail(rank: usize, message: &str, jobs: &Sender<Job>) -> ! {
     std::process::exit(1)
 }
 
-type Engine_ = JoinHandle<std::result::Result<u64, Error>>;
+/// MPI's thread: at its end, the number of messages that nobody received.
+type EngineThread = JoinHandle<std::result::Result<u64, Error>>;
 
 /// Starts MPI's thread, which initialises MPI.
-fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(Engine_, Start)> {
+fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
     let (started, start) = channel();
     let engine = Builder::new().name("mpi".into()).spawn(move || {
         let begun = begin(deadline);
@@ -101,7 +102,15 @@ fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(Engine_, Sta
             Ok((context, start)) => {
                 // The other end waits for it.
                 drop(started.send(Ok(start)));
-                run_engine(context, jobs)
+                let rank = context.world_rank;
+                let ended = catch_unwind(AssertUnwindSafe(|| run_engine(context, jobs)));
+                ended.unwrap_or_else(|panic| {
+                    // Nobody could say it to the rank, which may wait; and MPI's state is gone. A process that ends without
+                    // MPI_Finalize makes its launcher end the others.
+                    let message = launch::panic_message(&*panic);
+                    eprintln!("rank {rank} failed: MPI's thread panicked: {message}");
+                    std::process::exit(1)
+                })
             }
             Err(error) => {
                 drop(started.send(Err(error)));
