@@ -18,6 +18,8 @@ mod variables;
 
 pub use started_by::StartedBy;
 
+use std::fmt;
+
 use crate::{Error, Result};
 use identity::Identity;
 use meeting_point::MeetingPoint;
@@ -133,5 +135,21 @@ impl RankEnv {
                 )))
             }
         }
+    }
+}
+
+impl fmt::Display for RankEnv {
+    /// `rank 3 of 4 on node2 (local rank 1 of 2), started by torchrun`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rank {} of {} on {} (local rank {} of {}), started by {}",
+            self.rank,
+            self.world_size,
+            self.host,
+            self.local_rank,
+            self.local_world_size,
+            self.started_by
+        )
     }
 }

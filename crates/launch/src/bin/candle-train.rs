@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use candle_launch::RankEnv;
 use candle_launch::launcher::{LaunchOptions, become_rank, launch, run_agent};
 use clap::Parser;
 
@@ -12,6 +13,8 @@ use clap::Parser;
 enum Command {
     /// Start the ranks of a run, on this host or on several, and end them together.
     Launch(Box<LaunchOptions>),
+    /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`.
+    Env,
     /// Runs the ranks of one host; started by `launch`.
     #[command(hide = true)]
     Agent,
@@ -28,6 +31,7 @@ enum Command {
 fn main() -> ExitCode {
     match Command::parse() {
         Command::Launch(options) => launch(&options),
+        Command::Env => print_env(),
         Command::Agent => run_agent(),
         Command::Rank {
             agent_pid,
@@ -38,4 +42,20 @@ fn main() -> ExitCode {
             ExitCode::from(127)
         }
     }
+}
+
+fn print_env() -> ExitCode {
+    let env = match RankEnv::from_env() {
+        Ok(env) => env,
+        Err(error) => {
+            eprintln!("candle-train: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match env.master() {
+        Ok((host, port)) => println!("{env}; the ranks meet at {host}, port {port}"),
+        Err(_) if env.world_size() == 1 => println!("{env}"),
+        Err(error) => println!("{env}\n{error}"),
+    }
+    ExitCode::SUCCESS
 }

@@ -106,3 +106,19 @@ fn arguments_arrive_as_they_are() {
         ["[rank 0] <--grace-secs><a b><><'$x\"><-h>"]
     );
 }
+
+#[test]
+fn ranks_read_what_the_launcher_set() {
+    let program = env!("CARGO_BIN_EXE_candle-train");
+    let args = ["--nproc-per-node", "2", program, "env"];
+    let ended = super::launching::start(&args).wait();
+    let host = nix::unistd::gethostname().unwrap();
+    for (rank, line) in ended.sorted_lines().iter().enumerate() {
+        let expected = format!(
+            "[rank {rank}] rank {rank} of 2 on {} (local rank {rank} of 2), started by candle-train launch; the ranks meet at 127.0.0.1, port ",
+            host.display()
+        );
+        assert!(line.starts_with(&expected), "{line}");
+    }
+    assert_eq!(ended.sorted_lines().len(), 2, "{}", ended.err);
+}

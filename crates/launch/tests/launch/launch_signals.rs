@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Instant;
 
-use super::launching::{spawn, start_in, start_script, wait_until};
+use super::launching::{spawn, start_in, start_script, wait_until, write_script};
 use nix::sys::signal::{Signal, killpg};
 use tempfile::TempDir;
 
@@ -82,6 +82,20 @@ fn count_ranks(launching: &super::launching::Launching) -> usize {
         .iter()
         .filter(|(_, command)| command.starts_with("sh "))
         .count()
+}
+
+#[test]
+fn before_the_ranks_are_started() {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("hosts"), "a slots=1\n").unwrap();
+    write_script(&folder.path().join("ssh"), "touch asked; exec cat");
+    let args = ["--hostfile", "hosts", "--ssh", "./ssh", "touch", "started"];
+    let launching = start_in(folder, &args, &|_| {});
+    launching.await_files(&["asked"]);
+    launching.signal(Signal::SIGINT);
+    let ended = launching.wait();
+    assert_eq!(ended.code, Some(130), "{}", ended.err);
+    assert!(!ended.path("started").exists());
 }
 
 #[test]

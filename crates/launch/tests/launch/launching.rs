@@ -103,9 +103,17 @@ impl Launching {
 
     /// Waits for its end; all its processes must be gone then.
     pub fn wait(mut self) -> Ended {
-        wait_until("the launcher's end", || {
-            self.child.try_wait().unwrap().is_some()
-        });
+        let begin = Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            if begin.elapsed() > DEADLINE {
+                let err = std::fs::read_to_string(self.path("stderr"));
+                panic!(
+                    "no end after {DEADLINE:?} of {:#?}; stderr: {err:?}",
+                    self.processes()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
         let left = self.processes();
         let code = self.child.wait().unwrap().code();
         let read = |name| std::fs::read(self.path(name)).unwrap();

@@ -32,6 +32,7 @@ pub(super) struct Run<'a> {
     failures: Failures,
     signal: Option<(Signal, Instant)>,
     start_deadline: Option<Instant>,
+    started: bool,
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
     stopped_at: Option<Instant>,
@@ -58,6 +59,7 @@ impl<'a> Run<'a> {
             failures: Failures::default(),
             signal: None,
             start_deadline: Some(Instant::now() + START_DEADLINE),
+            started: false,
             stop_due: None,
             stopped_at: None,
             give_up_at: None,
@@ -83,6 +85,7 @@ impl<'a> Run<'a> {
                 self.hosts[host] = HostState::Ready;
                 let all_ready = self.hosts.iter().all(|state| *state == HostState::Ready);
                 if all_ready && self.start_deadline.take().is_some() {
+                    self.started = true;
                     self.tell_all(|| Command::Start);
                 }
             }
@@ -226,10 +229,9 @@ impl<'a> Run<'a> {
             if let Some(cause) = self.failures.cause(Some(at)) {
                 return (cause.exit_code(), Some(cause.describe(hosts)));
             }
-            let code = if self.failures.is_empty() {
-                0
-            } else {
-                128 + signal as u8
+            let code = match self.started && self.failures.is_empty() {
+                true => 0,
+                false => 128 + signal as u8,
             };
             return (code, Some(describe_signal(signal, &self.failures)));
         }
