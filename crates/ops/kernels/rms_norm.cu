@@ -1,4 +1,5 @@
-// Root-mean-square normalisation: y = x r w, r = 1 / sqrt(mean(x^2) + eps) (arXiv:1910.07467), optionally of a sum.
+// Root-mean-square normalisation: y = x r w, r = 1 / sqrt(mean(x^2) + eps) (arXiv:1910.07467). The sum with a residual
+// that it is taken of in a model is made by the product before it.
 #include "pack.cuh"
 #include "reduce.cuh"
 
@@ -7,27 +8,16 @@ __device__ bool rows_packed(int cols, bool pointers_aligned) {
     return cols % PACK<T> == 0 && pointers_aligned;
 }
 
-// If `residual` is not null, x + residual is what is normalised; it is written to `sum` (which may be x or residual),
-// and normalised as it was rounded, so that a backward pass from `sum` sees the same numbers. A block per row, in turns.
+// A block per row, in turns.
 template <typename T>
-__device__ void rms_norm_forward(T* y, T* sum, const T* x, const T* residual, const T* w, i64 rows, int cols,
-                                 float eps) {
-    bool packed = rows_packed<T>(cols, aligned(y, sum, x, residual, w));
+__device__ void rms_norm_forward(T* y, const T* x, const T* w, i64 rows, int cols, float eps) {
+    bool packed = rows_packed<T>(cols, aligned(y, x, w));
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         i64 start = row * cols;
-        const T* normed = (residual ? sum : x) + start;
         float squares = 0.0f;
         for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
             constexpr int N = decltype(width)::value;
             Floats<N> a = load<N>(x + start + i);
-            if (residual) {
-                Floats<N> b = load<N>(residual + start + i);
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    a.at[j] = rounded_to<T>(a.at[j] + b.at[j]);
-                }
-                store(sum + start + i, a);
-            }
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 squares += a.at[j] * a.at[j];
@@ -36,7 +26,7 @@ __device__ void rms_norm_forward(T* y, T* sum, const T* x, const T* residual, co
         float r = 1.0f / sqrtf(reduce_block<Sum>(squares, shared) / (float)cols + eps);
         for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
             constexpr int N = decltype(width)::value;
-            Floats<N> a = load<N>(normed + i);
+            Floats<N> a = load<N>(x + start + i);
             Floats<N> b = load<N>(w + i);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
@@ -113,14 +103,12 @@ __device__ void rms_norm_backward(T* dx, float* partials, const T* x, const T* w
     }
 }
 
-extern "C" __global__ void rms_norm_forward_f32(float* y, float* sum, const float* x, const float* residual,
-                                                const float* w, i64 rows, int cols, float eps) {
-    rms_norm_forward(y, sum, x, residual, w, rows, cols, eps);
+extern "C" __global__ void rms_norm_forward_f32(float* y, const float* x, const float* w, i64 rows, int cols, float eps) {
+    rms_norm_forward(y, x, w, rows, cols, eps);
 }
 
-extern "C" __global__ void rms_norm_forward_bf16(bf16* y, bf16* sum, const bf16* x, const bf16* residual,
-                                                 const bf16* w, i64 rows, int cols, float eps) {
-    rms_norm_forward(y, sum, x, residual, w, rows, cols, eps);
+extern "C" __global__ void rms_norm_forward_bf16(bf16* y, const bf16* x, const bf16* w, i64 rows, int cols, float eps) {
+    rms_norm_forward(y, x, w, rows, cols, eps);
 }
 
 extern "C" __global__ void rms_norm_backward_f32(float* dx, float* partials, const float* x, const float* w,

@@ -64,6 +64,10 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     }
 }
 
+/// Ranks that are threads share candle's handle of cuBLAS, which NVIDIA allows while no thread changes its settings: they are
+/// made here and nowhere else, and candle's products change none either. Its workspace is shared by products on one stream,
+/// one after the other.
+///
 /// Makes cuBLAS add the parts of a product in f32: by default it may round them to bf16 first where it divides a long sum.
 fn sum_in_f32(device: &CudaDevice) -> Result<()> {
     let blas = device.cublas_handle();

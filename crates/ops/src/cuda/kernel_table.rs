@@ -64,8 +64,7 @@ macro_rules! for_each_kernel {
                 fill_rows[T](dst: Out<T>, row: In<T>, rows: i64, cols: i64);
             }
             "rms_norm" {
-                rms_norm_forward[T](y: Out<T>, sum: OptOut<T>, x: In<T>, residual: OptIn<T>, w: In<T>, rows: i64,
-                    cols: i32, eps: f32);
+                rms_norm_forward[T](y: Out<T>, x: In<T>, w: In<T>, rows: i64, cols: i32, eps: f32);
                 rms_norm_backward[T](dx: Out<T>, partials: OptOut<f32>, x: In<T>, w: In<T>, dy: In<T>,
                     residual: OptIn<T>, rows: i64, cols: i32, eps: f32);
             }

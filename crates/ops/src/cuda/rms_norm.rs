@@ -31,9 +31,7 @@ fn forward<T: Element>(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<OpOutpu
             launch::rms_norm_forward(
                 &launch,
                 y.out(),
-                None,
                 x.get::<T>(),
-                None,
                 w.get(),
                 num_rows,
                 num_cols,
