@@ -7,6 +7,7 @@
 mod activity;
 mod clock;
 mod config;
+mod death;
 mod ending;
 mod failure;
 mod hello;
@@ -34,6 +35,7 @@ pub use ticket::Ticket;
 pub use verdict::Verdict;
 
 use crate::{Error, Result};
+use joining::Place;
 use link::Link;
 use message::{Answer, Question};
 use server::Server;
@@ -65,13 +67,13 @@ impl Control {
     /// Ranks that do not come in time, and ranks that do not belong together: two with the same number, or one with another
     /// world size, fingerprint or version than rank 0, which ends the start of the run on all ranks.
     pub fn join(config: &ControlConfig) -> Result<Arc<Self>> {
-        if config.rank == 0
-            && let Some(listener) = joining::listen(config)?
-        {
-            return Self::join_at(config, listener);
+        if config.rank > 0 {
+            return Ok(Self::of(config, joining::connect(config, None)?, None));
         }
-        // Rank 0 gets here if its port is taken: whoever has it says whether it is of this run.
-        Self::of(config, joining::join(config, None)?, None)
+        match joining::claim(config)? {
+            Place::Listener(listener) => Self::join_at(config, listener),
+            Place::Link(link) => Ok(Self::of(config, link, None)),
+        }
     }
 
     /// Joins as rank 0 that serves at `listener`, whose address the other ranks get in any way as their `master`. A
@@ -83,8 +85,8 @@ impl Control {
         let server = Server::start(listener, config).map_err(|error| {
             Error::Join(format!("rank 0 cannot serve the other ranks: {error}"))
         })?;
-        match joining::join(config, Some(server.local_address())) {
-            Ok(link) => Self::of(config, link, Some(server)),
+        match joining::connect(config, Some(server.local_address())) {
+            Ok(link) => Ok(Self::of(config, link, Some(server))),
             Err(error) => {
                 server.wait_until_known(FAREWELL);
                 Err(error)
@@ -92,7 +94,7 @@ impl Control {
         }
     }
 
-    fn of(config: &ControlConfig, link: Arc<Link>, server: Option<Server>) -> Result<Arc<Self>> {
+    fn of(config: &ControlConfig, link: Arc<Link>, server: Option<Server>) -> Arc<Self> {
         let control = Arc::new(Self {
             link,
             world: Arc::new(RankGroup::world(config.world_size)),
@@ -102,7 +104,7 @@ impl Control {
         if config.ends_process {
             sigterm::watch(&control);
         }
-        Ok(control)
+        control
     }
 
     /// This rank.

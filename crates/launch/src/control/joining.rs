@@ -21,10 +21,66 @@ const OTHER_RUN: Duration = Duration::from_secs(10);
 /// What ranks wait beyond their time for rank 0 to say who is missing.
 const LAST_WORD: Duration = Duration::from_secs(2);
 
-/// The listener of rank 0 at the meeting point; `None` if the port is taken.
-pub(super) fn listen(config: &ControlConfig) -> Result<Option<TcpListener>> {
+/// Rank 0's place.
+pub(super) enum Place {
+    /// It is to serve here.
+    Listener(TcpListener),
+    /// Somebody else serves already, and took it for a rank of the run.
+    Link(Arc<Link>),
+}
+
+/// Takes the meeting point for rank 0. Who has its port already is asked for this run, which refuses a second rank 0 by name.
+pub(super) fn claim(config: &ControlConfig) -> Result<Place> {
+    persist(config, |attempt| match listen(config)? {
+        Some(listener) => Ok(Place::Listener(listener)),
+        None => match attempt.run(None) {
+            Err(Refused::Io(error)) => Err(Refused::OtherRun(format!(
+                "another program listens there ({error})"
+            ))),
+            other => other.map(Place::Link),
+        },
+    })
+}
+
+/// Connects to the server at `address`, or at the meeting point, and waits until all ranks are there.
+pub(super) fn connect(config: &ControlConfig, address: Option<SocketAddr>) -> Result<Arc<Link>> {
+    persist(config, |attempt| attempt.run(address))
+}
+
+/// Tries until the time to join is over.
+fn persist<T>(
+    config: &ControlConfig,
+    mut run: impl FnMut(&mut Attempt) -> std::result::Result<T, Refused>,
+) -> Result<T> {
+    let begun = Instant::now();
+    let mut pause = Duration::from_millis(20);
+    let mut attempt = Attempt {
+        config,
+        until: begun + config.join_timeout + LAST_WORD,
+        missing: Vec::new(),
+    };
+    loop {
+        let last = match run(&mut attempt) {
+            Ok(done) => return Ok(done),
+            Err(Refused::ForGood(message)) => return Err(Error::Join(message)),
+            Err(Refused::OtherRun(message)) if begun.elapsed() > OTHER_RUN => {
+                return Err(not_this_run(config, &message));
+            }
+            Err(Refused::OtherRun(message)) => message,
+            Err(Refused::Io(error)) => error.to_string(),
+        };
+        if begun.elapsed() > config.join_timeout {
+            return Err(overdue(config, &last, &attempt.missing));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_secs(1));
+    }
+}
+
+/// A listener at the meeting point; `None` if the port is taken.
+fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Refused> {
     let (host, port) = &config.master;
-    let addresses: Vec<SocketAddr> = resolve(config).map_err(|error| failed(config, &error))?;
+    let addresses = resolve(config)?;
     // A run within one host is nobody else's business. Else by all interfaces: the name may be that of a proxy.
     let address = match addresses.first() {
         Some(first) if first.ip().is_loopback() => *first,
@@ -34,43 +90,11 @@ pub(super) fn listen(config: &ControlConfig) -> Result<Option<TcpListener>> {
     match TcpListener::bind(address) {
         Ok(listener) => Ok(Some(listener)),
         Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
-        Err(error) => Err(Error::Join(format!(
+        Err(error) => Err(Refused::ForGood(format!(
             "rank 0 on host {} cannot listen on {host}:{port}: {error}\n\
              hint: choose another port with MASTER_PORT, the same on all ranks",
             config.host
         ))),
-    }
-}
-
-/// Connects to the server at `addresses`, or at the meeting point, until all ranks are there.
-pub(super) fn join(config: &ControlConfig, address: Option<SocketAddr>) -> Result<Arc<Link>> {
-    let begun = Instant::now();
-    let mut pause = Duration::from_millis(20);
-    let mut missing = Vec::new();
-    loop {
-        let attempt = Attempt {
-            config,
-            until: begun + config.join_timeout + LAST_WORD,
-        };
-        let refused = match attempt.run(address, &mut missing) {
-            Ok(link) => return Ok(link),
-            Err(Refused::ForGood(message)) => return Err(Error::Join(message)),
-            Err(Refused::OtherRun(message)) if begun.elapsed() > OTHER_RUN => {
-                return Err(Error::Join(format!(
-                    "rank {} on host {}: {message}, {}:{}\n\
-                     hint: choose another port with MASTER_PORT, the same on all ranks, or look for the token: under \
-                     `--nnodes` each host needs the same",
-                    config.rank, config.host, config.master.0, config.master.1
-                )));
-            }
-            Err(Refused::OtherRun(message)) => message,
-            Err(Refused::Io(error)) => error.to_string(),
-        };
-        if begun.elapsed() > config.join_timeout {
-            return Err(overdue(config, &refused, &missing));
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_secs(1));
     }
 }
 
@@ -91,14 +115,12 @@ impl From<io::Error> for Refused {
 struct Attempt<'a> {
     config: &'a ControlConfig,
     until: Instant,
+    /// Who was missing when rank 0 last said so.
+    missing: Vec<usize>,
 }
 
 impl Attempt<'_> {
-    fn run(
-        &self,
-        address: Option<SocketAddr>,
-        missing: &mut Vec<usize>,
-    ) -> std::result::Result<Arc<Link>, Refused> {
+    fn run(&mut self, address: Option<SocketAddr>) -> std::result::Result<Arc<Link>, Refused> {
         let mut stream = self.connect(address)?;
         stream.set_nodelay(true)?;
         stream.write_all(&wire::opening(wire::VERSION))?;
@@ -107,7 +129,7 @@ impl Attempt<'_> {
         let mut reader = BufReader::new(Timed::new(stream.try_clone()?, rest));
         loop {
             match wire::read(&mut reader, Limits::RANK)?.0 {
-                ToRank::Waiting { missing: ranks } => *missing = ranks,
+                ToRank::Waiting { missing } => self.missing = missing,
                 ToRank::Welcome { hosts } => {
                     reader.get_mut().lift()?;
                     return Ok(Link::start(self.config, hosts, reader, stream)?);
@@ -145,11 +167,12 @@ fn resolve(config: &ControlConfig) -> io::Result<Vec<SocketAddr>> {
     Ok((host.as_str(), *port).to_socket_addrs()?.collect())
 }
 
-fn failed(config: &ControlConfig, error: &io::Error) -> Error {
+fn not_this_run(config: &ControlConfig, why: &str) -> Error {
     let (host, port) = &config.master;
     Error::Join(format!(
-        "rank {} on host {} cannot reach rank 0 at {host}:{port}: {error}\n\
-         hint: MASTER_ADDR must be a name or address of rank 0's host that all hosts know",
+        "rank {} on host {} could not join the run at {host}:{port}: {why}\n\
+         hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, the ranks' tokens \
+         differ (CANDLE_TRAIN_RUN_TOKEN)",
         config.rank, config.host
     ))
 }

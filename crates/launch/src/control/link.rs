@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::activity::{Activity, Snapshot};
 use super::clock::RunClock;
+use super::death::{DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Timed};
 use super::{BEAT, ControlConfig, Failure, FailureKind, SILENCE, ending};
@@ -220,7 +221,7 @@ impl Link {
         loop {
             match wire::read::<ToRank>(&mut reader, Limits::RANK) {
                 Ok((message, body)) => self.handle(message, body),
-                Err(error) => return self.lost(&closed(&error)),
+                Err(error) => return self.lost(&died(&error), DIED_HINT),
             }
         }
     }
@@ -268,10 +269,7 @@ impl Link {
         let silence = now.saturating_sub(state.heard);
         drop(state);
         if silence > SILENCE {
-            self.lost(&format!(
-                "it has not been heard of for {:.0} s (its process is stopped, its host is down or the network is cut)",
-                silence.as_secs_f64()
-            ));
+            self.lost(&silent(silence), SILENT_HINT);
         }
         true
     }
@@ -284,7 +282,7 @@ impl Link {
     }
 
     /// The server, and so rank 0, is gone.
-    fn lost(self: &Arc<Self>, why: &str) {
+    fn lost(self: &Arc<Self>, what: &str, hint: &str) {
         let now = self.clock.now();
         let mut state = self.lock();
         if state.left {
@@ -292,8 +290,7 @@ impl Link {
         } else if !state.closed {
             let age = now.saturating_sub(state.heard);
             let message = format!(
-                "rank 0 on host {} died: {why}\n  its last operation: {}\n\
-                 hint: see what rank 0 itself printed; a process that was killed prints nothing",
+                "rank 0 on host {} {what}\n  its last operation: {}\n{hint}",
                 self.hosts.first().map_or("", String::as_str),
                 state.zero.describe(age)
             );
@@ -338,13 +335,5 @@ impl Link {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Why a connection cannot be read any more.
-pub(super) fn closed(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::InvalidData => format!("it sent what is no message ({error})"),
-        _ => "its connection closed without a goodbye".to_string(),
     }
 }

@@ -2,5 +2,7 @@
 
 mod deaths;
 mod exchange;
+mod hosts;
 mod processes;
 mod ranks;
+mod rendezvous;

@@ -86,14 +86,19 @@ impl Hub {
         if let Some(why) = self.own.objection(hello, version) {
             return Some(why);
         }
-        let there = state.peers[hello.rank].as_ref()?;
+        // Rank 0 is this process, also before its own connection has come.
+        let zero = (&self.own.host, self.own.pid);
+        let there = match &state.peers[hello.rank] {
+            Some(peer) => (&peer.host, peer.pid),
+            None if hello.rank == 0 && (&hello.host, hello.pid) != zero => zero,
+            None => return None,
+        };
         Some(format!(
-            "rank {} on host {} (process {}): this rank is there already, from {}\n\
+            "{}: this rank is there already, from host {} (process {})\n\
              hint: each process of a run needs a rank of its own",
-            hello.rank,
-            hello.host,
-            hello.pid,
-            report::name(hello.rank, there)
+            report::name(hello.rank, &hello.host, hello.pid),
+            there.0,
+            there.1
         ))
     }
 
@@ -119,11 +124,10 @@ impl Hub {
         let why = format!(
             "of {} ranks these have not come within {} s: {}\n\
              hint: look whether they run and what they said; they need the same MASTER_ADDR and MASTER_PORT, and a way to \
-             reach them; {} on host {} must be started by srun, mpirun or a launcher, not by a batch script alone",
+             reach rank 0 on host {}",
             self.world_size(),
             self.join_timeout.as_secs_f64(),
             report::rank_list(&state.missing()),
-            "rank 0",
             self.own.host,
         );
         self.refuse_all(state, why);

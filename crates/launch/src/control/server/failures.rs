@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::hub::{Hub, State};
 use super::{report, spawn};
-use crate::control::link::closed;
+use crate::control::death::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
 use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
 
@@ -46,12 +46,10 @@ impl Hub {
         };
         peer.gone = true;
         if !peer.left && !peer.failed {
-            let why = closed(why);
             let message = format!(
-                "{} died: {why}\n  its last operation: {}\n\
-                 hint: see what this rank itself printed; a process that was killed prints nothing (the kernel's log, \
-                 `dmesg`, tells if the host was out of memory)",
-                report::name(rank, peer),
+                "{} {}\n  its last operation: {}\n{DIED_HINT}",
+                report::peer_name(rank, peer),
+                died(why),
                 report::last(peer, now)
             );
             state.announce(Failure {
@@ -83,7 +81,7 @@ impl Hub {
         };
         let message = format!(
             "{} {verb}: {why}\n  its last operation: {}",
-            report::name(rank, peer),
+            report::peer_name(rank, peer),
             report::last(peer, self.clock.now())
         );
         let failure = Failure {
@@ -160,29 +158,26 @@ impl Hub {
     /// Ends the run if ranks have said nothing for too long, all of which are named.
     pub(super) fn find_silent(&self, state: &mut State, now: Duration) {
         let silence = |heard: Duration| now.saturating_sub(heard);
-        let silent = |limit: Duration| {
+        let silent_for = |limit: Duration| {
             let here = (state.present()).filter(|(_, peer)| !peer.left && !peer.gone);
             here.filter(move |(_, peer)| silence(peer.heard) > limit)
         };
-        if state.failure.is_some() || silent(SILENCE).next().is_none() {
+        if state.failure.is_some() || silent_for(SILENCE).next().is_none() {
             return;
         }
         // Ranks behind the same cut fall silent within a beat.
-        let silent: Vec<_> = silent(SILENCE - 2 * BEAT).collect();
-        let lines = silent.iter().map(|(rank, peer)| {
+        let lost: Vec<_> = silent_for(SILENCE - 2 * BEAT).collect();
+        let lines = lost.iter().map(|(rank, peer)| {
             format!(
-                "{} has not been heard of for {:.0} s\n  its last operation: {}",
-                report::name(*rank, peer),
-                silence(peer.heard).as_secs_f64(),
+                "{} {}\n  its last operation: {}",
+                report::peer_name(*rank, peer),
+                silent(silence(peer.heard)),
                 report::last(peer, now)
             )
         });
         let lines: Vec<String> = lines.collect();
-        let message = format!(
-            "{}\nhint: its process is stopped, its host is down or the network between the hosts is cut",
-            lines.join("\n")
-        );
-        let rank = silent.first().map(|(rank, _)| *rank);
+        let message = format!("{}\n{SILENT_HINT}", lines.join("\n"));
+        let rank = lost.first().map(|(rank, _)| *rank);
         state.announce(Failure {
             kind: FailureKind::Died,
             rank,

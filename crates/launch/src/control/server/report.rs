@@ -5,8 +5,13 @@ use std::time::Duration;
 use super::hub::Peer;
 
 /// "rank 2 on host b (process 4711)".
-pub(super) fn name(rank: usize, peer: &Peer) -> String {
-    format!("rank {rank} on host {} (process {})", peer.host, peer.pid)
+pub(super) fn name(rank: usize, host: &str, pid: u32) -> String {
+    format!("rank {rank} on host {host} (process {pid})")
+}
+
+/// The same of a rank that is in.
+pub(super) fn peer_name(rank: usize, peer: &Peer) -> String {
+    name(rank, &peer.host, peer.pid)
 }
 
 /// What a rank did last.
@@ -19,7 +24,7 @@ pub(super) fn last(peer: &Peer, now: Duration) -> String {
 /// One line per rank: what it did last.
 pub(super) fn all(peers: &[Option<Peer>], now: Duration) -> String {
     let line = |(rank, peer): (usize, &Option<Peer>)| match peer {
-        Some(peer) => format!("  {}: {}", name(rank, peer), last(peer, now)),
+        Some(peer) => format!("  {}: {}", peer_name(rank, peer), last(peer, now)),
         None => format!("  rank {rank}: not there"),
     };
     peers

@@ -1,0 +1,225 @@
+//! Who is let into a run, and what is said to whom when one is not.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use candle_launch::{Control, ControlConfig};
+
+use super::ranks::{config, free_listener, join, ranks_with};
+
+/// How the start of a run of three fails when the last rank is changed: on all ranks with the same message.
+fn refused_on_all(change: impl Fn(&mut ControlConfig) + Sync) -> String {
+    let last = |config: &mut ControlConfig| {
+        if config.rank == 2 {
+            change(config);
+        }
+    };
+    let errors = ranks_with(3, last, |control| control.err().unwrap().to_string());
+    assert_eq!((&errors[1], &errors[2]), (&errors[0], &errors[0]));
+    errors[0].clone()
+}
+
+#[test]
+fn a_rank_with_other_flags_is_named_on_all_ranks() {
+    let error = refused_on_all(|config| {
+        config.fingerprint = vec![
+            ("--lr".into(), "1e-3".into()),
+            ("data".into(), "b.txt".into()),
+        ];
+    });
+    assert_eq!(
+        error,
+        "the run cannot start: rank 2 on host host-2: --lr is 1e-3, expected 1e-4 as on rank 0; data is b.txt, expected \
+         not given as on rank 0\nhint: start all ranks with the same program, flags and data"
+    );
+}
+
+#[test]
+fn a_rank_of_another_world_size_is_named_on_all_ranks() {
+    let error = refused_on_all(|config| config.world_size = 4);
+    let expected = "rank 2 on host host-2: its world size is 4, expected 3 as on rank 0\n";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn a_rank_that_does_not_exist_is_named_on_all_ranks() {
+    let error = refused_on_all(|config| config.rank = 3);
+    let expected = "rank 3 on host host-2: expected a rank below the world size, 3";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn two_ranks_with_one_number_are_named_on_all_ranks() {
+    let error = refused_on_all(|config| config.rank = 1);
+    assert!(error.contains("rank 1 on host host-"), "{error}");
+    assert!(
+        error.contains("this rank is there already, from host host-"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_second_rank_0_is_named_on_all_ranks() {
+    let error = refused_on_all(|config| config.rank = 0);
+    assert!(error.contains("rank 0 on host host-2 (process "), "{error}");
+    assert!(
+        error.contains("this rank is there already, from host host-0"),
+        "{error}"
+    );
+}
+
+/// A rank's first words in a protocol of this version.
+fn words(version: u32, hello: &str) -> Vec<u8> {
+    let version = version.to_le_bytes();
+    let len = u32::try_from(hello.len()).unwrap().to_le_bytes();
+    [
+        b"\x89candle\n".as_slice(),
+        &version,
+        &len,
+        &[0; 4],
+        hello.as_bytes(),
+    ]
+    .concat()
+}
+
+#[test]
+fn a_rank_of_another_version_is_named_on_all_ranks() {
+    let (listener, port) = free_listener();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
+        let hello = r#"{"token": "secret", "rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        stream.write_all(&words(2, hello)).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        let answer = String::from_utf8_lossy(&answer);
+        let expected = "rank 1 on host b: it speaks version 2 of the control protocol, expected 1 as on rank 0";
+        assert!(answer.contains(expected), "{answer:?}");
+        assert!(zero.join().unwrap().to_string().contains(expected));
+    });
+}
+
+#[test]
+fn strangers_do_not_disturb_a_run() {
+    let (listener, port) = free_listener();
+    let address = ("127.0.0.1", port);
+    let config = |rank| ControlConfig {
+        join_timeout: Duration::from_secs(8),
+        ..config(rank, 2, port)
+    };
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(&config(0), Some(listener)).unwrap());
+        // Of another run, which gets its turn for some seconds only.
+        let other = scope.spawn(|| {
+            let other = ControlConfig {
+                token: "guessed".into(),
+                join_timeout: Duration::from_secs(2),
+                ..config(1)
+            };
+            join(&other, None).err().unwrap().to_string()
+        });
+        let mut garbage = TcpStream::connect(address).unwrap();
+        garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        assert_eq!(garbage.read(&mut [0; 64]).unwrap_or(0), 0);
+        let mut huge = TcpStream::connect(address).unwrap();
+        huge.write_all(&[words(1, "")[..12].to_vec(), vec![0xff; 8]].concat())
+            .unwrap();
+        assert_eq!(huge.read(&mut [0; 64]).unwrap_or(0), 0);
+        let scanners: Vec<_> = (0..100)
+            .map(|_| TcpStream::connect(address).unwrap())
+            .collect();
+        // One that sends a byte now and then is cut off after 2 s.
+        let begun = Instant::now();
+        let mut slow = TcpStream::connect(address).unwrap();
+        let cut_off = words(1, &" ".repeat(1000)).iter().position(|byte| {
+            std::thread::sleep(Duration::from_millis(50));
+            slow.write_all(&[*byte]).is_err()
+        });
+        assert!(cut_off.is_some());
+        assert!(
+            begun.elapsed() < Duration::from_secs(4),
+            "{:?}",
+            begun.elapsed()
+        );
+        drop(scanners);
+        let one = join(&config(1), None).unwrap();
+        let zero = zero.join().unwrap();
+        // After the start the door is still watched.
+        let late = join(&config(1), None).err().unwrap().to_string();
+        assert!(
+            late.contains("rank 1 on host host-1 comes too late"),
+            "{late}"
+        );
+        let mut garbage = TcpStream::connect(address).unwrap();
+        garbage.write_all(&[7; 64]).unwrap();
+        scope.spawn(move || one.leave().unwrap());
+        zero.leave().unwrap();
+        let other = other.join().unwrap();
+        assert!(
+            other.contains("another run is at this address: its token differs"),
+            "{other}"
+        );
+    });
+}
+
+#[test]
+fn ranks_that_do_not_come_are_named() {
+    let change = |config: &mut ControlConfig| {
+        config.world_size = 5;
+        config.rank *= 2;
+        config.join_timeout = Duration::from_millis(700);
+    };
+    let errors = ranks_with(2, change, |control| control.err().unwrap().to_string());
+    for error in errors {
+        assert!(
+            error.contains("of 5 ranks these have not come within 0.7 s: ranks 1, 3, 4\n"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn nobody_at_the_meeting_point_is_an_error_in_time() {
+    let (listener, port) = free_listener();
+    drop(listener);
+    let config = ControlConfig {
+        join_timeout: Duration::from_millis(300),
+        ..config(1, 2, port)
+    };
+    let begun = Instant::now();
+    let error = Control::join(&config).err().unwrap().to_string();
+    assert!(begun.elapsed() < Duration::from_secs(3));
+    let expected =
+        format!("rank 1 on host host-1 could not join the run at 127.0.0.1:{port} within 0.3 s: ");
+    assert!(error.starts_with(&expected), "{error}");
+    assert!(error.contains("refused"), "{error}");
+}
+
+#[test]
+fn a_rank_that_came_first_finds_rank_0_later() {
+    let (listener, port) = free_listener();
+    drop(listener);
+    std::thread::scope(|scope| {
+        let one = scope.spawn(|| Control::join(&config(1, 2, port)).unwrap());
+        std::thread::sleep(Duration::from_millis(300));
+        let zero = Control::join(&config(0, 2, port)).unwrap();
+        let one = one.join().unwrap();
+        one.leave().unwrap();
+        zero.leave().unwrap();
+    });
+}
+
+#[test]
+fn a_port_that_somebody_else_has_is_an_error_of_rank_0() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || listener.incoming().for_each(drop));
+    let config = ControlConfig {
+        join_timeout: Duration::from_millis(300),
+        ..config(0, 2, port)
+    };
+    let error = Control::join(&config).err().unwrap().to_string();
+    assert!(error.contains(&format!("127.0.0.1:{port}")), "{error}");
+    assert!(error.contains("another program listens there"), "{error}");
+}
