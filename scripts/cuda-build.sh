@@ -21,7 +21,7 @@ for example in "${examples[@]}"; do
     programs+=("$target/release/examples/$example:$example")
 done
 # One set of packages for both, so that nothing is compiled twice.
-build=(--release --locked --features cuda,cudnn --target-dir "$target")
+build=(--release --locked --features cuda,cudnn,nccl --target-dir "$target")
 packages=(--package candle-ops --package candle-comm --package candle-train-tests --package candle-train-examples)
 cargo build "${build[@]}" "${packages[@]}" "${options[@]}"
 if [ $# -eq 0 ]; then

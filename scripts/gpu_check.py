@@ -26,6 +26,13 @@ LARGE = {"hidden-size": 4096, "intermediate-size": 14336, "layers": 32, "heads":
 TINY = {"hidden-size": 32, "intermediate-size": 48, "layers": 2, "heads": 4, "kv-heads": 2, "vocab-size": 97, "seq-len": 8,
         "batch-size": 2, "steps": 2}
 ALL_BUT_NORMS = "proj|embed_tokens|lm_head"
+# Says the version of the library that our programs would load.
+NCCL_VERSION = """
+import ctypes
+version = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+print(version.value)
+"""
 
 
 def flags(shape):
@@ -75,8 +82,8 @@ class Check:
             raise RuntimeError(f"{what}: exit code {code}: " + " | ".join(text.strip().splitlines()[-6:]))
         return text
 
-    def tests(self, what, program, deadline, *filters):
-        text = self.run(what, [self.programs[program], *filters], deadline)
+    def tests(self, what, program, deadline, *filters, way=()):
+        text = self.run(what, [*way, self.programs[program], *filters], deadline)
         passed = [line.split()[3] for line in text.splitlines() if line.startswith("test result: ok.")]
         if not passed or passed[0] == "0":
             raise RuntimeError(f"{what}: no test ran")
@@ -87,6 +94,21 @@ class Check:
 
     def communication(self):
         return self.tests("communication", "test_comm", 60, "cuda")
+
+    def nccl(self):
+        names = ["a_world_of_one", "ranks_that_cannot_join", "two_ranks_on_one_gpu_are_refused"]
+        return self.tests("nccl", "test_comm", 60, *(f"nccl_{kind}::{name}" for kind in ("ranks", "failures") for name in names))
+
+    def nccl_shared(self):
+        """Several ranks on one GPU. With two ranks every order of a sum has the same bits."""
+        version = self.run("nccl version", [sys.executable, "-c", NCCL_VERSION], 30).split()[-1]
+        if int(version) < 23000:
+            return {"result": f"skipped: NCCL {version} refuses several ranks on one GPU, 2.30 allows them (docs/gpu/README.md)"}
+        # Each rank's kernels must find room beside those of the others, which they wait for.
+        sharing = ["env", "NCCL_MULTI_RANK_GPU_ENABLE=1", "NCCL_NVLS_ENABLE=0", "NCCL_MAX_CTAS=2"]
+        names = ["nccl::all_", "nccl::reduce_scatter", "nccl::broadcast", "nccl::batch_send_recv", "nccl::message_order",
+                 "nccl_ranks::streams", "nccl_failures::a_missing_rank", "nccl_failures::groups"]
+        return self.tests("nccl shared", "test_comm", 120, *names, way=sharing)
 
     def parity(self):
         names = ["reference"] if self.smoke else ["reference", "layouts", "brain_float", "frozen", "determinism"]
@@ -191,7 +213,7 @@ class Check:
                 "failed": failures}
 
 
-PARTS = ["operations", "communication", "parity", "finetune", "full", "frozen", "bf16", "attention", "profile"]
+PARTS = ["operations", "communication", "nccl", "nccl_shared", "parity", "finetune", "full", "frozen", "bf16", "attention", "profile"]
 
 
 def commit():

