@@ -43,5 +43,6 @@ pub fn fit(
     if let Some(progress) = &mut progress {
         progress.finish();
     }
+    mesh.world.set_step(trainer.step(), "after training");
     Ok(trainer)
 }

@@ -40,8 +40,17 @@ use link::Link;
 use message::{Answer, Question};
 use server::Server;
 
-/// How often a rank says that it is alive.
+/// The longest time between two beats of a rank.
 const BEAT: Duration = Duration::from_millis(500);
+
+/// How often a rank says what it does and that it is alive: often enough that what is known of one that is killed is not much
+/// older than its end, and not so often that many ranks keep rank 0 busy.
+fn beat_interval(world_size: usize) -> Duration {
+    let micros = u64::try_from(world_size)
+        .unwrap_or(u64::MAX)
+        .saturating_mul(500);
+    Duration::from_micros(micros).clamp(Duration::from_millis(50), BEAT)
+}
 
 /// A rank that says nothing for so long is taken for dead.
 const SILENCE: Duration = Duration::from_secs(6);

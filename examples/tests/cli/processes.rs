@@ -139,18 +139,18 @@ fn ranks_with_other_flags_or_other_data_are_refused_with_the_difference() {
     }
 }
 
-#[test]
-fn a_killed_rank_is_named_with_its_last_operation_and_step() {
-    let workspace = Workspace::new();
-    let program = workspace.finetune().flag("--steps", 100_000);
-    let Some(program) = under_mpi(program, (1, 2, 2)) else {
-        return;
-    };
+/// Kills rank 2 of 4 as soon as `is_time` says so of the run's stderr: within 10 s all others must have said which rank died
+/// where, and ended.
+#[track_caller]
+fn assert_a_killed_rank_is_named(
+    workspace: &Workspace,
+    program: &Program,
+    is_time: impl Fn(&str) -> bool,
+) -> Outcome {
     let mut killed = None;
     let outcome = program.run_and(|stderr| {
-        // In the middle of training, and once.
-        if killed.is_none() && stderr.contains("step 1/") {
-            let rank = rank_process(&workspace, 2).expect("the rank's process");
+        if killed.is_none() && is_time(stderr) {
+            let rank = rank_process(workspace, 2).expect("the rank's process");
             let status = Command::new("kill")
                 .args(["-9", &rank.to_string()])
                 .status();
@@ -158,12 +158,10 @@ fn a_killed_rank_is_named_with_its_last_operation_and_step() {
             killed = Some(Instant::now());
         }
     });
-    let took = killed.expect("training began").elapsed();
+    let took = killed.expect("the time came").elapsed();
     assert!(took < Duration::from_secs(10), "{took:?}");
-    assert_failed(
-        &outcome,
-        &["rank 2 on host", "died", "its last operation", "step "],
-    );
+    let said = ["rank 2 on host", "died", "its last operation", "; step "];
+    assert_failed(&outcome, &said);
     for other in [0, 1, 3] {
         let says = format!("rank {other} on host");
         assert!(
@@ -172,7 +170,49 @@ fn a_killed_rank_is_named_with_its_last_operation_and_step() {
             outcome.stderr
         );
     }
+    outcome
+}
+
+#[test]
+fn a_rank_killed_in_training_is_named_with_its_last_operation_and_step() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 100_000);
+    let Some(program) = under_mpi(program, (1, 2, 2)) else {
+        return;
+    };
+    assert_a_killed_rank_is_named(&workspace, &program, |stderr| stderr.contains("step 1/"));
     workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
+    let workspace = Workspace::new();
+    // 60 million weights, so that there is time.
+    let program = Program::example("pretrain_llama")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.output().display())
+        .flag("--tokenizer", workspace.path("model").display())
+        .flag("--steps", 0)
+        .flag("--sample-tokens", 0)
+        .flag("--hidden-size", 1024)
+        .flag("--intermediate-size", 4096)
+        .flag("--layers", 4)
+        .flag("--heads", 8);
+    let Some(program) = under_mpi(program, (2, 1, 2)) else {
+        return;
+    };
+    let is_saving = |_: &str| {
+        let files = fs::read_dir(workspace.output()).unwrap().flatten();
+        let lens = files.filter_map(|file| Some(file.metadata().ok()?.len()));
+        lens.max().is_some_and(|len| len > 8 << 20)
+    };
+    let outcome = assert_a_killed_rank_is_named(&workspace, &program, is_saving);
+    assert!(
+        outcome.stderr.contains("after training"),
+        "{}",
+        outcome.stderr
+    );
+    workspace.assert_checkpoint_is_untouched();
 }
 
 #[test]
@@ -231,6 +271,7 @@ fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
         let variables = read(*pid, "environ");
         let mut variables = variables.split('\0');
         read(*pid, "cmdline").contains(&folder)
+            && !read(*pid, "cmdline").starts_with("mpirun")
             && variables.any(|variable| {
                 let (name, value) = variable.split_once('=').unwrap_or_default();
                 matches!(name, "OMPI_COMM_WORLD_RANK" | "PMI_RANK") && value == rank.to_string()

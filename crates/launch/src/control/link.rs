@@ -13,7 +13,7 @@ use super::clock::RunClock;
 use super::death::{DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Timed};
-use super::{BEAT, ControlConfig, Failure, FailureKind, SILENCE, ending};
+use super::{ControlConfig, Failure, FailureKind, SILENCE, beat_interval, ending};
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
@@ -94,9 +94,10 @@ impl Link {
         let listening = link.clone();
         spawn("control-read").spawn(move || listening.listen(reader))?;
         let beating = link.clone();
+        let interval = beat_interval(config.world_size);
         spawn("control-beat").spawn(move || {
             while beating.beat() {
-                std::thread::sleep(BEAT);
+                std::thread::sleep(interval);
             }
         })?;
         Ok(link)

@@ -18,7 +18,7 @@ use std::time::Duration;
 use super::hello::Hello;
 use super::message::{FromRank, ToRank};
 use super::wire::{self, Limits, Timed};
-use super::{BEAT, ControlConfig};
+use super::{ControlConfig, beat_interval};
 use admission::Refusal;
 use hub::Hub;
 
@@ -49,10 +49,11 @@ impl Server {
         let (hub, closed) = (server.hub.clone(), server.closed.clone());
         spawn("control-accept", move || accept(&hub, &listener, &closed))?;
         let (hub, closed) = (server.hub.clone(), server.closed.clone());
+        let interval = beat_interval(config.world_size);
         spawn("control-watch", move || {
             while !closed.load(Ordering::Acquire) {
                 hub.tick();
-                std::thread::sleep(BEAT);
+                std::thread::sleep(interval);
             }
         })?;
         Ok(server)
