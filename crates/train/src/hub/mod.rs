@@ -9,6 +9,7 @@
 //! half a dozen files once. Of the environment variables 0.5 knows two; all that matter here are read by [`HubConfig`].
 
 mod fetch;
+mod fetch_lock;
 mod hub_config;
 mod repo_spec;
 mod resolve;

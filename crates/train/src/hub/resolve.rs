@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{Result, bail};
 
 use super::fetch::Fetch;
+use super::fetch_lock::FetchLock;
 use super::snapshot::{OPTIONAL_FILES, REQUIRED_FILES, Snapshots, WEIGHT_INDEX, WEIGHTS};
 use super::weight_index::read_shard_names;
 use super::{HubConfig, RepoSpec};
@@ -25,7 +26,8 @@ pub fn resolve_model(spec: &str) -> Result<PathBuf> {
 ///
 /// Fetched are `config.json`, `tokenizer.json`, the weights (`model.safetensors`, or `model.safetensors.index.json` and
 /// the files it names) and, where the model has them, `tokenizer_config.json`, `generation_config.json`,
-/// `special_tokens_map.json` and `chat_template.jinja`. Blocks until everything is there; call it on one rank per machine.
+/// `special_tokens_map.json` and `chat_template.jinja`. Blocks until everything is there. Of
+/// several processes one fetches and the others wait for it.
 ///
 /// # Errors
 /// `spec` is neither form or a file; the hub does not have the model or a file, refuses access, or cannot be reached (and
@@ -74,6 +76,7 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
     {
         return Ok(dir);
     }
+    let _lock = FetchLock::wait(&config.cache_dir, spec);
     let fetch = Fetch::new(config, spec, &snapshots)?;
     let commit = match (fetch.commit(REQUIRED_FILES[0]), cached) {
         (Ok(commit), _) => commit,

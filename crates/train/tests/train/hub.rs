@@ -345,3 +345,29 @@ fn weights_may_lie_elsewhere() {
     assert_eq!(resolve(&config).unwrap(), dir);
     assert!(server.take_downloads().is_empty());
 }
+
+#[test]
+fn of_several_that_want_a_model_one_fetches_it() {
+    let weights = weights();
+    let files = model(&weights);
+    let setup = setup(&files);
+    let dirs: Vec<PathBuf> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..6)
+            .map(|_| scope.spawn(|| resolve(&setup.config)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap().unwrap())
+            .collect()
+    });
+    assert!(dirs.iter().all(|dir| *dir == dirs[0]));
+    assert_eq!(
+        fs::read(dirs[0].join("model.safetensors")).unwrap(),
+        weights
+    );
+    let downloads = setup.server.take_downloads();
+    let of_weights = downloads
+        .iter()
+        .filter(|file| file.contains("model.safetensors"));
+    assert_eq!(of_weights.count(), 1, "{downloads:?}");
+}
