@@ -7,8 +7,10 @@ use candle_comm::{MpiConfig, P2p, ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::conformance;
+use crate::determinism;
 use crate::mpirun::{Mpi, output, run, said};
 use crate::reference::{DTYPES, Random};
+use crate::threads::Threads;
 
 fn conforms(world: &ProcessGroup) -> Result<()> {
     let mpi = &Mpi::new(world);
@@ -87,7 +89,7 @@ fn all_operations(world: &ProcessGroup, len: usize) -> Result<Vec<Vec<u8>>> {
 #[test]
 fn bits_are_those_of_threads() {
     run("mpi::bits_are_those_of_threads", 4, |world| {
-        for len in [1, 77, 130_001] {
+        for len in [1, 77, 40_001] {
             let threads = launch::threads(4, |world| all_operations(&world, len))?;
             let got = all_operations(&world, len)?;
             for (index, (got, expected)) in got.iter().zip(&threads[world.rank()]).enumerate() {
@@ -96,6 +98,26 @@ fn bits_are_those_of_threads() {
         }
         Ok(())
     });
+}
+
+/// Steps in which groups of groups, messages and started operations are mixed, with ranks that are late in turns.
+#[test]
+fn steps_of_mixed_operations_give_the_bits_of_threads() {
+    run(
+        "mpi::steps_of_mixed_operations_give_the_bits_of_threads",
+        4,
+        |world| {
+            let expected = determinism::run(&Threads::default())?;
+            for late in 0..4 {
+                if world.rank() == late {
+                    sleep(Duration::from_millis(20));
+                }
+                let got = determinism::steps(&world)?;
+                assert!(got == expected[world.rank()], "rank {late} was late");
+            }
+            Ok(())
+        },
+    );
 }
 
 /// Each rank's sends are larger than what MPI takes without a receiver, and all send before they receive.
