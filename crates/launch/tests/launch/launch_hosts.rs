@@ -115,7 +115,7 @@ fn a_host_that_cannot_be_reached() {
         fake_ssh()
     );
     let ended = start_hosts("a slots=1\nb slots=2\n", &ssh, &[], "touch started").wait();
-    assert_eq!(ended.code, Some(1));
+    assert_eq!(ended.code, Some(2));
     let sentence = ended.sentence();
     assert!(
         sentence.starts_with(
@@ -182,7 +182,7 @@ fn another_version_on_a_host() {
         "true",
     )
     .wait();
-    assert_eq!(ended.code, Some(1));
+    assert_eq!(ended.code, Some(2));
     assert!(
         ended
             .sentence()

@@ -62,7 +62,7 @@ fn much_output_arrives_whole() {
     let count = |text: &[u8], byte: u8| text.iter().filter(|other| **other == byte).count();
     assert_eq!(count(&ended.out, b'9'), 2 * 100_000);
     assert_eq!(count(&ended.out, 0), 2 * 3_000_000);
-    assert_eq!(ended.err.matches("[rank 0] e\n").count(), 400_000);
+    assert_eq!(ended.err.matches("[rank 0] e\n").count(), 200_000);
 }
 
 /// Runs with stdout and stderr in one file, as on a terminal.

@@ -237,7 +237,8 @@ impl<'a> Run<'a> {
         }
         let in_time = self.failures.cause(self.stopped_at);
         match in_time.or_else(|| self.failures.cause(None)) {
-            Some(cause) => (cause.exit_code(), Some(cause.describe(hosts))),
+            Some(cause) if self.started => (cause.exit_code(), Some(cause.describe(hosts))),
+            Some(cause) => (NOT_STARTED_EXIT_CODE, Some(cause.describe(hosts))),
             None => (0, None),
         }
     }
