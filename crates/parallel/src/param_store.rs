@@ -192,14 +192,15 @@ impl ParamStore {
         };
         let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?.to_dtype(dtype)?;
         let num_bytes = values.elem_count() * dtype.size_in_bytes();
-        let values = values.to_device(device).map_err(|err| {
+        let on_device = || Var::from_tensor(&values.to_device(device)?);
+        let var = on_device().map_err(|err| {
             err.context(format!(
                 "putting parameter {name} of {num_bytes} bytes on {:?}",
                 device.location()
             ))
         })?;
         Ok(Param {
-            var: Var::from_tensor(&values)?,
+            var,
             name,
             global_shape: shape,
             shard,
