@@ -4,7 +4,7 @@
 //! and nothing frozen the line also tells the time that the products of the linear layers take alone: no step can be faster.
 //!
 //! On a GPU the host runs ahead: a step ends when the loss is read, so the time of AdamW counts in the step that follows.
-//! `--profile` tells what the GPU itself does in a step.
+//! `--profile` tells what the GPU does operation by operation.
 //!
 //! | field of the line | unit and meaning |
 //! |---|---|
@@ -19,7 +19,7 @@
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
-//! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU the host's, which asks for the work and waits for the loss |
+//! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //!
 //! The shape of Llama-3.1-8B with everything frozen but the norms:
 //! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
@@ -261,6 +261,9 @@ fn bench(
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, stage)?;
+    if mesh.world.device().is_cuda() {
+        trainer = trainer.with_device_times();
+    }
     let mut measured = Measured {
         step_secs: Vec::new(),
         times: Vec::new(),

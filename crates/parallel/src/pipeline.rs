@@ -1,9 +1,11 @@
 //! Runs a schedule: the one train-step engine of every layout.
 
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 
 use candle_comm::{P2p, ProcessGroup};
 use candle_core::{Result, Shape, Tensor, bail};
+use candle_ops::Stopwatch;
 
 use crate::block::TrainPass;
 use crate::gradients::Gradients;
@@ -16,7 +18,13 @@ use crate::stage::{Stage, Tape};
 pub struct Pipeline {
     schedule: Schedule,
     pp: ProcessGroup,
+    /// Of forward and backward passes on the device, if they are timed there.
+    stopwatches: Option<[Mutex<Stopwatch>; 2]>,
 }
+
+/// Places of the stopwatches.
+const FORWARD: usize = 0;
+const BACKWARD: usize = 1;
 
 /// What is in flight on a stage; keys are micro-batch indices.
 #[derive(Default)]
@@ -31,7 +39,43 @@ struct InFlight {
 impl Pipeline {
     /// A pipeline over the ranks of `pp`, one stage each.
     pub fn new(schedule: Schedule, pp: ProcessGroup) -> Self {
-        Self { schedule, pp }
+        Self {
+            schedule,
+            pp,
+            stopwatches: None,
+        }
+    }
+
+    /// Times passes on the stage's device from now on: see [`Self::take_device_secs`].
+    pub fn with_device_times(mut self) -> Self {
+        self.stopwatches = Some(Default::default());
+        self
+    }
+
+    /// The seconds that forward and backward passes took on the device since this was last asked; waits for their end. Zeros
+    /// without [`Self::with_device_times`].
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn take_device_secs(&self) -> Result<[f64; 2]> {
+        let Some(stopwatches) = &self.stopwatches else {
+            return Ok([0.0; 2]);
+        };
+        let take = |stopwatch: &Mutex<Stopwatch>| {
+            let mut stopwatch = stopwatch.lock().unwrap_or_else(PoisonError::into_inner);
+            stopwatch.take_secs()
+        };
+        Ok([take(&stopwatches[FORWARD])?, take(&stopwatches[BACKWARD])?])
+    }
+
+    fn timed<T>(&self, pass: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let Some(stopwatches) = &self.stopwatches else {
+            return work();
+        };
+        let mut stopwatch = stopwatches[pass]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        stopwatch.time(self.pp.device(), work)
     }
 
     /// Forward and backward passes of all micro-batches of a step.
@@ -73,7 +117,9 @@ impl Pipeline {
                 Instruction::Forward(index) => {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
-                    let (output, tape) = stage.forward(input, &micro_batches[index], &mut pass)?;
+                    let (output, tape) = self.timed(FORWARD, || {
+                        stage.forward(input, &micro_batches[index], &mut pass)
+                    })?;
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {
                         losses[index] = Some(scalar_loss(&output)?);
@@ -91,7 +137,9 @@ impl Pipeline {
                     let timer = ComputeTimer::start();
                     let tape = take(&mut flight.tapes, index, "forward pass")?;
                     let upstream = take(&mut flight.upstream, index, "gradient of the output")?;
-                    if let Some(grad) = stage.backward(tape, upstream, &mut pass)? {
+                    let input_grad =
+                        self.timed(BACKWARD, || stage.backward(tape, upstream, &mut pass))?;
+                    if let Some(grad) = input_grad {
                         flight.input_grads.insert(index, grad);
                     }
                     report.backward_secs += timer.secs();

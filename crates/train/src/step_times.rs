@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 /// Wall-clock time of the parts of one step on one rank; waiting for other ranks counts as communication only.
 ///
 /// It is the host's time. The host only tells a GPU what to do until it reads norm and loss, so there most of a step counts as the
-/// optimizer's: `bench_train --profile` tells where a GPU's time goes.
+/// optimizer's; after [`Trainer::with_device_times`](crate::Trainer::with_device_times) the passes' and the optimizer's times are the
+/// GPU's own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimes {
     /// Forward passes.

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::Result;
+use candle_core::{Device, Result};
+use candle_ops::Stopwatch;
 use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
 
 use crate::batches::Batches;
@@ -22,6 +23,8 @@ pub struct Trainer {
     optimizer: Optimizer,
     step: usize,
     times: StepTimes,
+    /// Of the optimizer on the device, if steps are timed there.
+    stopwatch: Option<Stopwatch>,
 }
 
 impl Trainer {
@@ -41,7 +44,16 @@ impl Trainer {
             stage,
             step: 0,
             times: StepTimes::default(),
+            stopwatch: None,
         })
+    }
+
+    /// Times the parts of steps on the device from now on: on a GPU [`Self::times`] are those of its own clock. The optimizer's,
+    /// whose end nobody waits for, is then that of the step before.
+    pub fn with_device_times(mut self) -> Self {
+        self.pipeline = self.pipeline.with_device_times();
+        self.stopwatch = Some(Stopwatch::default());
+        self
     }
 
     /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers.
@@ -89,11 +101,12 @@ impl Trainer {
                 .forward_backward(&self.stage, micro_batches, 1, &mut self.gradients)?;
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
-        let (reduced, loss) = self.optimizer.reduce_mean(
-            &mut self.gradients,
-            passes.loss_sum.as_ref(),
-            num_targets,
-        )?;
+        let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
+        let (reduced, loss) = timed(&mut stopwatch, self.world.device(), || {
+            let loss_sum = passes.loss_sum.as_ref();
+            self.optimizer
+                .reduce_mean(&mut self.gradients, loss_sum, num_targets)
+        })?;
         let (loss, num_tokens) = (loss.mean, loss.num_targets);
         if !loss.is_finite() {
             let blame = self.optimizer.check_finite(&reduced);
@@ -107,8 +120,10 @@ impl Trainer {
         }
         self.optimizer.check_finite(&reduced)?;
         let learning_rate = self.config.lr_schedule.at(self.step);
-        self.optimizer
-            .apply(&reduced, learning_rate, self.config.max_grad_norm)?;
+        timed(&mut stopwatch, self.world.device(), || {
+            self.optimizer
+                .apply(&reduced, learning_rate, self.config.max_grad_norm)
+        })?;
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
         self.times = StepTimes {
@@ -120,6 +135,12 @@ impl Trainer {
                 .saturating_sub(in_optimizer)
                 .as_secs_f64(),
         };
+        if let (Some(stopwatch), Some(earlier)) = (stopwatch, &mut self.stopwatch) {
+            [self.times.forward_secs, self.times.backward_secs] =
+                self.pipeline.take_device_secs()?;
+            // The end of this update is not waited for.
+            self.times.optimizer_secs = std::mem::replace(earlier, stopwatch).take_secs()?;
+        }
         let step_secs = start.elapsed().as_secs_f64();
         let metrics = StepMetrics {
             step: self.step,
@@ -152,5 +173,16 @@ impl Trainer {
     /// The optimizer, to read its state.
     pub fn optimizer(&self) -> &Optimizer {
         &self.optimizer
+    }
+}
+
+fn timed<T>(
+    stopwatch: &mut Option<Stopwatch>,
+    device: &Device,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match stopwatch {
+        Some(stopwatch) => stopwatch.time(device, work),
+        None => work(),
     }
 }

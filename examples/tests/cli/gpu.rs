@@ -55,6 +55,10 @@ fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
     // Weights of 2 bytes, gradients, masters and two moments of 4 each.
     let parameters = line["parameters"].as_u64().unwrap();
     assert!(line["peak_device_bytes"].as_u64().unwrap() > 18 * parameters);
+    // By the GPU's clock: parts of a step, which takes no less.
+    let parts = ["forward_secs", "backward_secs", "optimizer_secs"];
+    let parts = parts.map(|part| line[part].as_f64().unwrap());
+    assert!(parts.iter().all(|secs| *secs > 0.0), "{parts:?}");
 }
 
 #[test]

@@ -50,7 +50,7 @@ pub(crate) use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
 };
-pub(crate) use profile::{finish as finish_profile, start as start_profile};
+pub(crate) use profile::{Span, finish as finish_profile, mark, start as start_profile};
 pub(crate) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(crate) use rope::{rope, rope_in_place};
 pub(crate) use state::state;

@@ -3,7 +3,9 @@
 
 use crate::OpTime;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::result::event::elapsed;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
+use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{CudaDevice, Result, bail};
 use std::collections::BTreeMap;
@@ -21,13 +23,38 @@ static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
 
 struct Running {
     began: CudaEvent,
-    spans: Vec<Span>,
+    ops: Vec<Op>,
 }
 
-struct Span {
-    op: &'static str,
-    start: CudaEvent,
-    end: CudaEvent,
+struct Op {
+    name: &'static str,
+    span: Span,
+}
+
+/// Work between two events of a stream.
+pub(crate) struct Span {
+    pub start: CudaEvent,
+    pub end: CudaEvent,
+}
+
+impl Span {
+    /// How long it took; waits for its end if it has not come.
+    pub(crate) fn secs(&self) -> Result<f64> {
+        self.start.context().bind_to_thread().w()?;
+        // SAFETY: both events are alive, of the current context, and were recorded with times.
+        let millis = match unsafe { elapsed(self.start.cu_event(), self.end.cu_event()) } {
+            Err(error) if error.0 == CUresult::CUDA_ERROR_NOT_READY => {
+                self.start.elapsed_ms(&self.end).w()?
+            }
+            millis => millis.w()?,
+        };
+        Ok(f64::from(millis) / 1e3)
+    }
+}
+
+/// An event after what is on the device's stream.
+pub(crate) fn mark(device: &CudaDevice) -> Result<CudaEvent> {
+    now(&device.cuda_stream())
 }
 
 fn running() -> MutexGuard<'static, Option<Running>> {
@@ -51,7 +78,8 @@ pub(super) fn timed<T>(
     let result = work()?;
     let end = now(stream)?;
     if let Some(running) = running().as_mut() {
-        running.spans.push(Span { op, start, end });
+        let span = Span { start, end };
+        running.ops.push(Op { name: op, span });
     }
     Ok(result)
 }
@@ -65,7 +93,7 @@ pub(crate) fn start(device: &CudaDevice) -> Result<()> {
     }
     *running = Some(Running {
         began: now(&stream)?,
-        spans: Vec::new(),
+        ops: Vec::new(),
     });
     TIMED_GPU.store(stream.context().ordinal(), Relaxed);
     Ok(())
@@ -74,24 +102,23 @@ pub(crate) fn start(device: &CudaDevice) -> Result<()> {
 /// Ends the profile and waits for the GPU: the seconds from its start to its end, and those of each operation.
 pub(crate) fn finish(device: &CudaDevice) -> Result<(f64, Vec<OpTime>)> {
     TIMED_GPU.store(NONE, Relaxed);
-    let Some(Running { began, spans }) = running().take() else {
+    let Some(Running { began, ops: timed }) = running().take() else {
         bail!("no profile runs: start one first")
     };
-    let ended = now(&device.cuda_stream())?;
-    let total_secs = secs(&began, &ended)?;
+    let all = Span {
+        start: began,
+        end: mark(device)?,
+    };
+    let total_secs = all.secs()?;
     let mut ops: BTreeMap<&'static str, OpTime> = BTreeMap::new();
-    for span in &spans {
-        let time = ops.entry(span.op).or_insert(OpTime {
-            op: span.op,
+    for Op { name, span } in &timed {
+        let time = ops.entry(name).or_insert(OpTime {
+            op: name,
             num_calls: 0,
             secs: 0.0,
         });
         time.num_calls += 1;
-        time.secs += secs(&span.start, &span.end)?;
+        time.secs += span.secs()?;
     }
     Ok((total_secs, ops.into_values().collect()))
-}
-
-fn secs(start: &CudaEvent, end: &CudaEvent) -> Result<f64> {
-    Ok(f64::from(start.elapsed_ms(end).w()?) / 1e3)
 }

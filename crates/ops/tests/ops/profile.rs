@@ -2,7 +2,7 @@
 
 use crate::check::{device, on_each_device};
 use candle_core::{DType, Result, Tensor};
-use candle_ops::{OpTime, Profile, linear_forward, rms_norm_forward};
+use candle_ops::{OpTime, Profile, Stopwatch, linear_forward, rms_norm_forward};
 
 fn op(op: &'static str, num_calls: usize, secs: f64) -> OpTime {
     OpTime {
@@ -61,6 +61,30 @@ fn operations_on_a_gpu_are_counted_and_timed() -> Result<()> {
         }
         let error = Profile::finish(&device, 1).unwrap_err().to_string();
         assert!(error.contains("no profile runs"), "{error}");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_stopwatch_adds_up_work_on_each_device_and_starts_anew() -> Result<()> {
+    on_each_device(|| {
+        let device = device();
+        let xs = Tensor::ones((200, 300), DType::F32, &device)?;
+        let weight = Tensor::ones((100, 300), DType::F32, &device)?;
+        let mut stopwatch = Stopwatch::default();
+        let start = std::time::Instant::now();
+        let mut sum = 0.0;
+        for _ in 0..2 {
+            let product = stopwatch.time(&device, || linear_forward(&xs, &weight, None))?;
+            sum += product.sum_all()?.to_scalar::<f32>()?;
+        }
+        let elapsed = start.elapsed().as_secs_f64();
+        assert_eq!(sum, 2.0 * 200.0 * 100.0 * 300.0);
+        let secs = stopwatch.take_secs()?;
+        assert!(secs > 0.0 && secs <= elapsed, "{secs} of {elapsed}");
+        assert_eq!(stopwatch.take_secs()?, 0.0);
+        let failed: Result<()> = stopwatch.time(&device, || candle_core::bail!("no"));
+        assert!(failed.is_err());
         Ok(())
     })
 }
