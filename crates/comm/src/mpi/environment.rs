@@ -34,6 +34,38 @@ pub(super) fn threads_per_rank(num_cores: usize, own: u64, all: &[u64]) -> usize
     (num_cores / num_sharing.max(1)).max(1)
 }
 
+/// The number of cores of this host that are switched on, whoever may use them.
+pub(super) fn num_online_cores() -> Option<usize> {
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
+    count_list(online.trim())
+}
+
+/// How many numbers a list like `0-3,8` has.
+fn count_list(list: &str) -> Option<usize> {
+    list.split(',')
+        .map(|range| {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+            Some((last + 1).saturating_sub(first))
+        })
+        .sum()
+}
+
+/// A warning if the ranks of a host leave at least half of its cores idle.
+pub(super) fn idle_cores(
+    threads_per_rank: usize,
+    num_ranks: usize,
+    num_online: usize,
+) -> Option<String> {
+    let num_used = threads_per_rank * num_ranks;
+    (num_used * 2 <= num_online).then(|| {
+        format!(
+            "the {num_ranks} ranks on this host compute on {threads_per_rank} threads each, and the host has {num_online} cores\n\
+             hint: Open MPI binds ranks to few cores: mpirun --bind-to none, or --map-by slot:pe=CORES_PER_RANK"
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -59,5 +91,20 @@ mod tests {
         assert_eq!(threads_per_rank(1, 3, &[1, 2, 3, 4]), 1);
         assert_eq!(threads_per_rank(2, 1, &[1, 1, 1, 1]), 1);
         assert_eq!(cores_id(), cores_id());
+    }
+
+    #[test]
+    fn idle_cores_are_told() {
+        assert_eq!(count_list("0-3,8,10-11"), Some(7));
+        assert_eq!(count_list("0"), Some(1));
+        assert_eq!(count_list(""), None);
+        assert!(num_online_cores().is_none_or(|num_cores| num_cores > 0));
+        assert_eq!(idle_cores(1, 2, 2), None);
+        assert_eq!(idle_cores(8, 4, 48), None);
+        let warning = idle_cores(1, 2, 64).unwrap();
+        assert!(
+            warning.contains("1 threads each") && warning.contains("64 cores"),
+            "{warning}"
+        );
     }
 }

@@ -14,7 +14,9 @@ use super::MpiConfig;
 use super::communicator::{MpiCommunicator, Shared};
 use super::context::{Context, Group};
 use super::engine::{End, Engine, Job};
-use super::environment::{cores_id, said_world_size, threads_per_rank};
+use super::environment::{
+    cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
+};
 use super::heard::Heard;
 use super::sys::Mpi;
 use crate::local::num_cores;
@@ -148,6 +150,13 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         Some(_) => num_cores(),
         None => threads_per_rank(num_cores(), own, &on_host),
     };
+    if world_rank == 0
+        && std::env::var_os("RAYON_NUM_THREADS").is_none()
+        && let Some(num_online) = num_online_cores()
+        && let Some(warning) = idle_cores(threads, on_host.len(), num_online)
+    {
+        tracing::warn!("{warning}");
+    }
     let heard = Arc::new(Heard::new(world_rank, world_size));
     let members = (0..world_size).collect();
     let world = Group {
