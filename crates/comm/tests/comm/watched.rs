@@ -222,10 +222,13 @@ fn the_deadline_names_the_operation_that_a_rank_waits_in() {
     );
     let error = reports.unwrap_err().to_string();
     assert!(
-        error.contains("rank 0 is blocked for more than 0.6 s, the deadline"),
+        error.contains("rank 0 is blocked for more than 0.6 s, the deadline, in operation number 1 of group [0, 1], "),
         "{error}"
     );
-    assert!(error.contains("which rank 1 did not reach"), "{error}");
+    assert!(
+        error.contains("which rank 1 did not reach or has passed\n"),
+        "{error}"
+    );
     let lines: Vec<&str> = error.lines().collect();
     let line = |rank: &str| *lines.iter().find(|line| line.contains(rank)).unwrap();
     let zero = line("  rank 0 on host here");

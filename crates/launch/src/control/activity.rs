@@ -141,9 +141,9 @@ impl Snapshot {
         }
     }
 
-    /// Group and number of the operation in which the rank is blocked.
-    pub(super) fn blocked_in(&self) -> Option<(&str, Option<u64>)> {
+    /// Group and number of the operation that the rank has begun and not ended.
+    pub(super) fn in_flight(&self) -> Option<(&str, Option<u64>)> {
         let last = self.operation.as_ref()?;
-        (last.state == State::Waits).then_some((last.group.as_str(), last.seq))
+        (last.state != State::Finished).then_some((last.group.as_str(), last.seq))
     }
 }

@@ -6,3 +6,4 @@ mod hosts;
 mod processes;
 mod ranks;
 mod rendezvous;
+mod slow_rank;

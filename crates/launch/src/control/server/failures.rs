@@ -124,7 +124,11 @@ impl Hub {
     ) {
         let there = |member: &usize| {
             let peer = state.peers.get(*member).and_then(Option::as_ref);
-            peer.and_then(|peer| peer.snapshot.blocked_in()) == Some((group.id.as_str(), seq))
+            peer.and_then(|peer| peer.snapshot.in_flight()) == Some((group.id.as_str(), seq))
+        };
+        let place = match seq {
+            Some(seq) => format!("operation number {seq} of {group}"),
+            None => format!("an operation of {group}"),
         };
         let absent: Vec<usize> = match seq {
             Some(_) => group
@@ -143,7 +147,7 @@ impl Hub {
             ),
         };
         let message = format!(
-            "rank {rank} is blocked for more than {secs} s, the deadline, in an operation{absent}\n{}\n\
+            "rank {rank} is blocked for more than {secs} s, the deadline, in {place}{absent}\n{}\n\
              hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
              deadline",
             report::all(&state.peers, self.clock.now())

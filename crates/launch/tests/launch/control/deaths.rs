@@ -94,7 +94,7 @@ fn the_deadline_report_shows_who_is_missing() {
         .map(Rank::end);
     for end in ends {
         end.because_of_another(&[
-            "is blocked for more than 1 s, the deadline",
+            "is blocked for more than 1 s, the deadline, in an operation of group [0, 1, 2]\n",
             "  rank 0 on host host-0 (process ",
             "  rank 1 on host host-1 (process ",
             "s in gather(\"work\") at crates/launch/tests/launch/control/processes.rs:",

@@ -1,0 +1,76 @@
+//! A rank that does not read what it is sent.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_launch::{Control, RankGroup, Verdict};
+
+use super::ranks::{config, free_listener, join, operation};
+
+fn frame(json: &str) -> Vec<u8> {
+    let len = u32::try_from(json.len()).unwrap().to_le_bytes();
+    [len.as_slice(), &[0; 4], json.as_bytes()].concat()
+}
+
+/// Rank 2 in bare bytes: it asks for much, and reads nothing.
+fn slow_rank(port: u16) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let fingerprint = r#"[["--lr", "1e-4"]]"#;
+    let hello = format!(
+        r#"{{"token": "secret", "rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
+    );
+    stream.write_all(b"\x89candle\n\x01\0\0\0").unwrap();
+    stream.write_all(&frame(&hello)).unwrap();
+    stream.read_exact(&mut [0; 8]).unwrap();
+    for id in 0..100 {
+        let ask = format!(r#"{{"Ask": {{"id": {id}, "question": {{"Get": {{"key": "big"}}}}}}}}"#);
+        stream.write_all(&frame(&ask)).unwrap();
+    }
+    stream
+}
+
+fn checks(control: &Control, group: &Arc<RankGroup>) {
+    for seq in 0..20 {
+        let verdict = control.check(&operation(group, seq, "barrier")).unwrap();
+        assert_eq!(verdict, Verdict::Agree);
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_read_stalls_nobody() {
+    let (listener, port) = free_listener();
+    let mut listener = Some(listener);
+    std::thread::scope(|scope| {
+        let fast: Vec<_> = (0..2)
+            .map(|rank| {
+                let listener = listener.take();
+                scope.spawn(move || join(&config(rank, 3, port), listener).unwrap())
+            })
+            .collect();
+        let mut slow = slow_rank(port);
+        let fast: Vec<_> = fast.into_iter().map(|rank| rank.join().unwrap()).collect();
+        // 100 MiB for the slow rank, far more than its connection holds.
+        fast[0].set("big", &vec![7; 1 << 20]).unwrap();
+        let group = Arc::new(RankGroup {
+            id: "fast".into(),
+            members: vec![0, 1],
+        });
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            for control in &fast {
+                scope.spawn(|| checks(control, &group));
+            }
+        });
+        assert!(
+            begun.elapsed() < Duration::from_secs(3),
+            "{:?}",
+            begun.elapsed()
+        );
+        slow.write_all(&frame(r#"{"Leave": {"step": null, "operation": null}}"#))
+            .unwrap();
+        fast[1].leave().unwrap();
+        fast[0].leave().unwrap();
+    });
+}
