@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::prctl::set_child_subreaper;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{SigSet, Signal};
 use nix::sys::wait::{WaitStatus, waitpid};
 
 use super::end::End;
@@ -45,8 +45,10 @@ pub(super) enum Event {
 
 /// Runs an agent on this process's stdin and stdout.
 pub fn run_agent() -> ExitCode {
+    // Before any thread is started: they all inherit it.
+    let signals = signals::block();
     let (reports, writer) = ReportPipe::open();
-    let (last, code) = match agent(&reports) {
+    let (last, code) = match signals.and_then(|signals| agent(signals, &reports)) {
         Ok(()) => (Report::Finished, ExitCode::SUCCESS),
         Err(error) => (Report::Refused(error.to_string()), ExitCode::FAILURE),
     };
@@ -56,8 +58,7 @@ pub fn run_agent() -> ExitCode {
     code
 }
 
-fn agent(reports: &ReportPipe) -> Result<()> {
-    let signals = signals::block()?;
+fn agent(signals: SigSet, reports: &ReportPipe) -> Result<()> {
     set_child_subreaper(true)
         .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))?;
     let (sender, events) = mpsc::channel();

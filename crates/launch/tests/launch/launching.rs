@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 /// What a test waits for happens within this time, also where other tests take all the cores.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(180);
 pub const MARK: &str = "LAUNCH_TEST_MARK";
 
 /// A launcher that was started in a folder of its own.

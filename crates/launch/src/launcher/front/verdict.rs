@@ -98,23 +98,23 @@ impl Cause<'_> {
                 text.push_str(line);
             }
         }
-        if let Some(hint) = self.hint() {
+        if let Some(hint) = self.hint(hosts) {
             text.push_str("\nhint: ");
             text.push_str(hint);
         }
         text
     }
 
-    fn hint(&self) -> Option<&'static str> {
+    fn hint(&self, hosts: &[Host]) -> Option<&'static str> {
         match self {
             Self::Rank(failure) if failure.end == End::Killed(9) => Some(
                 "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
             ),
             Self::Peer(_) => Some("see what the launchers on the other hosts print"),
-            Self::Host(_) => Some(
+            Self::Host(loss) if hosts[loss.host].via.is_some() => Some(
                 "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
             ),
-            Self::Rank(_) => None,
+            Self::Rank(_) | Self::Host(_) => None,
         }
     }
 }
