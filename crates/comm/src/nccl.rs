@@ -21,6 +21,8 @@ mod communicator;
 mod config;
 mod group;
 mod in_flight;
+mod joining;
+mod motion;
 mod reduction;
 mod run;
 mod session;

@@ -41,7 +41,7 @@ pub fn nccl<T: Send>(
     make_current(&config.device)?;
     pool.install(|| {
         let world = NcclCommunicator::join(&config)?;
-        let session = world.session();
+        let session = world.session.clone();
         // What a panicking rank leaves behind is never looked at.
         let ran = catch_unwind(AssertUnwindSafe(|| run(ProcessGroup::new(Box::new(world)))));
         let failed = match ran {

@@ -1,13 +1,10 @@
-//! NCCL's functions as far as they are used, with sentences for errors.
+//! NCCL's functions for groups, as far as they are used, with sentences for errors.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int};
 use std::ptr::null_mut;
 
-use cudarc::driver::CudaStream;
 use cudarc::nccl::sys;
-
-pub(super) use cudarc::nccl::sys::{ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
 use crate::Error;
 
@@ -29,28 +26,10 @@ pub(super) type UniqueId = [u8; 128];
 
 /// A communicator of NCCL's, which does not block.
 #[derive(Clone, Copy)]
-pub(super) struct Handle(sys::ncclComm_t);
+pub(super) struct Handle(pub(super) sys::ncclComm_t);
 
 // SAFETY: any thread may use a communicator as long as only one does at a time. `Comm` keeps it under a lock.
 unsafe impl Send for Handle {}
-
-/// What a rank of a group does with its memory on the GPU: addresses, and how many values.
-#[derive(Clone, Copy)]
-pub(super) struct Memory {
-    pub address: u64,
-    pub len: usize,
-    pub data_type: DataType,
-}
-
-impl Memory {
-    fn read(&self) -> *const c_void {
-        self.address as *const c_void
-    }
-
-    fn written(&self) -> *mut c_void {
-        self.address as *mut c_void
-    }
-}
 
 fn text(chars: *const c_char) -> String {
     if chars.is_null() {
@@ -62,7 +41,7 @@ fn text(chars: *const c_char) -> String {
 }
 
 /// An error unless a call has been accepted: what is under way then ends as [`is_settled`] says.
-fn accepted(what: &str, code: sys::ncclResult_t) -> Result<()> {
+pub(super) fn accepted(what: &str, code: sys::ncclResult_t) -> Result<()> {
     use sys::ncclResult_t::{ncclInProgress, ncclSuccess};
     if matches!(code, ncclSuccess | ncclInProgress) {
         return Ok(());
@@ -206,99 +185,6 @@ pub(super) fn destroy(comm: Handle) -> Result<()> {
 pub(super) fn abort(comm: Handle) -> Result<()> {
     // SAFETY: as for `destroy`.
     accepted("aborting a group", unsafe { sys::ncclCommAbort(comm.0) })
-}
-
-/// Calls `run`, whose operations are under way together.
-pub(super) fn grouped(run: impl FnOnce() -> Result<()>) -> Result<()> {
-    // SAFETY: it has no arguments. The group is ended below, whatever happens.
-    accepted("a group of calls", unsafe { sys::ncclGroupStart() })?;
-    let called = run();
-    // SAFETY: a group was started on this thread.
-    let ended = accepted("a group of calls", unsafe { sys::ncclGroupEnd() });
-    called.and(ended)
-}
-
-/// An operation on memory of a GPU.
-#[derive(Clone, Copy)]
-pub(super) enum Motion {
-    AllReduce(RedOp, Memory, Memory),
-    ReduceScatter(RedOp, Memory, Memory),
-    AllGather(Memory, Memory),
-    Broadcast(c_int, Memory, Memory),
-    Send(c_int, Memory),
-    Recv(c_int, Memory),
-}
-
-impl Motion {
-    /// Puts it on `stream`; on the stream it may be only when the group has settled.
-    ///
-    /// # Safety
-    /// The addresses are of the group's GPU, and hold values for all the operation reads and writes, which nobody frees, or
-    /// writes to, until the stream is through.
-    pub unsafe fn enqueue(self, comm: Handle, stream: &CudaStream) -> Result<()> {
-        let stream = stream.cu_stream().cast();
-        // SAFETY: as the caller promises; the handle is alive, and the stream is of its GPU.
-        let (what, code) = unsafe {
-            match self {
-                Self::AllReduce(op, from, to) => (
-                    "all_reduce",
-                    sys::ncclAllReduce(
-                        from.read(),
-                        to.written(),
-                        from.len,
-                        from.data_type,
-                        op,
-                        comm.0,
-                        stream,
-                    ),
-                ),
-                Self::ReduceScatter(op, from, to) => (
-                    "reduce_scatter",
-                    sys::ncclReduceScatter(
-                        from.read(),
-                        to.written(),
-                        to.len,
-                        from.data_type,
-                        op,
-                        comm.0,
-                        stream,
-                    ),
-                ),
-                Self::AllGather(from, to) => (
-                    "all_gather",
-                    sys::ncclAllGather(
-                        from.read(),
-                        to.written(),
-                        from.len,
-                        from.data_type,
-                        comm.0,
-                        stream,
-                    ),
-                ),
-                Self::Broadcast(root, from, to) => (
-                    "broadcast",
-                    sys::ncclBroadcast(
-                        from.read(),
-                        to.written(),
-                        from.len,
-                        from.data_type,
-                        root,
-                        comm.0,
-                        stream,
-                    ),
-                ),
-                Self::Send(dst, from) => (
-                    "a send",
-                    sys::ncclSend(from.read(), from.len, from.data_type, dst, comm.0, stream),
-                ),
-                Self::Recv(src, to) => (
-                    "a receive",
-                    sys::ncclRecv(to.written(), to.len, to.data_type, src, comm.0, stream),
-                ),
-            }
-        };
-        accepted(what, code)
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
 use candle_core::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
 
-use super::sys::{self, DataType, Handle, Memory, Motion, RedOp};
+use super::motion::{DataType, Memory, Motion, RedOp, grouped};
+use super::sys::Handle;
 use crate::local::element::{unsupported, with_element};
 use crate::{Error, ReduceOp};
 
@@ -58,7 +59,7 @@ pub(super) unsafe fn enqueue(
     comm: Handle,
     stream: &CudaStream,
 ) -> std::result::Result<(), Error> {
-    sys::grouped(|| {
+    grouped(|| {
         motions.iter().try_for_each(|motion| {
             // SAFETY: as the caller promises.
             unsafe { motion.enqueue(comm, stream) }

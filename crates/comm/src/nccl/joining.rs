@@ -1,0 +1,102 @@
+//! Who is in a group: all ranks, and those that a split puts together.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{Device, Result, Tensor};
+
+use super::group::Group;
+use super::session::Session;
+use super::{NcclCommunicator, NcclConfig, sys};
+use crate::local::has_a_stream;
+use crate::{Communicator, Error};
+
+impl NcclCommunicator {
+    /// Joins the group of all ranks, and returns when all are there.
+    ///
+    /// # Errors
+    /// NCCL cannot be loaded, is too old or refuses the ranks (two on one GPU); the device is no GPU with a stream of its own;
+    /// ranks are missing at the deadline.
+    pub fn join(config: &NcclConfig) -> Result<Self> {
+        let (rank, world_size) = (config.rank, config.world_size);
+        if rank >= world_size {
+            let message =
+                format!("rank {rank} is not a rank of a world of world_size {world_size}");
+            return Err(Error::Argument(message).into());
+        }
+        let compute = stream_of(&config.device)?;
+        sys::check_version()?;
+        let made = match rank {
+            0 => sys::unique_id()?.to_vec(),
+            _ => Vec::new(),
+        };
+        let got = (config.exchange)(&made)?;
+        let Ok(id) = got.as_slice().try_into() else {
+            let message = format!(
+                "NCCL's unique id has 128 bytes, rank {rank} got {} from rank 0",
+                got.len()
+            );
+            return Err(Error::Backend(message).into());
+        };
+        compute.context().bind_to_thread().w()?;
+        let session = Session::start(rank, config.deadline, compute)?;
+        let stream = new_stream(&session)?;
+        let group = Group::world((rank, world_size), id, stream, &session);
+        let group = group.map_err(|error| {
+            let device = crate::local::device_name(&config.device);
+            Error::Backend(format!(
+                "rank {rank} on {device} cannot join the other ranks: {error}"
+            ))
+        })?;
+        let group = session.add(group);
+        Ok(Self {
+            session,
+            group,
+            device: config.device.clone(),
+        })
+    }
+
+    /// Who is in the new group of this rank when all ranks split, and the number of its color among those that there are.
+    pub(super) fn split_members(&self, color: usize, key: usize) -> Result<(usize, Vec<usize>)> {
+        let as_i64 = |number: usize| {
+            i64::try_from(number).map_err(|_| {
+                Error::Argument(format!("split: {number} is too large a color or key"))
+            })
+        };
+        let mine = Tensor::new(&[[as_i64(color)?, as_i64(key)?]], &self.device)?;
+        let all = self.all_gather(&mine)?.wait()?.to_vec2::<i64>()?;
+        self.check()?;
+        let mut colors: Vec<i64> = all.iter().map(|said| said[0]).collect();
+        let mut members: Vec<usize> = (0..all.len())
+            .filter(|r| colors[*r] == color as i64)
+            .collect();
+        members.sort_by_key(|rank| all[*rank][1]);
+        colors.sort_unstable();
+        colors.dedup();
+        let number = colors.partition_point(|other| *other < color as i64);
+        Ok((number, members))
+    }
+}
+
+/// The stream on which a rank computes.
+fn stream_of(device: &Device) -> Result<Arc<CudaStream>> {
+    match device {
+        Device::Cuda(cuda) if has_a_stream(cuda) => Ok(cuda.cuda_stream()),
+        Device::Cuda(_) => Err(Error::Argument(
+            "the backend nccl needs a GPU with one stream, got one opened with a stream for each thread\n\
+             hint: open it by `Device::new_cuda_with_stream`"
+                .into(),
+        )
+        .into()),
+        _ => Err(Error::Argument(
+            "the backend nccl runs on GPUs, got a rank on the CPU\nhint: use the backend mpi, or local".into(),
+        )
+        .into()),
+    }
+}
+
+/// A stream for a group. Operations of several groups may be under way at once, in front of what computes.
+pub(super) fn new_stream(session: &Session) -> Result<Arc<CudaStream>> {
+    session.compute.context().new_stream().w()
+}
