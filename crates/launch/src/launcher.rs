@@ -8,7 +8,7 @@
 //! | a rank | the front tells all agents to stop |
 //! | the front | its agents see the end of their stdin |
 //! | an agent | the kernel kills its ranks (PDEATHSIG); what they left behind becomes the front's, which kills it |
-//! | a link | each side gives the other up after a minute without a word |
+//! | a link | each side gives the other up after `--silence-secs` without a word |
 
 mod agent;
 mod agent_command;

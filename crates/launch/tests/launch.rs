@@ -2,6 +2,7 @@
 
 mod launch {
     mod control;
+    mod launch_dry_run;
     mod launch_env;
     mod launch_failure;
     mod launch_hosts;

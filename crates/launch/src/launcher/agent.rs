@@ -28,7 +28,7 @@ use report_pipe::ReportPipe;
 /// Processes that outlive all ranks of the host have this long after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
 /// How often each side says that it lives.
-pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(2);
+pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What the agent's main thread hears from its others.
 pub(super) enum Event {

@@ -69,12 +69,6 @@ pub fn launch(options: &LaunchOptions) -> ExitCode {
 
 /// The exit code, and what to print last.
 fn try_launch(options: &LaunchOptions) -> Result<(u8, Option<String>)> {
-    if !(options.grace_secs >= 0.0 && options.grace_secs <= 1e6) {
-        return Err(Error::Launch(format!(
-            "--grace-secs: expected a time from 0 to 1000000 seconds, got {}",
-            options.grace_secs
-        )));
-    }
     let layout = Layout::new(options)?;
     if layout.hosts.iter().any(|host| host.via.is_none()) {
         let search_path = std::env::var("PATH").unwrap_or_default();

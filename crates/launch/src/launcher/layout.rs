@@ -11,9 +11,10 @@ use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use crate::{Error, Result};
 
-/// An agent that hears nothing from the front for this long, or the front from a remote agent, gives the other up.
-pub(super) const SILENCE_MS: u64 = 60_000;
-
+/// A silence this long means that a link is cut, unless the user says otherwise; at least some of the words that both
+/// sides send every second must fit in.
+const SILENCE_SECS: f64 = 60.0;
+const MIN_SILENCE_SECS: f64 = 3.0;
 /// How ranks are started on other hosts, unless `--ssh` says otherwise: nobody can type a password, and no master of a
 /// shared connection is left behind.
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T";
@@ -76,6 +77,9 @@ impl Layout {
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
         let via = ssh_words(options)?;
+        let grace_ms = milliseconds("--grace-secs", options.grace_secs, 0.0)?;
+        let silence_secs = options.silence_secs.unwrap_or(SILENCE_SECS);
+        let silence_ms = milliseconds("--silence-secs", silence_secs, MIN_SILENCE_SECS)?;
         let hosts = shares.into_iter().map(|share| Host {
             via: (!share.is_here).then(|| via.clone()),
             plan: HostPlan {
@@ -90,8 +94,8 @@ impl Layout {
                 ),
                 first_rank: share.first_rank,
                 num_ranks: share.num_ranks,
-                grace_ms: (options.grace_secs * 1000.0) as u64,
-                silence_ms: (!share.is_here).then_some(SILENCE_MS),
+                grace_ms,
+                silence_ms: (!share.is_here).then_some(silence_ms),
             },
             name: share.name,
         });
@@ -105,17 +109,31 @@ impl Layout {
     }
 }
 
-/// The command that runs commands on other hosts.
+/// A time given in seconds.
+fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
+    if (least..=1e6).contains(&secs) {
+        return Ok((secs * 1000.0) as u64);
+    }
+    Err(Error::Launch(format!(
+        "{option}: expected a time from {least} to 1000000 seconds, got {secs}"
+    )))
+}
+
+/// The command that runs commands on other hosts, if it is wanted for any.
 fn ssh_words(options: &LaunchOptions) -> Result<Vec<String>> {
-    let command = match (&options.ssh, &options.hostfile) {
-        (Some(_), None) => {
-            return Err(Error::Launch(
-                "--ssh is for the hosts of a --hostfile, which is not given".to_string(),
-            ));
-        }
-        (Some(command), _) => command,
-        (None, _) => SSH,
-    };
+    let given = [
+        ("--ssh", options.ssh.is_some()),
+        ("--silence-secs", options.silence_secs.is_some()),
+    ];
+    if let Some((option, _)) = given
+        .iter()
+        .find(|(_, given)| *given && options.hostfile.is_none())
+    {
+        return Err(Error::Launch(format!(
+            "{option} is for the hosts of a --hostfile, which is not given"
+        )));
+    }
+    let command = options.ssh.as_deref().unwrap_or(SSH);
     let words: Vec<String> = command.split_whitespace().map(String::from).collect();
     if words.is_empty() {
         return Err(Error::Launch(

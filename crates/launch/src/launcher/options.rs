@@ -39,6 +39,9 @@ pub struct LaunchOptions {
     /// Time that ranks have to end after a signal or a failure, before they are killed
     #[arg(long, value_name = "SECS", default_value_t = 10.0)]
     pub(super) grace_secs: f64,
+    /// Give a host of the host file up after this time without a word from it, and it this one [default: 60]
+    #[arg(long, value_name = "SECS")]
+    pub(super) silence_secs: Option<f64>,
     /// Print what would run where, and start nothing
     #[arg(long)]
     pub(super) dry_run: bool,

@@ -1,6 +1,9 @@
 //! Runs on several "hosts": agents started through a stand-in for ssh, or one launcher per host.
 
-use super::launching::{Ended, Launching, MARK, start, start_in, write_script};
+use std::io::Write;
+use std::process::Command;
+
+use super::launching::{Ended, Launching, MARK, spawn, start, start_in, write_script};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
@@ -230,4 +233,38 @@ fn one_launcher_per_host() {
         "{}",
         second.err
     );
+}
+
+#[test]
+fn a_host_that_falls_silent() {
+    // All that connects host b stands still as soon as its rank runs, but stays open.
+    let stop = "(until [ -e up1 ]; do sleep 0.01; done; kill -STOP 0) &";
+    let ssh = format!(
+        "[ $1 = b ] && {{ {stop} shift; cat | setsid sh -c \"$*\" | cat; }}\n{}",
+        fake_ssh()
+    );
+    let options = ["--silence-secs", "3"];
+    let script = "touch up$RANK; exec sleep 1000";
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &options, script).wait();
+    assert_eq!(ended.code, Some(1));
+    let expected =
+        "candle-train: lost host b with rank 1: nothing was heard from it for --silence-secs";
+    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+}
+
+#[test]
+fn an_agent_that_hears_nothing_ends_its_ranks() {
+    let folder = TempDir::new().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
+    command.arg("agent");
+    let mut agent = spawn(folder, command, &|_| {});
+    let plan = format!(
+        r#"{{"Plan":{{"program":"sh","args":["-c","setsid sleep 1000 & touch up; exec sleep 1000"],"folder":"{}","env":[],"first_rank":0,"num_ranks":1,"grace_ms":0,"silence_ms":1000}}}}"#,
+        agent.path("").display()
+    );
+    // The pipe stays open.
+    let mut stdin = agent.take_stdin();
+    writeln!(stdin, "{plan}\n\"Start\"").unwrap();
+    agent.await_files(&["up"]);
+    agent.wait();
 }

@@ -97,6 +97,11 @@ impl Launching {
         }
     }
 
+    /// Its stdin, which otherwise stays open as long as this value.
+    pub fn take_stdin(&mut self) -> std::process::ChildStdin {
+        self.child.stdin.take().unwrap()
+    }
+
     pub fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).unwrap();
     }

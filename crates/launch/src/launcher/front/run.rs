@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use super::agent_link::AgentLink;
 use super::verdict::{Failures, HostLoss, describe_signal};
 use super::{Event, NOT_STARTED_EXIT_CODE, RankEnd};
-use crate::launcher::layout::{Layout, SILENCE_MS};
+use crate::launcher::layout::Layout;
 use crate::launcher::process_tree::KILL_DEADLINE;
 use crate::launcher::wire::{Command, Report};
 
@@ -22,12 +22,17 @@ const REPEAT_WAIT: Duration = Duration::from_secs(1);
 /// An agent that has nothing left to kill ends within this time.
 const AGENT_WAIT: Duration = Duration::from_secs(5);
 
+/// How often the links are looked at.
+const MAX_WAIT: Duration = Duration::from_millis(500);
+
 /// What is known of a run.
 pub(super) struct Run<'a> {
     layout: &'a Layout,
     agents: Vec<AgentLink>,
     grace: Duration,
     hosts: Vec<HostState>,
+    /// Whether a host has been silent for too long.
+    silent: Vec<bool>,
     refusals: Vec<String>,
     failures: Failures,
     signal: Option<(Signal, Instant)>,
@@ -53,6 +58,7 @@ impl<'a> Run<'a> {
         Self {
             layout,
             hosts: vec![HostState::Asked; agents.len()],
+            silent: vec![false; agents.len()],
             agents,
             grace,
             refusals: Vec::new(),
@@ -107,6 +113,10 @@ impl<'a> Run<'a> {
                 let was_finished = self.hosts[host] == HostState::Finished;
                 self.hosts[host] = HostState::Gone;
                 if !was_finished {
+                    let detail = match self.silent[host] {
+                        true => "nothing was heard from it for --silence-secs".to_string(),
+                        false => detail,
+                    };
                     self.failures.hosts.push(HostLoss {
                         host,
                         lost_at: Instant::now(),
@@ -195,12 +205,14 @@ impl<'a> Run<'a> {
             self.stop(grace);
         }
         let give_up = self.give_up_at.is_some_and(|at| now >= at);
-        let silence = Duration::from_millis(SILENCE_MS);
         for (index, agent) in self.agents.iter().enumerate() {
-            let is_remote = self.layout.hosts[index].via.is_some();
-            if self.hosts[index] != HostState::Gone
-                && (give_up || is_remote && agent.silence() > silence)
-            {
+            let limit = self.layout.hosts[index]
+                .plan
+                .silence_ms
+                .map(Duration::from_millis);
+            let is_silent = limit.is_some_and(|limit| agent.silence() > limit);
+            self.silent[index] |= is_silent;
+            if self.hosts[index] != HostState::Gone && (give_up || is_silent) {
                 agent.kill();
             }
         }
@@ -215,8 +227,8 @@ impl<'a> Run<'a> {
             .map(|at| at.saturating_duration_since(now));
         waits
             .min()
-            .unwrap_or(AGENT_WAIT)
-            .clamp(Duration::from_millis(1), AGENT_WAIT)
+            .unwrap_or(MAX_WAIT)
+            .clamp(Duration::from_millis(1), MAX_WAIT)
     }
 
     fn outcome(&self) -> (u8, Option<String>) {
