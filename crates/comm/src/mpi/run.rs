@@ -84,12 +84,18 @@ pub fn mpi<T: Send>(
 
 /// Prints why this rank failed and ends all ranks.
 fn fail(rank: usize, message: &str, jobs: &Sender<Job>) -> ! {
-    eprintln!("rank {rank} failed: {message}");
+    say_failed(rank, message);
     // If it cannot be sent, MPI's thread has come to the same end.
     if jobs.send(Job::Abort).is_ok() {
         std::thread::sleep(ABORT_GRACE);
     }
     std::process::exit(1)
+}
+
+/// Prints why a rank failed. In one piece, as other processes write to the same terminal.
+fn say_failed(rank: usize, message: &str) {
+    let line = format!("rank {rank} failed: {message}\n");
+    eprint!("{line}");
 }
 
 /// MPI's thread: at its end, the number of messages that nobody received.
@@ -110,7 +116,7 @@ fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread
                     // Nobody could say it to the rank, which may wait; and MPI's state is gone. A process that ends without
                     // MPI_Finalize makes its launcher end the others.
                     let message = launch::panic_message(&*panic);
-                    eprintln!("rank {rank} failed: MPI's thread panicked: {message}");
+                    say_failed(rank, &format!("MPI's thread panicked: {message}"));
                     std::process::exit(1)
                 })
             }
@@ -197,7 +203,7 @@ fn run_engine(context: Context, jobs: Receiver<Job>) -> std::result::Result<u64,
             Err(Error::Backend("MPI_Abort has returned".into()))
         }
         Err(error) => {
-            eprintln!("rank {} failed: {error}", context.world_rank);
+            say_failed(context.world_rank, &error.to_string());
             context.mpi.abort(1);
             Err(error)
         }

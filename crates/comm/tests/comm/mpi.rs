@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::conformance;
 use crate::determinism;
-use crate::mpirun::{Mpi, output, run, said};
+use crate::mpirun::{Mpi, output, output_alone, run, said};
 use crate::reference::{DTYPES, Random};
 use crate::threads::Threads;
 
@@ -346,4 +346,20 @@ fn mpi_starts_once_per_process() {
         assert_says(again, &["already", "hint: call launch::mpi once"]);
         Ok(())
     });
+}
+
+/// As under a launcher that MPI does not know: each process would take itself for the whole run.
+#[test]
+fn a_rank_without_the_others_is_told() {
+    let output = output_alone("mpi::a_rank_without_the_others_is_told");
+    if let Some(output) = output {
+        let said = said(&output);
+        assert!(!output.status.success(), "{said}");
+        for words in [
+            "MPI says that this process is its only rank, but WORLD_SIZE=4",
+            "hint: start the program by the mpirun of the MPI library",
+        ] {
+            assert!(said.contains(words), "{said}");
+        }
+    }
 }
