@@ -206,8 +206,8 @@ fn meeting(
 ) -> Result<(RendezvousAddress, bool)> {
     let first = &shares[0];
     if let Some(meeting) = &options.rdzv {
-        if first.is_here && first.node_rank == 0 {
-            check_port(meeting)?;
+        if first.is_here {
+            check_meeting(meeting, first.node_rank == 0)?;
         }
         return Ok((meeting.clone(), false));
     }
@@ -229,15 +229,15 @@ fn meeting(
     Ok((RendezvousAddress { host, port }, true))
 }
 
-/// An error if somebody listens already where rank 0 should.
-fn check_port(meeting: &RendezvousAddress) -> Result<()> {
+/// An error if the address is not known here or, on the host of rank 0, if somebody listens there already.
+fn check_meeting(meeting: &RendezvousAddress, has_rank_0: bool) -> Result<()> {
     let Ok(addresses) = (meeting.host.as_str(), meeting.port).to_socket_addrs() else {
         return Err(Error::Launch(format!(
             "--rdzv: the host name {:?} is not known here",
             meeting.host
         )));
     };
-    for address in addresses {
+    for address in addresses.filter(|_| has_rank_0) {
         let bound = TcpListener::bind(address);
         // Other errors may be due to an address that is this host's only seen from outside.
         if bound.is_err_and(|error| error.kind() == std::io::ErrorKind::AddrInUse) {

@@ -180,6 +180,18 @@ fn a_port_that_is_taken() {
         )),
         "{text}"
     );
+    let args = [
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rdzv",
+        "no.such.host.invalid:1",
+    ];
+    let text = refused(&[&args[..], &TOUCH].concat());
+    assert!(text.contains("is not known here"), "{text}");
     // Another host's port may be as it likes.
     let args = [
         "--nproc-per-node",
