@@ -12,7 +12,7 @@ pub struct Operation {
     pub group: Arc<RankGroup>,
     /// Its number in the group, from 0; messages between two ranks have none.
     pub seq: Option<u64>,
-    /// What was called, on what: "all_reduce(sum) of f32 [4]". Equal on all members if `seq` is there.
+    /// What was called, on what: `all_reduce(sum) of f32 [4]`. Equal on all members if `seq` is there.
     pub call: String,
     /// Where it was called.
     pub site: &'static Location<'static>,
