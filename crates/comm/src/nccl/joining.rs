@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::cuda_backend::cudarc::driver::result::stream::get_priority_range;
 use candle_core::{Device, Result, Tensor};
 
 use super::group::Group;
@@ -96,7 +97,11 @@ fn stream_of(device: &Device) -> Result<Arc<CudaStream>> {
     }
 }
 
-/// A stream for a group. Operations of several groups may be under way at once, in front of what computes.
+/// A stream for a group: those of several groups run at once. Its kernels are few and other ranks wait for them, so they come
+/// before what computes when a part of the GPU is free.
 pub(super) fn new_stream(session: &Session) -> Result<Arc<CudaStream>> {
-    session.compute.context().new_stream().w()
+    let context = session.compute.context();
+    context.bind_to_thread().w()?;
+    let (_, first) = get_priority_range().w()?;
+    context.new_stream_with_priority(first).w()
 }
