@@ -1,7 +1,7 @@
 //! Ranks with a GPU each, over NCCL, pass the conformance suite: as threads of this process, each with a communicator of its
 //! own.
 //!
-//! Where there is no GPU, or no NCCL, these tests say so and pass; with `CANDLE_TRAIN_REQUIRE_CUDA=1` they fail. World sizes that
+//! Where there is no GPU these tests say so and pass; with `CANDLE_TRAIN_REQUIRE_CUDA=1` they fail. World sizes that
 //! need more GPUs than there are run with several ranks on a GPU if `NCCL_MULTI_RANK_GPU_ENABLE=1` allows it, else not at all.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
