@@ -15,6 +15,7 @@ constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t ALIGN_BYTES = 256;
 constexpr unsigned char POISON = 0xff;
 constexpr size_t PAGE_BYTES = 4096;
+constexpr size_t QUARANTINE_BYTES = 256 << 20;
 
 size_t aligned(size_t bytes) {
     return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
@@ -75,7 +76,11 @@ CUdeviceptr Memory::reserve(size_t bytes) {
     if (gap == 0) {
         return 0;
     }
+    // Freed memory stays unused for a while, so that a late use of it is noticed; not for ever, as small pieces are not given back.
     cursor_ = gap + span;
+    if (cursor_ - start_ > 2 * used_ + QUARANTINE_BYTES) {
+        cursor_ = start_;
+    }
     CUdeviceptr start = gap + GUARD_BYTES;
     allocations_[start] = {start, bytes, false, false};
     used_ += size;
