@@ -32,9 +32,7 @@ pub(super) fn nccl<T: Send>(
     config: &RunConfig,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<T> {
-    let master = config.env.master().map_err(candle_core::Error::wrap)?;
-    let control = Control::join(&control_config(config, master));
-    let control = control.map_err(candle_core::Error::wrap)?;
+    let control = meet(config).map_err(candle_core::Error::wrap)?;
     let exchange = {
         let control = control.clone();
         Arc::new(move |bytes: &[u8]| {
@@ -55,6 +53,23 @@ pub(super) fn nccl<T: Send>(
         control.fail(&message_of(error));
     }
     outcome
+}
+
+/// Joins the control plane where the environment says; a rank that is alone meets nobody and needs no such place.
+#[cfg(feature = "nccl")]
+fn meet(config: &RunConfig) -> candle_launch::Result<Arc<Control>> {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    match config.env.master() {
+        Err(_) if config.env.world_size() == 1 => {
+            let host = Ipv4Addr::LOCALHOST;
+            let listener = TcpListener::bind((host, 0)).map_err(|error| {
+                candle_launch::Error::Join(format!("this rank cannot listen on {host}: {error}"))
+            })?;
+            Control::join_at(&control_config(config, (host.to_string(), 0)), listener)
+        }
+        master => Control::join(&control_config(config, master?)),
+    }
 }
 
 /// Threads per rank where a host has several stages of a pipeline: a stage that waits for another leaves its cores to it.
