@@ -27,7 +27,7 @@
 
 use std::process::ExitCode;
 
-use candle_comm::{Degrees, Fingerprint, Mesh, ProcessGroup, launch};
+use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
@@ -36,8 +36,8 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_examples::{
-    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, flops_per_token, keep_freed_memory,
-    page_faults, parse, peak_rss_bytes, peak_tflops, product_floor_secs,
+    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, fingerprint_of_program, flops_per_token,
+    keep_freed_memory, page_faults, parse, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;
@@ -163,11 +163,7 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
         processes => processes,
     };
     if ranks.env.world_size() > 1 {
-        let mut fingerprint = Fingerprint::of_program().map_err(candle_core::Error::wrap)?;
-        for (name, value) in flags {
-            fingerprint = fingerprint.value(name, value);
-        }
-        ranks.fingerprint = fingerprint;
+        ranks.fingerprint = fingerprint_of_program(&ranks, flags)?;
     }
     let measured = launch::run(&ranks, |world| {
         bench(args, &config, &batch_config, degrees, world)

@@ -39,21 +39,19 @@ impl DeviceArgs {
         open: impl Fn(DeviceChoice) -> Result<Vec<Device>>,
     ) -> Result<Vec<Device>> {
         let choice = self.device.unwrap_or(DeviceChoice::preferred());
-        let said = |what: String| {
-            if says {
-                eprintln!("device: {what}");
-            }
-        };
         match (open(choice), self.device, choice) {
             (opened, Some(_), _) | (opened, None, DeviceChoice::Cpu) => opened,
             (Ok(devices), None, _) => {
-                said(names(&devices));
+                if says {
+                    eprintln!("device: {}", names(&devices));
+                }
                 Ok(devices)
             }
             (Err(err), None, _) => {
                 let reason = err.to_string();
                 let reason = reason.lines().next().unwrap_or_default();
-                said(format!("cpu, because {reason}"));
+                // Of several processes each says it: the others may have a GPU.
+                eprintln!("device: cpu, because {reason}");
                 Ok(vec![Device::Cpu])
             }
         }

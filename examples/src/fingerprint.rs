@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_comm::{Fingerprint, RunConfig};
-use candle_core::{Error, Result};
+use candle_core::{Device, Error, Result};
 use candle_train::Tokens;
 
 use crate::flags::Flags;
@@ -21,10 +21,7 @@ pub fn fingerprint(
     if run.env.world_size() == 1 {
         return Ok(Fingerprint::default());
     }
-    let mut fingerprint = Fingerprint::of_program().map_err(Error::wrap)?;
-    for (name, value) in flags {
-        fingerprint = fingerprint.value(name, value);
-    }
+    let mut fingerprint = fingerprint_of_program(run, flags)?;
     fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
     let Some(model) = model else {
         return Ok(fingerprint);
@@ -41,6 +38,22 @@ pub fn fingerprint(
             let name = format!("{name} of --model");
             fingerprint = fingerprint.file(name, &path).map_err(Error::wrap)?;
         }
+    }
+    Ok(fingerprint)
+}
+
+/// The program, what it chose for itself, and its flags.
+///
+/// # Errors
+/// The program's own file cannot be read.
+pub fn fingerprint_of_program(run: &RunConfig, flags: Flags) -> Result<Fingerprint> {
+    let on_gpus = run.devices.iter().any(Device::is_cuda);
+    let mut fingerprint = Fingerprint::of_program()
+        .map_err(Error::wrap)?
+        .value("the backend", run.backend.to_string())
+        .value("the device", if on_gpus { "a GPU" } else { "the CPU" });
+    for (name, value) in flags {
+        fingerprint = fingerprint.value(name, value);
     }
     Ok(fingerprint)
 }

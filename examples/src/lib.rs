@@ -21,7 +21,7 @@ pub use allocator::keep_freed_memory;
 pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
 pub use config_dtype::with_config_dtype;
 pub use device::DeviceArgs;
-pub use fingerprint::fingerprint;
+pub use fingerprint::{fingerprint, fingerprint_of_program};
 pub use fit::fit;
 pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;

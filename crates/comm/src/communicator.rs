@@ -35,6 +35,33 @@ pub trait Communicator: Send + Sync {
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>>;
 
+    /// `(world_size * n, ..) -> (n, ..)`: [`reduce_scatter`](Self::reduce_scatter) into this rank's slice of `xs`, which has
+    /// elements; the result is a view of the slice, and the other slices keep their values. A backend that cannot write there
+    /// copies the result.
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let pending = self.reduce_scatter(xs, op)?;
+        let len = xs.dim(0)? / self.world_size();
+        let (xs, start) = (xs.clone(), self.rank() * len);
+        Ok(Pending::new(move || {
+            xs.slice_set(&pending.wait_uncounted()?, 0, start)?;
+            xs.narrow(0, start, len)
+        }))
+    }
+
+    /// `(world_size * n, ..) -> (world_size * n, ..)`: [`all_gather`](Self::all_gather) of each rank's own slice of `xs`, which
+    /// has elements, into the other slices; the result is `xs`. A backend that cannot write there copies the result.
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        let len = xs.dim(0)? / self.world_size();
+        let pending = self.all_gather(&xs.narrow(0, self.rank() * len, len)?)?;
+        let xs = xs.clone();
+        Ok(Pending::new(move || {
+            xs.slice_set(&pending.wait_uncounted()?, 0, 0)?;
+            Ok(xs)
+        }))
+    }
+
     /// `(n, ..) -> (n, ..)`: root's tensor on every rank. `xs` has the same shape and dtype on all ranks; its values
     /// matter on the root only.
     #[track_caller]

@@ -2,6 +2,7 @@
 
 mod blocking;
 mod dims;
+mod in_place;
 mod started;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

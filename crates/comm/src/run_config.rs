@@ -24,7 +24,8 @@ pub struct RunConfig {
     pub threads_per_rank: Option<usize>,
     /// Whether ranks that are processes compare each collective by way of rank 0 before it starts, so that no rank starts one
     /// before all have called it. Threads and MPI find ranks that call different things by themselves, NCCL does not.
-    /// Default: no.
+    /// To start a collective is then to wait for all ranks of its group, so ranks that start it before and after a message
+    /// between them wait for each other for ever. Default: no.
     pub check_collectives: bool,
     /// What ranks that are processes compare when they meet. Default: nothing.
     pub fingerprint: Fingerprint,
@@ -69,7 +70,8 @@ impl RunConfig {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// An error unless the fields fit each other and this build.
+    pub(crate) fn check(&self) -> Result<()> {
         let (backend, num_processes) = (self.backend, self.env.world_size());
         let started_by = self.env.started_by();
         let refused = |message: String| Err(Error::Argument(message).into());

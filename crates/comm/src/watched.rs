@@ -200,6 +200,20 @@ impl Communicator for Watched {
     }
 
     #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        self.collective(Operation::ReduceScatter(op), Some(xs), |inner| {
+            inner.reduce_scatter_in_place(xs, op)
+        })
+    }
+
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        self.collective(Operation::AllGather, Some(xs), |inner| {
+            inner.all_gather_in_place(xs)
+        })
+    }
+
+    #[track_caller]
     fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
         let operation = Operation::Broadcast { root };
         self.collective(operation, Some(xs), |inner| inner.broadcast(xs, root))

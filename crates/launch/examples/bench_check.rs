@@ -46,6 +46,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         world_size,
         host: "here".into(),
         master: ("127.0.0.1".into(), port),
+        is_one_host: true,
         token: "bench".into(),
         fingerprint: Vec::new(),
         join_timeout: Duration::from_secs(20),

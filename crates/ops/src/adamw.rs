@@ -82,7 +82,7 @@ pub struct AdamWBuffers<'a> {
 /// On a GPU this is one launch for 16 slots.
 ///
 /// # Errors
-/// When buffers differ in length, a slot reaches beyond them, or a tensor is on another device, has another dtype, is not
+/// When buffers differ in length, slots overlap or reach beyond them, or a tensor is on another device, has another dtype, is not
 /// contiguous, or shares a storage with another.
 pub fn adamw(
     buffers: &AdamWBuffers<'_>,
@@ -168,6 +168,21 @@ impl AdamWBuffers<'_> {
                 bail!("{NAME}: {num} weights at {start} reach beyond the buffers of {len} values")
             }
             tensors.push(("weights", slot.weights));
+        }
+        let mut places: Vec<(usize, usize)> =
+            slots.iter().map(|slot| (slot.start, slot.len())).collect();
+        places.retain(|(_, len)| *len > 0);
+        places.sort_unstable();
+        for pair in places.windows(2) {
+            if pair[0].0 + pair[0].1 > pair[1].0 {
+                bail!(
+                    "{NAME}: {} weights at {} and {} weights at {} overlap",
+                    pair[0].1,
+                    pair[0].0,
+                    pair[1].1,
+                    pair[1].0
+                )
+            }
         }
         // Each is locked while the others are: a second lock of one storage would never be granted.
         for (i, (what, tensor)) in tensors.iter().enumerate() {

@@ -30,6 +30,8 @@ mod optimizer;
 mod param_store;
 #[path = "parallel/reader.rs"]
 mod reader;
+#[path = "parallel/reduce_mean.rs"]
+mod reduce_mean;
 #[path = "parallel/regions.rs"]
 mod regions;
 #[path = "parallel/save.rs"]

@@ -38,7 +38,9 @@ pub(crate) fn explain(
 
 fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<String>>) -> Error {
     let message = err.to_string();
-    let is_out_of_memory = OUT_OF_MEMORY.iter().any(|words| message.contains(words));
+    // What another rank said of its GPU may be quoted.
+    let is_quoted = message.contains("rank ") && message.contains(" failed: ");
+    let is_out_of_memory = !is_quoted && OUT_OF_MEMORY.iter().any(|words| message.contains(words));
     match is_out_of_memory.then(report) {
         Some(Ok(Some(report))) => Error::Msg(format!("{}\n{report}\n{hint}", message_of(&err))),
         // The driver that ran out of memory may not answer either: what it said first matters more.

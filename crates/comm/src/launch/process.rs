@@ -81,34 +81,35 @@ fn threads_of_stages(config: &RunConfig) -> Option<usize> {
     (num_stages > 1).then(|| (crate::local::num_cores() * num_stages / on_host.max(1)).max(1))
 }
 
-/// Joins the control plane; rank 0's address goes to the others over `world`, unless the environment has it.
+/// Joins the control plane where rank 0 says, over `world`: at the meeting point of its environment, or else at a port of its own.
+/// What the environments of the others say does not count, as launchers do not give all ranks the same.
 #[cfg(feature = "mpi")]
 fn meet_over(world: &ProcessGroup, config: &RunConfig) -> Result<Arc<Control>> {
     use crate::Error;
     use std::net::{Ipv4Addr, TcpListener};
 
     let env = &config.env;
-    if let Ok(master) = env.master() {
-        return Control::join(&control_config(config, master)).map_err(candle_core::Error::wrap);
+    let (mut own, mut listener) = (String::new(), None);
+    if world.rank() == 0 {
+        let (host, port) = match env.master() {
+            Ok(master) => master,
+            Err(_) => {
+                let unusable = |error: std::io::Error| {
+                    Error::Argument(format!("rank 0 cannot listen for the other ranks: {error}"))
+                };
+                let free = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(unusable)?;
+                let port = free.local_addr().map_err(unusable)?.port();
+                listener = Some(free);
+                match env.local_world_size() == env.world_size() {
+                    true => (Ipv4Addr::LOCALHOST.to_string(), port),
+                    false => (env.host().to_string(), port),
+                }
+            }
+        };
+        own = format!("{host} {port}");
     }
-    let host = match env.local_world_size() == env.world_size() {
-        true => Ipv4Addr::LOCALHOST.to_string(),
-        false => env.host().to_string(),
-    };
-    let listener = match world.rank() {
-        0 => TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map(Some),
-        _ => Ok(None),
-    };
-    let unusable = |error: std::io::Error| {
-        Error::Argument(format!("rank 0 cannot listen for the other ranks: {error}"))
-    };
-    let listener = listener.map_err(unusable)?;
-    let own = match &listener {
-        Some(listener) => format!("{host} {}", listener.local_addr().map_err(unusable)?.port()),
-        None => String::new(),
-    };
-    let addresses = world.all_gather_bytes(own.as_bytes())?;
-    let first = addresses.into_iter().next().map(String::from_utf8);
+    let said = world.all_gather_bytes(own.as_bytes())?;
+    let first = said.into_iter().next().map(String::from_utf8);
     let master = first.and_then(|address| {
         let address = address.ok()?;
         let (host, port) = address.rsplit_once(' ')?;

@@ -17,6 +17,7 @@ pub fn run<T: Send>(
     config: &RunConfig,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    config.check()?;
     match config.backend {
         Backend::Local => {
             let mesh = LocalConfig::for_mesh(&config.degrees)?;

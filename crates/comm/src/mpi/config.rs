@@ -5,7 +5,8 @@ use std::time::Duration;
 /// How this process takes part in a run under MPI; see [`launch::mpi`](crate::launch::mpi).
 #[derive(Debug, Clone)]
 pub struct MpiConfig {
-    /// How long one wait may last before it becomes an error. Default: 10 minutes.
+    /// How long one wait may last before it becomes an error, also that of a rank that has returned for those that have not.
+    /// Default: 10 minutes.
     pub deadline: Duration,
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.

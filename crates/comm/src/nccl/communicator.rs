@@ -112,6 +112,12 @@ impl NcclCommunicator {
         self.start(&call, &transfers, (Box::new(finish), false))
     }
 
+    /// This rank's slice along dim 0.
+    fn slice_of(&self, xs: &Tensor) -> Result<Tensor> {
+        let len = xs.dim(0)? / self.world_size();
+        xs.narrow(0, self.rank() * len, len)
+    }
+
     /// The result of an operation on tensors without elements, which moves nothing.
     fn nothing(&self, dims: &[usize], dtype: DType) -> Result<Pending<Tensor>> {
         Ok(Pending::ready(empty(dims, dtype, &self.device)?))
@@ -156,6 +162,35 @@ impl Communicator for NcclCommunicator {
         dims[0] /= self.world_size();
         let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
         self.start_reduction(Operation::ReduceScatter(op), (xs, op), &dims, transfer)
+    }
+
+    /// NCCL does it where the result is this rank's slice of the input. Reductions that it does not make by itself are copied.
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let slice = self.slice_of(xs)?;
+        if !matches!(Reduction::new(op, xs.dtype()), Reduction::Plain) {
+            let pending = self.reduce_scatter(xs, op)?;
+            return Ok(Pending::new(move || {
+                slice.slice_set(&pending.wait_uncounted()?, 0, 0)?;
+                Ok(slice)
+            }));
+        }
+        self.check_tensor(xs)?;
+        let operation = Operation::ReduceScatter(op);
+        element::check_reduces(&operation, xs.dtype(), &self.device)?;
+        let call = self.call(operation, Some(xs));
+        let transfer = Transfer::ReduceScatter(op, xs.clone(), slice.clone());
+        self.start_one(&call, transfer, slice)
+    }
+
+    /// NCCL does it where the input is this rank's slice of the result.
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        self.check_tensor(xs)?;
+        let slice = self.slice_of(xs)?;
+        let call = self.call(Operation::AllGather, Some(&slice));
+        let transfer = Transfer::AllGather(slice, xs.clone());
+        self.start_one(&call, transfer, xs.clone())
     }
 
     #[track_caller]

@@ -74,6 +74,7 @@ conformance!(
     all_reduce,
     all_gather,
     reduce_scatter,
+    in_place,
     broadcast,
     all_to_all,
     batch_send_recv,

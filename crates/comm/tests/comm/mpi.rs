@@ -17,6 +17,7 @@ fn conforms(world: &ProcessGroup) -> Result<()> {
     conformance::all_reduce(mpi)?;
     conformance::all_gather(mpi)?;
     conformance::reduce_scatter(mpi)?;
+    conformance::in_place(mpi)?;
     conformance::broadcast(mpi)?;
     conformance::all_to_all(mpi)?;
     conformance::batch_send_recv(mpi)?;

@@ -73,6 +73,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         world_size,
         host: "here".into(),
         master: ("127.0.0.1".into(), port),
+        is_one_host: true,
         token: "secret".into(),
         fingerprint: Vec::new(),
         join_timeout: Duration::from_secs(20),
@@ -131,6 +132,7 @@ fn it_is_the_backend_it_wraps() -> Result<()> {
     conformance::all_reduce(&Checked)?;
     conformance::all_gather(&Checked)?;
     conformance::reduce_scatter(&Checked)?;
+    conformance::in_place(&Checked)?;
     conformance::broadcast(&Checked)?;
     conformance::all_to_all(&Checked)?;
     conformance::batch_send_recv(&Checked)?;

@@ -15,6 +15,8 @@ pub struct ControlConfig {
     pub host: String,
     /// Host name or address of rank 0, and the port where it waits for the others.
     pub master: (String, u16),
+    /// Whether all ranks are on this host: then rank 0 listens on loopback only, if `master` is there.
+    pub is_one_host: bool,
     /// What the ranks of this run know and others do not. It is sent in the clear.
     pub token: String,
     /// What must be the same on all ranks, by name: flags, data, code version. Default: nothing.
@@ -44,6 +46,7 @@ impl ControlConfig {
             world_size: env.world_size(),
             host: env.host().to_string(),
             master,
+            is_one_host: env.local_world_size() == env.world_size(),
             token: env.run_token().to_string(),
             fingerprint: Vec::new(),
             join_timeout: Duration::from_secs(300),

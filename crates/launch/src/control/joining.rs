@@ -81,9 +81,10 @@ fn persist<T>(
 fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Refused> {
     let (host, port) = &config.master;
     let addresses = resolve(config)?;
-    // A run within one host is nobody else's business. Else by all interfaces: the name may be that of a proxy.
+    // A run within one host is nobody else's business. Else by all interfaces: the name may be that of a proxy, and many hosts
+    // resolve their own name to a loopback address, which the other hosts' ranks cannot reach.
     let address = match addresses.first() {
-        Some(first) if first.ip().is_loopback() => *first,
+        Some(first) if first.ip().is_loopback() && config.is_one_host => *first,
         Some(SocketAddr::V6(_)) => (Ipv6Addr::UNSPECIFIED, *port).into(),
         _ => (Ipv4Addr::UNSPECIFIED, *port).into(),
     };

@@ -76,7 +76,7 @@ fn launch_f32(
     gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
         gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
             let (grid, grad) = (grid(gpu, slots)?, grad.get());
-            // SAFETY: every slot's values lie in the buffers, and no two buffers share a storage.
+            // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
             unsafe {
                 launch::adamw_f32(
                     &grid,
@@ -111,7 +111,7 @@ fn launch_bf16(
         gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
             gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
                 let (grid, grad) = (grid(gpu, slots)?, grad.get());
-                // SAFETY: every slot's values lie in the buffers, and no two buffers share a storage.
+                // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
                 unsafe {
                     launch::adamw_bf16(
                         &grid,

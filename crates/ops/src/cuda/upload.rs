@@ -65,6 +65,10 @@ pub(crate) fn upload(ids: &[u32], device: &CudaDevice) -> Result<Tensor> {
     staged.copy_from_slice(ids);
     // SAFETY: the GPU has that much memory there; nobody writes the staged ids before the event says they are copied.
     unsafe { result::memcpy_htod_async(on_gpu.out().address(), staged, stream.cu_stream()) }.w()?;
-    staging.copied.record(&stream).w()?;
+    if let Err(error) = staging.copied.record(&stream) {
+        // Nobody would know when it may be written to again.
+        all.swap_remove(index);
+        return Err(error).w();
+    }
     Ok(on_gpu.into_tensor(ids.len()))
 }

@@ -179,7 +179,6 @@ fn buffers_of_adamw_fit_and_share_nothing() -> Result<()> {
             ..buffers
         };
         says(&shared, &[slot], "exp_avg and exp_avg_sq share a storage");
-        says(&buffers, &[slot, slot], "weights and weights share");
         let longer = &random(5, 7)?;
         let grad = AdamWBuffers {
             grad: longer,
@@ -193,6 +192,17 @@ fn buffers_of_adamw_fit_and_share_nothing() -> Result<()> {
             ..slot
         };
         says(&buffers, &[far], "reach beyond");
+        let [short, other] = [&random(7, 3)?, &random(8, 3)?];
+        let at = |weights, start| AdamWSlot {
+            weights,
+            start,
+            decays: true,
+        };
+        says(&buffers, &[at(short, 2), at(other, 0)], "overlap");
+        let halves = [x.narrow(0, 0, 3)?, x.narrow(0, 3, 3)?];
+        let halves = [at(&halves[0], 0), at(&halves[1], 3)];
+        says(&buffers, &halves, "weights and weights share");
+        adamw(&buffers, &[at(short, 3), at(other, 0)], &CONSTANTS)?;
         let with_master = AdamWBuffers {
             master: Some(&random(6, 6)?),
             ..buffers

@@ -127,7 +127,7 @@ impl Optimizer {
             ZeroStage::One => self
                 .mesh
                 .dp
-                .start_reduce_scatter(flat.tensor(), ReduceOp::Sum),
+                .start_reduce_scatter_in_place(flat.tensor(), ReduceOp::Sum),
         }
     }
 
@@ -137,7 +137,7 @@ impl Optimizer {
     ) -> Result<FlatBuffer> {
         let own = self.own_range(bucket);
         let sum = started.wait()?;
-        if self.mesh.dp.world_size() > 1 {
+        if self.zero == ZeroStage::Zero && self.mesh.dp.world_size() > 1 {
             flat.write(own.start, &sum)?;
         }
         FlatBuffer::new(flat.view(own.start, own.len())?)

@@ -12,16 +12,17 @@ use crate::master_weights::{MasterWeights, intersect, offset_by};
 
 impl Optimizer {
     /// Updates the parameters from reduced gradients, scaled by min(1, max_norm / (norm + 1e-6)).
+    ///
+    /// After an error some parameters are updated and others are not: the run cannot go on.
     pub fn apply(
         &mut self,
         reduced: &ReducedGradients,
         lr: f64,
         max_norm: Option<f64>,
     ) -> Result<()> {
-        self.num_steps += 1;
         let clip = max_norm.map_or(1.0, |max_norm| (max_norm / (reduced.norm + 1e-6)).min(1.0));
         let grad_scale = clip * reduced.scale;
-        let constants = self.config.constants(lr, grad_scale, self.num_steps);
+        let constants = self.config.constants(lr, grad_scale, self.num_steps + 1);
         let mut under_way = None;
         let buckets = self.layout.buckets.iter().zip(&reduced.buckets);
         let state = self.moments.iter().zip(&self.masters);
@@ -35,10 +36,11 @@ impl Optimizer {
                 }
             }
         }
-        match under_way {
-            Some((bucket, last)) => self.unpack(bucket, &last.wait()?),
-            None => Ok(()),
+        if let Some((bucket, last)) = under_way {
+            self.unpack(bucket, &last.wait()?)?;
         }
+        self.num_steps += 1;
+        Ok(())
     }
 
     /// Updates this rank's part of a bucket's parameters.

@@ -1,7 +1,7 @@
 //! Each collective on its own.
 
 use candle_comm::ReduceOp;
-use candle_core::{D, DType, Result};
+use candle_core::{D, DType, Result, Tensor};
 
 use super::{Launch, for_all};
 use crate::reference::{assert_same, cat, input, inputs, on, part, reduce};
@@ -56,6 +56,44 @@ pub fn reduce_scatter(launch: &impl Launch) -> Result<()> {
             )?;
         }
         Ok(())
+    })
+}
+
+/// In a view of a larger buffer, of which the rest stays as it is.
+pub fn in_place(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 5] = [&[0], &[1], &[3, 5], &[2, 1, 3], &[2, 0, 3]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        let (rank, n) = (world.rank(), world.world_size());
+        let mut dims = dims.to_vec();
+        dims[0] *= n;
+        let around = |xs: &Tensor| Tensor::cat(&[xs, xs, xs], 0);
+        for op in OPS {
+            let all = inputs(11, n, &dims, dtype)?;
+            let what = format!("reduce_scatter({op}) in place {dims:?}");
+            let buffer = on(world, &around(&all[rank])?)?;
+            let mine = buffer.narrow(0, dims[0], dims[0])?;
+            let got = world.start_reduce_scatter_in_place(&mine, op)?.wait()?;
+            let expected = part(&reduce(&all, op)?, 0, rank, n)?;
+            assert_same(&what, &got, &expected)?;
+            let mut slices = (0..n)
+                .map(|slice| part(&all[rank], 0, slice, n))
+                .collect::<Result<Vec<_>>>()?;
+            slices[rank] = expected;
+            let expected = cat(&[all[rank].clone(), cat(&slices, 0)?, all[rank].clone()], 0)?;
+            assert_same(&what, &buffer, &expected)?;
+        }
+        let all = inputs(12, n, &dims, dtype)?;
+        let what = format!("all_gather in place {dims:?}");
+        let buffer = on(world, &around(&all[rank])?)?;
+        let mine = buffer.narrow(0, dims[0], dims[0])?;
+        let got = world.start_all_gather_in_place(&mine)?.wait()?;
+        let slices = (0..n)
+            .map(|slice| part(&all[slice], 0, slice, n))
+            .collect::<Result<Vec<_>>>()?;
+        let expected = cat(&slices, 0)?;
+        assert_same(&what, &got, &expected)?;
+        let expected = cat(&[all[rank].clone(), expected, all[rank].clone()], 0)?;
+        assert_same(&what, &buffer, &expected)
     })
 }
 

@@ -13,6 +13,7 @@ pub fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         world_size,
         host: format!("host-{rank}"),
         master: ("127.0.0.1".into(), port),
+        is_one_host: true,
         token: "secret".into(),
         fingerprint: vec![("--lr".into(), "1e-4".into())],
         join_timeout: Duration::from_secs(20),
