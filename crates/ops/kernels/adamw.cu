@@ -34,15 +34,16 @@ struct AdamWSlots {
 
 // Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `master` is flat as the other buffers are,
 // and the weights get its values rounded to bf16; without it the weights are the fp32 values themselves.
-__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlots& slots,
-                      AdamW constants, float scale) {
+extern "C" __global__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                 float step_size, float correction, float rest1, float beta2, float rest2, float eps,
+                                 float scale) {
     const AdamWSlot& slot = slots.slots[blockIdx.y];
     float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
     bf16* rounded = master ? static_cast<bf16*>(slot.weights) : nullptr;
     exp_avg += slot.start;
     exp_avg_sq += slot.start;
     grad += slot.start;
-    constants.shrink = slot.shrink;
+    AdamW constants = {step_size, correction, slot.shrink, rest1, beta2, rest2, eps};
     bool packed = aligned(x_at, exp_avg, exp_avg_sq, rounded, grad);
     for_each_pack_of_grid<PACK<float>>(slot.len, packed, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;
@@ -61,18 +62,4 @@ __device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const fl
             store(rounded + i, x);
         }
     });
-}
-
-extern "C" __global__ void adamw_f32(float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                     float step_size, float correction, float rest1, float beta2, float rest2, float eps,
-                                     float scale) {
-    AdamW constants = {step_size, correction, 1.0f, rest1, beta2, rest2, eps};
-    adamw(nullptr, exp_avg, exp_avg_sq, grad, slots, constants, scale);
-}
-
-extern "C" __global__ void adamw_bf16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad,
-                                      AdamWSlots slots, float step_size, float correction, float rest1, float beta2,
-                                      float rest2, float eps, float scale) {
-    AdamW constants = {step_size, correction, 1.0f, rest1, beta2, rest2, eps};
-    adamw(master, exp_avg, exp_avg_sq, grad, slots, constants, scale);
 }

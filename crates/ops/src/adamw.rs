@@ -5,11 +5,12 @@
 use crate::brain_float::round_into;
 use crate::dispatch::on_cuda;
 use crate::host::HostF32;
-use crate::in_place::{same_storage, try_write};
+use crate::in_place::{storage_address, try_write};
 use crate::vectorised::vectorised;
 use candle_core::{Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
+use std::collections::HashMap;
 
 pub(crate) const NAME: &str = "adamw";
 
@@ -185,11 +186,9 @@ impl AdamWBuffers<'_> {
             }
         }
         // Each is locked while the others are: a second lock of one storage would never be granted.
-        for (i, (what, tensor)) in tensors.iter().enumerate() {
-            let shared = tensors[..i]
-                .iter()
-                .find(|(_, other)| same_storage(tensor, other));
-            if let Some((other, _)) = shared {
+        let mut seen = HashMap::with_capacity(tensors.len());
+        for (what, tensor) in tensors {
+            if let Some(other) = seen.insert(storage_address(tensor), what) {
                 bail!("{NAME}: {other} and {what} share a storage, expected one for each")
             }
         }

@@ -125,8 +125,12 @@ pub(crate) fn must_not_share(op: &str, dst: &Tensor, values: &Tensor) -> Result<
 /// Whether two tensors are views of one storage: candle locks storages, so work on two views at a time would wait for
 /// itself.
 pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {
-    let address = |tensor: &Tensor| -> *const Storage { &*tensor.storage_and_layout().0 };
-    address(a) == address(b)
+    storage_address(a) == storage_address(b)
+}
+
+/// The same for all views of a storage, and for no other tensor that is alive.
+pub(crate) fn storage_address(tensor: &Tensor) -> *const Storage {
+    &*tensor.storage_and_layout().0
 }
 
 /// Calls a function with the values of a buffer, once.

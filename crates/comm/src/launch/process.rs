@@ -43,9 +43,11 @@ pub(super) fn nccl<T: Send>(
     };
     let device = config.devices.first().unwrap_or(&candle_core::Device::Cpu);
     let (rank, world_size) = (config.env.rank(), config.env.world_size());
+    // Not by the number of GPUs: a launcher may show each process one of several.
+    let share = crate::local::num_cores() / config.env.local_world_size().max(1);
     let nccl = crate::NcclConfig {
         deadline: config.deadline,
-        threads_per_rank: config.threads_per_rank,
+        threads_per_rank: config.threads_per_rank.or(Some(share)),
         ..crate::NcclConfig::new(rank, world_size, device.clone(), exchange)
     };
     let outcome = super::nccl(nccl, |world| watched(&control, &world, config, &run));

@@ -4,10 +4,11 @@ use super::adamw_slots::AdamWSlots;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::launch::Launch;
+use super::pointer::OptOut;
 use crate::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{Result, Tensor, WithDType};
+use candle_core::{Result, WithDType};
 use half::bf16;
 
 /// Blocks for one tensor of weights.
@@ -27,13 +28,10 @@ pub(crate) fn adamw(
         .collect();
     for slots in slots.chunks(AdamWSlots::MAX) {
         let raw = AdamWSlots::default();
+        let mut update = |raw| launch_update(&gpu, buffers, slots, constants, raw);
         match buffers.master {
-            None => with_weights::<f32>(&gpu, slots, constants, (0, raw), &mut |raw| {
-                launch_f32(&gpu, buffers, slots, constants, raw)
-            }),
-            Some(master) => with_weights::<bf16>(&gpu, slots, constants, (0, raw), &mut |raw| {
-                launch_bf16(&gpu, master, buffers, slots, constants, raw)
-            }),
+            None => with_weights::<f32>(&gpu, slots, constants, (0, raw), &mut update),
+            Some(_) => with_weights::<bf16>(&gpu, slots, constants, (0, raw), &mut update),
         }?;
     }
     Ok(())
@@ -64,7 +62,7 @@ fn grid(gpu: &Gpu, slots: &[AdamWSlot<'_>]) -> Result<Launch> {
     gpu.grid([blocks, slots.len(), 1], BLOCK, 0)
 }
 
-fn launch_f32(
+fn launch_update(
     gpu: &Gpu,
     buffers: &AdamWBuffers<'_>,
     slots: &[AdamWSlot<'_>],
@@ -73,47 +71,13 @@ fn launch_f32(
 ) -> Result<()> {
     let c = *constants;
     let grad = gpu.read::<f32>("grad", buffers.grad)?;
-    gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
-        gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
-            let (grid, grad) = (grid(gpu, slots)?, grad.get());
-            // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
-            unsafe {
-                launch::adamw_f32(
-                    &grid,
-                    m,
-                    v,
-                    grad,
-                    raw,
-                    c.step_size,
-                    c.correction,
-                    c.rest1,
-                    c.beta2,
-                    c.rest2,
-                    c.eps,
-                    c.scale,
-                )
-            }
-        })
-    })
-}
-
-fn launch_bf16(
-    gpu: &Gpu,
-    master: &Tensor,
-    buffers: &AdamWBuffers<'_>,
-    slots: &[AdamWSlot<'_>],
-    constants: &AdamWConstants,
-    raw: AdamWSlots,
-) -> Result<()> {
-    let c = *constants;
-    let grad = gpu.read::<f32>("grad", buffers.grad)?;
-    gpu.write::<f32>("master", master, |master| {
+    let update = |master: OptOut<f32>| {
         gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
             gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
                 let (grid, grad) = (grid(gpu, slots)?, grad.get());
                 // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
                 unsafe {
-                    launch::adamw_bf16(
+                    launch::adamw(
                         &grid,
                         master,
                         m,
@@ -131,5 +95,9 @@ fn launch_bf16(
                 }
             })
         })
-    })
+    };
+    match buffers.master {
+        None => update(None),
+        Some(master) => gpu.write::<f32>("master", master, |master| update(Some(master))),
+    }
 }

@@ -8,9 +8,7 @@ macro_rules! for_each_kernel {
     ($expand:ident) => {
         $expand! {
             "adamw" {
-                adamw_f32(exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots, step_size: f32,
-                    correction: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32, scale: f32);
-                adamw_bf16(master: Out<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
+                adamw(master: OptOut<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
                     step_size: f32, correction: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32, scale: f32);
             }
             "add_into" {
