@@ -1,5 +1,6 @@
 //! The tests of candle-comm. `conformance` holds what every backend must pass, as functions over a way to launch ranks.
 
+#[macro_use]
 #[path = "comm/conformance/mod.rs"]
 mod conformance;
 #[cfg(feature = "cuda")]

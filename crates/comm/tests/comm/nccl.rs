@@ -119,19 +119,4 @@ macro_rules! conformance {
     };
 }
 
-conformance!(
-    all_reduce,
-    all_gather,
-    reduce_scatter,
-    in_place,
-    broadcast,
-    all_to_all,
-    batch_send_recv,
-    views,
-    independent_results,
-    splits,
-    many_in_flight,
-    message_order,
-    all_gather_bytes,
-    counters,
-);
+for_each_conformance!(conformance);

@@ -129,16 +129,13 @@ impl Launch for Checked {
 
 #[test]
 fn it_is_the_backend_it_wraps() -> Result<()> {
-    conformance::all_reduce(&Checked)?;
-    conformance::all_gather(&Checked)?;
-    conformance::reduce_scatter(&Checked)?;
-    conformance::in_place(&Checked)?;
-    conformance::broadcast(&Checked)?;
-    conformance::all_to_all(&Checked)?;
-    conformance::batch_send_recv(&Checked)?;
-    conformance::splits(&Checked)?;
-    conformance::many_in_flight(&Checked)?;
-    conformance::message_order(&Checked)
+    macro_rules! each {
+        ($($name:ident),* $(,)?) => {
+            $(conformance::$name(&Checked)?;)*
+        };
+    }
+    for_each_conformance!(each);
+    Ok(())
 }
 
 #[test]

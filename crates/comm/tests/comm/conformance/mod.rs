@@ -46,3 +46,25 @@ pub(super) fn for_all(
     }
     Ok(())
 }
+
+/// Passes the names of all functions that every backend must pass, but [`large`], to a macro.
+macro_rules! for_each_conformance {
+    ($then:ident) => {
+        $then!(
+            all_reduce,
+            all_gather,
+            reduce_scatter,
+            in_place,
+            broadcast,
+            all_to_all,
+            batch_send_recv,
+            views,
+            independent_results,
+            splits,
+            many_in_flight,
+            message_order,
+            all_gather_bytes,
+            counters,
+        );
+    };
+}
