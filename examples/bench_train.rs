@@ -95,6 +95,9 @@ struct Args {
     /// Data-parallel degree
     #[arg(long, default_value_t = 1)]
     dp: usize,
+    /// Communicate between data-parallel ranks only when nothing is computed
+    #[arg(long)]
+    no_overlap: bool,
     /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
@@ -246,6 +249,7 @@ fn bench(
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
         zero: ZeroStage::One,
+        overlap: !args.no_overlap,
         schedule: Schedule::OneForwardOneBackward,
     };
     // A multiplicative generator modulo 2^31 - 1: any tokens do, they only have to be spread over the vocabulary.

@@ -13,15 +13,8 @@ const HIDDEN: usize = 64;
 const LAYERS: usize = 4;
 const BATCH: (usize, usize) = (8, 32);
 
-struct Embedding(VocabParallelEmbedding);
-impl Block for Embedding {
-    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        self.0.forward(tokens)
-    }
-}
-
 struct Layer(Tensor, ColumnParallelLinear, RowParallelLinear);
-impl Block for Layer {
+impl PlainBlock for Layer {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         let before = xs.pad_with_zeros(1, 1, 0)?.narrow(1, 0, xs.dim(1)?)?;
         let normed = rms_norm(&((xs + before)? * 0.5)?, &self.0, 1e-5)?;
@@ -30,7 +23,7 @@ impl Block for Layer {
 }
 
 struct Head(ColumnParallelLinear, ProcessGroup);
-impl Block for Head {
+impl PlainBlock for Head {
     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
         let logits = self.0.forward(xs)?.flatten_to(1)?;
         let Some(targets) = &batch.targets else {
@@ -45,12 +38,12 @@ impl Block for Head {
 fn block(index: usize, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Box<dyn Block>> {
     let vb = vb.pp("blocks").pp(index);
     Ok(match index {
-        0 => Box::new(Embedding(vocab_parallel_embedding(VOCAB, HIDDEN, tp, vb)?)),
+        0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, tp, vb)?),
         _ if index > LAYERS => {
             let head = column_parallel_linear(HIDDEN, VOCAB, false, tp, vb)?;
-            Box::new(Head(head, tp.clone()))
+            plain_block(Head(head, tp.clone()))
         }
-        _ => Box::new(Layer(
+        _ => plain_block(Layer(
             vb.get(HIDDEN, "norm", Init::Const(1.0))?,
             column_parallel_linear(HIDDEN, 4 * HIDDEN, true, tp, vb.pp("up"))?,
             row_parallel_linear(4 * HIDDEN, HIDDEN, true, tp, vb.pp("down"))?,
@@ -83,22 +76,18 @@ fn main() -> Result<()> {
         let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
         let build = |index, vb| block(index, &mesh.tp, vb);
         let stage = Stage::build(&mesh, &vb, LAYERS + 2, HIDDEN, build)?;
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
         let config = AdamWConfig::default();
-        let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::One, config)?;
-        let num_targets = 2 * mesh.dp.world_size() * BATCH.0 * BATCH.1;
+        let mut optimizer =
+            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
         for step in 0..100 {
             let first = 2 * (step * mesh.dp.world_size() + mesh.dp.rank());
             let batches = [micro_batch(first)?, micro_batch(first + 1)?];
-            let report =
-                pipeline.forward_backward(&stage, &batches, num_targets, &mut gradients)?;
-            let norm = optimizer.step(&mut gradients, 3e-3, Some(1.0))?;
-            // The last stages know the loss, each that of its replica's half of the batch.
-            if let (Some(sum), 0, 0, 9) =
-                (report.loss_sum, mesh.dp.rank(), mesh.tp.rank(), step % 10)
-            {
-                let loss = sum.to_scalar::<f64>()? / (num_targets / mesh.dp.world_size()) as f64;
+            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            let report = optimizer.step(&mut gradients, &passes, 3e-3, Some(1.0))?;
+            if mesh.world.rank() == 0 && step % 10 == 9 {
+                let (loss, norm) = (report.loss.mean, report.grad_norm);
                 println!("step {} loss {loss:.4} gradient norm {norm:.3}", step + 1);
             }
         }

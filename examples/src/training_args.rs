@@ -42,6 +42,9 @@ pub struct TrainingArgs {
     /// ZeRO stage: 0 keeps the optimizer state whole on every replica, 1 divides it over them
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1), help_heading = "Layout")]
     pub zero: u8,
+    /// Communicate between data-parallel ranks only when nothing is computed; slower, and the same bits
+    #[arg(long, help_heading = "Parallelism")]
+    pub no_overlap: bool,
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b", help_heading = "Layout")]
     pub schedule: ScheduleChoice,
@@ -237,6 +240,7 @@ impl TrainingArgs {
                 0 => ZeroStage::Zero,
                 _ => ZeroStage::One,
             },
+            overlap: !self.no_overlap,
             schedule: self.schedule.into(),
         };
         config.validate()?;

@@ -2,8 +2,6 @@
 
 #[path = "parallel/brain_float.rs"]
 mod brain_float;
-#[path = "parallel/by_hand.rs"]
-mod by_hand;
 #[path = "parallel/chain.rs"]
 mod chain;
 #[path = "parallel/check.rs"]
@@ -14,6 +12,8 @@ mod cross_entropy;
 mod device;
 #[path = "parallel/embedding.rs"]
 mod embedding;
+#[path = "parallel/explicit.rs"]
+mod explicit;
 #[path = "parallel/folder.rs"]
 mod folder;
 #[path = "parallel/head_partition.rs"]

@@ -2,7 +2,7 @@
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_parallel::{MicroBatch, Pipeline, Schedule, Stage};
+use candle_parallel::{MicroBatch, Pipeline, Stage};
 
 use crate::sampler::Sampler;
 
@@ -33,7 +33,6 @@ pub fn generate(
     if prompt.is_empty() {
         bail!("the prompt has no tokens; expected at least one");
     }
-    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, pp.clone());
     let mut ids = prompt.to_vec();
     for _ in 0..config.max_new_tokens {
         let context = &ids[ids.len().saturating_sub(config.max_context)..];
@@ -43,7 +42,7 @@ pub fn generate(
             targets: None,
         };
         let last_position = |logits: Tensor| logits.get(0)?.get(last);
-        let logits = pipeline.infer(stage, &batch, config.vocab_size, last_position)?;
+        let logits = Pipeline::infer(pp, stage, &batch, config.vocab_size, last_position)?;
         let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?)?;
         if config.eos_ids.contains(&id) {
             break;

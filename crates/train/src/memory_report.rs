@@ -3,7 +3,7 @@
 use candle_comm::message_of;
 use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
-use candle_parallel::{Gradients, Optimizer, Stage};
+use candle_parallel::{DistributedOptimizer, Gradients, Stage};
 
 /// How the driver, cuBLAS and cuDNN call it in their names of errors, or in words.
 const OUT_OF_MEMORY: [&str; 4] = [
@@ -31,7 +31,7 @@ pub(crate) fn explain(
     err: Error,
     stage: &Stage,
     gradients: Option<&Gradients>,
-    optimizer: Option<&Optimizer>,
+    optimizer: Option<&DistributedOptimizer>,
 ) -> Error {
     with_report(err, HINT, || report(stage, gradients, optimizer))
 }
@@ -51,7 +51,7 @@ fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<St
 fn report(
     stage: &Stage,
     gradients: Option<&Gradients>,
-    optimizer: Option<&Optimizer>,
+    optimizer: Option<&DistributedOptimizer>,
 ) -> Result<Option<String>> {
     let Some(gpu) = GpuState::of(stage.device())? else {
         return Ok(None);
@@ -60,7 +60,10 @@ fn report(
     let held = [
         ("weights", weights),
         ("gradients", gradients.map_or(0, Gradients::num_bytes)),
-        ("optimizer", optimizer.map_or(0, Optimizer::num_bytes)),
+        (
+            "optimizer",
+            optimizer.map_or(0, DistributedOptimizer::num_bytes),
+        ),
     ];
     let known: usize = held.iter().map(|(_, bytes)| bytes).sum();
     let held = held.map(|(what, bytes)| format!("{what} {}", size(bytes as u64)));

@@ -5,7 +5,7 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::{Gradients, MicroBatch, Optimizer, Pipeline, Stage};
+use candle_parallel::{DistributedOptimizer, Gradients, MicroBatch, Pipeline, Stage, StepReport};
 
 use crate::batches::Batches;
 use crate::memory_report::explain;
@@ -20,7 +20,7 @@ pub struct Trainer {
     stage: Stage,
     pipeline: Pipeline,
     gradients: Gradients,
-    optimizer: Optimizer,
+    optimizer: DistributedOptimizer,
     step: usize,
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
@@ -31,12 +31,13 @@ impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
         config.validate()?;
-        let gradients =
-            Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage, None, None))?;
-        let optimizer = Optimizer::new(stage.params(), mesh, config.zero, config.adamw)
+        let replicas = config.data_parallel();
+        let gradients = Gradients::new(stage.params(), mesh, replicas)
+            .map_err(|err| explain(err, &stage, None, None))?;
+        let optimizer = DistributedOptimizer::adamw(stage.params(), mesh, replicas, config.adamw)
             .map_err(|err| explain(err, &stage, Some(&gradients), None))?;
         Ok(Self {
-            pipeline: Pipeline::new(config.schedule, mesh.pp.clone()),
+            pipeline: Pipeline::new(config.schedule, mesh),
             gradients,
             optimizer,
             world: mesh.world.clone(),
@@ -91,38 +92,22 @@ impl Trainer {
         let start = Instant::now();
         // What an earlier step that failed on the way has left.
         self.gradients.clear();
-        let counts = micro_batches.iter().map(MicroBatch::num_targets);
-        let num_targets = counts.sum::<Result<usize>>()?;
         let waited = candle_comm::waited();
         self.world.set_step(self.step, "forward and backward pass");
-        // Gradients of the sum: the mean over the whole global batch, never a mean of means, is taken at the end.
         let passes =
             self.pipeline
-                .forward_backward(&self.stage, micro_batches, 1, &mut self.gradients)?;
+                .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
-        let (reduced, loss) = timed(&mut stopwatch, self.world.device(), || {
-            let loss_sum = passes.loss_sum.as_ref();
-            self.optimizer
-                .reduce_mean(&mut self.gradients, loss_sum, num_targets)
-        })?;
-        let (loss, num_tokens) = (loss.mean, loss.num_targets);
-        if !loss.is_finite() {
-            let blame = self.optimizer.check_finite(&reduced);
-            let message = format!("the loss is {loss}");
-            return Err(match blame {
-                Err(err) => err.context(message),
-                Ok(()) => {
-                    candle_core::Error::msg(format!("{message} though every gradient is finite"))
-                }
-            });
-        }
-        self.optimizer.check_finite(&reduced)?;
         let learning_rate = self.config.lr_schedule.at(self.step);
-        timed(&mut stopwatch, self.world.device(), || {
-            self.optimizer
-                .apply(&reduced, learning_rate, self.config.max_grad_norm)
+        let StepReport { loss, grad_norm } = timed(&mut stopwatch, self.world.device(), || {
+            self.optimizer.step(
+                &mut self.gradients,
+                &passes,
+                learning_rate,
+                self.config.max_grad_norm,
+            )
         })?;
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
@@ -144,11 +129,11 @@ impl Trainer {
         let step_secs = start.elapsed().as_secs_f64();
         let metrics = StepMetrics {
             step: self.step,
-            loss,
-            grad_norm: reduced.norm(),
+            loss: loss.mean,
+            grad_norm,
             learning_rate,
-            num_tokens,
-            tokens_per_sec: num_tokens as f64 / step_secs,
+            num_tokens: loss.num_targets,
+            tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,
         };
         self.step += 1;
@@ -171,7 +156,7 @@ impl Trainer {
     }
 
     /// The optimizer, to read its state.
-    pub fn optimizer(&self) -> &Optimizer {
+    pub fn optimizer(&self) -> &DistributedOptimizer {
         &self.optimizer
     }
 }

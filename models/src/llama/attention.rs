@@ -1,4 +1,4 @@
-//! Grouped-query self-attention, its heads divided over tensor-parallel ranks, with its backward pass by hand.
+//! Grouped-query self-attention, its heads divided over tensor-parallel ranks, with an explicit backward pass.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use candle_ops::{
     AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward, rope_in_place,
 };
 use candle_parallel::{
-    ColumnParallelLinear, Gradients, HeadPartition, ParamBuilder, RowParallelLinear,
+    ColumnParallelLinear, GradientSink, HeadPartition, Layer, ParamBuilder, RowParallelLinear,
     column_parallel_backward, column_parallel_linear_shard, row_parallel_linear_shard,
 };
 
@@ -31,6 +31,7 @@ pub(super) struct Attention {
 
 /// What the backward pass needs: the input if weights that read it are trained, q and k after rotation, v, the heads' output
 /// and its log-sum-exp.
+#[derive(Clone)]
 pub(super) struct Saved {
     xs: Option<Tensor>,
     q: Tensor,
@@ -72,10 +73,12 @@ impl Attention {
     }
 
     /// residual + attention(xs), all (b, t, hidden).
-    pub fn forward(&self, xs: Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
+    pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
         let (b, t, _hidden) = xs.dims3()?;
-        let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let ys = proj.forward_detached(&xs)?; // (b, t, num_heads * head_dim)
+        let mut kept = None;
+        let mut heads = |proj: &ColumnParallelLinear, num_heads: usize| {
+            let (ys, xs) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
+            kept = kept.take().or(xs);
             ys.reshape((b, t, num_heads, self.head_dim))
         };
         let (cos, sin) = self.rotary.get(t)?;
@@ -85,13 +88,11 @@ impl Attention {
         let v = heads(&self.v_proj, self.num_kv_heads)?;
         let (ys, lse) = attention_forward(&q, &k, &v, self.scale(), self.groups)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
-        let out = self.o_proj.forward_add_detached(&ys, residual)?;
-        let readers = [&self.q_proj, &self.k_proj, &self.v_proj];
-        let xs = readers.iter().any(|proj| proj.needs_input()).then_some(xs);
+        let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
         Ok((
             out,
             Saved {
-                xs,
+                xs: kept,
                 q,
                 k,
                 v,
@@ -102,7 +103,12 @@ impl Attention {
     }
 
     /// The gradient of `xs` from that of the output; (b, t, hidden) both.
-    pub fn backward(&self, saved: Saved, dy: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Tensor> {
         let Saved {
             xs,
             q,
@@ -114,7 +120,7 @@ impl Attention {
         let (_b, t, _num_heads, _head_dim) = q.dims4()?;
         let dys = self
             .o_proj
-            .backward(dy, Some(&ys), gradients)?
+            .backward_linear(dy, Some(&ys), gradients)?
             .reshape(q.dims())?;
         let pass = AttentionGrad {
             q: &q,
@@ -136,5 +142,11 @@ impl Attention {
             (&self.v_proj, &dv),
         ];
         column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
+    }
+
+    pub fn weights(&self) -> Vec<&Tensor> {
+        let column = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let column = column.into_iter().flat_map(Layer::weights);
+        column.chain(self.o_proj.weights()).collect()
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_parallel::{Backward, Block, MicroBatch, ParamBuilder, TrainPass};
+use candle_parallel::{GradientSink, Layer, ParamBuilder};
 
 use super::attention::{self, Attention};
 use super::config::LlamaConfig;
@@ -12,7 +12,7 @@ use super::mlp::{self, Mlp};
 use super::norm::Norm;
 use super::rotary::RotaryTable;
 
-/// A decoder layer; a [`Block`] from (b, t, hidden) to (b, t, hidden).
+/// A decoder layer; a [`Layer`] from (b, t, hidden) to (b, t, hidden).
 #[derive(Clone)]
 pub struct DecoderLayer {
     input_layernorm: Norm,
@@ -22,7 +22,8 @@ pub struct DecoderLayer {
 }
 
 /// What the backward pass needs: the layer's input, what comes after attention, and what the two parts kept.
-struct Saved {
+#[derive(Clone)]
+pub struct Saved {
     xs: Tensor,
     attention: attention::Saved,
     middle: Tensor,
@@ -43,12 +44,16 @@ impl DecoderLayer {
             mlp: Mlp::new(config, tp, vb.pp("mlp"))?,
         })
     }
+}
 
-    fn run(&self, xs: &Tensor) -> Result<(Tensor, Saved)> {
+impl Layer for DecoderLayer {
+    type Saved = Saved;
+
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Saved)> {
         let normed = self.input_layernorm.forward(xs)?;
-        let (middle, attention) = self.self_attn.forward(normed, xs)?;
+        let (middle, attention) = self.self_attn.forward(&normed, xs)?;
         let normed = self.post_attention_layernorm.forward(&middle)?;
-        let (out, mlp) = self.mlp.forward(normed, &middle)?;
+        let (out, mlp) = self.mlp.forward(&normed, &middle)?;
         let saved = Saved {
             xs: xs.clone(),
             attention,
@@ -58,8 +63,12 @@ impl DecoderLayer {
         Ok((out, saved))
     }
 
-    fn backward(&self, saved: Saved, dy: &Tensor, pass: &mut TrainPass<'_>) -> Result<Tensor> {
-        let gradients = &mut *pass.gradients;
+    fn backward(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>> {
         let dnormed = self.mlp.backward(saved.mlp, dy, gradients)?;
         let norm = &self.post_attention_layernorm;
         let dmiddle = norm.backward(&saved.middle, &dnormed, Some(dy), gradients)?;
@@ -68,24 +77,12 @@ impl DecoderLayer {
             .backward(saved.attention, &dmiddle, gradients)?;
         let norm = &self.input_layernorm;
         norm.backward(&saved.xs, &dnormed, Some(&dmiddle), gradients)
-    }
-}
-
-impl Block for DecoderLayer {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        Ok(self.run(xs)?.0)
+            .map(Some)
     }
 
-    fn forward_train(
-        &self,
-        xs: &Tensor,
-        _batch: &MicroBatch,
-        _pass: &mut TrainPass<'_>,
-    ) -> Result<Option<(Tensor, Backward)>> {
-        let (out, saved) = self.run(xs)?;
-        let layer = self.clone();
-        let backward: Backward =
-            Box::new(move |dy, pass| layer.backward(saved, &dy, pass).map(Some));
-        Ok(Some((out, backward)))
+    fn weights(&self) -> Vec<&Tensor> {
+        let norms = [&self.input_layernorm, &self.post_attention_layernorm].map(Norm::weight);
+        let norms = norms.into_iter().chain(self.self_attn.weights());
+        norms.chain(self.mlp.weights()).collect()
     }
 }

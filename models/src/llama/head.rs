@@ -4,8 +4,8 @@ use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::regions::gather_parts;
 use candle_parallel::{
-    Backward, Block, ColumnParallelLinear, MicroBatch, ParamBuilder, Shard, TrainPass, WEIGHT_INIT,
-    linear_cross_entropy, vocab_parallel_cross_entropy,
+    Backward, Block, ColumnParallelLinear, GradientSink, Layer, MicroBatch, ParamBuilder, Pass,
+    Shard, WEIGHT_INIT, linear_cross_entropy, vocab_parallel_cross_entropy,
 };
 
 use super::config::LlamaConfig;
@@ -28,7 +28,7 @@ impl Head {
             false => vb.pp("lm_head"),
         };
         let shape = (config.vocab_size, config.hidden_size);
-        let weight = weight.get_shard(shape, "weight", shard.clone(), WEIGHT_INIT)?;
+        let weight = weight.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
         Ok(Self {
             norm: Norm::new(config, vb.pp("model.norm"))?,
             lm_head: ColumnParallelLinear::new(weight, None, tp.clone()),
@@ -39,23 +39,8 @@ impl Head {
 }
 
 impl Block for Head {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let logits = self.lm_head.forward_detached(&self.norm.forward(xs)?)?; // (b, t, local_vocab)
-        let Some(targets) = &batch.targets else {
-            return gather_parts(&logits, self.shard.global, &self.tp);
-        };
-        let logits = logits.flatten_to(1)?; // (b * t, local_vocab)
-        let targets = targets.flatten_all()?;
-        vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?.sum_all()
-    }
-
-    fn forward_train(
-        &self,
-        xs: &Tensor,
-        batch: &MicroBatch,
-        pass: &mut TrainPass<'_>,
-    ) -> Result<Option<(Tensor, Backward)>> {
-        let Some(targets) = &batch.targets else {
+    fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
+        let Some(targets) = &pass.batch.targets else {
             bail!("a micro-batch without targets has no loss to train on");
         };
         let normed = self.norm.forward(xs)?;
@@ -65,14 +50,24 @@ impl Block for Head {
             &targets.flatten_all()?,
             &self.shard,
             &self.tp,
-            pass,
+            pass.loss_scale,
+            pass.gradients,
         )?;
         let dnormed = dnormed.reshape(xs.dims())?;
         let (norm, xs) = (self.norm.clone(), xs.clone());
-        // The loss is scaled already, see `TrainPass::loss_scale`: the gradient that arrives says nothing new.
-        let backward: Backward = Box::new(move |_dloss, pass| {
-            norm.backward(&xs, &dnormed, None, pass.gradients).map(Some)
-        });
-        Ok(Some((loss, backward)))
+        let backward = move |gradients: &mut dyn GradientSink| {
+            norm.backward(&xs, &dnormed, None, gradients).map(Some)
+        };
+        Ok((loss, Backward::Loss(Box::new(backward))))
+    }
+
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        let (logits, _) = self.lm_head.forward_saving(&self.norm.forward(xs)?)?; // (b, t, local_vocab)
+        let Some(targets) = &batch.targets else {
+            return gather_parts(&logits, self.shard.global, &self.tp);
+        };
+        let logits = logits.flatten_to(1)?; // (b * t, local_vocab)
+        let targets = targets.flatten_all()?;
+        vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?.sum_all()
     }
 }

@@ -1,11 +1,11 @@
-//! SwiGLU feed-forward layer (arXiv:2002.05202), down(silu(gate(x)) · up(x)), with its backward pass by hand.
+//! SwiGLU feed-forward layer (arXiv:2002.05202), down(silu(gate(x)) · up(x)), with an explicit backward pass.
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_ops::{swiglu_backward, swiglu_forward};
 use candle_parallel::{
-    ColumnParallelLinear, Gradients, ParamBuilder, RowParallelLinear, column_parallel_backward,
-    column_parallel_linear, row_parallel_linear,
+    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, RowParallelLinear,
+    column_parallel_backward, column_parallel_linear, row_parallel_linear,
 };
 
 use super::config::LlamaConfig;
@@ -20,6 +20,7 @@ pub(super) struct Mlp {
 
 /// What the backward pass needs: gate and up, and if weights that read them are trained, the input and what the last
 /// projection gets.
+#[derive(Clone)]
 pub(super) struct Saved {
     xs: Option<Tensor>,
     gate: Tensor,
@@ -45,27 +46,37 @@ impl Mlp {
     }
 
     /// residual + mlp(xs), all (b, t, hidden).
-    pub fn forward(&self, xs: Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
-        let gate = self.gate_proj.forward_detached(&xs)?;
-        let up = self.up_proj.forward_detached(&xs)?;
+    pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
+        let (gate, gate_xs) = self.gate_proj.forward_saving(xs)?;
+        let (up, up_xs) = self.up_proj.forward_saving(xs)?;
         let ys = swiglu_forward(&gate, &up)?;
-        let out = self.down_proj.forward_add_detached(&ys, residual)?;
-        let reads_xs = self.gate_proj.needs_input() || self.up_proj.needs_input();
+        let (out, ys) = self.down_proj.forward_add(&ys, Some(residual))?;
         let saved = Saved {
-            xs: reads_xs.then_some(xs),
+            xs: gate_xs.or(up_xs),
             gate,
             up,
-            ys: self.down_proj.needs_input().then_some(ys),
+            ys,
         };
         Ok((out, saved))
     }
 
     /// The gradient of `xs` from that of the output; (b, t, hidden) both.
-    pub fn backward(&self, saved: Saved, dy: &Tensor, gradients: &mut Gradients) -> Result<Tensor> {
+    pub fn backward(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Tensor> {
         let Saved { xs, gate, up, ys } = saved;
-        let dys = self.down_proj.backward(dy, ys.as_ref(), gradients)?;
+        let dys = self.down_proj.backward_linear(dy, ys.as_ref(), gradients)?;
         let (dgate, dup) = swiglu_backward(&gate, &up, &dys)?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
         column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
+    }
+
+    pub fn weights(&self) -> Vec<&Tensor> {
+        let column = [&self.gate_proj, &self.up_proj];
+        let column = column.into_iter().flat_map(Layer::weights);
+        column.chain(self.down_proj.weights()).collect()
     }
 }

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
 use candle_parallel::{
-    Backward, Block, MicroBatch, ParamBuilder, Stage, TrainPass, VocabParallelEmbedding,
-    stage_blocks, vocab_parallel_embedding,
+    Block, ParamBuilder, Stage, layer_block, stage_blocks, vocab_parallel_embedding,
 };
 
 use super::config::LlamaConfig;
@@ -16,29 +15,6 @@ use super::rotary::RotaryTable;
 
 /// The Llama family.
 pub struct Llama;
-
-struct Embedding(VocabParallelEmbedding);
-
-impl Block for Embedding {
-    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        self.0.forward_detached(tokens)
-    }
-
-    fn forward_train(
-        &self,
-        tokens: &Tensor,
-        _batch: &MicroBatch,
-        _pass: &mut TrainPass<'_>,
-    ) -> Result<Option<(Tensor, Backward)>> {
-        let (embedding, tokens) = (self.0.clone(), tokens.clone());
-        let out = embedding.forward_detached(&tokens)?;
-        let backward: Backward = Box::new(move |dy, pass| {
-            embedding.backward(&dy, &tokens, pass.gradients)?;
-            Ok(None)
-        });
-        Ok(Some((out, backward)))
-    }
-}
 
 impl Llama {
     /// This rank's stage of the model: its pipeline stage's blocks, with its tensor-parallel part of their parameters.
@@ -71,10 +47,15 @@ impl Llama {
             let vb = model.pp("embed_tokens");
             let embedding =
                 vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?;
-            Ok(Box::new(Embedding(embedding)))
+            Ok(layer_block(embedding))
         } else if index <= config.num_hidden_layers {
             let vb = model.pp("layers").pp(index - 1);
-            Ok(Box::new(DecoderLayer::new(config, rotary.clone(), tp, vb)?))
+            Ok(layer_block(DecoderLayer::new(
+                config,
+                rotary.clone(),
+                tp,
+                vb,
+            )?))
         } else {
             Ok(Box::new(Head::new(config, tp, vb)?))
         }

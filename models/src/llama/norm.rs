@@ -1,9 +1,9 @@
-//! RMS norm (arXiv:1910.07467) with its backward pass by hand; every tensor-parallel rank has all of it.
+//! RMS norm (arXiv:1910.07467) with an explicit backward pass; every tensor-parallel rank has all of it.
 
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{add_into, rms_norm_backward, rms_norm_forward};
-use candle_parallel::{Gradients, ParamBuilder};
+use candle_parallel::{GradientSink, ParamBuilder};
 
 use super::config::LlamaConfig;
 
@@ -32,13 +32,17 @@ impl Norm {
         xs: &Tensor,
         dy: &Tensor,
         residual: Option<&Tensor>,
-        gradients: &mut Gradients,
+        gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
         let is_trainable = self.weight.track_op();
         let (dx, dw) = rms_norm_backward(xs, &self.weight, dy, self.eps, residual, is_trainable)?;
         if let Some(dw) = dw {
-            gradients.write(&self.weight, |dst, add| add_into(dst, add, &dw))?;
+            gradients.write(&self.weight, &mut |dst, add| add_into(dst, add, &dw))?;
         }
         Ok(dx)
+    }
+
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
     }
 }

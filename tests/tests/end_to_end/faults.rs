@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Linear;
-use candle_parallel::{Block, MicroBatch, ParamStore, Schedule, Stage, ZeroStage};
+use candle_parallel::{
+    MicroBatch, ParamStore, PlainBlock, Stage, ZeroStage, plain_block,
+};
 use candle_train::Trainer;
 use safetensors::SafeTensors;
 use tempfile::{TempDir, tempdir};
@@ -52,7 +54,7 @@ fn foreign_id(id: u32, in_targets: bool) -> String {
     failure(|| {
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;
-            let config = run.train_config(layout.zero, layout.schedule);
+            let config = run.train_config(layout);
             let mut trainer = Trainer::new(config, &mesh, load(&fixture, &mesh)?)?;
             let batches = batches(&fixture, &run, &mesh)?;
             for step in 0..run.steps {
@@ -102,7 +104,7 @@ struct Panicking {
     panics: bool,
 }
 
-impl Block for Panicking {
+impl PlainBlock for Panicking {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         assert!(!self.panics, "a block of rank 3 is broken");
         let xs = match self.is_first {
@@ -133,14 +135,14 @@ fn a_panic_in_the_forward_pass_of_one_rank() {
             let vb = ParamStore::init(1).builder(DType::F32, mesh.world.device());
             let stage = Stage::build(&mesh, &vb, 4, 4, |index, vb| {
                 let vb = vb.pp(index).var_builder();
-                Ok(Box::new(Panicking {
+                Ok(plain_block(Panicking {
                     linear: candle_nn::linear(4, 4, vb)?,
                     is_first: index == 0,
                     is_last: index == 3,
                     panics: mesh.world.rank() == 3,
                 }))
             })?;
-            let config = run.train_config(ZeroStage::One, Schedule::OneForwardOneBackward);
+            let config = run.train_config(layout);
             let mut trainer = Trainer::new(config, &mesh, stage)?;
             trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))
         })
@@ -194,7 +196,7 @@ fn train_all_steps(fixture: &Fixture, layout: Layout) -> Result<()> {
     let run = short(fixture);
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let config = run.train_config(layout.zero, layout.schedule);
+        let config = run.train_config(layout);
         let mut trainer = Trainer::new(config, &mesh, load(fixture, &mesh)?)?;
         trainer.train(&batches(fixture, &run, &mesh)?, |_| Ok(()))
     })

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_parallel::{AdamWConfig, Schedule, ZeroStage};
+use candle_parallel::AdamWConfig;
 use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
 use serde::Deserialize;
 
+use crate::run::Layout;
 use crate::tensors::{Tensors, read_tensors};
 
 pub const ALL: [&str; 5] = ["gqa", "wide", "tied_bias", "bf16_sharded", "f16_tied"];
@@ -86,7 +87,7 @@ impl Run {
         }
     }
 
-    pub fn train_config(&self, zero: ZeroStage, schedule: Schedule) -> TrainConfig {
+    pub fn train_config(&self, layout: Layout) -> TrainConfig {
         TrainConfig {
             lr_schedule: LrSchedule {
                 lr: self.lr,
@@ -99,8 +100,9 @@ impl Run {
                 ..AdamWConfig::default()
             },
             max_grad_norm: Some(self.max_grad_norm),
-            zero,
-            schedule,
+            zero: layout.zero,
+            overlap: layout.overlap,
+            schedule: layout.schedule,
         }
     }
 }

@@ -7,9 +7,7 @@ use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
-use candle_parallel::{
-    Gradients, MicroBatch, Optimizer, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
-};
+use candle_parallel::{Gradients, MicroBatch, ParamStore, Pipeline, Schedule, Stage, ZeroStage};
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::llama::{Llama, LlamaConfig};
 
@@ -23,6 +21,7 @@ pub struct Layout {
     pub dp: usize,
     pub tp: usize,
     pub zero: ZeroStage,
+    pub overlap: bool,
     pub schedule: Schedule,
     /// Seed of random delays before each operation.
     pub delays: Option<u64>,
@@ -35,6 +34,7 @@ impl Layout {
             dp,
             tp,
             zero: ZeroStage::Zero,
+            overlap: true,
             schedule: Schedule::OneForwardOneBackward,
             delays: None,
         }
@@ -139,26 +139,19 @@ fn train_rank(
 ) -> Result<Outcome> {
     let stage = load_variant(fixture, mesh, variant)?;
     let batches = batches(fixture, run, mesh)?;
-    let config = run.train_config(layout.zero, layout.schedule);
+    let config = run.train_config(layout);
 
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
-    let optimizer = Optimizer::new(stage.params(), mesh, layout.zero, config.adamw)?;
-    let pipeline = Pipeline::new(layout.schedule, mesh.pp.clone());
-    let (num_sequences, t) = (run.global_batch_size, run.seq_len);
-    let targets = (0..num_sequences).flat_map(|s| (0..t).map(move |p| (s, p)));
-    let num_targets = targets.filter(|&(s, p)| !mask(s, p)).count();
+    let mut gradients = Gradients::new(stage.params(), mesh, config.data_parallel())?;
+    let pipeline = Pipeline::new(layout.schedule, mesh);
     let micro_batches = masked(&batches, 0, mask, mesh)?;
-    pipeline.forward_backward(&stage, &micro_batches, num_targets, &mut gradients)?;
-    let reduced = optimizer.reduce(&mut gradients)?;
-    let local = optimizer.local_gradients(&reduced)?;
+    let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+    let local = gradients.reduce(&passes)?.local_gradients()?;
     let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
         Some(grad) => Ok(grad.clone()),
-        None => stage
-            .params()
-            .get(index)
-            .var
-            .zeros_like()?
-            .to_dtype(DType::F32),
+        None => {
+            let values = stage.params().get(index).values()?;
+            values.zeros_like()?.to_dtype(DType::F32)
+        }
     })?;
     first_gradients.retain(|name, _| !(variant.is_frozen)(name));
 
@@ -167,18 +160,16 @@ fn train_rank(
         .map(|step| trainer.train_step(&masked(&batches, step, mask, mesh)?))
         .collect::<Result<Vec<_>>>()?;
     let stage = trainer.stage();
-    let final_weights = gather(stage, mesh, |index| {
-        Ok(stage.params().get(index).var.as_detached_tensor())
-    })?;
+    let final_weights = gather(stage, mesh, |index| stage.params().get(index).values())?;
     Ok(Outcome {
         metrics,
         first_gradients,
         final_weights,
         optimized: trainer
             .optimizer()
-            .moments()?
+            .state()?
             .into_iter()
-            .map(|moments| moments.name)
+            .map(|state| state.name)
             .collect(),
     })
 }

@@ -7,7 +7,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_parallel::checkpoint::{Checkpoint, HfSave, save_hf, sidecar_files};
-use candle_parallel::{MicroBatch, Pipeline, Schedule, Stage};
+use candle_parallel::{MicroBatch, Pipeline, Stage};
 use candle_train::Trainer;
 use candle_transformers::models::llama;
 use safetensors::Dtype;
@@ -85,13 +85,12 @@ fn an_untrained_checkpoint_is_saved_as_it_was_loaded() {
 
 /// Logits of the last position of `ids`, by this library's model.
 fn our_logits(stage: &Stage, mesh: &Mesh, ids: &[u32], vocab_size: usize) -> Result<Vec<f32>> {
-    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh.pp.clone());
     let batch = MicroBatch {
         tokens: Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?,
         targets: None,
     };
     let last = |logits: Tensor| logits.get(0)?.get(ids.len() - 1);
-    pipeline.infer(stage, &batch, vocab_size, last)?.to_vec1()
+    Pipeline::infer(&mesh.pp, stage, &batch, vocab_size, last)?.to_vec1()
 }
 
 /// The same by candle's own Llama.
@@ -129,7 +128,7 @@ fn a_trained_checkpoint_gives_the_same_logits_in_candle_transformers() {
         let ours = std::sync::Mutex::new(Vec::new());
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;
-            let config = run.train_config(layout.zero, layout.schedule);
+            let config = run.train_config(layout);
             let mut trainer = Trainer::new(config, &mesh, load(&fixture, &mesh)?)?;
             trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
             let logits = our_logits(trainer.stage(), &mesh, &ids, vocab_size)?;

@@ -3,7 +3,7 @@
 use candle_comm::{Mesh, P2p};
 use candle_core::{Result, Shape, Tensor, bail};
 
-use crate::parameters::{CatalogEntry, Holder, Parameters};
+use crate::params::{CatalogEntry, Holder, Parameters};
 
 /// Joins the parts of parameter `entry` on world rank 0 and returns it there, `None` elsewhere.
 ///
@@ -79,7 +79,7 @@ fn own_part(
         );
     };
     let local = local(index)?;
-    match &params.get(index).shard {
+    match params.get(index).shard() {
         None => local.contiguous(),
         Some(shard) => local
             .narrow(

@@ -7,7 +7,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
 use crate::checkpoint::WEIGHTS_FILE;
-use crate::parameters::Parameters;
+use crate::params::Parameters;
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {

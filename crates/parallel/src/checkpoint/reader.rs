@@ -10,7 +10,7 @@ use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 
-use crate::shard::Shard;
+use crate::params::Shard;
 
 /// Name of the single weights file of a Hugging Face checkpoint.
 pub const WEIGHTS_FILE: &str = "model.safetensors";

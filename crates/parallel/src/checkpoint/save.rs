@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 use super::gather::gather_full;
 use super::plan::{Content, PlannedFile, PlannedTensor, SavePlan};
 use crate::checkpoint::{Checkpoint, INDEX_FILE, WEIGHTS_FILE};
-use crate::parameters::Parameters;
+use crate::params::Parameters;
 
 /// What to write beside the weights, and how.
 #[derive(Clone, Debug)]
@@ -88,7 +88,13 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 /// Tensors pass through rank 0 one at a time. All files are written under temporary names and flushed to disk before the
 /// first one gets its name, so that a full disk or a crash leaves the previous checkpoint as it was. An error of rank 0 is
 /// returned on every rank.
+///
+/// # Errors
+/// Weights that are NaN or infinite, ranks whose copies of a weight differ, and files that cannot be written.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
+    params.check_copies(&mesh.tp, "when it was to be saved", |index| {
+        params.get(index).values()
+    })?;
     let plan = SavePlan::new(params, save.dtype, save.max_file_bytes)?;
     let is_writer = mesh.world.rank() == 0;
     let mut failure = None;
@@ -107,7 +113,7 @@ pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
                 Content::Verbatim => None,
                 Content::Parameter(index, dtype) => {
                     let entry = &params.catalog()[index];
-                    let local = |index: usize| Ok(params.get(index).var.as_detached_tensor());
+                    let local = |index: usize| params.get(index).values();
                     gather_full(params, mesh, entry, local)?
                         .map(|values| values.to_device(&Device::Cpu)?.to_dtype(dtype))
                         .transpose()?

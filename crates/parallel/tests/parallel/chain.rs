@@ -7,9 +7,10 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Block, ColumnParallelLinear, Gradients, MicroBatch, ParamBuilder, ParamStore,
-    RowParallelLinear, Shard, Stage, VocabParallelEmbedding, WEIGHT_INIT, column_parallel_linear,
-    row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    Block, ColumnParallelLinear, Gradients, MicroBatch, ParamBuilder, ParamStore, PassReport,
+    PlainBlock, RowParallelLinear, Shard, Stage, VocabParallelEmbedding, WEIGHT_INIT,
+    column_parallel_linear, plain_block, row_parallel_linear, vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 };
 
 use crate::check::random_ids;
@@ -69,28 +70,33 @@ impl Chain {
         tp: &ProcessGroup,
         vb: &ParamBuilder,
     ) -> Result<Box<dyn Block>> {
+        Ok(plain_block(self.in_graph(index, tp, vb)?))
+    }
+
+    /// Block `index` of the chain in candle's graph.
+    pub fn in_graph(&self, index: usize, tp: &ProcessGroup, vb: &ParamBuilder) -> Result<Plain> {
         if index == 0 {
             let vb = vb.pp("embed");
             let embedding = vocab_parallel_embedding(self.vocab, HIDDEN, tp, vb)?;
-            return Ok(Box::new(Embed(embedding)));
+            return Ok(Plain(Box::new(Embed(embedding))));
         }
         if index <= self.num_layers {
             let vb = vb.pp("layers").pp(index - 1);
-            return Ok(Box::new(Layer {
+            return Ok(Plain(Box::new(Layer {
                 norm: vb.pp("norm").get(HIDDEN, "weight", Init::Const(1.0))?,
                 up: column_parallel_linear(HIDDEN, INNER, true, tp, vb.pp("up"))?,
                 down: row_parallel_linear(INNER, HIDDEN, true, tp, vb.pp("down"))?,
-            }));
+            })));
         }
         let shard = Shard::even(0, self.vocab, tp)?;
         let vb = vb.pp(if self.tied { "embed" } else { "head" });
         let shape = (self.vocab, HIDDEN);
-        let weight = vb.get_shard(shape, "weight", shard.clone(), WEIGHT_INIT)?;
-        Ok(Box::new(Head {
+        let weight = vb.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
+        Ok(Plain(Box::new(Head {
             weight: ColumnParallelLinear::new(weight, None, tp.clone()),
             shard,
             tp: tp.clone(),
-        }))
+        })))
     }
 
     /// This rank's blocks.
@@ -115,20 +121,37 @@ impl Chain {
     }
 }
 
-impl Block for Embed {
+/// A block of any kind.
+pub struct Plain(Box<dyn PlainBlock>);
+
+impl PlainBlock for Plain {
+    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        self.0.forward(xs, batch)
+    }
+}
+
+/// What the passes of a step gave whose gradients are those of one target: the global batch has no more.
+pub fn one_target(mesh: &Mesh) -> PassReport {
+    PassReport {
+        num_targets: usize::from(mesh.dp.rank() == 0),
+        ..PassReport::default()
+    }
+}
+
+impl PlainBlock for Embed {
     fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         self.0.forward(tokens)
     }
 }
 
-impl Block for Layer {
+impl PlainBlock for Layer {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         let normed = xs.broadcast_mul(&self.norm)?;
         xs + self.down.forward(&self.up.forward(&normed)?.tanh()?)?
     }
 }
 
-impl Block for Head {
+impl PlainBlock for Head {
     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
         let (b, t, _hidden) = xs.dims3()?;
         let logits = self.weight.forward(xs)?;
@@ -155,9 +178,7 @@ pub fn gather(
 }
 
 pub fn gather_weights(stage: &Stage, mesh: &Mesh) -> Result<Values> {
-    gather(stage, mesh, |index| {
-        Ok(stage.params().get(index).var.as_detached_tensor())
-    })
+    gather(stage, mesh, |index| stage.params().get(index).values())
 }
 
 /// The gradients as they were accumulated, of a mesh without data parallelism, ties or overlaps.
@@ -171,7 +192,7 @@ pub fn local_bits(stage: &Stage) -> BTreeMap<String, Vec<u32>> {
     let params = stage.params().iter();
     params
         .map(|param| {
-            let values = param.var.flatten_all().unwrap();
+            let values = param.values().unwrap().flatten_all().unwrap();
             let values = values.to_dtype(DType::F32).unwrap();
             (param.name.clone(), bits(values.to_vec1().unwrap()))
         })

@@ -1,7 +1,7 @@
 //! The vocabulary-parallel embedding against a lookup in the whole table.
 
 use candle_comm::ProcessGroup;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_parallel::{ParamStore, VocabParallelEmbedding, vocab_parallel_embedding};
 
 use crate::check::{assert_close, assert_says, grads, message, own_part, random, random_ids};

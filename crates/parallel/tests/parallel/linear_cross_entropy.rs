@@ -6,7 +6,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
-    Block, Gradients, MicroBatch, ParamStore, Shard, Stage, TrainPass, linear_cross_entropy,
+    Gradients, MicroBatch, ParamStore, PlainBlock, Shard, Stage, ZeroStage, linear_cross_entropy,
+    plain_block,
 };
 
 use crate::check::{floats, here, on_mesh, random, random_ids};
@@ -18,7 +19,7 @@ const LOSS_SCALE: f64 = 0.25;
 /// A link of a chain that does nothing.
 struct Link;
 
-impl Block for Link {
+impl PlainBlock for Link {
     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         Ok(xs.clone())
     }
@@ -34,19 +35,23 @@ fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part>
         let stdev = 1.0;
         let init = Init::Randn { mean: 0.0, stdev };
         if index == 1 {
-            vb.get_shard((vocab, HIDDEN), "weight", shard.clone(), init)?;
+            vb.get_placed((vocab, HIDDEN), "weight", shard.clone(), init)?;
         }
-        Ok(Box::new(Link))
+        Ok(plain_block(Link))
     })?;
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut gradients = Gradients::new(stage.params(), mesh, ZeroStage::Zero)?;
     let params: Vec<_> = stage.params().iter().collect();
-    let weight = params[0].var.as_tensor().clone();
-    let mut pass = TrainPass {
-        gradients: &mut gradients,
-        loss_scale: LOSS_SCALE,
-    };
+    let weight = params[0].tensor();
     let xs = here(xs)?;
-    let (loss, dx) = linear_cross_entropy(&xs, &weight, targets, &shard, &mesh.tp, &mut pass)?;
+    let (loss, dx) = linear_cross_entropy(
+        &xs,
+        &weight,
+        targets,
+        &shard,
+        &mesh.tp,
+        LOSS_SCALE,
+        &mut gradients,
+    )?;
     Ok((
         loss.to_scalar::<f64>()?,
         floats(&dx)?,

@@ -1,9 +1,9 @@
 //! NaN and infinite gradients: the first parameter is named on every rank, and no weight moves.
 
 use candle_core::Tensor;
-use candle_parallel::{AdamWConfig, Gradients, Optimizer, ParamStore, ZeroStage};
+use candle_parallel::{AdamWConfig, DistributedOptimizer, Gradients, ParamStore, ZeroStage};
 
-use crate::chain::{Chain, local_bits};
+use crate::chain::{Chain, local_bits, one_target};
 use crate::check::{assert_says, message, on_mesh, random};
 use crate::device::device;
 
@@ -15,10 +15,11 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
                 let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
                 let before = local_bits(&stage);
                 let config = AdamWConfig::default();
-                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                let mut optimizer =
+                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
                 for (index, param) in stage.params().iter().enumerate() {
-                    let mut grad = random(index as u64, param.var.shape())?;
+                    let mut grad = random(index as u64, param.local_shape())?;
                     // One replica, one tensor-parallel rank, the last stage; two parameters, the last value of one.
                     let is_bad = mesh.dp.rank() == 1
                         && mesh.tp.rank() == 1
@@ -31,14 +32,15 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
                     }
                     gradients.accumulate(index, &grad)?;
                 }
-                let said = message(optimizer.step(&mut gradients, 0.1, Some(1.0)));
+                let said =
+                    message(optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0)));
                 assert_eq!(local_bits(&stage), before, "the weights moved");
                 assert_eq!(optimizer.num_steps(), 0);
                 // The next step works.
                 for (index, param) in stage.params().iter().enumerate() {
-                    gradients.accumulate(index, &random(1, param.var.shape())?)?;
+                    gradients.accumulate(index, &random(1, param.local_shape())?)?;
                 }
-                optimizer.step(&mut gradients, 0.1, Some(1.0))?;
+                optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
                 Ok(said)
             });
             for said in said {

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::Result;
 use candle_parallel::{
-    AdamWConfig, Gradients, Optimizer, Param, ParamMoments, ParamStore, Stage, ZeroStage,
+    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, Param, ParamStore, Stage,
+    ZeroStage,
 };
 
-use crate::chain::{Chain, local_bits};
+use crate::chain::{Chain, local_bits, one_target};
 use crate::check::{assert_says, message, on_mesh, random, single_mesh};
 
 const LR: f64 = 0.01;
@@ -17,7 +18,7 @@ const STEPS: usize = 5;
 /// This data-parallel rank's gradient of parameter `index` in step `step`; the same on tensor-parallel ranks.
 fn gradient(stage: &Stage, dp_rank: usize, step: usize, index: usize) -> candle_core::Tensor {
     let seed = (1000 * step + 100 * dp_rank + index) as u64;
-    random(seed, stage.params().get(index).var.shape()).unwrap()
+    random(seed, stage.params().get(index).local_shape()).unwrap()
 }
 
 fn accumulate(stage: &Stage, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
@@ -40,7 +41,13 @@ fn references(stage: &Stage) -> Vec<Reference> {
     let params = stage.params().iter();
     params
         .map(|param| {
-            let values = param.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let values = param
+                .values()
+                .unwrap()
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap();
             let values: Vec<f64> = values.into_iter().map(f64::from).collect();
             Reference {
                 m: vec![0.0; values.len()],
@@ -118,27 +125,33 @@ fn equals_plain_loops_with_and_without_clipping() {
                     weight_decay: 0.3,
                     ..AdamWConfig::default()
                 };
-                let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                let mut optimizer =
+                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
                 for step in 0..STEPS {
                     accumulate(&stage, &mesh, step, &mut gradients)?;
-                    let norm = optimizer.step(&mut gradients, LR, max_norm)?;
+                    let norm = optimizer
+                        .step(&mut gradients, &one_target(&mesh), LR, max_norm)?
+                        .grad_norm;
                     let of = (step, dp);
                     let want = reference_step(&stage, &mut expected, config, max_norm, of);
                     assert!((norm - want).abs() < 1e-6 * want, "norm {norm} not {want}");
                 }
                 assert_eq!(optimizer.num_steps(), STEPS);
                 for (param, expected) in stage.params().iter().zip(&expected) {
-                    let values = param.var.flatten_all()?.to_vec1::<f32>()?;
+                    let values = param.values()?.flatten_all()?.to_vec1::<f32>()?;
                     assert_near(&param.name, &values, &expected.values);
                 }
-                for moments in optimizer.moments()? {
-                    let is_it = |param: &Param| param.name == moments.name;
+                for state in optimizer.state()? {
+                    let is_it = |param: &Param| param.name == state.name;
                     let index = stage.params().iter().position(is_it).unwrap();
-                    let range = moments.offsets.clone();
-                    let want = &expected[index];
-                    assert_near(&moments.name, &moments.exp_avg, &want.m[range.clone()]);
-                    assert_near(&moments.name, &moments.exp_avg_sq, &want.v[range]);
+                    let want = match state.kind.as_str() {
+                        "exp_avg" => &expected[index].m,
+                        _ => &expected[index].v,
+                    };
+                    let offsets = state.offsets.iter().cloned().flatten();
+                    let want: Vec<f64> = offsets.map(|offset| want[offset]).collect();
+                    assert_near(&state.name, &state.values, &want);
                 }
                 Ok(())
             });
@@ -147,19 +160,20 @@ fn equals_plain_loops_with_and_without_clipping() {
 }
 
 /// A rank's weights, bit by bit, and its optimizer state.
-type Trained = (BTreeMap<String, Vec<u32>>, Vec<ParamMoments>);
+type Trained = (BTreeMap<String, Vec<u32>>, Vec<OptimizerState>);
 
 /// What each rank has after a few steps.
 fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
     on_mesh(layout, |mesh| {
         let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
-        let mut optimizer = Optimizer::new(stage.params(), &mesh, zero, AdamWConfig::default())?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut optimizer =
+            DistributedOptimizer::adamw(stage.params(), &mesh, zero, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
         for step in 0..STEPS {
             accumulate(&stage, &mesh, step, &mut gradients)?;
-            optimizer.step(&mut gradients, LR, Some(1.0))?;
+            optimizer.step(&mut gradients, &one_target(&mesh), LR, Some(1.0))?;
         }
-        Ok((local_bits(&stage), optimizer.moments()?))
+        Ok((local_bits(&stage), optimizer.state()?))
     })
 }
 
@@ -177,28 +191,30 @@ fn zero_1_has_the_weights_of_zero_0_and_a_part_of_its_state() {
                 assert_near(name, &floats(&bits_1[name]), &want);
             }
             let len =
-                |moments: &[ParamMoments]| moments.iter().map(|m| m.exp_avg.len()).sum::<usize>();
-            // One bucket per block, each padded to a multiple of dp.
-            let num_buckets = 5;
-            assert!(len(part) <= len(all) / dp + num_buckets, "rank {rank}");
+                |state: &[OptimizerState]| state.iter().map(|s| s.values.len()).sum::<usize>();
+            // Two kinds of state of 5 buckets, a block's each, of which each replica has a multiple of 64 values.
+            assert!(len(part) <= len(all) / dp + 2 * 5 * 64, "rank {rank}");
         }
         // The parts of the replicas that hold the same weights are the whole.
-        let num_values = |moments: &ParamMoments| moments.exp_avg.len();
         for (rank, (_, all)) in whole.iter().enumerate().filter(|(r, _)| (r / tp) % dp == 0) {
             for want in all {
-                assert_eq!(want.offsets, 0..num_values(want));
+                let is_same =
+                    |part: &&OptimizerState| part.name == want.name && part.kind == want.kind;
                 let parts = (0..dp).flat_map(|d| &divided[rank + d * tp].1);
-                let mut next = 0;
-                for part in parts.filter(|part| part.name == want.name) {
-                    assert_eq!(part.offsets.start, next, "{}", want.name);
-                    next = part.offsets.end;
-                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs().max(1e-3);
-                    let of_whole = &want.exp_avg[part.offsets.clone()];
-                    assert!(part.exp_avg.iter().zip(of_whole).all(close));
-                    let of_whole = &want.exp_avg_sq[part.offsets.clone()];
-                    assert!(part.exp_avg_sq.iter().zip(of_whole).all(close));
-                }
-                assert_eq!(next, num_values(want), "{}", want.name);
+                let parts: Vec<_> = parts.filter(is_same).collect();
+                let offsets = |state: &OptimizerState| -> Vec<usize> {
+                    state.offsets.iter().cloned().flatten().collect()
+                };
+                let all_offsets: Vec<_> = parts.iter().flat_map(|part| offsets(part)).collect();
+                assert_eq!(all_offsets, offsets(want), "{} {}", want.name, want.kind);
+                let values = parts.iter().flat_map(|part| &part.values);
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs().max(1e-3);
+                assert!(
+                    values.zip(&want.values).all(close),
+                    "{} {}",
+                    want.name,
+                    want.kind
+                );
             }
         }
     }
@@ -248,7 +264,7 @@ fn constants_out_of_range_are_errors() {
         ),
     ];
     for (config, words) in cases {
-        let made = Optimizer::new(stage.params(), &mesh, ZeroStage::Zero, config);
+        let made = DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::Zero, config);
         assert_says(&message(made), &[words, "expected"]);
     }
 }
@@ -258,10 +274,11 @@ fn a_step_without_gradients_or_with_wrong_shapes_is_an_error() {
     let mesh = single_mesh();
     let stage = Chain::default().stage(&mesh, &ParamStore::init(1)).unwrap();
     let config = AdamWConfig::default();
-    let mut optimizer = Optimizer::new(stage.params(), &mesh, ZeroStage::Zero, config).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
-    let said = message(optimizer.step(&mut gradients, LR, None));
-    assert_says(&said, &["parameter embed.weight got no gradient"]);
+    let mut optimizer =
+        DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::Zero, config).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::Zero).unwrap();
+    let said = message(optimizer.step(&mut gradients, &one_target(&mesh), LR, None));
+    assert_says(&said, &["parameter head.weight got no gradient"]);
     let said = message(gradients.accumulate(0, &random(1, 3).unwrap()));
     assert_says(&said, &["embed.weight", "[3]", "[13, 6]"]);
 }

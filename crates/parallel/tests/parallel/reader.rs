@@ -239,7 +239,6 @@ fn parts_of_tensors_in_every_type() {
                     let shard = Shard {
                         dim,
                         range: range.clone(),
-                        owned: range.clone(),
                         global: shape[dim],
                     };
                     let is_held = |i: &usize| {

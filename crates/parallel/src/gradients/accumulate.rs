@@ -1,0 +1,154 @@
+//! The gradients that a step accumulates over its micro-batches.
+
+use std::collections::HashMap;
+
+use candle_comm::Mesh;
+use candle_core::{Result, Tensor, TensorId, bail};
+
+use super::reduce::{DataParallel, Reductions};
+use crate::layers::GradientSink;
+use crate::params::{FlatBuffer, Parameters};
+
+/// Gradients of the trainable parameters of a stage, in f32, in flat buckets.
+///
+/// A backward pass adds to them; when the last micro-batch's has left a bucket's blocks, the bucket is reduced over the mesh,
+/// while the backward passes of earlier blocks run: see [`DataParallel::overlap`].
+pub struct Gradients {
+    pub(super) params: Parameters,
+    pub(super) mesh: Mesh,
+    pub(super) config: DataParallel,
+    pub(super) buckets: Vec<FlatBuffer>,
+    pub(super) is_filled: Vec<bool>,
+    /// How often each parameter's gradient was written to.
+    num_writes: Vec<usize>,
+    index_of: HashMap<TensorId, usize>,
+    pub(super) reductions: Reductions,
+}
+
+impl Gradients {
+    /// Buffers for the gradients of `params`.
+    ///
+    /// # Errors
+    /// Memory that is missing.
+    pub fn new(params: &Parameters, mesh: &Mesh, config: impl Into<DataParallel>) -> Result<Self> {
+        let buckets = params.layout().buckets.iter();
+        let buckets = buckets.map(|bucket| FlatBuffer::zeros(bucket.len, mesh.world.device()));
+        let buckets = buckets.collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            is_filled: vec![false; params.len()],
+            num_writes: vec![0; params.len()],
+            index_of: params
+                .iter()
+                .enumerate()
+                .map(|(index, param)| (param.id(), index))
+                .collect(),
+            reductions: Reductions::new(buckets.len(), mesh),
+            params: params.clone(),
+            mesh: mesh.clone(),
+            config: config.into(),
+            buckets,
+        })
+    }
+
+    /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
+    /// so rounded once a micro-batch if that is bf16; what a [`crate::Layer`] writes is never rounded.
+    ///
+    /// # Errors
+    /// A gradient of another shape than the parameter, and a parameter that is frozen.
+    pub fn accumulate(&mut self, index: usize, grad: &Tensor) -> Result<()> {
+        let param = self.params.get(index);
+        if grad.dims() != param.local_shape().dims() {
+            bail!(
+                "the gradient of {} has shape {:?}; expected that of the parameter, {:?}",
+                param.name,
+                grad.shape(),
+                param.local_shape()
+            );
+        }
+        let Some((bucket, offset)) = self.params.layout().place(index) else {
+            bail!("parameter {} is frozen: it takes no gradient", param.name);
+        };
+        self.check_not_reduced(bucket, index)?;
+        let bucket = &self.buckets[bucket];
+        match self.is_filled[index] {
+            false => bucket.write(offset, grad)?,
+            true => bucket.add(offset, grad)?,
+        }
+        self.mark_written(index);
+        Ok(())
+    }
+
+    /// The gradient accumulated on this rank for parameter `index`, in the parameter's local shape.
+    ///
+    /// # Errors
+    /// The parameter has none, or its bucket has been reduced.
+    pub fn get(&self, index: usize) -> Result<Tensor> {
+        let param = self.params.get(index);
+        match self.params.layout().place(index) {
+            Some((bucket, offset)) if self.is_filled[index] => {
+                self.check_not_reduced(bucket, index)?;
+                let values = self.buckets[bucket].view(offset, param.num_values())?;
+                values.reshape(param.local_shape())
+            }
+            _ => bail!("parameter {} has no gradient", param.name),
+        }
+    }
+
+    /// Memory of the buckets on this rank.
+    pub fn num_bytes(&self) -> usize {
+        self.buckets.iter().map(FlatBuffer::num_bytes).sum()
+    }
+
+    fn mark_written(&mut self, index: usize) {
+        self.is_filled[index] = true;
+        self.num_writes[index] += 1;
+    }
+
+    /// How often the gradients of these parameters have been written to so far.
+    pub(crate) fn num_writes(&self, indices: &[usize]) -> Vec<usize> {
+        let writes = indices.iter().map(|&index| self.num_writes[index]);
+        writes.collect()
+    }
+
+    /// Forgets what was accumulated; the buffers stay.
+    pub fn clear(&mut self) {
+        self.reductions.clear();
+        self.is_filled.fill(false);
+    }
+
+    fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {
+        if self.reductions.has_started(bucket) {
+            bail!(
+                "the gradient of parameter {} is read or written after its reduction over the ranks has begun\nhint: \
+                 no block may do so after the last micro-batch's backward pass has left the blocks that use it",
+                self.params.get(index).name
+            );
+        }
+        Ok(())
+    }
+}
+
+impl GradientSink for Gradients {
+    fn write(
+        &mut self,
+        weight: &Tensor,
+        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
+    ) -> Result<()> {
+        if !weight.track_op() {
+            return Ok(());
+        }
+        let Some(&index) = self.index_of.get(&weight.id()) else {
+            bail!(
+                "a weight of shape {:?} is trainable but none of this stage's parameters",
+                weight.shape()
+            );
+        };
+        if let Some((bucket, offset)) = self.params.layout().place(index) {
+            self.check_not_reduced(bucket, index)?;
+            let (len, add) = (weight.elem_count(), self.is_filled[index]);
+            write(&self.buckets[bucket].view(offset, len)?, add)?;
+            self.mark_written(index);
+        }
+        Ok(())
+    }
+}

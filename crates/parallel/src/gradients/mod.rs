@@ -1,0 +1,10 @@
+//! Gradients: f32, in flat buckets, summed over the ranks of the mesh under the backward pass.
+
+mod accumulate;
+mod reduce;
+mod reduced;
+mod shared;
+
+pub use accumulate::Gradients;
+pub use reduce::{DataParallel, ZeroStage};
+pub use reduced::{ReducedGradients, ReducedLoss};

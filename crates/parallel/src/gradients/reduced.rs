@@ -1,0 +1,130 @@
+//! Gradients summed over all ranks, and what is asked of them before an update.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use candle_comm::Mesh;
+use candle_core::{Result, Tensor, bail};
+
+use crate::params::{FlatBuffer, Parameters, intersect};
+
+/// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them (ZeRO-1).
+pub struct ReducedGradients {
+    pub(super) params: Parameters,
+    pub(super) mesh: Mesh,
+    /// The part of each bucket that is here.
+    pub(super) own: Vec<Range<usize>>,
+    pub(super) buckets: Vec<FlatBuffer>,
+    /// What the buckets' values are multiplied by to be the gradients.
+    pub(super) scale: f64,
+    pub(super) norm: f64,
+    pub(super) loss: ReducedLoss,
+}
+
+/// The loss of a step, over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReducedLoss {
+    /// Mean over the targets.
+    pub mean: f64,
+    /// Number of targets.
+    pub num_targets: usize,
+}
+
+impl ReducedGradients {
+    /// Global L2 norm, before clipping; each value of the model counts once.
+    pub fn norm(&self) -> f64 {
+        self.norm
+    }
+
+    /// The loss whose gradients these are.
+    pub fn loss(&self) -> ReducedLoss {
+        self.loss
+    }
+
+    /// What [`Self::bucket`]'s values are multiplied by to be the gradients.
+    pub(crate) fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// The part of bucket `index` that is here, and its values.
+    pub(crate) fn bucket(&self, index: usize) -> (&Range<usize>, &FlatBuffer) {
+        (&self.own[index], &self.buckets[index])
+    }
+
+    /// Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_` does.
+    pub fn clip(&mut self, max_norm: f64) {
+        self.scale *= (max_norm / (self.norm + 1e-6)).min(1.0);
+    }
+
+    /// An error on every rank if the loss or the norm is not finite; it names the first parameter, in name order, that has a
+    /// NaN or infinite gradient. Every rank must call it.
+    ///
+    /// # Errors
+    /// The one that it is for, and failures of ranks.
+    pub fn check_finite(&self) -> Result<()> {
+        let loss = self.loss.mean;
+        if self.norm.is_finite() && loss.is_finite() {
+            return Ok(());
+        }
+        let about_loss = match loss.is_finite() {
+            true => String::new(),
+            false => format!("the loss is {loss}: "),
+        };
+        let norm = self.norm;
+        match self.first_non_finite()? {
+            Some(name) => bail!(
+                "{about_loss}the gradient norm is {norm}; the first parameter with a NaN or infinite gradient is \
+                 {name}\nhint: a lower learning rate, more warm-up steps or gradient clipping may help; the weights were \
+                 not updated"
+            ),
+            None if norm.is_finite() => bail!("{about_loss}every gradient is finite, though"),
+            None => bail!(
+                "{about_loss}the gradient norm is {norm} though every gradient is finite: it overflows"
+            ),
+        }
+    }
+
+    fn first_non_finite(&self) -> Result<Option<String>> {
+        let mut first: Option<&str> = None;
+        let buckets = self.params.layout().buckets.iter();
+        for (bucket, (own, flat)) in buckets.zip(self.own.iter().zip(&self.buckets)) {
+            for slot in &bucket.slots {
+                let range = intersect(&slot.range, own);
+                let values = flat.values(range.start - own.start, range.len())?;
+                let is_finite = values.iter().all(|value| value.is_finite());
+                let name = self.params.get(slot.param).name.as_str();
+                if !is_finite && first.is_none_or(|first| name < first) {
+                    first = Some(name);
+                }
+            }
+        }
+        let first = first.unwrap_or_default().as_bytes();
+        let all = self.mesh.world.all_gather_bytes(first)?;
+        let names = all
+            .iter()
+            .map(|name| String::from_utf8_lossy(name).into_owned());
+        Ok(names.filter(|name| !name.is_empty()).min())
+    }
+
+    /// For inspection: the whole local gradient of each trainable parameter, by its index. With ZeRO-1 the slices are gathered
+    /// over the data-parallel ranks, which all must call this.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn local_gradients(&self) -> Result<BTreeMap<usize, Tensor>> {
+        let mut grads = BTreeMap::new();
+        let buckets = self.params.layout().buckets.iter();
+        for (bucket, (own, flat)) in buckets.zip(self.own.iter().zip(&self.buckets)) {
+            let whole = match own.len() == bucket.len {
+                true => flat.tensor().clone(),
+                false => self.mesh.dp.all_gather(flat.tensor(), 0)?,
+            };
+            for slot in &bucket.slots {
+                let grad = whole.narrow(0, slot.range.start, slot.range.len())?;
+                let shape = self.params.get(slot.param).local_shape();
+                grads.insert(slot.param, (grad.reshape(shape)? * self.scale)?);
+            }
+        }
+        Ok(grads)
+    }
+}

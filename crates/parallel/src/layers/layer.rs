@@ -1,0 +1,160 @@
+//! The contract of a layer with an explicit backward pass, and its two doors: the tape of a [`crate::Stage`], and candle's graph.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
+use candle_ops::{with_backward1, with_backward2};
+
+/// Takes the gradients of weights, in f32.
+pub trait GradientSink {
+    /// Lets `write` put the gradient of `weight` in its place; does nothing if `weight` is frozen.
+    ///
+    /// `write` gets the gradient's values, a flat view of f32, row-major, to be written in place, and whether to add to
+    /// them: if not, what they hold is left over and must be overwritten.
+    ///
+    /// # Errors
+    /// A trainable weight that the sink does not know, and what `write` returns.
+    fn write(
+        &mut self,
+        weight: &Tensor,
+        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
+    ) -> Result<()>;
+}
+
+/// A layer as a pair of functions, a forward pass that returns what the backward pass needs, and that backward pass.
+///
+/// Both compute outside candle's graph. [`in_graph`] makes a node of candle's graph of a layer, [`crate::layer_block`] a block
+/// of a [`crate::Stage`].
+pub trait Layer {
+    /// What the forward pass keeps for the backward pass.
+    type Saved;
+
+    /// The output for `xs`, and what [`Self::backward`] needs.
+    ///
+    /// # Errors
+    /// Inputs of the wrong shape, and what operations and collectives return.
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)>;
+
+    /// The gradient of the input from that of the output, `dy`; `None` for inputs that have none, as tokens. The gradients of
+    /// the layer's weights are written to `gradients`.
+    ///
+    /// # Errors
+    /// As [`Self::forward_saving`], and what `gradients` returns.
+    fn backward(
+        &self,
+        saved: Self::Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>>;
+
+    /// Every weight whose gradient [`Self::backward`] writes.
+    fn weights(&self) -> Vec<&Tensor>;
+}
+
+/// Runs `layer` on `xs` as a node of candle's graph: the result is differentiable in `xs` and in the layer's weights.
+///
+/// # Errors
+/// What the layer's forward pass returns. candle's `backward` returns the errors of the layer's backward pass.
+pub fn in_graph<L>(layer: &L, xs: &Tensor) -> Result<Tensor>
+where
+    L: Layer + Clone + Send + Sync + 'static,
+    L::Saved: Clone + Send + Sync + 'static,
+{
+    let (out, saved) = layer.forward_saving(&xs.detach())?;
+    let weights = layer.weights().into_iter();
+    let weights: Vec<Tensor> = weights.filter(|w| w.track_op()).cloned().collect();
+    let grads = GraphGradients::new(&weights);
+    let layer = layer.clone();
+    let backward = {
+        let grads = grads.clone();
+        move |dy: &Tensor| layer.backward(saved.clone(), dy, &mut grads.clone())
+    };
+    let join = grads.join(&weights)?;
+    match join {
+        None => with_backward1(xs, out, NAME, backward),
+        // Tokens are on the CPU, wherever the weights are.
+        Some(join) if !xs.track_op() => with_backward1(&join, out, NAME, move |dy| {
+            backward(dy)?;
+            Ok(Some(scalar(dy.device())?))
+        }),
+        Some(join) => with_backward2(xs, &join, out, NAME, move |dy| {
+            let dx = backward(dy)?;
+            Ok((dx, Some(scalar(dy.device())?)))
+        }),
+    }
+}
+
+const NAME: &str = "layer";
+
+/// The gradients of a layer's weights, from the layer's node in candle's graph to the weights.
+///
+/// A node of candle's graph has three inputs at most, a layer any number of weights. So the layer's node has one input for all of
+/// them, a scalar that is computed from the weights one after the other; where candle's backward pass comes by a weight it
+/// picks up that weight's gradient here, which the layer's backward pass has left.
+#[derive(Clone)]
+struct GraphGradients(Arc<Mutex<Vec<(TensorId, Option<Tensor>)>>>);
+
+impl GraphGradients {
+    fn new(weights: &[Tensor]) -> Self {
+        let slots = weights.iter().map(|weight| (weight.id(), None));
+        Self(Arc::new(Mutex::new(slots.collect())))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(TensorId, Option<Tensor>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The scalar that stands for all weights; `None` without any.
+    fn join(&self, weights: &[Tensor]) -> Result<Option<Tensor>> {
+        let mut join: Option<Tensor> = None;
+        for (slot, weight) in weights.iter().enumerate() {
+            let (grads, like) = (self.clone(), weight.detach());
+            let pick_up = move || {
+                let taken = grads.lock()[slot].1.take();
+                taken
+                    .map(|grad| grad.reshape(like.dims())?.to_dtype(like.dtype()))
+                    .transpose()
+            };
+            let zero = scalar(weight.device())?;
+            join = Some(match join {
+                None => with_backward1(weight, zero, NAME, move |_| pick_up())?,
+                Some(earlier) => with_backward2(&earlier, weight, zero, NAME, move |dy| {
+                    Ok((Some(dy.clone()), pick_up()?))
+                })?,
+            });
+        }
+        Ok(join)
+    }
+}
+
+impl GradientSink for GraphGradients {
+    fn write(
+        &mut self,
+        weight: &Tensor,
+        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
+    ) -> Result<()> {
+        if !weight.track_op() {
+            return Ok(());
+        }
+        let mut slots = self.lock();
+        let Some((_, grad)) = slots.iter_mut().find(|(id, _)| *id == weight.id()) else {
+            bail!(
+                "a layer wrote the gradient of a weight of shape {:?} that its Layer::weights does not list",
+                weight.shape()
+            );
+        };
+        match grad {
+            Some(grad) => write(grad, true),
+            None => {
+                let zeros = Tensor::zeros(weight.elem_count(), DType::F32, weight.device())?;
+                write(&zeros, false)?;
+                *grad = Some(zeros);
+                Ok(())
+            }
+        }
+    }
+}
+
+fn scalar(device: &Device) -> Result<Tensor> {
+    Tensor::zeros((), DType::F32, device)
+}

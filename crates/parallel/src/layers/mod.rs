@@ -1,0 +1,19 @@
+//! Tensor-parallel layers, one implementation each: see [`Layer`].
+
+mod column_parallel_linear;
+mod head_partition;
+mod layer;
+pub mod regions;
+mod row_parallel_linear;
+mod vocab_parallel_cross_entropy;
+mod vocab_parallel_embedding;
+
+pub use column_parallel_linear::{
+    ColumnParallelLinear, column_parallel_backward, column_parallel_linear,
+    column_parallel_linear_shard,
+};
+pub use head_partition::HeadPartition;
+pub use layer::{GradientSink, Layer, in_graph};
+pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
+pub use vocab_parallel_cross_entropy::{linear_cross_entropy, vocab_parallel_cross_entropy};
+pub use vocab_parallel_embedding::{VocabParallelEmbedding, vocab_parallel_embedding};

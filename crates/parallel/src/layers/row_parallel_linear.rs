@@ -1,0 +1,134 @@
+//! A linear layer whose input features are divided over tensor-parallel ranks: Y = Σ_r X_r · W_rᵀ + b
+//! (arXiv:1909.08053, section 3).
+
+use candle_comm::{ProcessGroup, ReduceOp};
+use candle_core::{Module, Result, Tensor};
+use candle_nn::Init;
+use candle_ops::{
+    linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
+    linear_weight_grad_into,
+};
+
+use super::column_parallel_linear::kept;
+use super::layer::{GradientSink, Layer, in_graph};
+use crate::params::{ParamBuilder, Shard, WEIGHT_INIT};
+
+/// Holds columns `r` of a global weight (out, in), and the whole bias.
+#[derive(Clone)]
+pub struct RowParallelLinear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    tp: ProcessGroup,
+}
+
+/// A row-parallel layer of which each rank has an even part: (.., in / tp) -> (.., out).
+pub fn row_parallel_linear(
+    in_dim: usize,
+    out_dim: usize,
+    bias: bool,
+    tp: &ProcessGroup,
+    vb: ParamBuilder,
+) -> Result<RowParallelLinear> {
+    row_parallel_linear_shard(Shard::even(1, in_dim, tp)?, out_dim, bias, tp, vb)
+}
+
+/// A row-parallel layer of which this rank has the input features `shard`: (.., shard) -> (.., out).
+pub fn row_parallel_linear_shard(
+    shard: Shard,
+    out_dim: usize,
+    bias: bool,
+    tp: &ProcessGroup,
+    vb: ParamBuilder,
+) -> Result<RowParallelLinear> {
+    let shard = shard.along(1);
+    let weight = vb.get_placed((out_dim, shard.global), "weight", shard, WEIGHT_INIT)?;
+    let bias = match bias {
+        true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
+        false => None,
+    };
+    Ok(RowParallelLinear::new(weight, bias, tp.clone()))
+}
+
+impl RowParallelLinear {
+    /// The layer with the local weight (out, local_in) and the whole bias (out).
+    pub fn new(weight: Tensor, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+        Self { weight, bias, tp }
+    }
+
+    /// The local weight, (out, local_in).
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+}
+
+impl RowParallelLinear {
+    /// [`Layer::forward_saving`] plus `residual` (.., out). Residual and bias enter the sum over the ranks once, with the first
+    /// rank's part.
+    pub fn forward_add(
+        &self,
+        xs: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let is_first = self.tp.rank() == 0;
+        let bias = self.bias.as_ref().filter(|_| is_first);
+        let partial = match residual.filter(|_| is_first) {
+            None => linear_forward(xs, &self.weight, bias)?,
+            Some(residual) => {
+                let sum = linear_forward_add(residual, xs, &self.weight)?;
+                match bias {
+                    None => sum,
+                    Some(bias) => sum.broadcast_add(&bias.detach())?,
+                }
+            }
+        };
+        let ys = self.tp.all_reduce(&partial, ReduceOp::Sum)?;
+        Ok((ys, self.weight.track_op().then(|| xs.clone())))
+    }
+
+    /// [`Layer::backward`]: the gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out). `xs` may be
+    /// missing if the weight is frozen.
+    pub fn backward_linear(
+        &self,
+        dy: &Tensor,
+        xs: Option<&Tensor>,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Tensor> {
+        gradients.write(&self.weight, &mut |dst, add| {
+            linear_weight_grad_into(dst, add, dy, kept(xs)?)
+        })?;
+        if let Some(bias) = &self.bias {
+            gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))?;
+        }
+        linear_input_grad(dy, &self.weight)
+    }
+}
+
+impl Layer for RowParallelLinear {
+    /// The input, if the weight that reads it is trained.
+    type Saved = Option<Tensor>;
+
+    /// (.., local_in) -> (.., out), the same on all ranks.
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
+        self.forward_add(xs, None)
+    }
+
+    fn backward(
+        &self,
+        xs: Self::Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>> {
+        self.backward_linear(dy, xs.as_ref(), gradients).map(Some)
+    }
+
+    fn weights(&self) -> Vec<&Tensor> {
+        std::iter::once(&self.weight).chain(&self.bias).collect()
+    }
+}
+
+impl Module for RowParallelLinear {
+    /// (.., local_in) -> (.., out) in candle's graph, the same on all ranks.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        in_graph(self, xs)
+    }
+}

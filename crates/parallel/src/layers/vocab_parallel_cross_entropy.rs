@@ -1,0 +1,133 @@
+//! Cross-entropy of logits whose vocabulary is divided over tensor-parallel ranks: loss_i = log Σ_j exp(z_ij) − z_i,target
+//! (arXiv:1909.08053, section 3). Ranks exchange three numbers per token instead of the logits.
+
+use candle_comm::{ProcessGroup, ReduceOp};
+use candle_core::{DType, Result, Tensor, bail};
+use candle_ops::{
+    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
+    linear_forward, linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit,
+    sum_into, upload, with_backward1,
+};
+
+use super::layer::GradientSink;
+use crate::params::Shard;
+
+/// Rows of logits that exist at once in [`linear_cross_entropy`] on the CPU.
+const CHUNK_ROWS: usize = 512;
+
+/// The same on a GPU: each chunk reads and writes the whole gradient of the weight in f32, which takes as long as the product
+/// of 512 rows, and few rows leave most of the GPU idle. 1 GiB of bf16 for a vocabulary of 128k.
+const GPU_CHUNK_ROWS: usize = 4096;
+
+/// Loss of each token: logits (n, local_vocab) of the vocabulary's part `shard`, targets (n) u32 -> (n) f32.
+///
+/// Targets are ids of the whole vocabulary; one that is [`IGNORE_INDEX`] gives 0 and no gradient, one beyond the vocabulary
+/// is an error. Targets belong on the CPU, wherever the logits are: those on a GPU are not checked, as the host would have to
+/// wait for them, and one beyond the vocabulary gives NaN.
+pub fn vocab_parallel_cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+) -> Result<Tensor> {
+    let (n, local_vocab) = logits.dims2()?;
+    if targets.dims() != [n] || local_vocab != shard.len() {
+        bail!(
+            "vocab_parallel_cross_entropy: logits {:?} and targets {:?}; expected (n, {}) and (n)",
+            logits.shape(),
+            targets.shape(),
+            shard.len()
+        );
+    }
+    let targets = checked_targets(targets, logits, shard.global)?;
+    let z = logits.detach();
+    let (losses, log_sum_exp) = losses(&z, &targets, shard, tp)?;
+    let vocab_start = shard.range.start;
+    with_backward1(
+        logits,
+        losses,
+        "vocab_parallel_cross_entropy",
+        move |grad| {
+            let grad = cross_entropy_grad(&z, &log_sum_exp, &targets, vocab_start, grad)?;
+            Ok(Some(grad))
+        },
+    )
+}
+
+/// Sum of the losses of a projection to the vocabulary, and the gradient of its input, in one go: logits = xs · weightᵀ.
+///
+/// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32, on the CPU as for
+/// [`vocab_parallel_cross_entropy`] -> the sum over the valid targets, an f64 scalar, and (n, hidden), the gradient of that sum times `loss_scale`; that of the weight, so
+/// scaled, is written to `gradients`. Rows
+/// are worked on in chunks, forward and backward, so that the logits never exist as a whole. No graph.
+pub fn linear_cross_entropy(
+    xs: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+    loss_scale: f64,
+    gradients: &mut dyn GradientSink,
+) -> Result<(Tensor, Tensor)> {
+    let (n, _hidden) = xs.dims2()?;
+    let targets = checked_targets(targets, xs, shard.global)?;
+    let sum = Tensor::zeros((), DType::F64, xs.device())?;
+    let chunk_rows = match xs.device().is_cpu() {
+        true => CHUNK_ROWS,
+        false => GPU_CHUNK_ROWS,
+    };
+    let mut grads = Vec::with_capacity(n.div_ceil(chunk_rows));
+    for first in (0..n).step_by(chunk_rows) {
+        let rows = chunk_rows.min(n - first);
+        let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
+        let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)
+        let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
+        sum_into(&sum, true, &losses)?;
+        let scale = loss_scale as f32;
+        let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, shard.range.start, scale)?;
+        grads.push(linear_input_grad(&dz, weight)?);
+        gradients.write(weight, &mut |dst, add| {
+            linear_weight_grad_into(dst, add, &dz, &x)
+        })?;
+    }
+    let partial = match grads.as_slice() {
+        [grad] => grad.clone(),
+        grads => Tensor::cat(grads, 0)?,
+    };
+    Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
+}
+
+/// Loss of each row, (n), 0 without a target, and the logarithm of its Σ exp(z) over the whole vocabulary, (n).
+fn losses(
+    z: &Tensor,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+) -> Result<(Tensor, Tensor)> {
+    let max = tp.all_reduce(&row_max(z)?, ReduceOp::Max)?;
+    let sums = sum_exp_and_target_logit(z, &max, targets, shard.range.start)?;
+    let sums = tp.all_reduce(&sums, ReduceOp::Sum)?;
+    cross_entropy_loss(&max, &sums, targets, shard.global)
+}
+
+/// The targets where `xs` is.
+fn checked_targets(targets: &Tensor, xs: &Tensor, vocab_size: usize) -> Result<Tensor> {
+    if !targets.device().is_cpu() {
+        return targets.to_device(xs.device());
+    }
+    let ids = targets.to_vec1::<u32>()?;
+    check_targets(&ids, vocab_size)?;
+    upload(ids, targets.dims(), xs.device())
+}
+
+fn check_targets(ids: &[u32], vocab_size: usize) -> Result<()> {
+    let is_foreign = |&id: &u32| id != IGNORE_INDEX && id as usize >= vocab_size;
+    if let Some(position) = ids.iter().position(is_foreign) {
+        bail!(
+            "target id {} at position {position} is beyond the vocabulary of {vocab_size} tokens\nhint: the tokenizer \
+             does not belong to this model",
+            ids[position]
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,68 @@
+//! Optimizers: the rule that updates a slice of parameters, and what divides the slices over the data-parallel ranks.
+
+mod adamw;
+mod distributed;
+mod master_weights;
+mod param_group;
+mod state;
+
+use candle_core::{Result, Tensor};
+
+pub use adamw::{AdamW, AdamWConfig};
+pub use distributed::{DistributedOptimizer, StepReport};
+pub use param_group::ParamGroup;
+pub use state::OptimizerState;
+
+/// The rule by which an optimizer updates parameters: [`AdamW`], or one of your own.
+///
+/// A [`DistributedOptimizer`] keeps its state, one f32 value of each name for each value of a parameter that the rank updates,
+/// and calls it for a bucket of parameters at a time.
+pub trait Optimizer: Send {
+    /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.
+    fn state_names(&self) -> &'static [&'static str];
+
+    /// Updates the weights of `slice` in place, and its state.
+    ///
+    /// # Errors
+    /// What its operations return.
+    fn update(&self, slice: &ParamSlice<'_>, step: &UpdateStep) -> Result<()>;
+
+    /// An error that names the first constant which is out of its range.
+    fn validate(&self) -> Result<()>;
+}
+
+/// Parameters of one [`ParamGroup`] in the part of a bucket that a rank updates. All flat tensors have the same length, and a
+/// weight's values have the same places in each of them.
+pub struct ParamSlice<'a> {
+    /// Gradients, f32, to be multiplied by [`UpdateStep::grad_scale`].
+    pub grad: &'a Tensor,
+    /// The weights in f32, if the model's are narrower: these are to be updated, and rounded to the model's.
+    pub master: Option<&'a Tensor>,
+    /// A tensor for each of [`Optimizer::state_names`], f32.
+    pub state: &'a [Tensor],
+    /// The model's weights.
+    pub weights: &'a [SliceWeight],
+}
+
+/// A part of one parameter.
+pub struct SliceWeight {
+    /// The model's weights, flat, to be written in place.
+    pub values: Tensor,
+    /// Place of the first in the flat tensors of the slice.
+    pub start: usize,
+    /// Whether it has two or more dims: norms and biases have one, and are not decayed unless a group says so.
+    pub is_matrix: bool,
+}
+
+/// The numbers of an update.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateStep {
+    /// Number of the update, from 1.
+    pub number: usize,
+    /// The group's learning rate.
+    pub lr: f64,
+    /// The group's decay, for all of its parameters; `None`: the optimizer's own, for matrices.
+    pub weight_decay: Option<f64>,
+    /// The gradients' factor: one over the number of targets, and what clipping asks for.
+    pub grad_scale: f64,
+}

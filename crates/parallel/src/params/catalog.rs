@@ -1,0 +1,254 @@
+//! What every rank holds of every parameter, and who owns what.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use candle_comm::Mesh;
+use candle_core::{DType, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::param::Param;
+use super::placement::{Gradient, Placement, joined};
+
+/// A parameter of the model, wherever it lives.
+#[derive(Clone, Debug)]
+pub struct CatalogEntry {
+    /// Hugging Face name.
+    pub name: String,
+    /// Global shape.
+    pub shape: Vec<usize>,
+    /// Type in the source checkpoint.
+    pub stored_dtype: DType,
+    /// Whether it gets a gradient and an update.
+    pub trainable: bool,
+    /// World ranks and the disjoint parts that they own, in order; together they are the whole parameter.
+    pub holders: Vec<Holder>,
+    /// Dim along which the parts lie.
+    pub dim: usize,
+}
+
+impl CatalogEntry {
+    /// Number of values of the whole parameter.
+    pub fn num_values(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// The part of a parameter that one rank owns: it writes that part to files.
+#[derive(Clone, Debug)]
+pub struct Holder {
+    /// World rank.
+    pub rank: usize,
+    /// Indices along [`CatalogEntry::dim`].
+    pub range: Range<usize>,
+}
+
+/// What a rank tells the others of a parameter.
+#[derive(Serialize, Deserialize)]
+struct Announcement {
+    name: String,
+    shape: Vec<usize>,
+    stored_dtype: String,
+    dim: usize,
+    held: Range<usize>,
+    /// What its gradient is; of a shard that of the part.
+    gradient: Gradient,
+    is_replicated: bool,
+    trainable: bool,
+}
+
+/// What a rank tells the others.
+#[derive(Serialize, Deserialize)]
+struct RankAnnouncement {
+    stage: usize,
+    replica: usize,
+    tp_rank: usize,
+    params: Vec<Announcement>,
+}
+
+/// What all ranks hold.
+pub(super) struct Announcements(Vec<RankAnnouncement>);
+
+/// Indices of a parameter's cut dim that several tensor-parallel ranks hold.
+#[derive(Clone, Debug)]
+pub(crate) struct Overlap {
+    /// Consecutive indices with the same holders.
+    pub range: Range<usize>,
+    /// Whether each holder's gradient of them is a summand.
+    pub gradient: Gradient,
+}
+
+impl Announcements {
+    /// Tells all ranks of the mesh what this one holds, and learns what they hold.
+    pub fn exchange(params: &[Param], mesh: &Mesh) -> Result<Self> {
+        let params = params.iter().map(|param| {
+            let (dim, held) = param.held();
+            Announcement {
+                name: param.name.clone(),
+                shape: param.global_shape.dims().to_vec(),
+                stored_dtype: param.stored_dtype.as_str().to_string(),
+                dim,
+                held,
+                gradient: match param.placement {
+                    Placement::Replicated(gradient) => gradient,
+                    Placement::Sharded(_) => Gradient::Partial,
+                },
+                is_replicated: param.shard().is_none(),
+                trainable: param.trainable,
+            }
+        });
+        let own = RankAnnouncement {
+            stage: mesh.pp.rank(),
+            replica: mesh.dp.rank(),
+            tp_rank: mesh.tp.rank(),
+            params: params.collect(),
+        };
+        let bytes = serde_json::to_vec(&own).map_err(candle_core::Error::msg)?;
+        let all = mesh.world.all_gather_bytes(&bytes)?;
+        let all = all
+            .iter()
+            .map(|bytes| serde_json::from_slice(bytes).map_err(candle_core::Error::msg));
+        Ok(Self(all.collect::<Result<_>>()?))
+    }
+
+    /// Of each parameter, the stages with a block that uses it.
+    pub fn stages(&self) -> BTreeMap<&str, BTreeSet<usize>> {
+        let mut stages: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+        for rank in &self.0 {
+            for param in &rank.params {
+                stages.entry(&param.name).or_default().insert(rank.stage);
+            }
+        }
+        stages
+    }
+
+    /// The parts of parameter `name` that the tensor-parallel ranks of a stage hold, in their order; all replicas have the same.
+    fn held<'a>(&'a self, name: &'a str, stage: usize) -> impl Iterator<Item = &'a Announcement> {
+        let ranks = self.0.iter();
+        let ranks = ranks.filter(move |rank| rank.stage == stage && rank.replica == 0);
+        ranks.flat_map(move |rank| rank.params.iter().filter(move |param| param.name == name))
+    }
+
+    /// Indices of parameter `name` that each tensor-parallel rank of a stage owns: those that no lower rank holds.
+    fn owned(&self, name: &str, stage: usize) -> Vec<Range<usize>> {
+        let mut next = 0;
+        let owned = self.held(name, stage).map(|param| {
+            let range = param.held.start.max(next)..param.held.end.max(next);
+            next = range.end;
+            range
+        });
+        owned.collect()
+    }
+
+    /// Indices of parameter `name` that the rank at these places of the mesh owns. Over a data-parallel replica, each index of the
+    /// model is owned by exactly one rank.
+    pub fn owned_by(&self, name: &str, stage: usize, tp_rank: usize) -> Range<usize> {
+        let stages = self.stages();
+        let is_first = stages.get(name).and_then(BTreeSet::first) == Some(&stage);
+        let owned = is_first.then(|| self.owned(name, stage).get(tp_rank).cloned());
+        owned.flatten().unwrap_or(0..0)
+    }
+
+    /// Indices of parameter `name` that several tensor-parallel ranks of a stage hold, in rising order.
+    pub fn overlaps(&self, name: &str, stage: usize) -> Vec<Overlap> {
+        let held: Vec<&Announcement> = self.held(name, stage).collect();
+        let borders: BTreeSet<usize> = held
+            .iter()
+            .flat_map(|param| [param.held.start, param.held.end])
+            .collect();
+        let borders: Vec<usize> = borders.into_iter().collect();
+        let pieces = borders.windows(2).map(|ends| ends[0]..ends[1]);
+        let overlaps = pieces.filter_map(|range| {
+            let holds = |param: &&&Announcement| {
+                param.held.start <= range.start && range.end <= param.held.end
+            };
+            let mut holders = held.iter().filter(holds);
+            let gradient = holders.next()?.gradient;
+            holders.next().map(|_| Overlap { range, gradient })
+        });
+        overlaps.collect()
+    }
+
+    /// Every parameter of the model, in name order.
+    pub fn catalog(&self) -> Result<Vec<CatalogEntry>> {
+        let mut first: BTreeMap<&str, (usize, &Announcement)> = BTreeMap::new();
+        for (rank, announced) in self.0.iter().enumerate() {
+            for param in &announced.params {
+                let (_, known) = first.entry(&param.name).or_insert((rank, param));
+                check_agrees(param, known, rank)?;
+            }
+        }
+        let stages = self.stages();
+        let entries = first.into_values().map(|(_, param)| {
+            let stage = stages.get(param.name.as_str()).and_then(BTreeSet::first);
+            let stage = stage.copied().unwrap_or_default();
+            self.entry(param, stage)
+        });
+        entries.collect()
+    }
+
+    fn entry(&self, param: &Announcement, stage: usize) -> Result<CatalogEntry> {
+        let holds = |rank: &RankAnnouncement| {
+            let mut params = rank.params.iter();
+            rank.stage == stage && rank.replica == 0 && params.any(|held| held.name == param.name)
+        };
+        let ranks = (0..self.0.len()).filter(|&rank| holds(&self.0[rank]));
+        let mut holders: Vec<Holder> = ranks
+            .zip(self.owned(&param.name, stage))
+            .map(|(rank, range)| Holder { rank, range })
+            .collect();
+        let len = param.shape.get(param.dim).copied().unwrap_or(1);
+        let is_covered = joined(holders.iter().map(|holder| holder.range.clone())) == [0..len];
+        if !is_covered && len > 0 {
+            let held: Vec<_> = self
+                .held(&param.name, stage)
+                .map(|held| &held.held)
+                .collect();
+            bail!(
+                "parameter {}: the parts that ranks hold of dim {} do not cover 0..{len} in rank order: {held:?}",
+                param.name,
+                param.dim,
+            );
+        }
+        // Of a parameter without values the first holder.
+        let mut is_first = true;
+        holders
+            .retain(|holder| !holder.range.is_empty() || std::mem::take(&mut is_first) && len == 0);
+        Ok(CatalogEntry {
+            name: param.name.clone(),
+            shape: param.shape.clone(),
+            stored_dtype: param.stored_dtype.parse().unwrap_or(DType::F32),
+            trainable: param.trainable,
+            holders,
+            dim: param.dim,
+        })
+    }
+}
+
+/// An error unless two ranks say the same of a parameter.
+fn check_agrees(param: &Announcement, known: &Announcement, rank: usize) -> Result<()> {
+    let name = &param.name;
+    if known.shape != param.shape {
+        bail!(
+            "parameter {name} has shape {:?} on rank {rank} and {:?} on another rank",
+            param.shape,
+            known.shape
+        );
+    }
+    if known.trainable != param.trainable {
+        bail!(
+            "parameter {name} is frozen on one rank and trainable on another, rank {rank} is the first to differ\nhint: \
+             freeze the same names on every rank"
+        );
+    }
+    let is_same_placement = known.is_replicated == param.is_replicated
+        && known.gradient == param.gradient
+        && known.dim == param.dim;
+    if !is_same_placement {
+        bail!(
+            "parameter {name} lies on rank {rank} in another way than on the ranks before: replicated or not, cut along \
+             another dim, or with another kind of gradient\nhint: give it the same Placement on every rank"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! One contiguous f32 buffer that many parameters share.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::add_into;
+
+/// A flat f32 tensor that is written in place, part by part.
+#[derive(Clone, Debug)]
+pub(crate) struct FlatBuffer(Tensor);
+
+impl FlatBuffer {
+    pub fn zeros(len: usize, device: &Device) -> Result<Self> {
+        let zeros = Tensor::zeros(len, DType::F32, device).map_err(|err| {
+            let bytes = len * DType::F32.size_in_bytes();
+            err.context(format!(
+                "asking for {bytes} bytes for gradients or the optimizer's state"
+            ))
+        });
+        Ok(Self(zeros?))
+    }
+
+    /// Wraps a flat tensor, for example what a collective returned.
+    pub fn new(flat: Tensor) -> Result<Self> {
+        flat.dims1()?;
+        Ok(Self(flat.to_dtype(DType::F32)?))
+    }
+
+    pub fn into_tensor(self) -> Tensor {
+        self.0
+    }
+
+    pub fn tensor(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// The `len` values from `offset` on, sharing this buffer.
+    pub fn view(&self, offset: usize, len: usize) -> Result<Tensor> {
+        self.0.narrow(0, offset, len)
+    }
+
+    /// Overwrites the values from `offset` on, with values of f32 or bf16.
+    pub fn write(&self, offset: usize, values: &Tensor) -> Result<()> {
+        self.put(offset, values, false)
+    }
+
+    /// Adds to the values from `offset` on, values of f32 or bf16.
+    pub fn add(&self, offset: usize, values: &Tensor) -> Result<()> {
+        self.put(offset, values, true)
+    }
+
+    fn put(&self, offset: usize, values: &Tensor, add: bool) -> Result<()> {
+        add_into(&self.view(offset, values.elem_count())?, add, values)
+    }
+
+    pub fn num_bytes(&self) -> usize {
+        self.0.elem_count() * self.0.dtype().size_in_bytes()
+    }
+
+    /// The `len` values from `offset` on, on the host.
+    pub fn values(&self, offset: usize, len: usize) -> Result<Vec<f32>> {
+        self.view(offset, len)?.to_vec1()
+    }
+}

@@ -1,0 +1,27 @@
+//! Parameters: how they lie on the mesh, where they come from, and where their gradients go.
+
+mod builder;
+mod catalog;
+mod flat_buffer;
+mod init;
+mod layout;
+mod param;
+mod parameters;
+mod pending_weights;
+mod placement;
+mod released;
+mod replicas;
+mod store;
+
+pub use builder::{ParamBuilder, WEIGHT_INIT};
+pub use catalog::{CatalogEntry, Holder};
+pub(crate) use flat_buffer::FlatBuffer;
+pub(crate) use layout::Bucket;
+pub use param::Param;
+pub use parameters::Parameters;
+pub(crate) use parameters::Tie;
+pub(crate) use pending_weights::Gather;
+pub use placement::{Gradient, Placement, Shard, part};
+pub(crate) use placement::{intersect, joined, offset_by};
+pub(crate) use replicas::Checksums;
+pub use store::ParamStore;

@@ -1,0 +1,128 @@
+//! One parameter as its rank sees it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Shape, Tensor, TensorId, Var};
+
+use super::pending_weights::PendingWeights;
+use super::placement::{Placement, Shard};
+
+/// A parameter, or the part of it that this rank holds.
+#[derive(Clone, Debug)]
+pub struct Param {
+    /// Hugging Face name; the name in every file.
+    pub name: String,
+    /// Shape of the whole parameter.
+    pub global_shape: Shape,
+    /// How it lies on the tensor-parallel ranks.
+    pub placement: Placement,
+    /// Blocks of the chain that use it, in the order of construction.
+    pub blocks: Vec<usize>,
+    /// Whether it gets a gradient and an update.
+    pub trainable: bool,
+    /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
+    pub stored_dtype: DType,
+    /// The local values, shared with the layers.
+    pub(super) var: Var,
+    /// Updates that other ranks made and that are on the way here.
+    pub(super) pending: Arc<PendingWeights>,
+}
+
+impl Param {
+    /// The local values, outside of any graph, when all updates have arrived.
+    ///
+    /// # Errors
+    /// The values were [released](crate::Parameters::release), or an update does not arrive.
+    pub fn values(&self) -> Result<Tensor> {
+        self.pending.wait_for_all()?;
+        self.check_present()?;
+        Ok(self.var.as_detached_tensor())
+    }
+
+    /// What layers compute with: the variable itself, or a constant if the parameter is frozen, so that no gradient is
+    /// computed for it.
+    pub fn tensor(&self) -> Tensor {
+        if self.trainable {
+            self.var.as_tensor().clone()
+        } else {
+            self.var.as_detached_tensor()
+        }
+    }
+
+    /// The identity of the variable, by which its gradient is found.
+    pub(crate) fn id(&self) -> TensorId {
+        self.var.id()
+    }
+
+    pub(crate) fn var(&self) -> &Var {
+        &self.var
+    }
+
+    /// Shape of the values held here.
+    pub fn local_shape(&self) -> &Shape {
+        self.var.shape()
+    }
+
+    /// Type of the values.
+    pub fn dtype(&self) -> DType {
+        self.var.dtype()
+    }
+
+    /// The part held here; `None`: all of it.
+    pub fn shard(&self) -> Option<&Shard> {
+        self.placement.shard()
+    }
+
+    /// A flat view of some of the local values, given as row-major offsets, to be read or updated; outside of any graph.
+    pub(crate) fn flat_part(&self, offsets: &Range<usize>) -> Result<Tensor> {
+        self.check_present()?;
+        let values = self.var.as_detached_tensor().flatten_all()?;
+        values.narrow(0, offsets.start, offsets.len())
+    }
+
+    /// Number of values held here.
+    pub fn num_values(&self) -> usize {
+        self.var.elem_count()
+    }
+
+    /// Memory of the values held here.
+    pub fn num_bytes(&self) -> usize {
+        self.num_values() * self.dtype().size_in_bytes()
+    }
+
+    /// The dim that is cut, and the indices of it held here; of a replicated parameter dim 0 and all.
+    pub(crate) fn held(&self) -> (usize, Range<usize>) {
+        match self.shard() {
+            Some(shard) => (shard.dim, shard.range.clone()),
+            None => (0, 0..self.global_shape.dims().first().copied().unwrap_or(1)),
+        }
+    }
+
+    /// Indices `range` of the cut dim, which are held here, as rising ranges of row-major offsets into the local values.
+    pub(crate) fn local_offsets(&self, range: &Range<usize>) -> Vec<Range<usize>> {
+        let (dim, held) = self.held();
+        let dims = self.local_shape().dims();
+        let inner: usize = dims.iter().skip(dim + 1).product();
+        let outer: usize = dims.iter().take(dim).product();
+        let stride = held.len() * inner;
+        let first = (range.start - held.start) * inner;
+        let len = range.len() * inner;
+        super::joined((0..outer).map(|row| row * stride + first..row * stride + first + len))
+    }
+
+    /// The runs of global values that lie one after the other here too: row-major offsets into the global tensor, and into the
+    /// local values, both rising.
+    pub(crate) fn global_runs(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let (dim, held) = self.held();
+        let dims = self.global_shape.dims();
+        let inner: usize = dims.iter().skip(dim + 1).product();
+        let outer: usize = dims.iter().take(dim).product();
+        let width = dims.get(dim).copied().unwrap_or(1);
+        let len = held.len() * inner;
+        (0..outer).map(move |row| {
+            let start = (row * width + held.start) * inner;
+            (start..start + len, row * len..(row + 1) * len)
+        })
+    }
+}

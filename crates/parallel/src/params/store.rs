@@ -1,0 +1,231 @@
+//! Where parameters come from while a model is being built.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_comm::Mesh;
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
+use candle_nn::Init;
+
+use super::builder::ParamBuilder;
+use super::init::init_values;
+use super::param::Param;
+use super::parameters::Parameters;
+use super::pending_weights::PendingWeights;
+use super::placement::Placement;
+use crate::checkpoint::Checkpoint;
+
+/// The parameters of a model under construction, keyed by Hugging Face name.
+///
+/// Layers ask it for what they need through a [`ParamBuilder`]; it reads or initialises just the part of this rank.
+/// [`crate::Stage::build`] then seals it into [`Parameters`].
+#[derive(Clone)]
+pub struct ParamStore {
+    source: Arc<Source>,
+    state: Arc<Mutex<State>>,
+    pending: Arc<PendingWeights>,
+}
+
+pub(crate) enum Source {
+    Init { seed: u64 },
+    Pretrained(Checkpoint),
+}
+
+#[derive(Default)]
+struct State {
+    params: BTreeMap<String, Param>,
+    allowance: Allowance,
+    is_frozen: Option<NamePredicate>,
+}
+
+type NamePredicate = Box<dyn Fn(&str) -> bool + Send + Sync>;
+
+/// Tensors of a checkpoint that the model does not ask for and that are no mistake.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Allowance {
+    /// Second names of a parameter: (second name, name).
+    pub aliases: BTreeMap<String, String>,
+    /// Endings of the names of constants that some files carry along.
+    pub suffixes: Vec<String>,
+}
+
+/// One request of a layer.
+pub(crate) struct ParamRequest<'a> {
+    pub name: String,
+    pub shape: Shape,
+    pub placement: Placement,
+    pub init: Init,
+    pub dtype: DType,
+    pub device: &'a Device,
+    pub block: usize,
+}
+
+impl ParamStore {
+    /// Parameters drawn at random; the same values for a seed and a name on every layout.
+    pub fn init(seed: u64) -> Self {
+        Self::new(Source::Init { seed })
+    }
+
+    /// Parameters of the Hugging Face checkpoint in folder `dir`. The files are mapped and checked, and read when asked for.
+    pub fn from_pretrained(dir: impl AsRef<Path>) -> Result<Self> {
+        Ok(Self::new(Source::Pretrained(Checkpoint::open(
+            dir.as_ref(),
+        )?)))
+    }
+
+    fn new(source: Source) -> Self {
+        Self {
+            source: Arc::new(source),
+            state: Arc::default(),
+            pending: Arc::default(),
+        }
+    }
+
+    /// A builder for this store's parameters, at the root of the names.
+    pub fn builder(&self, dtype: DType, device: &Device) -> ParamBuilder {
+        ParamBuilder::new(self.clone(), dtype, device.clone())
+    }
+
+    /// Freezes the parameters whose name satisfies `is_frozen`; call it before the model is built.
+    ///
+    /// A frozen parameter keeps its values: no gradient is computed for it, and it has no place in the gradients' buckets, no
+    /// master weights and no moments.
+    pub fn freeze(self, is_frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        self.lock().is_frozen = Some(Box::new(is_frozen));
+        self
+    }
+
+    /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`: tied weights, written twice.
+    pub fn allow_alias(&self, alias: &str, name: &str) {
+        let mut state = self.lock();
+        let aliases = &mut state.allowance.aliases;
+        aliases.insert(alias.to_string(), name.to_string());
+    }
+
+    /// Accepts that a checkpoint holds constants, which the model does not read, whose names end in `suffix`.
+    pub fn allow_unused(&self, suffix: &str) {
+        self.lock().allowance.suffixes.push(suffix.to_string());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the source can give a parameter of this name.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        match &*self.source {
+            Source::Init { .. } => true,
+            Source::Pretrained(checkpoint) => checkpoint.tensors().contains_key(name),
+        }
+    }
+
+    /// The global shape a parameter has in the checkpoint, if there is one.
+    pub(crate) fn stored_shape(&self, name: &str) -> Result<Shape> {
+        match &*self.source {
+            Source::Init { .. } => {
+                bail!(
+                    "parameter {name}: its shape must be given, as there is no checkpoint to take it from"
+                )
+            }
+            Source::Pretrained(checkpoint) => {
+                Ok(Shape::from(checkpoint.entry(name)?.shape.as_slice()))
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
+        let mut state = self.lock();
+        if let Some(param) = state.params.get_mut(&request.name) {
+            if param.global_shape != request.shape || param.placement != request.placement {
+                bail!(
+                    "parameter {} is asked for twice: as {:?} ({:?}) and as {:?} ({:?})",
+                    request.name,
+                    param.global_shape,
+                    param.placement,
+                    request.shape,
+                    request.placement
+                );
+            }
+            if !param.blocks.contains(&request.block) {
+                param.blocks.push(request.block);
+            }
+            return Ok(param.tensor());
+        }
+        let trainable = !state
+            .is_frozen
+            .as_ref()
+            .is_some_and(|is_frozen| is_frozen(&request.name));
+        let param = self.load(request, trainable)?;
+        let tensor = param.tensor();
+        state.params.insert(param.name.clone(), param);
+        Ok(tensor)
+    }
+
+    fn load(&self, request: ParamRequest<'_>, trainable: bool) -> Result<Param> {
+        let ParamRequest {
+            name,
+            shape,
+            placement,
+            init,
+            dtype,
+            device,
+            block,
+        } = request;
+        let mut local_dims = shape.dims().to_vec();
+        let shard = placement.shard();
+        if let Some(shard) = shard {
+            let fits = local_dims.get(shard.dim) == Some(&shard.global)
+                && shard.range.start <= shard.range.end
+                && shard.range.end <= shard.global;
+            if !fits {
+                bail!("parameter {name}: {shard:?} does not fit its shape {shape:?}");
+            }
+            local_dims[shard.dim] = shard.len();
+        }
+        let (values, stored_dtype) = match &*self.source {
+            Source::Init { seed } => (init_values(*seed, &name, &shape, shard, init)?, dtype),
+            Source::Pretrained(checkpoint) => (
+                checkpoint.read(&name, shape.dims(), shard)?,
+                checkpoint.dtype(&name)?,
+            ),
+        };
+        let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?.to_dtype(dtype)?;
+        let num_bytes = values.elem_count() * dtype.size_in_bytes();
+        let on_device = || Var::from_tensor(&values.to_device(device)?);
+        let var = on_device().map_err(|err| {
+            err.context(format!(
+                "putting parameter {name} of {num_bytes} bytes on {:?}",
+                device.location()
+            ))
+        })?;
+        Ok(Param {
+            var,
+            name,
+            global_shape: shape,
+            placement,
+            blocks: vec![block],
+            trainable,
+            stored_dtype,
+            pending: self.pending.clone(),
+        })
+    }
+
+    /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
+    /// tensor of the checkpoint. Every rank of the mesh must call it.
+    pub(crate) fn seal(&self, mesh: &Mesh) -> Result<Parameters> {
+        let (params, allowance) = {
+            let state = self.lock();
+            (
+                state.params.values().cloned().collect(),
+                state.allowance.clone(),
+            )
+        };
+        Parameters::new(
+            params,
+            (self.source.clone(), allowance),
+            self.pending.clone(),
+            mesh,
+        )
+    }
+}

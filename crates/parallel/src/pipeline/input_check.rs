@@ -1,0 +1,96 @@
+//! Finds ranks of a replica that are given different micro-batches.
+//!
+//! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages with different
+//! numbers of micro-batches wait for each other until the deadline.
+
+use std::hash::{DefaultHasher, Hasher};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_comm::{Mesh, ProcessGroup};
+use candle_core::{Result, Tensor, bail};
+
+use super::micro_batch::MicroBatch;
+
+/// Compares, in the first step, what the ranks of each replica are given.
+pub(super) struct InputCheck {
+    world: ProcessGroup,
+    replica: usize,
+    was_run: AtomicBool,
+}
+
+impl InputCheck {
+    /// `None` if each replica is one rank.
+    pub fn new(mesh: &Mesh) -> Option<Self> {
+        let is_needed = mesh.degrees.pp * mesh.degrees.tp > 1;
+        is_needed.then(|| Self {
+            world: mesh.world.clone(),
+            replica: mesh.dp.rank(),
+            was_run: AtomicBool::new(false),
+        })
+    }
+
+    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how; nothing after the first call,
+    /// which every rank must make.
+    pub fn run_once(&self, micro_batches: &[MicroBatch]) -> Result<()> {
+        if self.was_run.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut said = vec![self.replica as u64, micro_batches.len() as u64];
+        for batch in micro_batches {
+            let (b, t) = batch.dims()?;
+            let targets = batch.targets.as_ref().map(checksum).transpose()?;
+            let sums = [checksum(&batch.tokens)?, targets.unwrap_or_default()];
+            said.extend([b as u64, t as u64].into_iter().chain(sums));
+        }
+        let bytes: Vec<u8> = said.into_iter().flat_map(u64::to_le_bytes).collect();
+        let all = self.world.all_gather_bytes(&bytes)?;
+        let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
+        for (rank, given) in all.iter().enumerate() {
+            let mates = all.iter().position(|other| other.first() == given.first());
+            if let Some(mate) = mates.filter(|&mate| all[mate] != *given) {
+                bail!(
+                    "ranks {mate} and {rank} belong to one replica and were given different micro-batches: {}\nhint: the \
+                     ranks of a pipeline and of a tensor-parallel group share their data; only data-parallel ranks \
+                     (mesh.dp.rank()) have data of their own",
+                    difference((mate, &all[mate]), (rank, given))
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What differs, in words: (replica, number of micro-batches), then (b, t, tokens, targets) of each.
+fn difference((mate, a): (usize, &[u64]), (rank, b): (usize, &[u64])) -> String {
+    if a.get(1) != b.get(1) {
+        let count = |given: &[u64]| given.get(1).copied().unwrap_or_default();
+        return format!("rank {mate} has {}, rank {rank} has {}", count(a), count(b));
+    }
+    let place = (2..a.len()).find(|&place| a.get(place) != b.get(place));
+    let place = place.unwrap_or(2) - 2;
+    let index = place / 4;
+    match place % 4 {
+        0 | 1 => {
+            let shape =
+                |given: &[u64]| given.get(2 + 4 * index..4 + 4 * index).map(<[u64]>::to_vec);
+            let (a, b) = (shape(a).unwrap_or_default(), shape(b).unwrap_or_default());
+            format!("micro-batch {index} has shape {a:?} on rank {mate} and {b:?} on rank {rank}")
+        }
+        2 => format!("the tokens of micro-batch {index} differ"),
+        _ => format!("the targets of micro-batch {index} differ"),
+    }
+}
+
+fn numbers(bytes: &[u8]) -> Vec<u64> {
+    let numbers = bytes.chunks_exact(8);
+    let numbers = numbers.filter_map(|bytes| bytes.try_into().ok());
+    numbers.map(u64::from_le_bytes).collect()
+}
+
+fn checksum(ids: &Tensor) -> Result<u64> {
+    let mut hasher = DefaultHasher::new();
+    for id in ids.flatten_all()?.to_vec1::<u32>()? {
+        hasher.write_u32(id);
+    }
+    Ok(hasher.finish())
+}

@@ -1,0 +1,17 @@
+//! A model as a chain of blocks, cut into stages that micro-batches flow through.
+
+mod block;
+mod input_check;
+mod micro_batch;
+mod pass_report;
+#[expect(clippy::module_inception, reason = "the pipeline among its parts")]
+mod pipeline;
+mod schedule;
+mod stage;
+
+pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
+pub use micro_batch::MicroBatch;
+pub use pass_report::PassReport;
+pub use pipeline::Pipeline;
+pub use schedule::{Instruction, Schedule};
+pub use stage::{Stage, Tape, stage_blocks};

@@ -1,0 +1,39 @@
+//! What the passes of a step gave and how long they took.
+
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+
+/// Result of [`super::Pipeline::forward_backward`] on one stage.
+#[derive(Clone, Debug, Default)]
+pub struct PassReport {
+    /// Sum of the losses of this replica's targets, not divided, an f64 scalar on the stage's device; `None` but on the last
+    /// stage. To read it is to wait for a GPU.
+    pub loss_sum: Option<Tensor>,
+    /// Number of this replica's targets, over all micro-batches.
+    pub num_targets: usize,
+    /// Time spent in forward passes, without waiting for other ranks; with a GPU, time to tell it what to do.
+    pub forward_secs: f64,
+    /// The same for backward passes.
+    pub backward_secs: f64,
+}
+
+/// Measures time without that spent waiting for other ranks.
+pub(crate) struct ComputeTimer {
+    start: Instant,
+    waited: Duration,
+}
+
+impl ComputeTimer {
+    pub fn start() -> Self {
+        Self {
+            start: Instant::now(),
+            waited: candle_comm::waited(),
+        }
+    }
+
+    pub fn secs(&self) -> f64 {
+        let waited = candle_comm::waited().saturating_sub(self.waited);
+        self.start.elapsed().saturating_sub(waited).as_secs_f64()
+    }
+}

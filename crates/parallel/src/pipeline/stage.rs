@@ -1,0 +1,379 @@
+//! The contiguous range of a model's blocks that one pipeline stage runs.
+
+use std::ops::Range;
+
+use candle_comm::Mesh;
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_ops::with_backward1;
+
+use super::block::{Backward, Block, Pass};
+use super::micro_batch::MicroBatch;
+use crate::gradients::Gradients;
+use crate::params::{ParamBuilder, Parameters, part};
+
+/// This rank's blocks, in order, and their parameters.
+pub struct Stage {
+    blocks: Vec<StageBlock>,
+    num_blocks: usize,
+    hidden_size: usize,
+    dtype: DType,
+    device: Device,
+    params: Parameters,
+}
+
+struct StageBlock {
+    index: usize,
+    block: Box<dyn Block>,
+    params: Vec<usize>,
+}
+
+/// What the backward pass of a micro-batch needs: one segment a block.
+///
+/// The tape carries gradients from one segment to the one before it and drops each when it is done.
+pub struct Tape {
+    segments: Vec<Segment>,
+    loss_scale: f64,
+}
+
+struct Segment {
+    /// `None`: nothing at or before this block is trained; the backward pass ends after it.
+    backward: Option<Backward>,
+    /// How often the block's forward pass wrote each of its parameters' gradients.
+    num_writes: Vec<usize>,
+}
+
+/// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
+/// and those between are divided evenly.
+pub fn stage_blocks(num_blocks: usize, stage: usize, num_stages: usize) -> Result<Range<usize>> {
+    if num_blocks < 2 {
+        bail!("a model of {num_blocks} blocks; expected at least a first and a last one");
+    }
+    let between = num_blocks - 2;
+    if num_stages > 1 && between < num_stages {
+        bail!(
+            "pp({num_stages}) > number of layers({between}): each pipeline stage needs at least one layer\nhint: use \
+             pp <= {between}"
+        );
+    }
+    let middle = part(between, stage, num_stages);
+    let start = if stage == 0 { 0 } else { 1 + middle.start };
+    let end = if stage + 1 == num_stages {
+        num_blocks
+    } else {
+        1 + middle.end
+    };
+    Ok(start..end)
+}
+
+impl Stage {
+    /// Builds this rank's blocks of a chain of `num_blocks`: `build` gets the index of a block and the builder of its
+    /// parameters. Every rank of the mesh must call it.
+    pub fn build(
+        mesh: &Mesh,
+        vb: &ParamBuilder,
+        num_blocks: usize,
+        hidden_size: usize,
+        build: impl Fn(usize, ParamBuilder) -> Result<Box<dyn Block>>,
+    ) -> Result<Self> {
+        let range = stage_blocks(num_blocks, mesh.pp.rank(), mesh.pp.world_size())?;
+        let blocks = range
+            .map(|index| Ok((index, build(index, vb.block(index))?)))
+            .collect::<Result<Vec<_>>>()?;
+        let params = vb.store().seal(mesh)?;
+        let blocks = blocks
+            .into_iter()
+            .map(|(index, block)| StageBlock {
+                index,
+                block,
+                params: (0..params.len())
+                    .filter(|&param| params.get(param).blocks.contains(&index))
+                    .collect(),
+            })
+            .collect();
+        Ok(Self {
+            blocks,
+            num_blocks,
+            hidden_size,
+            dtype: vb.dtype(),
+            device: vb.device().clone(),
+            params,
+        })
+    }
+
+    /// The parameters of this stage.
+    pub fn params(&self) -> &Parameters {
+        &self.params
+    }
+
+    /// Whether this stage runs the first block of the model.
+    pub fn is_first(&self) -> bool {
+        self.blocks.first().is_some_and(|block| block.index == 0)
+    }
+
+    /// Whether this stage runs the last block of the model.
+    pub fn is_last(&self) -> bool {
+        let last = self.blocks.last().map(|block| block.index);
+        last == Some(self.num_blocks - 1)
+    }
+
+    /// Indices of the blocks of this stage.
+    pub fn block_indices(&self) -> impl Iterator<Item = usize> {
+        self.blocks.iter().map(|block| block.index)
+    }
+
+    /// Shape of what passes between stages for a micro-batch: (b, t, hidden).
+    pub fn boundary_shape(&self, batch: &MicroBatch) -> Result<(usize, usize, usize)> {
+        let (b, t) = batch.dims()?;
+        Ok((b, t, self.hidden_size))
+    }
+
+    /// Type of what passes between stages.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where this stage computes.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Runs the blocks on what the stage before sent (`None` for the first stage, which takes the tokens).
+    ///
+    /// # Errors
+    /// What a block returns, and parameters whose values are not in memory.
+    pub fn forward(
+        &self,
+        input: Option<Tensor>,
+        batch: &MicroBatch,
+        gradients: &mut Gradients,
+        loss_scale: f64,
+    ) -> Result<(Tensor, Tape)> {
+        let mut segments = Vec::with_capacity(self.blocks.len());
+        let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
+        let num_frozen = self.num_frozen_blocks();
+        for (position, block) in self.blocks.iter().enumerate() {
+            let mut run = || {
+                self.prepare(block)?;
+                if position < num_frozen {
+                    let segment = Segment {
+                        backward: None,
+                        num_writes: Vec::new(),
+                    };
+                    return Ok((block.block.infer(&xs, batch)?, segment));
+                }
+                let before = gradients.num_writes(&block.params);
+                let mut pass = Pass {
+                    batch,
+                    gradients: &mut *gradients,
+                    loss_scale,
+                };
+                let (output, backward) = block.block.forward(&xs, &mut pass)?;
+                let after = gradients.num_writes(&block.params).into_iter();
+                let segment = Segment {
+                    backward: Some(backward),
+                    num_writes: after
+                        .zip(before)
+                        .map(|(after, before)| after - before)
+                        .collect(),
+                };
+                Ok((output, segment))
+            };
+            let (output, segment) = run().map_err(|err: candle_core::Error| {
+                err.context(format!("forward pass of block {}", block.index))
+            })?;
+            xs = output;
+            segments.push(segment);
+        }
+        if segments.is_empty() {
+            bail!("a pipeline stage without blocks");
+        }
+        let tape = Tape {
+            segments,
+            loss_scale,
+        };
+        Ok((xs, tape))
+    }
+
+    /// Waits for updates of the block's parameters; an error if some are not in memory.
+    fn prepare(&self, block: &StageBlock) -> Result<()> {
+        self.params.pending().wait_for_block(block.index)?;
+        let mut params = block.params.iter();
+        params.try_for_each(|&index| self.params.get(index).check_present())
+    }
+
+    /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
+    /// to reach them. A later stage passes gradients on, as it does not know what the stages before it train.
+    fn num_frozen_blocks(&self) -> usize {
+        let is_trained = |block: &StageBlock| {
+            let mut params = block.params.iter();
+            params.any(|&index| self.params.get(index).trainable)
+        };
+        match self.is_first() {
+            true => self
+                .blocks
+                .iter()
+                .take_while(|block| !is_trained(block))
+                .count(),
+            false => 0,
+        }
+    }
+
+    /// Runs the blocks without keeping anything for a backward pass.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn infer(&self, input: Option<Tensor>, batch: &MicroBatch) -> Result<Tensor> {
+        let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
+        for block in &self.blocks {
+            let output = self
+                .prepare(block)
+                .and_then(|()| block.block.infer(&xs, batch));
+            xs = output
+                .map_err(|err| err.context(format!("forward pass of block {}", block.index)))?;
+        }
+        Ok(xs)
+    }
+
+    /// Runs the backward pass of a micro-batch, adds the gradients of the parameters to `gradients` and returns the gradient of
+    /// the stage's input (`None` for the first stage).
+    ///
+    /// `upstream` is the gradient of the stage's output; the last stage, whose output is the loss, has none. With
+    /// `is_last_micro_batch` each block's gradients are complete when its backward pass is, and their reduction begins.
+    ///
+    /// # Errors
+    /// What a block returns, and trainable parameters that get no gradient.
+    pub fn backward(
+        &self,
+        tape: Tape,
+        upstream: Option<Tensor>,
+        gradients: &mut Gradients,
+        is_last_micro_batch: bool,
+    ) -> Result<Option<Tensor>> {
+        let mut upstream = upstream;
+        let mut is_output = true;
+        for (block, segment) in self.blocks.iter().zip(tape.segments).rev() {
+            let Segment {
+                backward: Some(backward),
+                num_writes,
+            } = segment
+            else {
+                return Ok(None);
+            };
+            let grad = match upstream.take() {
+                Some(grad) => Some(grad),
+                None if is_output && self.is_last() => None,
+                None => bail!(
+                    "block {} got no gradient from the block after it",
+                    block.index
+                ),
+            };
+            is_output = false;
+            upstream = self
+                .block_backward(
+                    block,
+                    (backward, &num_writes),
+                    (grad, tape.loss_scale),
+                    gradients,
+                )
+                .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
+            if is_last_micro_batch {
+                gradients.block_done(block.index)?;
+            }
+        }
+        Ok(upstream)
+    }
+
+    fn block_backward(
+        &self,
+        block: &StageBlock,
+        (backward, num_writes): (Backward, &[usize]),
+        (upstream, loss_scale): (Option<Tensor>, f64),
+        gradients: &mut Gradients,
+    ) -> Result<Option<Tensor>> {
+        let of_loss = |output: &Tensor| {
+            Tensor::full(loss_scale, (), output.device())?.to_dtype(output.dtype())
+        };
+        let before = gradients.num_writes(&block.params);
+        let grad = match backward {
+            Backward::Graph { input, output } => {
+                let upstream = upstream.map_or_else(|| of_loss(&output), Ok)?;
+                return self.graph_backward(block, input, &output, upstream, gradients);
+            }
+            Backward::Loss(backward) => backward(gradients)?,
+            Backward::Explicit(backward) => match upstream {
+                Some(upstream) => backward(upstream, gradients)?,
+                None => bail!(
+                    "the last block has an explicit backward pass that waits for the gradient of the loss\nhint: return \
+                     Backward::Loss, whose gradients have the factor Pass::loss_scale"
+                ),
+            },
+        };
+        let after = gradients.num_writes(&block.params);
+        for (slot, &index) in block.params.iter().enumerate() {
+            let param = self.params.get(index);
+            let is_missing = num_writes[slot] + after[slot] == before[slot];
+            if param.trainable && is_missing {
+                bail!(
+                    "the trainable parameter {} got no gradient\nhint: the block's own backward pass must write one for \
+                     each micro-batch, or the parameter should be frozen",
+                    param.name
+                );
+            }
+        }
+        Ok(grad)
+    }
+
+    fn graph_backward(
+        &self,
+        block: &StageBlock,
+        input: Option<Var>,
+        output: &Tensor,
+        upstream: Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<Option<Tensor>> {
+        let trainable = block.params.iter().copied();
+        let trainable = trainable.filter(|&index| self.params.get(index).trainable);
+        let mut grads = if output.track_op() {
+            seed(output, upstream)?.backward()?
+        } else {
+            Default::default()
+        };
+        let mut missing = Vec::new();
+        for index in trainable {
+            let param = self.params.get(index);
+            match grads.remove(param.var()) {
+                Some(grad) => gradients.accumulate(index, &grad)?,
+                None => missing.push(param.name.as_str()),
+            }
+        }
+        if let Some(first) = missing.first() {
+            bail!(
+                "{} trainable parameters got no gradient, the first is {first}\nhint: an operation of the block has no \
+                 backward (candle_nn's RmsNorm, rope and softmax_last_dim cut the graph), the parameter is not used, \
+                 or it should be frozen",
+                missing.len()
+            );
+        }
+        let Some(input) = input else { return Ok(None) };
+        match grads.remove(&input) {
+            Some(grad) => Ok(Some(grad)),
+            None => bail!(
+                "the block's input got no gradient\nhint: an operation between the block's input and its output has \
+                 no backward (candle_nn's RmsNorm, rope and softmax_last_dim cut the graph)"
+            ),
+        }
+    }
+}
+
+/// A scalar whose backward gives `output` the gradient `upstream`: candle's `backward` takes no gradient to start from.
+fn seed(output: &Tensor, upstream: Tensor) -> Result<Tensor> {
+    if output.dims() != upstream.dims() {
+        bail!(
+            "the gradient of the output has shape {:?}; expected that of the output, {:?}",
+            upstream.shape(),
+            output.shape()
+        );
+    }
+    let root = Tensor::zeros((), output.dtype(), output.device())?;
+    with_backward1(output, root, "seed", move |_| Ok(Some(upstream.clone())))
+}

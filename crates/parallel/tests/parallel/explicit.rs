@@ -1,0 +1,313 @@
+//! Blocks with an explicit backward pass against the same blocks under candle's: every mixture of the two, every layer.
+
+use std::collections::BTreeMap;
+
+use candle_comm::{Mesh, ProcessGroup};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_ops::IGNORE_INDEX;
+use candle_parallel::regions::copy_to_tensor_parallel_region;
+use candle_parallel::{
+    Backward, Block, ColumnParallelLinear, DataParallel, GradientSink, Gradients, Layer,
+    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, RowParallelLinear, Schedule,
+    Shard, Stage, ZeroStage, column_parallel_backward, column_parallel_linear, in_graph,
+    layer_block, linear_cross_entropy, plain_block, row_parallel_linear,
+    vocab_parallel_cross_entropy, vocab_parallel_embedding,
+};
+
+use crate::check::{assert_says, assert_values_close, floats, message, on_mesh, random_ids};
+use crate::device::device;
+
+/// Gradients that can be read after the passes.
+const UNREDUCED: DataParallel = DataParallel {
+    zero: ZeroStage::Zero,
+    overlap: false,
+};
+const VOCAB: usize = 31;
+const HIDDEN: usize = 6;
+const WIDTH: usize = 9;
+/// More rows than a chunk of the head has.
+const SHAPE: (usize, usize) = (3, 190);
+
+/// x + down(left(x) * right(x)): two layers that share an input.
+#[derive(Clone)]
+struct Gated {
+    left: ColumnParallelLinear,
+    right: ColumnParallelLinear,
+    down: RowParallelLinear,
+    tp: ProcessGroup,
+}
+
+impl Layer for Gated {
+    type Saved = [Tensor; 4];
+
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
+        let (left, _) = self.left.forward_saving(xs)?;
+        let (right, _) = self.right.forward_saving(xs)?;
+        let product = (&left * &right)?;
+        let (out, _) = self.down.forward_add(&product, Some(xs))?;
+        Ok((out, [xs.clone(), left, right, product]))
+    }
+
+    fn backward(
+        &self,
+        [xs, left, right, product]: Self::Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>> {
+        let dproduct = self.down.backward_linear(dy, Some(&product), gradients)?;
+        let (dleft, dright) = ((&dproduct * right)?, (&dproduct * left)?);
+        let layers = [(&self.left, &dleft), (&self.right, &dright)];
+        let dx = column_parallel_backward(&layers, Some(&xs), &self.tp, gradients)?;
+        (dy + dx).map(Some)
+    }
+
+    fn weights(&self) -> Vec<&Tensor> {
+        let column = [&self.left, &self.right].into_iter();
+        let column = column.flat_map(Layer::weights);
+        column.chain(self.down.weights()).collect()
+    }
+}
+
+/// The same of candle's operations and the layers' own nodes.
+impl PlainBlock for Gated {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        let shared = copy_to_tensor_parallel_region(xs, &self.tp)?;
+        let left = Module::forward(&self.left.clone().inside_region(), &shared)?;
+        let right = Module::forward(&self.right.clone().inside_region(), &shared)?;
+        xs + Module::forward(&self.down, &(left * right)?)?
+    }
+}
+
+/// A whole layer as one node of candle's graph.
+struct InGraph<L>(L);
+
+impl<L> PlainBlock for InGraph<L>
+where
+    L: Layer + Clone + Send + Sync + 'static,
+    L::Saved: Clone + Send + Sync + 'static,
+{
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        in_graph(&self.0, xs)
+    }
+}
+
+#[derive(Clone)]
+struct Head {
+    weight: Tensor,
+    shard: Shard,
+    tp: ProcessGroup,
+}
+
+impl PlainBlock for Head {
+    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        let layer = ColumnParallelLinear::new(self.weight.clone(), None, self.tp.clone());
+        let logits = layer.forward(xs)?.flatten_to(1)?;
+        let targets = batch.targets.as_ref().unwrap().flatten_all()?;
+        let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;
+        losses.to_dtype(DType::F64)?.sum_all()
+    }
+}
+
+impl Block for Head {
+    fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
+        let targets = pass.batch.targets.as_ref().unwrap().flatten_all()?;
+        let (rows, scale) = (xs.flatten_to(1)?, pass.loss_scale);
+        let (loss, dx) = linear_cross_entropy(
+            &rows,
+            &self.weight,
+            &targets,
+            &self.shard,
+            &self.tp,
+            scale,
+            pass.gradients,
+        )?;
+        let dx = dx.reshape(xs.dims())?;
+        Ok((loss, Backward::Loss(Box::new(move |_| Ok(Some(dx))))))
+    }
+
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        PlainBlock::forward(self, xs, batch)
+    }
+}
+
+/// Block `index`, with an explicit backward pass or by candle's graph; layers of odd index are one node of that graph.
+fn block(
+    index: usize,
+    tp: &ProcessGroup,
+    explicit: [bool; 4],
+    vb: ParamBuilder,
+) -> Result<Box<dyn Block>> {
+    let explicit = explicit[index];
+    let vb = vb.pp(index);
+    let column = |name: &str| column_parallel_linear(HIDDEN, WIDTH, true, tp, vb.pp(name));
+    Ok(match index {
+        0 => {
+            let embedding = vocab_parallel_embedding(VOCAB, HIDDEN, tp, vb.clone())?;
+            match explicit {
+                true => layer_block(embedding),
+                false => plain_block(InGraph(embedding)),
+            }
+        }
+        3 => {
+            let shard = Shard::even(0, VOCAB, tp)?;
+            let init = candle_nn::Init::Randn {
+                mean: 0.0,
+                stdev: 0.5,
+            };
+            let head = Head {
+                weight: vb.get_placed((VOCAB, HIDDEN), "weight", shard.clone(), init)?,
+                shard,
+                tp: tp.clone(),
+            };
+            match explicit {
+                true => Box::new(head),
+                false => plain_block(head),
+            }
+        }
+        _ => {
+            let gated = Gated {
+                left: column("left")?,
+                right: column("right")?,
+                down: row_parallel_linear(WIDTH, HIDDEN, true, tp, vb.pp("down"))?,
+                tp: tp.clone(),
+            };
+            match (explicit, index) {
+                (true, _) => layer_block(gated),
+                (false, 1) => plain_block(InGraph(gated)),
+                (false, _) => plain_block(gated),
+            }
+        }
+    })
+}
+
+fn micro_batches() -> Result<Vec<MicroBatch>> {
+    let ids = |seed: u64| random_ids(seed, SHAPE.0 * SHAPE.1, VOCAB);
+    let batch = |seed: u64| {
+        let mut targets = ids(seed + 10);
+        targets[7] = IGNORE_INDEX;
+        Ok(MicroBatch {
+            tokens: Tensor::from_vec(ids(seed), SHAPE, &Device::Cpu)?,
+            targets: Some(Tensor::from_vec(targets, SHAPE, &Device::Cpu)?),
+        })
+    };
+    (0..2).map(batch).collect()
+}
+
+/// Loss, and the local gradients by name.
+type Passes = (f64, BTreeMap<String, Vec<f32>>);
+
+fn run(mesh: &Mesh, explicit: [bool; 4], frozen: &'static str) -> Result<Passes> {
+    let store = ParamStore::init(5).freeze(move |name| !frozen.is_empty() && name.contains(frozen));
+    let vb = store.builder(DType::F32, &device());
+    let stage = Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
+        block(index, &mesh.tp, explicit, vb)
+    })?;
+    let mut gradients = Gradients::new(stage.params(), mesh, UNREDUCED)?;
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
+    let batches = micro_batches()?;
+    let report = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+    let mut grads = BTreeMap::new();
+    for (index, param) in stage.params().iter().enumerate() {
+        if param.trainable {
+            grads.insert(param.name.clone(), floats(&gradients.get(index)?)?);
+        }
+    }
+    let loss = report.loss_sum.map(|sum| sum.to_scalar::<f64>());
+    Ok((loss.transpose()?.unwrap_or(0.0), grads))
+}
+
+fn assert_same(got: &Passes, want: &Passes) {
+    assert!((got.0 - want.0).abs() <= 1e-6 * want.0.abs());
+    assert_eq!(got.1.len(), want.1.len());
+    for (name, grad) in &want.1 {
+        assert_values_close(name, &got.1[name], grad);
+    }
+}
+
+#[test]
+fn every_mixture_gives_the_gradients_of_candles_graph() {
+    for (pp, tp) in [(1, 1), (1, 2), (1, 3), (2, 2)] {
+        on_mesh((pp, 1, tp), |mesh| {
+            let graph = run(&mesh, [false; 4], "")?;
+            for mixture in 1..16usize {
+                let explicit = [0, 1, 2, 3].map(|bit| mixture >> bit & 1 == 1);
+                assert_same(&run(&mesh, explicit, "")?, &graph);
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn frozen_weights_get_no_gradient_and_do_not_change_the_others() {
+    for frozen in ["left", "down.weight", "0.weight", "3.weight", "bias"] {
+        on_mesh((1, 1, 2), |mesh| {
+            let (loss, mut all) = run(&mesh, [true; 4], "")?;
+            let part = run(&mesh, [true; 4], frozen)?;
+            let num_params = all.len();
+            all.retain(|name, _| !name.contains(frozen));
+            assert!(all.len() < num_params, "{frozen} names something");
+            assert_same(&part, &(loss, all));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_weight_that_is_no_parameter_is_an_error() {
+    on_mesh((1, 1, 1), |mesh| {
+        let vb = ParamStore::init(5).builder(DType::F32, &device());
+        let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
+            block(index, &mesh.tp, [true; 4], vb)
+        })?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+        let foreign = candle_core::Var::zeros((2, 3), DType::F32, &device())?;
+        let said = message(gradients.write(foreign.as_tensor(), &mut |_, _| Ok(())));
+        assert_says(&said, &["[2, 3]", "none of this stage's parameters"]);
+        Ok(())
+    });
+}
+
+/// Multiplies by a weight, and forgets to write the weight's gradient.
+#[derive(Clone)]
+struct Forgetful(Tensor);
+
+impl Layer for Forgetful {
+    type Saved = ();
+
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, ())> {
+        Ok((xs.broadcast_mul(&self.0.detach())?, ()))
+    }
+
+    fn backward(&self, _: (), dy: &Tensor, _: &mut dyn GradientSink) -> Result<Option<Tensor>> {
+        dy.broadcast_mul(&self.0.detach()).map(Some)
+    }
+
+    fn weights(&self) -> Vec<&Tensor> {
+        vec![&self.0]
+    }
+}
+
+#[test]
+fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
+    on_mesh((1, 1, 1), |mesh| {
+        let vb = ParamStore::init(5).builder(DType::F32, &device());
+        let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+            2 => {
+                let weight = vb
+                    .pp("scale")
+                    .get(HIDDEN, "weight", candle_nn::Init::Const(1.0))?;
+                Ok(layer_block(Forgetful(weight)))
+            }
+            _ => block(index, &mesh.tp, [true; 4], vb),
+        })?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+        let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+        let passes = pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients);
+        assert_says(
+            &message(passes),
+            &["block 2", "scale.weight", "got no gradient"],
+        );
+        Ok(())
+    });
+}
