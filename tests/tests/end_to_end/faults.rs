@@ -6,9 +6,7 @@ use std::time::{Duration, Instant};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Linear;
-use candle_parallel::{
-    MicroBatch, ParamStore, PlainBlock, Stage, ZeroStage, plain_block,
-};
+use candle_parallel::{MicroBatch, ParamStore, PlainBlock, Stage, ZeroStage, plain_block};
 use candle_train::Trainer;
 use safetensors::SafeTensors;
 use tempfile::{TempDir, tempdir};

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor, bail};
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
-use crate::params::{FlatBuffer, Gather, Parameters, intersect, offset_by};
+use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect, offset_by};
 use crate::pipeline::PassReport;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
@@ -171,7 +171,8 @@ impl DistributedOptimizer {
                 err.context(format!("updating the parameters from {name} on"))
             })?;
             if gathers {
-                params.pending().add([self.gather(index)])?;
+                let weights = self.bucket_weights(index);
+                params.pending().gather(weights, &self.mesh.dp)?;
             }
         }
         if !self.config.overlap {
@@ -237,21 +238,19 @@ impl DistributedOptimizer {
         Ok(())
     }
 
-    /// The gather of a bucket's weights from the ranks that updated them.
-    fn gather(&self, index: usize) -> Gather {
+    /// A bucket's weights, of which this rank's slice is up to date.
+    fn bucket_weights(&self, index: usize) -> BucketWeights {
         let bucket = &self.params.layout().buckets[index];
         let weights = bucket.slots.iter();
         let weights = weights.map(|slot| {
             let var = self.params.get(slot.param).var().clone();
             (var, slot.range.clone())
         });
-        Gather {
+        BucketWeights {
             block: bucket.block,
             len: bucket.len,
             own: self.own_range(index),
             weights: weights.collect(),
-            dp: self.mesh.dp.clone(),
-            started: None,
         }
     }
 }

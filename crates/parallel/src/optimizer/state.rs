@@ -130,11 +130,18 @@ impl DistributedOptimizer {
     /// What this rank keeps of the values at `range` of bucket `index`, which are those of `param`.
     fn runs(&self, index: usize, range: &Range<usize>, param: &Param) -> Vec<Run> {
         let own = self.own_range(index);
-        let mine = offset_by(&intersect(range, &own), range.start);
+        let mine = intersect(range, &own);
+        if mine.is_empty() {
+            return Vec::new();
+        }
+        let mine = offset_by(&mine, range.start);
         let runs = param.global_runs().filter_map(|(global, local)| {
             let both = intersect(&local, &mine);
+            if both.is_empty() {
+                return None;
+            }
             let within = offset_by(&both, local.start);
-            (!both.is_empty()).then(|| Run {
+            Some(Run {
                 local: range.start + both.start - own.start..range.start + both.end - own.start,
                 global: global.start + within.start..global.start + within.end,
             })

@@ -20,7 +20,7 @@ pub(crate) use layout::Bucket;
 pub use param::Param;
 pub use parameters::Parameters;
 pub(crate) use parameters::Tie;
-pub(crate) use pending_weights::Gather;
+pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::Checksums;

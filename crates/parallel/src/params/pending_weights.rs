@@ -2,24 +2,31 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
 use candle_core::{Result, Tensor, Var};
 
 use super::placement::{intersect, offset_by};
 
-/// Gathers that move at the same time: more would only need more memory, as a bucket's worth of weights exists twice
-/// meanwhile.
-const MAX_STARTED: usize = 2;
-
 /// The gathers of an update, in the order in which a forward pass needs them.
+///
+/// All are under way from the update on: whether and when a rank waits for one concerns no other rank. Until then a
+/// bucket's weights exist twice, at a time at which there are no activations.
 #[derive(Debug, Default)]
 pub(crate) struct PendingWeights(Mutex<VecDeque<Gather>>);
 
-/// One bucket's weights, gathered over the data-parallel ranks.
+/// One bucket's weights on their way from the data-parallel ranks.
 #[derive(Debug)]
-pub(crate) struct Gather {
+struct Gather {
+    block: usize,
+    own: Range<usize>,
+    weights: Vec<(Var, Range<usize>)>,
+    whole: Pending<Tensor>,
+}
+
+/// What is gathered: one bucket's weights.
+pub(crate) struct BucketWeights {
     /// The first block that uses them.
     pub block: usize,
     /// Number of values of the bucket.
@@ -28,16 +35,13 @@ pub(crate) struct Gather {
     pub own: Range<usize>,
     /// The weights, of one type, and their places in the bucket.
     pub weights: Vec<(Var, Range<usize>)>,
-    /// The data-parallel ranks.
-    pub dp: ProcessGroup,
-    /// The bucket's weights, once they are under way.
-    pub started: Option<Pending<Tensor>>,
 }
 
-impl Gather {
-    fn start(&mut self) -> Result<()> {
-        let (Some((first, _)), None) = (self.weights.first(), &self.started) else {
-            return Ok(());
+impl BucketWeights {
+    /// Starts to gather what the ranks of `dp` have.
+    fn start(self, dp: &ProcessGroup) -> Result<Option<Gather>> {
+        let Some((first, _)) = self.weights.first() else {
+            return Ok(None);
         };
         let whole = Tensor::zeros(self.len, first.dtype(), first.device())?;
         for (var, range) in &self.weights {
@@ -47,18 +51,21 @@ impl Gather {
                 whole.slice_set(&values, 0, mine.start)?;
             }
         }
-        self.started = Some(self.dp.start_all_gather_in_place(&whole)?);
-        Ok(())
+        Ok(Some(Gather {
+            block: self.block,
+            whole: dp.start_all_gather_in_place(&whole)?,
+            own: self.own,
+            weights: self.weights,
+        }))
     }
+}
 
-    fn finish(mut self) -> Result<()> {
-        self.start()?;
-        let Some(started) = self.started else {
-            return Ok(());
-        };
-        let whole = started.wait()?;
+impl Gather {
+    fn finish(self) -> Result<()> {
+        let whole = self.whole.wait()?;
+        let len = whole.elem_count();
         for (var, range) in &self.weights {
-            for other in [0..self.own.start, self.own.end..self.len] {
+            for other in [0..self.own.start, self.own.end..len] {
                 let part = intersect(range, &other);
                 if !part.is_empty() {
                     let place = flat_part(var, &offset_by(&part, range.start))?;
@@ -77,11 +84,11 @@ fn flat_part(var: &Var, offsets: &Range<usize>) -> Result<Tensor> {
 }
 
 impl PendingWeights {
-    /// Adds the gathers of an update, in the order in which they are needed, and starts the first.
-    pub fn add(&self, gathers: impl IntoIterator<Item = Gather>) -> Result<()> {
-        let mut queue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.extend(gathers);
-        start_some(&mut queue)
+    /// Starts to gather a bucket's weights from the ranks of `dp`; buckets come in the order in which they are needed.
+    pub fn gather(&self, bucket: BucketWeights, dp: &ProcessGroup) -> Result<()> {
+        let started = bucket.start(dp)?;
+        self.lock().extend(started);
+        Ok(())
     }
 
     /// Waits for the weights of block `block`, and those before it.
@@ -95,22 +102,14 @@ impl PendingWeights {
     }
 
     fn wait_while(&self, is_needed: impl Fn(&Gather) -> bool) -> Result<()> {
-        let mut queue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.lock();
         while queue.front().is_some_and(&is_needed) {
-            let Some(first) = queue.pop_front() else {
-                break;
-            };
-            // The next ones move while this one's weights are written.
-            start_some(&mut queue)?;
-            first.finish()?;
+            queue.pop_front().map_or(Ok(()), Gather::finish)?;
         }
         Ok(())
     }
-}
 
-fn start_some(queue: &mut VecDeque<Gather>) -> Result<()> {
-    queue
-        .iter_mut()
-        .take(MAX_STARTED)
-        .try_for_each(Gather::start)
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Gather>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
