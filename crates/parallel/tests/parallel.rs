@@ -18,6 +18,8 @@ mod explicit;
 mod folder;
 #[path = "parallel/head_partition.rs"]
 mod head_partition;
+#[path = "parallel/inputs.rs"]
+mod inputs;
 #[path = "parallel/linear.rs"]
 mod linear;
 #[path = "parallel/linear_cross_entropy.rs"]
@@ -26,14 +28,22 @@ mod linear_cross_entropy;
 mod non_finite;
 #[path = "parallel/optimizer.rs"]
 mod optimizer;
+#[path = "parallel/optimizer_rule.rs"]
+mod optimizer_rule;
+#[path = "parallel/overlap.rs"]
+mod overlap;
 #[path = "parallel/param_store.rs"]
 mod param_store;
+#[path = "parallel/placement.rs"]
+mod placement;
 #[path = "parallel/reader.rs"]
 mod reader;
 #[path = "parallel/reduce_mean.rs"]
 mod reduce_mean;
 #[path = "parallel/regions.rs"]
 mod regions;
+#[path = "parallel/released.rs"]
+mod released;
 #[path = "parallel/save.rs"]
 mod save;
 #[path = "parallel/save_failures.rs"]

@@ -6,7 +6,7 @@ use candle_parallel::part;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::device::{device, on_ranks};
+use crate::device::{device, on_ranks_with_delays};
 
 /// Relative L2 error that a sum of f32 in another order may make.
 pub const TOLERANCE: f64 = 2e-6;
@@ -86,8 +86,19 @@ pub fn on_mesh<T: Send>(
     (pp, dp, tp): (usize, usize, usize),
     run: impl Fn(Mesh) -> Result<T> + Sync,
 ) -> Vec<T> {
+    on_mesh_with_delays((pp, dp, tp), None, run)
+}
+
+/// As [`on_mesh`], with random delays before each operation.
+pub fn on_mesh_with_delays<T: Send>(
+    (pp, dp, tp): (usize, usize, usize),
+    delays: Option<u64>,
+    run: impl Fn(Mesh) -> Result<T> + Sync,
+) -> Vec<T> {
     let degrees = Degrees { pp, dp, cp: 1, tp };
-    on_ranks(pp * dp * tp, |world| run(Mesh::new(world, degrees)?))
+    on_ranks_with_delays(pp * dp * tp, delays, |world| {
+        run(Mesh::new(world, degrees)?)
+    })
 }
 
 /// A mesh of this thread alone.

@@ -40,7 +40,17 @@ pub fn on_ranks<T: Send>(
     world_size: usize,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Vec<T> {
+    on_ranks_with_delays(world_size, None, run)
+}
+
+/// As [`on_ranks`], with random delays before each operation.
+pub fn on_ranks_with_delays<T: Send>(
+    world_size: usize,
+    delays: Option<u64>,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Vec<T> {
     let config = LocalConfig {
+        delays,
         devices: devices().to_vec(),
         ..LocalConfig::new(world_size)
     };

@@ -1,0 +1,85 @@
+//! Ranks of a replica that are given different micro-batches are told so in the first step.
+
+use candle_core::{Result, Tensor};
+use candle_parallel::{
+    Gradients, MicroBatch, ParamStore, PassReport, Pipeline, Schedule, ZeroStage,
+};
+
+use crate::chain::Chain;
+use crate::check::{assert_says, message, on_mesh};
+
+/// What each rank gets from a step on micro-batches that `change` has changed on rank 1.
+fn step(
+    layout: (usize, usize, usize),
+    change: impl Fn(&mut Vec<MicroBatch>) -> Result<()> + Sync,
+) -> Vec<Result<PassReport>> {
+    on_mesh(layout, |mesh| {
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let mut batches = chain.micro_batches(10 * mesh.dp.rank() as u64, 3)?;
+        if mesh.world.rank() == 1 {
+            change(&mut batches)?;
+        }
+        Ok(pipeline.forward_backward(&stage, &batches, &mut gradients))
+    })
+}
+
+/// The batch with another last id.
+fn with_another_id(ids: &Tensor) -> Result<Tensor> {
+    let mut values = ids.flatten_all()?.to_vec1::<u32>()?;
+    if let Some(last) = values.last_mut() {
+        *last = (*last + 1) % 13;
+    }
+    Tensor::from_vec(values, ids.shape(), ids.device())
+}
+
+#[test]
+fn another_number_of_micro_batches() {
+    for layout in [(2, 1, 1), (1, 1, 2)] {
+        for result in step(layout, |batches| batches.pop().map_or(Ok(()), |_| Ok(()))) {
+            let words = ["ranks 0 and 1", "rank 0 has 3, rank 1 has 2", "hint"];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+#[test]
+fn other_tokens_targets_and_shapes() {
+    for layout in [(2, 1, 1), (1, 1, 2)] {
+        let tokens = step(layout, |batches| {
+            batches[1].tokens = with_another_id(&batches[1].tokens)?;
+            Ok(())
+        });
+        for result in tokens {
+            assert_says(&message(result), &["the tokens of micro-batch 1 differ"]);
+        }
+        let targets = step(layout, |batches| {
+            let targets = batches[2].targets.as_ref().unwrap();
+            batches[2].targets = Some(with_another_id(targets)?);
+            Ok(())
+        });
+        for result in targets {
+            assert_says(&message(result), &["the targets of micro-batch 2 differ"]);
+        }
+        let shapes = step(layout, |batches| {
+            batches[0].tokens = batches[0].tokens.narrow(1, 0, 2)?;
+            Ok(())
+        });
+        for result in shapes {
+            let words = ["micro-batch 0", "[2, 3] on rank 0", "[2, 2] on rank 1"];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+#[test]
+fn replicas_have_data_of_their_own() {
+    // Rank 1 is the second replica.
+    let results = step((1, 2, 1), |batches| {
+        batches[0].tokens = with_another_id(&batches[0].tokens)?;
+        Ok(())
+    });
+    assert!(results.iter().all(Result::is_ok));
+}

@@ -1,0 +1,103 @@
+//! Communication under computation: the same bits as without, whatever the timing.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use candle_comm::Mesh;
+use candle_core::Result;
+use candle_parallel::{
+    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Optimizer, OptimizerState,
+    ParamSlice, ParamStore, Pipeline, Schedule, UpdateStep, ZeroStage,
+};
+
+use crate::chain::{Chain, local_bits};
+use crate::check::on_mesh_with_delays;
+
+const STEPS: u64 = 3;
+
+/// AdamW on a rank that is slow now and then.
+struct Slow(AdamW, u64);
+
+impl Optimizer for Slow {
+    fn state_names(&self) -> &'static [&'static str] {
+        self.0.state_names()
+    }
+
+    fn update(&self, slice: &ParamSlice<'_>, step: &UpdateStep) -> Result<()> {
+        let values = slice.grad.elem_count() as u64 + step.number as u64;
+        let micros = (self.1 * 7919 + values * 104_729) % 1500;
+        std::thread::sleep(Duration::from_micros(micros));
+        self.0.update(slice, step)
+    }
+
+    fn validate(&self) -> Result<()> {
+        self.0.validate()
+    }
+}
+
+/// What each rank has after some steps: the bits of its weights, and its state.
+type Trained = (BTreeMap<String, Vec<u32>>, Vec<OptimizerState>);
+
+fn trained(
+    (layout, tied): ((usize, usize, usize), bool),
+    replicas: DataParallel,
+    delays: Option<u64>,
+) -> Vec<Trained> {
+    on_mesh_with_delays(layout, delays, |mesh: Mesh| {
+        let chain = Chain {
+            tied,
+            ..Chain::default()
+        };
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let rule = AdamW(AdamWConfig::default());
+        let seed = delays.map_or(0, |seed| seed + mesh.world.rank() as u64);
+        let mut optimizer =
+            DistributedOptimizer::new(stage.params(), &mesh, replicas, Slow(rule, seed))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        for step in 0..STEPS {
+            let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 3)?;
+            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            optimizer.step(&mut gradients, &passes, 0.01, Some(0.1))?;
+        }
+        Ok((local_bits(&stage), optimizer.state()?))
+    })
+}
+
+#[test]
+fn overlap_and_delays_change_no_bit() {
+    for case in [
+        ((1, 3, 1), false),
+        ((2, 2, 2), false),
+        ((3, 2, 1), true),
+        ((2, 3, 2), true),
+    ] {
+        for zero in [ZeroStage::Zero, ZeroStage::One] {
+            let replicas = |overlap| DataParallel { zero, overlap };
+            let want = trained(case, replicas(false), None);
+            assert!(
+                trained(case, replicas(true), None) == want,
+                "{case:?} {zero:?}"
+            );
+            for seed in [1, 2] {
+                let got = trained(case, replicas(true), Some(seed));
+                assert!(got == want, "{case:?} {zero:?}, delays {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tied_copies_have_the_same_bits_on_every_stage_and_replica() {
+    for (pp, dp, tp) in [(2, 3, 1), (3, 3, 1), (2, 2, 2)] {
+        for zero in [ZeroStage::Zero, ZeroStage::One] {
+            let ranks = trained(((pp, dp, tp), true), zero.into(), Some(3));
+            for (rank, (bits, _)) in ranks.iter().enumerate() {
+                if let Some(copy) = bits.get("embed.weight") {
+                    let (first, _) = &ranks[rank % tp];
+                    assert!(*copy == first["embed.weight"], "rank {rank} {zero:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! How parameters lie on the mesh: partial gradients of replicated weights, copies that drift apart, axes that nothing implements.
+
+use candle_comm::{Degrees, Mesh};
+use candle_core::{DType, Module, Result, Tensor};
+use candle_nn::Init;
+use candle_parallel::checkpoint::{HfSave, save_hf};
+use candle_parallel::{
+    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Gradient, Gradients, MicroBatch,
+    ParamStore, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, Stage, ZeroStage,
+    column_parallel_linear, plain_block, row_parallel_linear,
+};
+
+use crate::chain::{Chain, HIDDEN, Values, gather};
+use crate::check::{assert_says, assert_values_close, message, on_mesh};
+use crate::device::{device, on_ranks};
+
+/// Heads, which tensor-parallel ranks divide, and the values of each.
+const HEADS: usize = 6;
+const HEAD_DIM: usize = 4;
+
+/// A layer with a scale of each head's values: every rank holds all of it and uses it on heads of its own.
+struct HeadScale {
+    up: ColumnParallelLinear,
+    scale: Tensor,
+    down: RowParallelLinear,
+}
+
+impl PlainBlock for HeadScale {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        let ys = self.up.forward(xs)?;
+        let (b, t, width) = ys.dims3()?;
+        let heads = ys.reshape((b, t, width / HEAD_DIM, HEAD_DIM))?;
+        let heads = heads.broadcast_mul(&self.scale)?.tanh()?;
+        xs + self.down.forward(&heads.reshape((b, t, width))?)?
+    }
+}
+
+/// The chain with such a layer as block 2.
+fn stage(mesh: &Mesh, gradient: Gradient) -> Result<Stage> {
+    let chain = Chain::default();
+    let vb = ParamStore::init(5).builder(DType::F32, &device());
+    Stage::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
+        if index != 2 {
+            return chain.block(index, &mesh.tp, &vb);
+        }
+        let placement = Placement::Replicated(gradient);
+        let init = Init::Uniform { lo: 0.5, up: 1.5 };
+        let width = HEADS * HEAD_DIM;
+        Ok(plain_block(HeadScale {
+            up: column_parallel_linear(HIDDEN, width, false, &mesh.tp, vb.pp("up"))?,
+            scale: vb.get_placed(HEAD_DIM, "scale", placement, init)?,
+            down: row_parallel_linear(width, HIDDEN, false, &mesh.tp, vb.pp("down"))?,
+        }))
+    })
+}
+
+/// Whole gradients by name, on rank 0, and the norm.
+fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
+    let all = on_mesh(layout, |mesh| {
+        let stage = stage(&mesh, Gradient::Partial)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
+        let batches = Chain::default().micro_batches(3, 2)?;
+        let batches = &batches[rank * 2 / dp..(rank + 1) * 2 / dp];
+        let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
+        let reduced = gradients.reduce(&passes)?;
+        let local = reduced.local_gradients()?;
+        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        Ok((grads, reduced.norm()))
+    });
+    all.into_iter().next().unwrap()
+}
+
+#[test]
+fn partial_gradients_of_a_replicated_weight_are_summed() {
+    let (want, want_norm) = gradients((1, 1, 1), ZeroStage::Zero);
+    for layout in [(1, 1, 2), (1, 2, 3), (3, 1, 2)] {
+        for zero in [ZeroStage::Zero, ZeroStage::One] {
+            let (got, norm) = gradients(layout, zero);
+            for (name, grad) in &want {
+                assert_values_close(&format!("{layout:?} {zero:?} {name}"), &got[name], grad);
+            }
+            let error = (norm - want_norm).abs();
+            assert!(error <= 1e-6 * want_norm, "{norm}, not {want_norm}");
+        }
+    }
+}
+
+#[test]
+fn partial_gradients_that_were_declared_complete_are_found_in_the_first_step() {
+    on_mesh((1, 1, 3), |mesh| {
+        let stage = stage(&mesh, Gradient::Complete)?;
+        let config = AdamWConfig::default();
+        let mut optimizer =
+            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let batches = Chain::default().micro_batches(3, 2)?;
+        let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let said = message(optimizer.step(&mut gradients, &passes, 0.01, None));
+        let words = [
+            "the gradient of parameter scale differs",
+            "ranks 0 and 1",
+            "first step",
+            "Gradient::Partial",
+        ];
+        assert_says(&said, &words);
+        assert_eq!(optimizer.num_steps(), 0);
+        Ok(())
+    });
+}
+
+/// Multiplies this rank's copy of a parameter by two.
+fn spoil(stage: &Stage, name: &str) -> Result<()> {
+    let params = stage.params();
+    let index = params.iter().position(|param| param.name == name).unwrap();
+    params.refill(index, &(params.get(index).values()? * 2.0)?)
+}
+
+#[test]
+fn copies_with_other_values_are_found_in_the_first_step_and_when_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    on_mesh((1, 1, 2), |mesh| {
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        if mesh.tp.rank() == 1 {
+            spoil(&stage, "layers.1.down.bias")?;
+            spoil(&stage, "layers.1.norm.weight")?;
+        }
+        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let batches = chain.micro_batches(3, 1)?;
+        let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let said = message(gradients.reduce(&passes).map(drop));
+        assert_says(
+            &said,
+            &["parameter", "differs", "ranks 0 and 1", "first step"],
+        );
+        let save = HfSave::new(folder.path().join("out"), Vec::new());
+        let said = message(save_hf(stage.params(), &mesh, &save));
+        let words = ["value of parameter layers.1.norm.weight", "saved"];
+        assert_says(&said, &words);
+        Ok(())
+    });
+    assert!(!folder.path().join("out").exists());
+}
+
+#[test]
+fn an_axis_that_nothing_implements_is_refused() {
+    let degrees = Degrees {
+        pp: 1,
+        dp: 1,
+        cp: 2,
+        tp: 1,
+    };
+    on_ranks(2, |world| {
+        let mesh = Mesh::new(world, degrees)?;
+        let said = message(Chain::default().stage(&mesh, &ParamStore::init(5)));
+        assert_says(&said, &["cp(2)", "context parallelism", "hint"]);
+        Ok(())
+    });
+}
