@@ -1,5 +1,8 @@
 //! Tests of the models' configurations.
 
+#[path = "models/in_graph.rs"]
+mod in_graph;
+
 use candle_train_models::llama::{LlamaConfig, RopeKind};
 
 const SMALL: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32,

@@ -31,7 +31,11 @@ pub struct Saved {
 }
 
 impl DecoderLayer {
-    pub(super) fn new(
+    /// The layer with the parameters below `vb`, its heads and its MLP divided over `tp`.
+    ///
+    /// # Errors
+    /// Parameters that are missing or do not fit, and more ranks than heads.
+    pub fn new(
         config: &LlamaConfig,
         rotary: Arc<RotaryTable>,
         tp: &ProcessGroup,

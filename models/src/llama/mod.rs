@@ -16,3 +16,4 @@ pub use config::{LlamaConfig, RopeKind};
 pub use decoder_layer::DecoderLayer;
 pub use head::Head;
 pub use model::Llama;
+pub use rotary::RotaryTable;

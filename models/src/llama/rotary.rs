@@ -7,7 +7,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::config::{LlamaConfig, RopeKind};
 
 /// Cosines and sines of all positions, made for the longest sequence seen so far.
-pub(super) struct RotaryTable {
+pub struct RotaryTable {
     inv_freq: Vec<f32>,
     max_positions: usize,
     device: Device,
@@ -15,6 +15,7 @@ pub(super) struct RotaryTable {
 }
 
 impl RotaryTable {
+    /// The table of this configuration's angles, on `device`.
     pub fn new(config: &LlamaConfig, device: &Device) -> Self {
         Self {
             inv_freq: inv_freq(config),
@@ -25,6 +26,9 @@ impl RotaryTable {
     }
 
     /// (cos, sin) of positions 0..t, each (t, head_dim / 2).
+    ///
+    /// # Errors
+    /// More positions than the configuration allows.
     pub fn get(&self, t: usize) -> Result<(Tensor, Tensor)> {
         if t > self.max_positions {
             bail!(
