@@ -1,4 +1,87 @@
 //! Parallel layers, tape, pipeline, gradients, ZeRO optimizer and checkpoints for candle.
+//!
+//! A model is a chain of [`Block`]s, cut into [`Stage`]s. A [`Pipeline`] runs micro-batches through them and adds to
+//! [`Gradients`], which are summed over the ranks while it still computes; a [`DistributedOptimizer`] updates. A whole program, on
+//! four ranks that are threads: two pipeline stages of two tensor-parallel ranks.
+//!
+//! ```
+//! use candle_comm::{Degrees, Mesh, launch};
+//! use candle_core::{DType, Device, Module, Result, Tensor};
+//! use candle_parallel::*;
+//!
+//! const VOCAB: usize = 16;
+//! const HIDDEN: usize = 8;
+//!
+//! /// x + down(gelu(up(x))), the hidden features of `up` divided over the tensor-parallel ranks.
+//! struct Mlp(ColumnParallelLinear, RowParallelLinear);
+//! impl PlainBlock for Mlp {
+//!     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+//!         xs + self.1.forward(&self.0.forward(xs)?.gelu()?)?
+//!     }
+//! }
+//!
+//! /// Logits, the vocabulary divided over the tensor-parallel ranks, and the sum of the losses.
+//! struct Head(ColumnParallelLinear, Shard, Mesh);
+//! impl PlainBlock for Head {
+//!     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+//!         let logits = self.0.forward(xs)?.flatten_to(1)?;
+//!         let Some(targets) = &batch.targets else {
+//!             candle_core::bail!("this model is only trained: it needs targets");
+//!         };
+//!         vocab_parallel_cross_entropy(&logits, &targets.flatten_all()?, &self.1, &self.2.tp)?.sum_all()
+//!     }
+//! }
+//!
+//! fn main() -> Result<()> {
+//!     let losses = launch::threads(4, |world| {
+//!         let mesh = Mesh::new(world, Degrees { pp: 2, dp: 1, cp: 1, tp: 2 })?;
+//!         let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
+//!         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
+//!             let vb = vb.pp("blocks").pp(index);
+//!             Ok(match index {
+//!                 0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, &mesh.tp, vb)?),
+//!                 1 | 2 => plain_block(Mlp(
+//!                     column_parallel_linear(HIDDEN, 4 * HIDDEN, true, &mesh.tp, vb.pp("up"))?,
+//!                     row_parallel_linear(4 * HIDDEN, HIDDEN, true, &mesh.tp, vb.pp("down"))?,
+//!                 )),
+//!                 _ => plain_block(Head(
+//!                     column_parallel_linear(HIDDEN, VOCAB, false, &mesh.tp, vb)?,
+//!                     Shard::even(0, VOCAB, &mesh.tp)?,
+//!                     mesh.clone(),
+//!                 )),
+//!             })
+//!         })?;
+//!         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+//!         let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+//!         let config = AdamWConfig::default();
+//!         let mut optimizer =
+//!             DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
+//!         // Each token is followed by the next one.
+//!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
+//!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
+//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?) };
+//!         let mut losses = Vec::new();
+//!         for _step in 0..40 {
+//!             let passes = pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
+//!             let report = optimizer.step(&mut gradients, &passes, 1e-2, Some(1.0))?;
+//!             losses.push(report.loss.mean);
+//!         }
+//!         Ok(losses)
+//!     })?;
+//!     assert!(losses[0][39] < 0.5 * losses[0][0], "{:?}", losses[0]);
+//!     assert!(losses.iter().all(|of_rank| of_rank == &losses[0]));
+//!     Ok(())
+//! }
+//! ```
+//!
+//! | folder | what is there |
+//! |---|---|
+//! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
+//! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
+//! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
+//! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
+//! | `checkpoint` | Hugging Face folders, read and written part by part |
 #![deny(unsafe_code)]
 
 pub mod checkpoint;

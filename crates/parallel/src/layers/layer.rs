@@ -92,7 +92,10 @@ const NAME: &str = "layer";
 /// them, a scalar that is computed from the weights one after the other; where candle's backward pass comes by a weight it
 /// picks up that weight's gradient here, which the layer's backward pass has left.
 #[derive(Clone)]
-struct GraphGradients(Arc<Mutex<Vec<(TensorId, Option<Tensor>)>>>);
+struct GraphGradients(Arc<Mutex<Vec<WeightGradient>>>);
+
+/// A weight, and its gradient while it is here.
+type WeightGradient = (TensorId, Option<Tensor>);
 
 impl GraphGradients {
     fn new(weights: &[Tensor]) -> Self {
@@ -100,7 +103,7 @@ impl GraphGradients {
         Self(Arc::new(Mutex::new(slots.collect())))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(TensorId, Option<Tensor>)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<WeightGradient>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

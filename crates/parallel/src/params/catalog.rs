@@ -198,8 +198,8 @@ impl Announcements {
             .map(|(rank, range)| Holder { rank, range })
             .collect();
         let len = param.shape.get(param.dim).copied().unwrap_or(1);
-        let is_covered = joined(holders.iter().map(|holder| holder.range.clone())) == [0..len];
-        if !is_covered && len > 0 {
+        let covered = joined(holders.iter().map(|holder| holder.range.clone()));
+        if len > 0 && (covered.len() != 1 || covered.first() != Some(&(0..len))) {
             let held: Vec<_> = self
                 .held(&param.name, stage)
                 .map(|held| &held.held)

@@ -11,6 +11,10 @@ use super::micro_batch::MicroBatch;
 use crate::gradients::Gradients;
 use crate::params::{ParamBuilder, Parameters, part};
 
+/// What users run into.
+const CUTTING: &str = "candle_nn's RmsNorm, LayerNorm, rope and softmax_last_dim cut the graph; candle_ops has rms_norm, layer_norm and rope \
+    that do not";
+
 /// This rank's blocks, in order, and their parameters.
 pub struct Stage {
     blocks: Vec<StageBlock>,
@@ -349,8 +353,7 @@ impl Stage {
         if let Some(first) = missing.first() {
             bail!(
                 "{} trainable parameters got no gradient, the first is {first}\nhint: an operation of the block has no \
-                 backward (candle_nn's RmsNorm, rope and softmax_last_dim cut the graph), the parameter is not used, \
-                 or it should be frozen",
+                 backward ({CUTTING}), the parameter is not used, or it should be frozen",
                 missing.len()
             );
         }
@@ -359,7 +362,7 @@ impl Stage {
             Some(grad) => Ok(Some(grad)),
             None => bail!(
                 "the block's input got no gradient\nhint: an operation between the block's input and its output has \
-                 no backward (candle_nn's RmsNorm, rope and softmax_last_dim cut the graph)"
+                 no backward ({CUTTING})"
             ),
         }
     }

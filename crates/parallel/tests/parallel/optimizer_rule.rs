@@ -223,7 +223,8 @@ fn state_of_another_model_is_refused() -> Result<()> {
         (state.name.as_str(), state.kind.as_str()),
         ("embed.weight", "exp_avg")
     );
-    state.offsets = vec![1..state.values.len() + 1];
+    let num_values = state.values.len();
+    state.offsets = [1..num_values + 1].into();
     let words = ["exp_avg of embed.weight", "[13, 6]", "ends at 78", "hint"];
     assert_says(&message(optimizer.load_state(&state)), &words);
     state.values.pop();
