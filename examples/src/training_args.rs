@@ -43,7 +43,7 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1), help_heading = "Layout")]
     pub zero: u8,
     /// Communicate between data-parallel ranks only when nothing is computed; slower, and the same bits
-    #[arg(long, help_heading = "Parallelism")]
+    #[arg(long, help_heading = "Layout")]
     pub no_overlap: bool,
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b", help_heading = "Layout")]
