@@ -25,6 +25,8 @@ mod frozen;
 mod layouts;
 #[path = "end_to_end/memory.rs"]
 mod memory;
+#[path = "end_to_end/readme.rs"]
+mod readme;
 #[path = "end_to_end/reference.rs"]
 mod reference;
 #[path = "end_to_end/saving.rs"]
