@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-RMS_NORM_EPS = 1e-5  # that of the example
+NORM_EPS = 1e-5  # that of the example
 
 
 def back(y, dy, inputs):
@@ -26,9 +26,16 @@ def tracked(tensors, *names):
 
 def rms_norm(a):
     xs, weight = tracked(a, "xs", "weight")
-    y = F.rms_norm(xs, weight.shape, weight, RMS_NORM_EPS)
+    y = F.rms_norm(xs, weight.shape, weight, NORM_EPS)
     dx, dweight = back(y, a["dy"], [xs, weight])
     return {"y": y, "dx": dx, "dx + residual": dx + a["residual"], "dweight": dweight}
+
+
+def layer_norm(a):
+    xs, weight, bias = tracked(a, "xs", "weight", "bias")
+    y = F.layer_norm(xs, weight.shape, weight, bias, NORM_EPS)
+    dx, dweight, dbias = back(y, a["dy"], [xs, weight, bias])
+    return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
 def rope(a):
@@ -81,7 +88,7 @@ def cross_entropy(a):
     return {"row_max": peak, "sum_exp": sum_exp, "loss": loss, "dlogits": back(loss, a["grad"], [logits])[0]}
 
 
-OPS = [rms_norm, rope, swiglu, causal_attention, linear, embedding, cross_entropy]
+OPS = [rms_norm, layer_norm, rope, swiglu, causal_attention, linear, embedding, cross_entropy]
 
 
 def errors(got, want):

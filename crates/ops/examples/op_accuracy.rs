@@ -10,10 +10,10 @@
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_ops::{
     AttentionGrad, HeadGroups, attention_backward, attention_forward, cross_entropy_grad,
-    embedding_forward, embedding_grad_into, linear_bias_grad, linear_forward, linear_forward_add,
-    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
-    rms_norm_backward, rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit,
-    swiglu_backward, swiglu_forward,
+    embedding_forward, embedding_grad_into, layer_norm_backward, layer_norm_forward,
+    linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into, rms_norm_backward, rms_norm_forward, rope,
+    rope_in_place, row_max, sum_exp_and_target_logit, swiglu_backward, swiglu_forward,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// That of the script.
-const RMS_NORM_EPS: f64 = 1e-5;
+const NORM_EPS: f64 = 1e-5;
 
 fn main() -> Result<()> {
     let (folder, num_seeds) = arguments()?;
@@ -73,6 +73,10 @@ impl Run {
         self.rms_norm(1024, 512)?;
         self.rms_norm(127, 515)?;
         self.rms_norm(8192, 64)?;
+        self.layer_norm(1024, 512, 0.0)?;
+        self.layer_norm(127, 515, 0.0)?;
+        self.layer_norm(8192, 64, 0.0)?;
+        self.layer_norm(127, 515, 100.0)?;
         self.rope(4, 256, 8, 64)?;
         self.rope(1, 127, 3, 48)?;
         self.swiglu(1024, 1376)?;
@@ -122,9 +126,9 @@ impl Run {
         let (xs, weight) = (self.normal(0.0, 1.0, (rows, h))?, self.normal(1.0, 0.3, h)?);
         let dy = self.normal(0.0, 1.0, (rows, h))?;
         let residual = self.normal(0.0, 1.0, (rows, h))?;
-        let y = rms_norm_forward(&xs, &weight, RMS_NORM_EPS)?;
+        let y = rms_norm_forward(&xs, &weight, NORM_EPS)?;
         let back = |residual, weight_grad| {
-            rms_norm_backward(&xs, &weight, &dy, RMS_NORM_EPS, residual, weight_grad)
+            rms_norm_backward(&xs, &weight, &dy, NORM_EPS, residual, weight_grad)
         };
         let ((dx, dweight), (dx_residual, _)) = (back(None, true)?, back(Some(&residual), false)?);
         let Some(dweight) = dweight else {
@@ -143,6 +147,36 @@ impl Run {
                 ("dx", &dx),
                 ("dx + residual", &dx_residual),
                 ("dweight", &dweight),
+            ],
+        );
+        Ok(())
+    }
+
+    /// Of values around `mean`, with a deviation of 1.
+    fn layer_norm(&mut self, rows: usize, h: usize, mean: f64) -> Result<()> {
+        let (xs, weight) = (
+            self.normal(mean, 1.0, (rows, h))?,
+            self.normal(1.0, 0.3, h)?,
+        );
+        let (bias, dy) = (self.normal(0.0, 1.0, h)?, self.normal(0.0, 1.0, (rows, h))?);
+        let y = layer_norm_forward(&xs, &weight, Some(&bias), NORM_EPS)?;
+        let (dx, sums) = layer_norm_backward(&xs, &weight, &dy, NORM_EPS, None, [true; 2])?;
+        let [Some(dweight), Some(dbias)] = sums else {
+            bail!("layer_norm_backward: expected gradients of the weight and the bias, got none")
+        };
+        self.keep(
+            &format!("layer_norm {rows} x {h}, mean {mean}"),
+            &[
+                ("xs", &xs),
+                ("weight", &weight),
+                ("bias", &bias),
+                ("dy", &dy),
+            ],
+            &[
+                ("y", &y),
+                ("dx", &dx),
+                ("dweight", &dweight),
+                ("dbias", &dbias),
             ],
         );
         Ok(())

@@ -12,11 +12,6 @@ __device__ inline i64 local_column(u32 target, i64 vocab_start, i64 cols) {
     return target != IGNORE_INDEX && column >= 0 && column < cols ? column : -1;
 }
 
-template <typename T>
-__device__ bool rows_packed(i64 cols, bool pointers_aligned) {
-    return cols % PACK<T> == 0 && pointers_aligned;
-}
-
 // max (rows): minus infinity where a row is empty, NaN where it has a NaN.
 template <typename T>
 __device__ void row_max(float* max, const T* logits, i64 rows, i64 cols) {

@@ -51,6 +51,12 @@ struct Width {
     static constexpr int value = N;
 };
 
+// Whether each row of `cols` values, one after the other from aligned addresses, begins at one.
+template <typename T>
+__device__ inline bool rows_packed(i64 cols, bool pointers_aligned) {
+    return cols % PACK<T> == 0 && pointers_aligned;
+}
+
 // Calls `body(Width<w>(), i)` for the elements i .. i + w of 0 .. len that fall to this worker, the `worker`-th of
 // `num_workers`: w = N as far as that goes if `packed`, then w = 1. Calls with the same arguments give a worker the same
 // elements, so it may read back what it wrote.

@@ -3,11 +3,6 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 
-template <typename T>
-__device__ bool rows_packed(int cols, bool pointers_aligned) {
-    return cols % PACK<T> == 0 && pointers_aligned;
-}
-
 // A block per row, in turns.
 template <typename T>
 __device__ void rms_norm_forward(T* y, const T* x, const T* w, i64 rows, int cols, float eps) {

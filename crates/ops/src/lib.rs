@@ -43,6 +43,7 @@ mod host;
 mod host_floats;
 mod in_place;
 mod lanes;
+mod layer_norm;
 mod linear;
 mod linear_grad;
 mod matrix;
@@ -52,6 +53,7 @@ mod profile;
 mod rms_norm;
 mod rope;
 mod round;
+mod row_norm;
 mod stopwatch;
 mod sum;
 mod swiglu;
@@ -70,6 +72,7 @@ pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use gpu_state::GpuState;
 pub use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
+pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
 pub use linear::{linear, linear_forward, linear_forward_add};
 pub use linear_grad::{
     linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,

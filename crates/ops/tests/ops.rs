@@ -22,6 +22,8 @@ mod embedding;
 mod errors;
 #[path = "ops/kernel_signatures.rs"]
 mod kernel_signatures;
+#[path = "ops/layer_norm.rs"]
+mod layer_norm;
 #[path = "ops/linear.rs"]
 mod linear;
 #[path = "ops/optimizer.rs"]

@@ -28,6 +28,8 @@ mod elementwise;
 mod embedding;
 #[path = "kernels/embedding_order.rs"]
 mod embedding_order;
+#[path = "kernels/layer_norm.rs"]
+mod layer_norm;
 #[path = "kernels/rms_norm.rs"]
 mod rms_norm;
 #[path = "kernels/rope.rs"]

@@ -61,6 +61,11 @@ macro_rules! for_each_kernel {
                 fill[T](dst: Out<T>, value: f32, len: i64);
                 fill_rows[T](dst: Out<T>, row: In<T>, rows: i64, cols: i64);
             }
+            "layer_norm" {
+                layer_norm_forward[T](y: Out<T>, x: In<T>, w: In<T>, b: OptIn<T>, rows: i64, cols: i32, eps: f32);
+                layer_norm_backward[T](dx: Out<T>, dw: OptOut<f32>, db: OptOut<f32>, x: In<T>, w: In<T>, dy: In<T>,
+                    residual: OptIn<T>, rows: i64, cols: i32, eps: f32);
+            }
             "rms_norm" {
                 rms_norm_forward[T](y: Out<T>, x: In<T>, w: In<T>, rows: i64, cols: i32, eps: f32);
                 rms_norm_backward[T](dx: Out<T>, partials: OptOut<f32>, x: In<T>, w: In<T>, dy: In<T>,

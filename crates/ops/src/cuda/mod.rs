@@ -23,6 +23,7 @@ mod gpu;
 mod grad_norm;
 mod kernel_table;
 mod launch;
+mod layer_norm;
 mod library;
 mod linear;
 mod pointer;
@@ -47,6 +48,7 @@ pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
 pub(crate) use grad_norm::{sum_of_squares, sum_of_squares_into};
+pub(crate) use layer_norm::{layer_norm_backward, layer_norm_forward};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
 };

@@ -10,8 +10,8 @@ use candle_core::{Result, Tensor};
 
 const NAME: &str = "rms_norm";
 
-/// Blocks of the backward kernel: each leaves a row of partial sums of the weight's gradient.
-const MAX_PARTIALS: usize = 528;
+/// Blocks of the backward kernel of a norm: each leaves a row of partial sums of a parameter's gradient.
+pub(super) const MAX_PARTIALS: usize = 528;
 
 /// `xs` normed, in its shape and dtype.
 pub(crate) fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
@@ -96,7 +96,7 @@ fn backward<T: Element>(
 }
 
 /// The sum of rows of `cols` partial sums: zeros if there is none.
-fn sum_of_partials(
+pub(super) fn sum_of_partials(
     gpu: &Gpu,
     partials: &Fresh<f32>,
     num_partials: usize,
@@ -113,7 +113,7 @@ fn sum_of_partials(
 }
 
 /// Of `xs (.., h)` and `weight (h)`.
-fn rows_and_cols(xs: &Tensor, weight: &Tensor) -> (usize, usize) {
+pub(super) fn rows_and_cols(xs: &Tensor, weight: &Tensor) -> (usize, usize) {
     let cols = weight.elem_count();
     (xs.elem_count() / cols.max(1), cols)
 }

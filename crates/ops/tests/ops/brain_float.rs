@@ -6,11 +6,11 @@ use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{
     AttentionGrad, HeadGroups, RopeDirection, add_into, attention_backward, attention_forward,
     causal_attention, cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place, embedding,
-    embedding_forward, embedding_grad_into, linear, linear_bias_grad, linear_bias_grad_into,
-    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
-    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
-    rope, rope_in_place, round_into, row_max, sum_exp_and_target_logit, swiglu, swiglu_backward,
-    swiglu_forward,
+    embedding_forward, embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward,
+    linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+    rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place, round_into, row_max,
+    sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
 };
 
 /// Values that bf16 holds, as f32.
@@ -116,10 +116,12 @@ fn rows() -> Result<()> {
                 exact(2, &[h])?,
                 exact(3, &dims)?,
                 exact(4, &dims)?,
+                exact(5, &[h])?,
             ];
-            let dtypes = [BF16, BF16, F32, BF16, BF16, BF16, BF16];
+            let norms = [BF16, BF16, BF16, F32, F32, BF16];
+            let dtypes = [&[BF16, BF16, F32, BF16, BF16, BF16, BF16], &norms[..]].concat();
             assert_rounded_once("rows", &inputs, &dtypes, |inputs| {
-                let [x, w, dy, up] = inputs else {
+                let [x, w, dy, up, b] = inputs else {
                     unreachable!()
                 };
                 let (dx, dw) = rms_norm_backward(x, w, dy, 1e-5, Some(up), true)?;
@@ -131,7 +133,19 @@ fn rows() -> Result<()> {
                     dw.expect("wanted"),
                     alone,
                 ];
-                Ok([&ys[..], &[swiglu_forward(x, up)?, dgate, dup]].concat())
+                let (dx, sums) = layer_norm_backward(x, w, dy, 1e-5, Some(up), [true; 2])?;
+                let (alone, _) = layer_norm_backward(x, w, dy, 1e-5, None, [false; 2])?;
+                let [dw, db] = sums.map(|sum| sum.expect("wanted"));
+                let norms = [
+                    layer_norm_forward(x, w, None, 1e-5)?,
+                    layer_norm_forward(x, w, Some(b), 1e-5)?,
+                    dx,
+                    dw,
+                    db,
+                    alone,
+                ];
+                let gates = [swiglu_forward(x, up)?, dgate, dup];
+                Ok([&ys[..], &gates, &norms].concat())
             })?;
         }
         Ok(())
@@ -214,6 +228,7 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
         let angles = random(6, (12, 2))?;
         let xs = embedding(&table, &ids)?;
         let xs = rms_norm(&xs, &norm, 1e-5)?;
+        let xs = layer_norm(&xs, &norm, Some(&bias), 1e-5)?;
         let xs = linear(&xs, &weight, Some(&bias))?;
         let heads = rope(&xs.reshape((1, 12, 4, 4))?, &angles.cos()?, &angles.sin()?)?;
         let heads = causal_attention(&heads, &heads, &heads, 0.5, HeadGroups::new(1))?;
@@ -249,6 +264,9 @@ fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
             linear_weight_grad(&x, &x.to_dtype(BF16)?),
             linear(&x, &w, Some(&row.to_dtype(BF16)?)),
             rms_norm(&x.to_dtype(BF16)?, &row, 1e-5),
+            layer_norm(&x, &row, Some(&row.to_dtype(BF16)?), 1e-5),
+            layer_norm_backward(&x, &row, &x, 1e-5, Some(&x.to_dtype(BF16)?), [true; 2])
+                .map(|(dx, _)| dx),
             swiglu(&x, &x.to_dtype(BF16)?),
             causal_attention(&heads, &narrow_heads, &heads, 1.0, HeadGroups::new(1)),
             linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(BF16)?, &narrow)]),

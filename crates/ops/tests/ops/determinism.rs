@@ -5,8 +5,8 @@ use crate::check::{
 };
 use candle_core::{Result, Tensor, Var};
 use candle_ops::{
-    HeadGroups, causal_attention, cross_entropy, embedding, linear, linear_bias_grad, rms_norm,
-    rope, swiglu,
+    HeadGroups, causal_attention, cross_entropy, embedding, layer_norm, linear, linear_bias_grad,
+    rms_norm, rope, swiglu,
 };
 
 /// The value and the gradients.
@@ -22,6 +22,10 @@ fn row_operations() -> Result<()> {
         let (x, w) = (random_var(1, (1031, 515))?, random_var(2, 515)?);
         assert_same_bits("rms_norm", || {
             value_and_grads(rms_norm(&x, &w, 1e-6)?, [&x, &w])
+        })?;
+        let b = random_var(6, 515)?;
+        assert_same_bits("layer_norm", || {
+            value_and_grads(layer_norm(&x, &w, Some(&b), 1e-6)?, [&x, &w, &b])
         })?;
         let up = random_var(3, (1031, 515))?;
         assert_same_bits("swiglu", || value_and_grads(swiglu(&x, &up)?, [&x, &up]))?;

@@ -4,8 +4,8 @@ use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad, embedding,
-    embedding_grad_into, linear, linear_weight_grad, rms_norm, rope, row_max, swiglu,
-    with_backward1,
+    embedding_grad_into, layer_norm, layer_norm_backward, linear, linear_weight_grad, rms_norm,
+    rope, row_max, swiglu, with_backward1,
 };
 
 #[track_caller]
@@ -24,6 +24,25 @@ fn shapes() -> Result<()> {
             rms_norm(&x, &random(2, 4)?, 1e-6),
             &["rms_norm", "[2, 3]", "[4]"],
         );
+        let (row, bias) = (random(2, 3)?, random(3, 4)?);
+        assert_says(
+            layer_norm(&x, &bias, None, 1e-6),
+            &["layer_norm", "[2, 3]", "[4]"],
+        );
+        assert_says(
+            layer_norm(&x, &row, Some(&bias), 1e-6),
+            &["layer_norm", "bias (3)", "[4]"],
+        );
+        let back = |dy, residual| layer_norm_backward(&x, &row, dy, 1e-6, residual, [true; 2]);
+        for (got, what) in [
+            (back(&row, None), "the gradient"),
+            (back(&x, Some(&row)), "residual"),
+        ] {
+            assert_says(
+                got.map(|(dx, _)| dx),
+                &["layer_norm", what, "[2, 3]", "[3]"],
+            );
+        }
         assert_says(
             swiglu(&x, &random(2, (3, 2))?),
             &["swiglu", "[2, 3]", "[3, 2]"],
@@ -124,6 +143,15 @@ fn dtypes() -> Result<()> {
         rms_norm(&half, &x.get(0)?, 1e-6),
         &["rms_norm", "xs", "F32", "F16", "Cpu", "hint: "],
     );
+    let row = x.get(0)?;
+    assert_says(
+        layer_norm(&half, &row, None, 1e-6),
+        &["layer_norm", "xs", "F32", "F16", "Cpu", "hint: "],
+    );
+    assert_says(
+        layer_norm(&x, &row, Some(&half.get(0)?), 1e-6),
+        &["layer_norm", "bias", "F16"],
+    );
     assert_says(swiglu(&x, &half), &["swiglu", "up", "F16"]);
     assert_says(linear(&half, &half, None), &["linear", "xs", "F16"]);
     assert_says(embedding(&x, &long), &["embedding", "ids", "U32", "I64"]);
@@ -148,6 +176,7 @@ fn tensors_on_two_devices() -> Result<()> {
         let gpu_says = ["on CUDA", "Cpu", "hint: "];
         assert_says(linear(&x, &cpu_w, None), &gpu_says);
         assert_says(rms_norm(&x, &cpu_row, 1e-6), &gpu_says);
+        assert_says(layer_norm(&x, &row, Some(&cpu_row), 1e-6), &gpu_says);
         assert_says(swiglu(&x, &cpu_w), &gpu_says);
         assert_says(embedding(&w, &ids), &gpu_says);
         assert_says(cross_entropy(&x, &ids), &gpu_says);
@@ -155,6 +184,7 @@ fn tensors_on_two_devices() -> Result<()> {
         let cpu_says = ["on the CPU", "Cuda", "hint: "];
         assert_says(linear(&cpu_x, &w, None), &cpu_says);
         assert_says(rms_norm(&cpu_x, &row, 1e-6), &cpu_says);
+        assert_says(layer_norm(&cpu_x, &cpu_row, Some(&row), 1e-6), &cpu_says);
         assert_says(linear_weight_grad(&cpu_x, &x), &cpu_says);
         let graph = with_backward1(random_var(1, 2)?.as_tensor(), cpu_row, "mixed", |_| {
             Ok(None)

@@ -9,10 +9,11 @@ use candle_core::{DType, Result, Tensor};
 use candle_ops::{
     AttentionGrad, HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward,
     attention_forward, causal_attention, cross_entropy_grad, cross_entropy_grad_in_place,
-    embedding, embedding_forward, embedding_grad_into, linear_bias_grad, linear_bias_grad_into,
-    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
-    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
-    rope, rope_in_place, swiglu, swiglu_backward, swiglu_forward,
+    embedding, embedding_forward, embedding_grad_into, layer_norm, layer_norm_backward,
+    layer_norm_forward, linear_bias_grad, linear_bias_grad_into, linear_forward,
+    linear_forward_add, linear_input_grad, linear_input_grad_sum, linear_weight_grad,
+    linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
+    swiglu, swiglu_backward, swiglu_forward,
 };
 
 fn sum(a: &Tensor, b: &Tensor) -> Result<Vec<f64>> {
@@ -69,6 +70,20 @@ fn row_pieces_equal_the_operations() -> Result<()> {
             let (got, none) = rms_norm_backward(&x, &w, &dy, 1e-5, None, false)?;
             assert_eq!(floats(&got)?, floats(&dx)?);
             assert!(none.is_none() && !got.track_op());
+
+            let b = random_var(6, shape.2)?;
+            let y = layer_norm(&x, &w, Some(&b), 1e-5)?;
+            let [dx, dw, db] = grads(&y, &dy, [&x, &w, &b])?;
+            let forward = layer_norm_forward(&x, &w, Some(&b), 1e-5)?;
+            assert_eq!(floats(&forward)?, floats(&y)?);
+            let back = |residual, wanted| layer_norm_backward(&x, &w, &dy, 1e-5, residual, wanted);
+            let (got, [got_dw, got_db]) = back(Some(&residual), [true; 2])?;
+            assert_close("dx + residual", &got, &sum(&dx, &residual)?, 1e-6);
+            assert_eq!(floats(&got_dw.expect("dweight"))?, floats(&dw)?);
+            assert_eq!(floats(&got_db.expect("dbias"))?, floats(&db)?);
+            let (got, none) = back(None, [false; 2])?;
+            assert_eq!(floats(&got)?, floats(&dx)?);
+            assert!(none.iter().all(Option::is_none) && !got.track_op());
 
             let up = random_var(5, shape)?;
             let y = swiglu(&x, &up)?;

@@ -6,10 +6,10 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
     AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward,
     causal_attention, cross_entropy, cross_entropy_grad, embedding, embedding_forward,
-    embedding_grad_into, linear, linear_bias_grad, linear_forward, linear_forward_add,
-    linear_input_grad, linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward,
-    rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit, swiglu,
-    swiglu_backward, swiglu_forward,
+    embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward, linear,
+    linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad,
+    linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
+    row_max, sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
 };
 
 /// The gradients of `vars`, after a look at the shape of the value.
@@ -28,6 +28,9 @@ fn row_operations() -> Result<()> {
     for (n, h) in [(0, 5), (3, 0), (0, 0)] {
         let (x, w) = (random_var(1, (n, h))?, random_var(2, h)?);
         check(rms_norm(&x, &w, 1e-6)?, &[n, h], [&x, &w])?;
+        let b = random_var(3, h)?;
+        let y = layer_norm(&x, &w, Some(&b), 1e-6)?;
+        check(y, &[n, h], [&x, &w, &b])?;
         check(swiglu(&x, &x)?, &[n, h], [&x])?;
     }
     for dims in [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4), (2, 3, 2, 0)] {
@@ -96,6 +99,13 @@ fn pieces() -> Result<()> {
             let (dx, dw) = rms_norm_backward(&x, &w, &x, 1e-6, Some(&x), true)?;
             assert_eq!(dx.dims(), x.dims());
             assert_eq!(floats(&dw.expect("dw"))?, vec![0.0; h]);
+            let y = layer_norm_forward(&x, &w, Some(&w), 1e-6)?;
+            assert_eq!(y.dims(), x.dims());
+            let (dx, sums) = layer_norm_backward(&x, &w, &x, 1e-6, Some(&x), [true; 2])?;
+            assert_eq!(dx.dims(), x.dims());
+            for sum in sums {
+                assert_eq!(floats(&sum.expect("dw and db"))?, vec![0.0; h]);
+            }
             assert_eq!(swiglu_forward(&x, &x)?.dims(), x.dims());
             assert_eq!(swiglu_backward(&x, &x, &x)?.1.dims(), x.dims());
         }
