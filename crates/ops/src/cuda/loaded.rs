@@ -86,3 +86,45 @@ fn load_file(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Functions, KERNEL_FILES, Replacements, load_file};
+    use crate::DeviceChoice;
+    use candle_core::Result;
+
+    #[test]
+    fn code_that_cannot_be_loaded_is_named() -> Result<()> {
+        let device = match DeviceChoice::Cuda(0).open() {
+            Ok(device) => device,
+            Err(err) => {
+                let required = std::env::var("CANDLE_TRAIN_REQUIRE_CUDA").is_ok_and(|v| v == "1");
+                assert!(!required, "CANDLE_TRAIN_REQUIRE_CUDA is 1, but {err}");
+                eprintln!("not tested on a GPU: {err}");
+                return Ok(());
+            }
+        };
+        let stream = device.as_cuda_device()?.cuda_stream();
+        let file = KERNEL_FILES.iter().find(|file| file.name == "rope");
+        let file = file.ok_or_else(|| candle_core::Error::msg("no file rope"))?;
+        let (embedded, _) = Replacements::default().compiled(file);
+        let folder = std::env::temp_dir().join(format!("loaded-{}", std::process::id()));
+        let path = folder.join("rope.cubin");
+        std::fs::create_dir_all(&folder)?;
+        let load = |code: &[u8]| {
+            std::fs::write(&path, code)?;
+            let replacements = Replacements::of(&folder)?;
+            let mut functions = Functions::new();
+            load_file(stream.context(), file, &replacements, &mut functions)?;
+            Ok::<_, candle_core::Error>(functions.len())
+        };
+        let loaded = [load(&embedded), load(b"no code of a GPU")];
+        std::fs::remove_dir_all(&folder)?;
+        let [whole, broken] = loaded;
+        assert_eq!(whole?, 2);
+        let error = broken.err().map(|err| err.to_string()).unwrap_or_default();
+        let expected = format!("{} cannot be loaded", path.display());
+        assert!(error.contains(&expected), "{error}");
+        Ok(())
+    }
+}

@@ -48,7 +48,9 @@ impl<P> Choice<P> {
                 "{failure}\nhint: no other configuration worked either; CANDLE_TRAIN_ATTENTION=own leaves cuDNN out"
             ),
             (None, None, Some(refusal)) => Err(refusal),
-            (None, None, None) => bail!("cuDNN suggests no configuration"),
+            (None, None, None) => bail!(
+                "cuDNN suggests no configuration\nhint: it needs libnvrtc.so.13, which comes with CUDA 13 and with PyPI's nvidia-cuda-nvrtc"
+            ),
         }
     }
 

@@ -57,29 +57,25 @@ impl Configurations {
         })
     }
 
+    /// How many there are.
+    ///
+    /// # Errors
+    /// When cuDNN has none, in its words; when memory is missing.
+    pub(super) fn count(&mut self) -> Result<usize> {
+        self.ask_for(usize::MAX)?;
+        Ok(self.found.len())
+    }
+
     /// A plan of the configuration of this number; none beyond the last.
     ///
     /// # Errors
     /// When cuDNN cannot carry it out, or has no suggestion at all, in its words; when memory is missing.
     pub(super) fn plan(&mut self, number: usize) -> Result<Option<Plan>> {
-        while number >= self.found.len() {
-            let Some(mode) = MODES.get(self.num_asked) else {
-                return Ok(None);
-            };
-            self.num_asked += 1;
-            match self.suggested(*mode) {
-                Ok(more) => self.found.extend(more),
-                // The other mode may know some.
-                Err(err) if !is_out_of_memory(&err) && self.num_asked < MODES.len() => {
-                    tracing::debug!("heuristics {mode}: {err}");
-                }
-                Err(err) if !is_out_of_memory(&err) && !self.found.is_empty() => {
-                    tracing::debug!("heuristics {mode}: {err}");
-                }
-                Err(err) => return Err(err),
-            }
-        }
-        let config = [self.found[number].raw()];
+        self.ask_for(number)?;
+        let Some(config) = self.found.get(number) else {
+            return Ok(None);
+        };
+        let config = [config.raw()];
         let mut attributes = vec![(401, Value::Descriptors(&config))];
         match self.target {
             Target::Handle(handle) => attributes.insert(0, (400, Value::Handle(handle))),
@@ -88,6 +84,24 @@ impl Configurations {
         }
         let plan = Descriptor::of(self.library, 5, &attributes)?;
         Plan::new(self.library, plan).map(Some)
+    }
+
+    /// Asks one mode after the other until the configuration of this number is found.
+    fn ask_for(&mut self, number: usize) -> Result<()> {
+        let mut refusal = None;
+        while number >= self.found.len() && self.num_asked < MODES.len() {
+            let mode = MODES[self.num_asked];
+            self.num_asked += 1;
+            match self.suggested(mode) {
+                Ok(more) => self.found.extend(more),
+                Err(err) if is_out_of_memory(&err) => return Err(err),
+                Err(err) => refusal = Some(err),
+            }
+        }
+        match refusal {
+            Some(err) if self.found.is_empty() => Err(err),
+            _ => Ok(()),
+        }
     }
 
     fn suggested(&self, mode: i32) -> Result<Vec<Descriptor>> {

@@ -142,11 +142,10 @@ mod tests {
                     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
                     let (workspace, sums) = (mib(bytes), mib(4 * call.num_sums()));
                     let mut configurations = Configurations::new(library, target, call)?;
-                    let counts = |number| !matches!(configurations.plan(number), Ok(None));
                     println!(
                         "| {name} | {pass:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {} | {workspace:.1} | {sums:.1} | {} |",
                         call.b,
-                        (0..).map(counts).take_while(|is| *is).count()
+                        configurations.count()?
                     );
                     assert!(call.scratch_bytes(bytes) < 3 << 30, "{all:?}");
                     assert!(pass != Pass::Backward || call.b == b, "{all:?}");

@@ -157,7 +157,7 @@ pub(super) struct PlansOfSizes {
     sizes: Sizes,
     configurations: Configurations,
     choice: Choice<Plan>,
-    /// The number that the user asked for.
+    /// The number that the user asked for, or the last.
     only: Option<usize>,
 }
 
@@ -169,9 +169,14 @@ impl PlansOfSizes {
         sizes: Sizes,
         only: Option<usize>,
     ) -> Result<Self> {
+        let mut configurations = Configurations::new(library, target, sizes)?;
+        let only = match only {
+            Some(only) => Some(only.min(configurations.count()?.saturating_sub(1))),
+            None => None,
+        };
         let mut plans = Self {
             sizes,
-            configurations: Configurations::new(library, target, sizes)?,
+            configurations,
             choice: Choice::new(only.unwrap_or(0)),
             only,
         };
