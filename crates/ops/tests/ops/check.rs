@@ -143,19 +143,64 @@ pub fn lane_roundings(len: usize) -> usize {
     len.div_ceil(32) + 5
 }
 
-/// Asserts that the L2 norm of the difference is at most `tolerance` times that of `want`.
+/// How many times the tolerance a row's error may be, of the row's own norm or of the usual one, whichever is larger: its values
+/// have one position, one head or one id in common, whose roundings may all be large.
+const ROW: f64 = 4.0;
+
+/// The same for the error of one value, of the usual size of a value of its row or of all: the largest of some millions of errors
+/// is 5 to 6 times the usual one.
+const ELEMENT: f64 = 16.0;
+
+/// Asserts that the L2 norm of the difference is at most `tolerance` times that of `want`; and that no row, along the last dim,
+/// and no value is off by much more than that. The norm alone cannot see one wrong row among thousands.
 #[track_caller]
 pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
+    let row_len = got.dims().last().copied().unwrap_or(1).max(1);
     let got = doubles(got).expect("f32 values");
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let tolerance = on_this_device(tolerance);
-    let difference: f64 = got.iter().zip(want).map(|(a, b)| (a - b).powi(2)).sum();
-    let norm: f64 = want.iter().map(|x| x.powi(2)).sum();
-    let error = difference.sqrt() / norm.sqrt().max(1e-30);
-    assert!(
-        error <= tolerance || difference == 0.0,
-        "{what}: relative error {error:e}"
-    );
+    let norm = |values: &[f64]| values.iter().map(|x| x.powi(2)).sum::<f64>().sqrt();
+    let difference: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
+    if norm(&difference) == 0.0 {
+        return;
+    }
+    let error = norm(&difference) / norm(want).max(1e-30);
+    assert!(error <= tolerance, "{what}: relative error {error:e}");
+    // Of a value and of a row of the usual size.
+    let value = norm(want) / (want.len() as f64).sqrt();
+    let per_row = (row_len as f64).sqrt();
+    let rows = difference.chunks(row_len).zip(want.chunks(row_len));
+    for (row, (difference, want)) in rows.enumerate() {
+        let size = (norm(want) / per_row).max(value);
+        let error = norm(difference) / (per_row * size);
+        let most = difference.iter().fold(0f64, |most, x| most.max(x.abs())) / size;
+        assert!(
+            error <= ROW * tolerance,
+            "{what}: relative error {error:e} of row {row}"
+        );
+        assert!(
+            most <= ELEMENT * tolerance,
+            "{what}: an error of {most:e} of its size in row {row}"
+        );
+    }
+}
+
+#[test]
+fn one_wrong_row_or_value_among_many_is_seen() -> Result<()> {
+    let (rows, row_len) = (4096, 64);
+    let want = vec![1f64; rows * row_len];
+    let is_seen = |wrong: std::ops::Range<usize>, by: f32| -> Result<bool> {
+        let mut values = vec![1f32; want.len()];
+        values[wrong].iter_mut().for_each(|x| *x += by);
+        let got = Tensor::from_vec(values, (rows, row_len), &Device::Cpu)?;
+        let compare = std::panic::AssertUnwindSafe(|| assert_close("", &got, &want, 0.02));
+        Ok(std::panic::catch_unwind(compare).is_err())
+    };
+    // The norm of the error is at most 1/64 of the whole.
+    assert!(is_seen(7 * row_len..8 * row_len, 1.0)?);
+    assert!(is_seen(500..501, 0.5)?);
+    assert!(!is_seen(0..want.len(), 0.01)?);
+    Ok(())
 }
 
 /// Runs `f` in pools of 1 and 3 threads, on the CPU in the latter twice, and compares every bit of what it returns.
