@@ -1,0 +1,139 @@
+"""The parts of scripts/gpu-check.sh. Each program is a process of its own with a deadline; what one part does cannot stop the next."""
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+
+import correct
+import rows
+import speed
+from runner import BUNDLE, MIN_SECS, ROOT, OutOfTime, Runner
+
+# A call ends within 9 minutes: what a command may take where a GPU is lent by the command, less a minute.
+CALL_SECS = 530
+
+
+@dataclasses.dataclass
+class Part:
+    call: str
+    # By estimate, on an H100.
+    secs: int
+    run: typing.Callable
+
+
+PARTS = {
+    "preflight": Part("first", 30, correct.preflight),
+    "step": Part("first", 60, speed.step),
+    "one_step": Part("first", 75, correct.one_step),
+    "attention": Part("first", 60, speed.attention),
+    "products": Part("first", 45, speed.products),
+    "kernels": Part("first", 15, speed.kernels),
+    "operations": Part("first", 60, correct.operations),
+    "sanitizer": Part("first", 120, correct.sanitizer),
+    "full": Part("second", 270, speed.full),
+    "parity": Part("second", 120, correct.parity),
+    "communication": Part("second", 30, correct.communication),
+    "nccl": Part("second", 30, correct.nccl),
+    "finetune": Part("second", 30, correct.finetune),
+    "frozen": Part("third", 220, speed.frozen),
+    "bf16": Part("third", 80, correct.bf16),
+    "nccl_shared": Part("third", 60, correct.nccl_shared),
+}
+CALLS = list(dict.fromkeys(part.call for part in PARTS.values()))
+
+
+def chosen(words):
+    """Parts of the calls and names given; of all calls without any."""
+    return [name for name, part in PARTS.items() if not words or name in words or part.call in words]
+
+
+def commit():
+    """Of the bundle."""
+    noted = BUNDLE / "commit"
+    if noted.exists():
+        return noted.read_text().strip()
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def gpu_of(parts):
+    """What the programs called the GPU."""
+    found = [parts.get("preflight", {}).get("opened", {}), parts.get("step", {}).get("run", {})]
+    found += [row.get("runs", {}).get("ours", {}) for row in parts.values()]
+    return next((line["device"] for line in found if "device" in line), None)
+
+
+def name_of_gpu():
+    try:
+        done = subprocess.run(["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def run_part(run, name):
+    start = time.monotonic()
+    try:
+        if run.left() < MIN_SECS:
+            raise OutOfTime("the call's time is over")
+        row = PARTS[name].run(run)
+    except OutOfTime as error:
+        row = {"result": f"SKIPPED: {error}"}
+    except Exception as error:  # whatever one part does, the next one runs
+        row = {"result": f"FAILED: {error}", "reached": False}
+    return row | {"secs": round(time.monotonic() - start, 1), "planned_secs": PARTS[name].secs}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="scripts/gpu-check.sh", description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: tries the script, measures nothing")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), metavar="FOLDER")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help=f"of this run [default: {CALL_SECS} a call; none for single parts]")
+    parser.add_argument("--rows", type=pathlib.Path, nargs="+", metavar="FILE", help="print the table of docs/gpu/RESULTS.md from the JSON of earlier runs, and run nothing")
+    words = [*CALLS, *PARTS]
+    parser.add_argument("parts", nargs="*", choices=[[], *words], metavar="CALL|PART", help=", ".join(words))
+    return parser.parse_args()
+
+
+def main():
+    a = arguments()
+    if a.rows:
+        print(rows.table(rows.merged(a.rows)))
+        return
+    calls = [word for word in a.parts if word in CALLS]
+    in_a_call = len(calls) == len(a.parts) == 1 and not a.smoke
+    budget = a.budget or (CALL_SECS if in_a_call else float("inf"))
+    label = "-".join(a.parts) if 0 < len(a.parts) <= 3 else "parts" if a.parts else "all"
+    a.output.mkdir(parents=True, exist_ok=True)
+    report = {"began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit(),
+              "machine": platform.node(), "gpu": name_of_gpu(), "smoke": a.smoke, "secs": 0, "parts": {}}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Runner(a.smoke, folder, budget)
+        if a.smoke:
+            print("a smoke run: sizes are tiny, no number below measures anything")
+        print("| part | result | seconds | goal | reached |\n|---|---|---|---|---|", flush=True)
+        for name in chosen(a.parts):
+            row = report["parts"][name] = run_part(run, name)
+            reached = {True: "yes", False: "no", None: ""}[row.get("reached")]
+            if a.smoke and "goal" in row:
+                reached = "not measured"
+            print(f"| {name} | {row['result']} | {row['secs']} | {row.get('goal', '')} | {reached} |", flush=True)
+            # After each part: whoever ends this run early has what was measured.
+            report |= {"secs": round(time.monotonic() - began, 1), "gpu": report["gpu"] or gpu_of(report["parts"])}
+            (a.output / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+            run.pack_logs(a.output / f"{label}-logs.tar.xz")
+    print(f"{report['secs']:.0f} s in all; {a.output / label}.json has all numbers, {label}-logs.tar.xz what the programs said")
+    failed = [name for name, row in report["parts"].items() if row["result"].startswith(("FAILED", "SKIPPED: "))]
+    sys.exit(f"failed or skipped: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
