@@ -8,6 +8,7 @@ import shutil
 import signal
 import site
 import subprocess
+import sys
 import tarfile
 import time
 
@@ -40,8 +41,9 @@ class Runner:
         self.logs = self.folder / "logs"
         self.logs.mkdir()
         named = os.environ.get("LD_LIBRARY_PATH", "")
-        # The folders that are named already come first: a newer NCCL, or the emulated GPU.
-        self.environment = {**os.environ, "LD_LIBRARY_PATH": ":".join([named, *wheels()]).strip(":"),
+        # The folders that are named already come first: a newer NCCL. An emulated GPU must not meet real libraries.
+        folders = [named] if smoke else [named, *wheels()]
+        self.environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders).strip(":"),
                             "CANDLE_TRAIN_REQUIRE_CUDA": "1", "CANDLE_TRAIN_TEST_DEVICE": "cuda:0", "RUST_BACKTRACE": "0"}
         # PyTorch finds its own libraries, and must not find emulated ones.
         self.torch_environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -93,7 +95,7 @@ class Runner:
 
     def torch(self, what, script, arguments, deadline):
         """A script of scripts/reference, under this Python."""
-        command = [shutil.which("python3"), ROOT / "scripts/reference" / script, *arguments]
+        command = [sys.executable, ROOT / "scripts/reference" / script, *arguments]
         return self.run(what, command, deadline, environment=self.torch_environment)
 
     def tests(self, what, name, deadline, *filters, variables=None, launcher=()):

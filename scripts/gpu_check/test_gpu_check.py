@@ -10,36 +10,30 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-import __main__ as tests  # noqa: F401  (unittest's, so that ours is not taken for it)
 import clocks
 import correct
-import importlib.util
+import plan
 import rows
 import shapes
 import speed
 from runner import Failed, OutOfTime, Runner, json_lines
 
-spec = importlib.util.spec_from_file_location("gpu_check_main", pathlib.Path(__file__).parent / "__main__.py")
-gpu_check = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = gpu_check
-spec.loader.exec_module(gpu_check)
-
 
 class Calls(unittest.TestCase):
     def test_the_parts_of_a_call_fit_into_it(self):
-        for call in gpu_check.CALLS:
-            secs = sum(part.secs for part in gpu_check.PARTS.values() if part.call == call)
-            self.assertLessEqual(secs, gpu_check.CALL_SECS, call)
+        for call in plan.CALLS:
+            secs = sum(part.secs for part in plan.PARTS.values() if part.call == call)
+            self.assertLessEqual(secs, plan.CALL_SECS, call)
 
     def test_our_step_comes_by_minute_three(self):
-        names = gpu_check.chosen(["first"])
+        names = plan.chosen(["first"])
         before = names[:names.index("step") + 1]
-        self.assertLess(sum(gpu_check.PARTS[name].secs for name in before), 180)
+        self.assertLess(sum(plan.PARTS[name].secs for name in before), 180)
 
     def test_words_are_calls_and_parts(self):
-        self.assertEqual(gpu_check.chosen([]), list(gpu_check.PARTS))
-        self.assertEqual(gpu_check.chosen(["full", "preflight"]), ["preflight", "full"])
-        self.assertNotIn("full", gpu_check.chosen(["first"]))
+        self.assertEqual(plan.chosen([]), list(plan.PARTS))
+        self.assertEqual(plan.chosen(["full", "preflight"]), ["preflight", "full"])
+        self.assertNotIn("full", plan.chosen(["first"]))
 
 
 class Runs(unittest.TestCase):
@@ -79,7 +73,7 @@ class Runs(unittest.TestCase):
         run = self.runner(budget=0)
         with self.assertRaises(OutOfTime):
             run.run("anything", ["true"], 60)
-        row = gpu_check.run_part(run, "operations")
+        row = plan.run_part(run, "operations")
         self.assertTrue(row["result"].startswith("SKIPPED"), row)
 
     def test_a_failure_says_what_was_said_last(self):
