@@ -31,7 +31,7 @@ for name in ["libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcurand.
         found[name] += f", version {version.value}"
 print(json.dumps(found))
 """
-NEEDED = ["libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10", "libcudnn.so.9", "libnccl.so.2"]
+NEEDED = ["libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10", "libcudnn.so.9", "libnccl.so.2", "libnvrtc.so.13"]
 # Relative L2 distance to what PyTorch computes in f64: results are rounded to bf16, by 2^-9 at most, and within attention the
 # probabilities are, too.
 PRODUCT_BOUND, ATTENTION_BOUND = 4e-3, 1.2e-2
