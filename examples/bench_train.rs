@@ -19,6 +19,7 @@
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
 //! | `attention` | the code that computed it: `cpu`, `own` kernels on a GPU, `cudnn`, or two of them if cuDNN could not do all |
+//! | `deterministic` | whether cuDNN's backward pass was to add in a fixed order (`--deterministic`); all other code does |
 //! | `mfu` | model FLOPs utilisation, `flops_per_token · tokens_per_sec` over `--peak-tflops` of all devices; null if that is not known |
 //! | `libraries` | versions of CUDA, cuBLAS and, where it was used, cuDNN; null on the CPU |
 //! | `peak_device_bytes` | the most that tensors held at a time, by the driver's memory pool; null on the CPU |
@@ -36,7 +37,7 @@ use std::process::ExitCode;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
-use candle_ops::{AttentionCode, GpuState, Profile};
+use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
 use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
 use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
@@ -394,6 +395,7 @@ fn print(
         "device": device,
         "libraries": measured.gpu.as_ref().map(|gpu| &gpu.libraries),
         "attention": attention.join("+"),
+        "deterministic": GpuSettings::get()?.deterministic,
         "mfu": mfu,
         "peak_device_bytes": measured.gpu.as_ref().map(|gpu| gpu.peak),
         "parameters": measured.num_parameters,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_comm::{Backend, Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_ops::DeviceChoice;
+use candle_ops::{DeviceChoice, GpuSettings};
 use clap::Args;
 
 use crate::device::DeviceArgs;
@@ -23,17 +23,24 @@ pub struct RankArgs {
     /// call different things without it, nccl does not; steps take longer
     #[arg(long)]
     pub check_collectives: bool,
+    /// On a GPU: the same bits in each run. cuDNN's backward pass of attention then adds in a fixed order, which takes longer and
+    /// more memory; everything else always does
+    #[arg(long)]
+    pub deterministic: bool,
     /// How long a rank may wait for the others in one operation before the run ends with a report
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=604_800))]
     pub deadline: u64,
 }
 
 impl RankArgs {
-    /// How this process takes part in a run with these degrees, which are not 0.
+    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes on GPUs.
     ///
     /// # Errors
-    /// A backend, device or number of processes that do not fit.
+    /// A backend, device or number of processes that do not fit; an environment variable that means nothing.
     pub fn config(&self, degrees: Degrees) -> Result<RunConfig> {
+        let mut settings = GpuSettings::get()?;
+        settings.deterministic |= self.deterministic;
+        settings.set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
         let is_first = env.rank() == 0;

@@ -3,8 +3,9 @@
 /// GPU time of a kernel or product over a profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpTime {
-    /// The kernel's name, or that of the operation for which cuBLAS multiplied.
-    pub op: &'static str,
+    /// The kernel's name, or the operation for which cuBLAS multiplied with the product's m x n x k and type: products of
+    /// different shapes are kept apart.
+    pub op: String,
     /// How often it ran.
     pub num_calls: usize,
     /// Seconds of all calls.

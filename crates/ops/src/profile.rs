@@ -52,7 +52,7 @@ impl Profile {
 
     /// The times of `num_steps` steps that took `total_secs` together, in order.
     pub fn new(total_secs: f64, mut ops: Vec<OpTime>, num_steps: usize) -> Self {
-        ops.sort_by(|a, b| b.secs.total_cmp(&a.secs).then(a.op.cmp(b.op)));
+        ops.sort_by(|a, b| b.secs.total_cmp(&a.secs).then_with(|| a.op.cmp(&b.op)));
         Self {
             total_secs,
             ops,
@@ -65,16 +65,18 @@ impl Profile {
 impl Display for Profile {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         let steps = self.num_steps.max(1) as f64;
+        let width = self.ops.iter().map(|time| time.op.len()).max();
+        let width = width.unwrap_or(0).max(32);
         let (op, calls, ms, percent) = ("operation", "calls/step", "ms/step", "%");
-        writeln!(f, "{op:<32} {calls:>12} {ms:>12} {percent:>7}")?;
+        writeln!(f, "{op:<width$} {calls:>12} {ms:>12} {percent:>7}")?;
         let mut row = |op: &str, calls: &str, secs: f64| {
             let (ms, percent) = (secs * 1e3 / steps, 100.0 * secs / self.total_secs);
-            writeln!(f, "{op:<32} {calls:>12} {ms:>12.3} {percent:>7.1}")
+            writeln!(f, "{op:<width$} {calls:>12} {ms:>12.3} {percent:>7.1}")
         };
         let mut known = 0.0;
         for time in &self.ops {
             let calls = format!("{:.1}", time.num_calls as f64 / steps);
-            row(time.op, &calls, time.secs)?;
+            row(&time.op, &calls, time.secs)?;
             known += time.secs;
         }
         // Kernels of candle, copies, and a GPU that waits for the host.

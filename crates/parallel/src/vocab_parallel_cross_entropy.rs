@@ -4,7 +4,7 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
+    GpuSettings, IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
     linear_forward, linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit,
     sum_into, upload, with_backward1,
 };
@@ -15,9 +15,12 @@ use crate::shard::Shard;
 /// Rows of logits that exist at once in [`linear_cross_entropy`] on the CPU.
 const CHUNK_ROWS: usize = 512;
 
-/// The same on a GPU: each chunk reads and writes the whole gradient of the weight in f32, which takes as long as the product
-/// of 512 rows, and few rows leave most of the GPU idle. 1 GiB of bf16 for a vocabulary of 128k.
+/// The same on a GPU, at least: each chunk reads and writes the whole gradient of the weight in f32, which takes as long as the
+/// product of 512 rows, and few rows leave most of the GPU idle. 1 GiB of bf16 for a vocabulary of 128k.
 const GPU_CHUNK_ROWS: usize = 4096;
+
+/// And as many more, in multiples of these, as fit into 2 GiB: 8192 for that vocabulary.
+const GPU_LOGITS_BYTES: usize = 2 << 30;
 
 /// Loss of each token: logits (n, local_vocab) of the vocabulary's part `shard`, targets (n) u32 -> (n) f32.
 ///
@@ -70,10 +73,7 @@ pub fn linear_cross_entropy(
     let (n, _hidden) = xs.dims2()?;
     let targets = checked_targets(targets, xs, shard.global)?;
     let sum = Tensor::zeros((), DType::F64, xs.device())?;
-    let chunk_rows = match xs.device().is_cpu() {
-        true => CHUNK_ROWS,
-        false => GPU_CHUNK_ROWS,
-    };
+    let chunk_rows = chunk_rows(xs, shard, tp)?;
     let mut grads = Vec::with_capacity(n.div_ceil(chunk_rows));
     for first in (0..n).step_by(chunk_rows) {
         let rows = chunk_rows.min(n - first);
@@ -93,6 +93,18 @@ pub fn linear_cross_entropy(
         grads => Tensor::cat(grads, 0)?,
     };
     Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
+}
+
+/// Rows of logits that exist at once. They depend on what all ranks of `tp` know, as these exchange numbers for each chunk.
+fn chunk_rows(xs: &Tensor, shard: &Shard, tp: &ProcessGroup) -> Result<usize> {
+    if xs.device().is_cpu() {
+        return Ok(CHUNK_ROWS);
+    }
+    if let Some(rows) = GpuSettings::get()?.head_chunk_rows {
+        return Ok(rows.get());
+    }
+    let row_bytes = shard.global.div_ceil(tp.world_size()) * xs.dtype().size_in_bytes();
+    Ok((GPU_LOGITS_BYTES / row_bytes.max(1) / GPU_CHUNK_ROWS).max(1) * GPU_CHUNK_ROWS)
 }
 
 /// Loss of each row, (n), 0 without a target, and the logarithm of its Σ exp(z) over the whole vocabulary, (n).

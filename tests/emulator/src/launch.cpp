@@ -2,6 +2,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -169,6 +170,12 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
     }
     const char* text = static_cast<const char*>(image);
     bool is_ptx = text[0] == '/' || text[0] == '.' || text[0] == '\n';
+    // An object file, or several in a fatbin.
+    bool is_code = std::memcmp(image, "\x7f""ELF", 4) == 0 || std::memcmp(image, "\x50\xed\x55\xba", 4) == 0;
+    if (!is_ptx && !is_code) {
+        report("a module is neither PTX nor compiled code");
+        return CUDA_ERROR_INVALID_IMAGE;
+    }
     auto loaded = std::make_shared<Module>();
     loaded->device = current_device();
     loaded->is_ptx = is_ptx;

@@ -28,6 +28,11 @@ impl NcclCommunicator {
         }
         let compute = stream_of(&config.device)?;
         sys::check_version()?;
+        if rank == 0 && world_size > 1 && std::env::var("CUDA_MODULE_LOADING").as_deref() != Ok("EAGER") {
+            tracing::info!(
+                "CUDA_MODULE_LOADING=EAGER is safer: kernels of cuBLAS and cuDNN load at their first use, which may wait for an operation of NCCL that waits for another rank"
+            );
+        }
         let made = match rank {
             0 => sys::unique_id()?.to_vec(),
             _ => Vec::new(),

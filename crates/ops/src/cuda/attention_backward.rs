@@ -94,7 +94,7 @@ impl<'a> Pass<'a> {
         let delta = gpu.alloc::<f32>(rows)?;
         let [t, heads, _, d] = self.sizes.counts(gpu)?;
         if rows > 0 {
-            let launch = gpu.blocks(rows.div_ceil(8).min(2112), BLOCK, 0)?;
+            let launch = gpu.rows(rows.div_ceil(8), BLOCK, 0)?;
             let (out, grad) = (self.out.get::<T>(), self.grad.get());
             // SAFETY: out and grad have rows of d values, delta one for each row.
             unsafe {

@@ -18,8 +18,8 @@ use std::mem::size_of;
 /// Threads of a block, but for kernels that say otherwise.
 pub(super) const BLOCK: u32 = 256;
 
-/// Blocks of a grid that loops over its work: 16 for each of 132 multiprocessors.
-const MAX_BLOCKS: usize = 2112;
+/// The largest grid; kernels loop over what is beyond it.
+const MAX_BLOCKS: usize = i32::MAX as usize;
 
 /// A GPU, and the operation that uses it, for its errors.
 pub(super) struct Gpu {
@@ -89,12 +89,12 @@ impl Gpu {
         ))
     }
 
-    /// A launch that loops over `len` values.
+    /// A launch over `len` values, 8 for each thread.
     pub(super) fn elements(&self, len: usize) -> Result<Launch> {
         self.blocks(len.div_ceil(2048).min(MAX_BLOCKS), BLOCK, 0)
     }
 
-    /// A launch that loops over `rows`, a block for each.
+    /// A launch over `rows`, a block for each.
     pub(super) fn rows(&self, rows: usize, block: u32, shared_bytes: usize) -> Result<Launch> {
         self.blocks(rows.min(MAX_BLOCKS), block, shared_bytes)
     }

@@ -9,7 +9,7 @@ use super::elements::zero;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, Out};
-use super::profile::timed;
+use super::profile::{OpName, timed};
 use super::values::Fresh;
 use crate::OpOutput;
 use crate::host::detached;
@@ -218,9 +218,10 @@ impl Product {
         let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
         let (m, n, k): (c_int, c_int, c_int) = (m?, n?, k?);
         let blas = gpu.device.cublas_handle();
+        let name = OpName::Product(gpu.op(), [m, n, k], [T::DTYPE, C::DTYPE]);
         // SAFETY: the handle is the device's, on its stream; alpha and beta are read during the call; the matrices are as
         // the caller promised.
-        let done = timed(gpu.op(), &gpu.device.cuda_stream(), || unsafe {
+        let done = timed(name, &gpu.device.cuda_stream(), || unsafe {
             result::gemm_ex(
                 *blas.handle(),
                 operation(self.transposed[0]),

@@ -7,8 +7,9 @@ use candle_core::cuda_backend::cudarc::driver::result::event::elapsed;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
-use candle_core::{CudaDevice, Result, bail};
-use std::collections::BTreeMap;
+use candle_core::{CudaDevice, DType, Result, bail};
+use std::collections::HashMap;
+use std::fmt::{Display, Formatter};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,8 +28,31 @@ struct Running {
 }
 
 struct Op {
-    name: &'static str,
+    name: OpName,
     span: Span,
+}
+
+/// A kernel's name, or the operation for which cuBLAS multiplied and the product, as cuBLAS counts: its sizes m, n and k and
+/// the types of what it reads and writes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum OpName {
+    Kernel(&'static str),
+    Product(&'static str, [i32; 3], [DType; 2]),
+}
+
+impl Display for OpName {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Kernel(name) => f.write_str(name),
+            Self::Product(op, [m, n, k], [from, to]) => {
+                write!(f, "{op} {m}x{n}x{k} {}", from.as_str())?;
+                match from == to {
+                    true => Ok(()),
+                    false => write!(f, " to {}", to.as_str()),
+                }
+            }
+        }
+    }
 }
 
 /// Work between two events of a stream.
@@ -67,7 +91,7 @@ fn now(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
 
 /// Puts `work` on the stream; if its GPU is being profiled, between two events under the name `op`.
 pub(super) fn timed<T>(
-    op: &'static str,
+    op: OpName,
     stream: &Arc<CudaStream>,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
@@ -110,10 +134,10 @@ pub(crate) fn finish(device: &CudaDevice) -> Result<(f64, Vec<OpTime>)> {
         end: mark(device)?,
     };
     let total_secs = all.secs()?;
-    let mut ops: BTreeMap<&'static str, OpTime> = BTreeMap::new();
+    let mut ops: HashMap<OpName, OpTime> = HashMap::new();
     for Op { name, span } in &timed {
-        let time = ops.entry(name).or_insert(OpTime {
-            op: name,
+        let time = ops.entry(*name).or_insert_with(|| OpTime {
+            op: name.to_string(),
             num_calls: 0,
             secs: 0.0,
         });

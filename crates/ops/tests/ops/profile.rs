@@ -4,9 +4,9 @@ use crate::check::{device, on_each_device};
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{OpTime, Profile, Stopwatch, linear_forward, rms_norm_forward};
 
-fn op(op: &'static str, num_calls: usize, secs: f64) -> OpTime {
+fn op(op: &str, num_calls: usize, secs: f64) -> OpTime {
     OpTime {
-        op,
+        op: op.to_string(),
         num_calls,
         secs,
     }
@@ -44,16 +44,18 @@ fn operations_on_a_gpu_are_counted_and_timed() -> Result<()> {
         }
         let xs = Tensor::ones((3, 8), DType::F32, &device)?;
         let weight = Tensor::ones((5, 8), DType::F32, &device)?;
+        let wide = Tensor::ones((7, 8), DType::BF16, &device)?;
         let scale = Tensor::ones(8, DType::F32, &device)?;
         Profile::start(&device)?;
         let error = Profile::start(&device).unwrap_err().to_string();
         assert!(error.contains("runs already"), "{error}");
         for _ in 0..3 {
             linear_forward(&xs, &weight, None)?;
+            linear_forward(&xs.to_dtype(DType::BF16)?, &wide, None)?;
             rms_norm_forward(&xs, &scale, 1e-6)?;
         }
         let profile = Profile::finish(&device, 1)?;
-        for name in ["linear", "rms_norm_forward"] {
+        for name in ["linear 5x3x8 f32", "linear 7x3x8 bf16", "rms_norm_forward"] {
             let time = profile.ops.iter().find(|time| time.op == name);
             let time = time.unwrap_or_else(|| panic!("no {name} in\n{profile}"));
             assert!(time.num_calls >= 3 && time.secs > 0.0, "{profile}");

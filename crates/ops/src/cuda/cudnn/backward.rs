@@ -1,14 +1,19 @@
 //! The backward pass. With P the probabilities, from the scores and their log-sum-exps, and dO the gradient of the output:
 //! `delta = rowsum(dO O)`, `dV = P^T dO`, `dS = scale P (dO V^T - delta)`, `dQ = dS K`, `dK = dS^T Q`, gradients of a head of
 //! keys and values being summed over the heads of queries that read it.
+//!
+//! cuDNN chooses how to add up dQ by where it goes: into an f32 tensor in memory, which is then rounded, blocks add what they
+//! have as they come; straight into the bf16 result they leave partial sums that are added in order. From 9.6 on cuDNN sets the f32 tensor to zero itself
+//! (NVIDIA's cudnn-frontend 1.32, `scaled_dot_product_flash_attention.h`, has both).
 
 use super::graph::{
-    BFLOAT16, DELTA, EXP, FLOAT, GRAD, Graph, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE, OUT, Q,
-    Q_GRAD, SCALE, SUB, SUM, V, V_GRAD, by_column,
+    BFLOAT16, DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE,
+    OUT, Q, Q_GRAD, Q_SUMS, SCALE, SUB, SUM, V, V_GRAD, by_column,
 };
+use super::sizes::Pass;
 use candle_core::Result;
 
-pub(super) fn describe(graph: &mut Graph) -> Result<()> {
+pub(super) fn describe(graph: &mut Graph, pass: Pass) -> Result<()> {
     let (q, grad, out) = (
         graph.of_queries(Q)?,
         graph.of_queries(GRAD)?,
@@ -37,7 +42,14 @@ pub(super) fn describe(graph: &mut Graph) -> Result<()> {
 
     let keys = graph.keys_by_row(k)?;
     let q_grad = graph.of_queries(Q_GRAD)?;
-    graph.product(score_grad, keys, q_grad)?;
+    match pass {
+        Pass::Backward => {
+            let sums = graph.of_sums(Q_SUMS)?;
+            let sums = graph.product(score_grad, keys, sums)?;
+            graph.map_into(IDENTITY, sums, q_grad)
+        }
+        Pass::Forward | Pass::DeterministicBackward => graph.product(score_grad, keys, q_grad),
+    }?;
     Ok(())
 }
 

@@ -2,16 +2,18 @@
 
 use super::super::attention::NAME;
 use super::super::gpu::Gpu;
-use super::super::profile::timed;
+use super::super::profile::{OpName, timed};
 use super::super::values::{Fresh, Values};
-use super::graph::{ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, V, V_GRAD};
+use super::graph::{
+    ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, Q_SUMS, V, V_GRAD,
+};
 use super::library::{Library, Opaque, is_out_of_memory};
-use super::plans::{Plans, with_plans};
-use super::sizes::Sizes;
-use crate::{AttentionGrad, HeadGroups, OpOutput};
+use super::plan::Plan;
+use super::plans::with_plans;
+use super::sizes::{Pass, Sizes};
+use crate::{AttentionCode, AttentionGrad, GpuSettings, HeadGroups, OpOutput};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
-use std::sync::OnceLock;
 
 /// A tensor of a call: its number in the graph, the address of its first value, and the bytes of a sequence.
 type Argument = (i64, u64, usize);
@@ -22,7 +24,7 @@ pub(in super::super) fn attention_forward(
     scale: f32,
     groups: HeadGroups,
 ) -> Result<Option<(OpOutput, Tensor)>> {
-    let Some((library, sizes)) = supported(q, k, groups, false)? else {
+    let Some((library, sizes)) = supported(q, k, groups, Pass::Forward)? else {
         return Ok(None);
     };
     let gpu = Gpu::of(NAME, q)?;
@@ -53,7 +55,11 @@ pub(in super::super) fn attention_backward(
         log_sum_exp,
         grad,
     } = *pass;
-    let Some((library, sizes)) = supported(q, k, groups, true)? else {
+    let pass = match GpuSettings::get()?.deterministic {
+        true => Pass::DeterministicBackward,
+        false => Pass::Backward,
+    };
+    let Some((library, sizes)) = supported(q, k, groups, pass)? else {
         return Ok(None);
     };
     let gpu = Gpu::of(NAME, q)?;
@@ -96,18 +102,19 @@ fn supported(
     q: &Tensor,
     k: &Tensor,
     groups: HeadGroups,
-    backward: bool,
+    pass: Pass,
 ) -> Result<Option<(&'static Library, Sizes)>> {
     let (b, t, heads, d) = q.dims4()?;
     let (_, _, kv_heads, _) = k.dims4()?;
     if q.elem_count() == 0 || k.elem_count() == 0 {
         return Ok(None);
     }
-    let refusal = if asked_for("own") {
+    let asked_for = GpuSettings::get()?.attention;
+    let refusal = if asked_for == Some(AttentionCode::Own) {
         Some("CANDLE_TRAIN_ATTENTION=own".to_string())
     } else if q.dtype() != DType::BF16 {
         Some(format!("it takes BF16, not {:?}", q.dtype()))
-    } else if t < MIN_TOKENS && !asked_for("cudnn") {
+    } else if t < MIN_TOKENS && asked_for != Some(AttentionCode::Cudnn) {
         Some(format!("sequences are shorter than {MIN_TOKENS} tokens"))
     } else if !d.is_multiple_of(8) || d > 256 {
         Some(format!(
@@ -127,16 +134,16 @@ fn supported(
     match library {
         Ok(library) => {
             let sizes = Sizes {
+                pass,
                 b,
                 t,
                 heads,
                 kv_heads,
                 d,
-                backward,
             };
             Ok(Some((library, sizes)))
         }
-        Err(reason) if q.dtype() == DType::BF16 && !asked_for("own") => {
+        Err(reason) if q.dtype() == DType::BF16 && asked_for != Some(AttentionCode::Own) => {
             with_plans(|plans| plans.tell(reason.clone()));
             not_by_cudnn(&reason)
         }
@@ -149,17 +156,10 @@ fn supported(
 
 /// None, for our own kernels to do it, or an error where the user asked for cuDNN.
 fn not_by_cudnn<R>(reason: &str) -> Result<Option<R>> {
-    if asked_for("cudnn") {
+    if GpuSettings::get()?.attention == Some(AttentionCode::Cudnn) {
         bail!("{NAME}: CANDLE_TRAIN_ATTENTION=cudnn, but {reason}")
     }
     Ok(None)
-}
-
-/// Whether the user asked for this way.
-fn asked_for(way: &str) -> bool {
-    static ASKED_FOR: OnceLock<Option<String>> = OnceLock::new();
-    let asked_for = ASKED_FOR.get_or_init(|| std::env::var("CANDLE_TRAIN_ATTENTION").ok());
-    asked_for.as_deref() == Some(way)
 }
 
 /// Bytes of a sequence of one of `b`, of bf16.
@@ -189,7 +189,8 @@ fn read<'a, const N: usize>(
     tensors.into_iter().map(read).collect()
 }
 
-/// Puts the pass on the GPU's stream, some sequences at a time; false if cuDNN has no kernel for it.
+/// Puts the pass on the GPU's stream, some sequences at a time; false if cuDNN has no kernel for it. After a failure all of
+/// it is done again by another one.
 fn run(
     gpu: &Gpu,
     library: &'static Library,
@@ -197,61 +198,86 @@ fn run(
     arguments: &[Argument],
     scale: f32,
 ) -> Result<bool> {
-    let (call, stream) = (sizes.of_one_call(), gpu.device.cuda_stream());
-    let (num_calls, ordinal) = (sizes.b / call.b, stream.context().ordinal());
-    let name = match sizes.backward {
-        true => "attention_backward_cudnn",
-        false => "attention_forward_cudnn",
-    };
-    let is_aligned = |(_, address, bytes): &Argument| {
-        let bytes = (bytes * call.b) as u64;
-        address.is_multiple_of(ALIGNMENT) && (num_calls == 1 || bytes.is_multiple_of(ALIGNMENT))
-    };
+    let ordinal = gpu.device.cuda_stream().context().ordinal();
     with_plans(|plans| {
+        let handle = match plans.handle(library, &gpu.device) {
+            Ok(handle) => handle,
+            Err(err) if is_out_of_memory(&err) => return Err(err),
+            Err(err) => {
+                plans.tell(err.to_string());
+                return Ok(false);
+            }
+        };
+        let on = (ordinal, handle);
+        let Some(call) = plans.sizes_of_one_call(library, on, sizes)? else {
+            return Ok(false);
+        };
+        let is_aligned = |(_, address, bytes): &Argument| {
+            let bytes = (bytes * call.b) as u64;
+            address.is_multiple_of(ALIGNMENT)
+                && (sizes.b == call.b || bytes.is_multiple_of(ALIGNMENT))
+        };
         if !arguments.iter().all(is_aligned) {
             plans.tell(format!("a tensor is not aligned to {ALIGNMENT} bytes"));
             return Ok(false);
         }
-        let Some((handle, workspace_bytes)) = planned(plans, gpu, library, call)? else {
-            return Ok(false);
-        };
-        let workspace = gpu.alloc::<f32>(workspace_bytes.div_ceil(4))?;
-        let Some(plan) = plans.plan(library, handle, ordinal, call)? else {
-            return Ok(false);
-        };
-        for index in 0..num_calls {
-            let tensors: Vec<(i64, u64)> = arguments
-                .iter()
-                .map(|(number, address, bytes)| {
-                    (*number, address + (index * call.b * bytes) as u64)
-                })
-                .collect();
+        loop {
+            let Some(plan) = plans.plan(library, on, call)? else {
+                return Ok(false);
+            };
+            let workspace = gpu.alloc::<f32>(plan.workspace_bytes.div_ceil(4))?;
+            let sums = gpu.alloc::<f32>(call.num_sums())?;
+            let mut arguments = arguments.to_vec();
+            if call.num_sums() > 0 {
+                arguments.push((Q_SUMS, sums.out().address(), 0));
+            }
             // SAFETY: the tensors have the sizes' shapes and are aligned; the plan was made with this handle, and the lock
-            // is held. What frees the workspace is on the same stream, after the pass.
-            timed(name, &stream, || unsafe {
-                plan.run(handle, &tensors, workspace.out().address(), scale)
-            })?;
+            // is held. What frees workspace and sums is on the same stream, after the pass.
+            let done = unsafe {
+                let workspace = workspace.out().address();
+                run_calls(
+                    gpu,
+                    plan,
+                    handle,
+                    (sizes, call),
+                    &arguments,
+                    workspace,
+                    scale,
+                )
+            };
+            match done {
+                Ok(()) => return Ok(true),
+                Err(err) => plans.failed(ordinal, call, err)?,
+            }
         }
-        Ok(true)
     })
 }
 
-/// The handle and the bytes of the workspace; none if cuDNN cannot be opened or has no kernel, an error if memory is missing.
-fn planned(
-    plans: &mut Plans,
+/// One call after the other, over the sequences.
+///
+/// # Safety
+/// As [`Plan::run`]; the arguments are those of all sequences.
+unsafe fn run_calls(
     gpu: &Gpu,
-    library: &'static Library,
-    call: Sizes,
-) -> Result<Option<(Opaque, usize)>> {
-    let handle = match plans.handle(library, &gpu.device) {
-        Ok(handle) => handle,
-        Err(err) if is_out_of_memory(&err) => return Err(err),
-        Err(err) => {
-            plans.tell(err.to_string());
-            return Ok(None);
-        }
+    plan: &Plan,
+    handle: Opaque,
+    (sizes, call): (Sizes, Sizes),
+    arguments: &[Argument],
+    workspace: u64,
+    scale: f32,
+) -> Result<()> {
+    let name = match sizes.pass {
+        Pass::Forward => "attention_forward_cudnn",
+        Pass::Backward => "attention_backward_cudnn",
+        Pass::DeterministicBackward => "attention_backward_deterministic_cudnn",
     };
-    let ordinal = gpu.device.cuda_stream().context().ordinal();
-    let plan = plans.plan(library, handle, ordinal, call)?;
-    Ok(plan.map(|plan| (handle, plan.workspace_bytes)))
+    for first in (0..sizes.b).step_by(call.b) {
+        let at = |(number, address, bytes): &Argument| (*number, address + (first * bytes) as u64);
+        let tensors: Vec<(i64, u64)> = arguments.iter().map(at).collect();
+        // SAFETY: the caller's promise; the sequences of a call divide all.
+        timed(OpName::Kernel(name), &gpu.device.cuda_stream(), || unsafe {
+            plan.run(handle, &tensors, workspace, scale)
+        })?;
+    }
+    Ok(())
 }

@@ -22,6 +22,7 @@ pub(super) const DIV: c_int = 6;
 pub(super) const SUB: c_int = 9;
 pub(super) const EXP: c_int = 13;
 pub(super) const LOG: c_int = 15;
+pub(super) const IDENTITY: c_int = 21;
 const CMP_GE: c_int = 303;
 const GEN_INDEX: c_int = 501;
 const BINARY_SELECT: c_int = 601;
@@ -45,6 +46,8 @@ pub(super) const DELTA: i64 = 10;
 pub(super) const SCALE: i64 = 11;
 pub(super) const ONE: i64 = 12;
 pub(super) const UNSEEN: i64 = 13;
+/// The queries' gradient in f32, where it is added up in memory.
+pub(super) const Q_SUMS: i64 = 14;
 const FIRST_VIRTUAL: i64 = 100;
 
 /// Bytes to whose multiples tensors in memory are aligned.
@@ -115,6 +118,12 @@ impl Graph {
     /// A number for each row of scores, f32, `(b, heads, t)` in memory.
     pub(super) fn of_rows(&mut self, number: i64) -> Result<Node> {
         let dims = self.row_dims();
+        self.tensor(number, FLOAT, dims, packed(dims), &[])
+    }
+
+    /// Sums for each value of the queries, f32, `(b, heads, t, d)` in memory.
+    pub(super) fn of_sums(&mut self, number: i64) -> Result<Node> {
+        let dims = self.query_dims();
         self.tensor(number, FLOAT, dims, packed(dims), &[])
     }
 
@@ -225,6 +234,10 @@ impl Graph {
     /// `mode(x)`, in f32, of the shape of x.
     pub(super) fn map(&mut self, mode: c_int, x: Node) -> Result<Node> {
         let y = self.between(FLOAT, x.dims)?;
+        self.map_into(mode, x, y)
+    }
+
+    pub(super) fn map_into(&mut self, mode: c_int, x: Node, y: Node) -> Result<Node> {
         self.pointwise(mode, &[], &[(751, x.raw)], y)
     }
 

@@ -34,7 +34,7 @@ macro_rules! library {
                     };
                     return Err(reason.unwrap_or_else(|| "libcudnn.so.9 could not be loaded".into()));
                 }
-                Ok(Self {
+                let opened = Self {
                     $($field: {
                         // SAFETY: the library is open, the name ends in a zero byte.
                         let function = unsafe { dlsym(library, concat!($name, "\0").as_ptr().cast()) };
@@ -46,7 +46,12 @@ macro_rules! library {
                             std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(function)
                         }
                     },)*
-                })
+                };
+                // SAFETY: the function may be called at any time.
+                match refusal(unsafe { (opened.version)() }) {
+                    Some(reason) => Err(reason),
+                    None => Ok(opened),
+                }
             }
         }
     };
@@ -64,6 +69,22 @@ library! {
     set_attribute = "cudnnBackendSetAttribute": fn(Opaque, c_int, c_int, i64, *const c_void) -> c_int;
     get_attribute = "cudnnBackendGetAttribute": fn(Opaque, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int;
     execute = "cudnnBackendExecute": fn(Opaque, Opaque, Opaque) -> c_int;
+}
+
+/// The oldest that is used, as it gives its version.
+const OLDEST: usize = 91600;
+
+/// Why a cuDNN of this version is not used: older ones have errors in backward passes over lengths that are no multiples of
+/// 128, around which NVIDIA's frontend works (cudnn-frontend 1.32, `scaled_dot_product_flash_attention.h`).
+fn refusal(version: usize) -> Option<String> {
+    let words = |version: usize| format!("{}.{}", version / 10000, version / 100 % 100);
+    (version < OLDEST).then(|| {
+        format!(
+            "libcudnn.so.9 is cuDNN {}, expected {} or later: before, backward passes had errors for lengths that are no multiples of 128\nhint: PyPI's nvidia-cudnn-cu13 has later ones; name its folder in LD_LIBRARY_PATH",
+            words(version),
+            words(OLDEST)
+        )
+    })
 }
 
 static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
@@ -108,5 +129,18 @@ impl Library {
             name.to_string_lossy(),
             text.to_string_lossy().trim()
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::refusal;
+
+    #[test]
+    fn a_cudnn_with_known_errors_is_refused() {
+        let reason = refusal(91501).unwrap_or_default();
+        assert!(reason.contains("cuDNN 9.15, expected 9.16"), "{reason}");
+        assert_eq!(refusal(91600), None);
+        assert_eq!(refusal(91900), None);
     }
 }

@@ -5,17 +5,23 @@
 //! The pass is described to cuDNN 9 as a graph of products, sums and elementwise functions, by descriptors of its backend
 //! interface; cuDNN finds the fused kernel that computes the whole graph. Plans are kept for the life of the program. The
 //! log-sum-exps are those of our kernels, `(b, heads, t)`, so that either's backward pass can follow either's forward pass.
-//! The gradient of the queries is not added up by atomics but in a workspace of partial sums, so the bits do not differ
-//! from run to run; the workspace grows with the square of the length, so a backward pass over many long sequences is several calls.
+//! The gradient of the queries is added up in one f32 tensor, in no fixed order, so its bits differ from run to run. If
+//! [`GpuSettings::deterministic`](crate::GpuSettings) is set it is added up in a fixed order, in a workspace of partial sums; that grows with
+//! the square of the length, so a backward pass over many long sequences is several calls.
+//!
+//! A configuration of kernels that fails when it runs gives way to the next that cuDNN suggests.
 //!
 //! The library is opened when it is first needed, so a build needs neither its headers nor itself.
-//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out; with `=cudnn` attention in bf16 that cuDNN cannot compute is an error.
+//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out; with `=cudnn` attention in bf16 that cuDNN cannot compute is an error;
+//! `CANDLE_TRAIN_CUDNN_CONFIG` names the configuration.
 //!
 //! Nothing here has run on a GPU yet: cuDNN 9.19 accepts the graphs and plans them for sm_90, which a test repeats with
 //! `CANDLE_TRAIN_CUDNN_PLANS=1`. `scripts/gpu-check.sh` compares the results with those of our kernels.
 
 mod backward;
 mod call;
+mod choice;
+mod configurations;
 mod descriptor;
 mod forward;
 mod graph;

@@ -1,86 +1,27 @@
-//! A graph with the kernel that cuDNN chose for it.
+//! A graph's kernel that is ready to run.
 
 use super::descriptor::{Descriptor, Value};
-use super::graph::{Graph, ONE, SCALE, UNSEEN};
-use super::library::{Library, Opaque, is_out_of_memory};
-use super::sizes::Sizes;
-use super::{backward, forward};
-use candle_core::{Result, bail};
+use super::graph::{ONE, SCALE, UNSEEN};
+use super::library::{Library, Opaque};
+use candle_core::Result;
 use std::ffi::c_void;
 
-/// What a plan is made for: the GPU of a handle, or, in tests, one that is only described.
-pub(super) enum Target {
-    Handle(Opaque),
-    #[cfg(test)]
-    Properties(Descriptor),
-}
-
-/// A plan, ready to run.
+/// A plan; it refers to its graph.
 pub(super) struct Plan {
     library: &'static Library,
     plan: Descriptor,
-    /// What the plan refers to.
-    _graph: Vec<Descriptor>,
     pub(super) workspace_bytes: usize,
 }
 
-/// Mode A of cuDNN's heuristics: the best guess first.
-const BEST_GUESS: i32 = 3;
-
 impl Plan {
-    /// The first of cuDNN's suggestions that it can carry out.
-    ///
-    /// # Errors
-    /// When cuDNN has no kernel for these sizes, in its words, or no memory to look for one.
-    pub(super) fn new(library: &'static Library, target: &Target, sizes: Sizes) -> Result<Self> {
-        let mut graph = Graph::new(library, sizes);
-        if sizes.backward {
-            backward::describe(&mut graph)?;
-        } else {
-            forward::describe(&mut graph)?;
-        }
-        let (mut of_graph, mut of_plan) = (Vec::new(), Vec::new());
-        let mut of_heuristics = vec![(200, Value::HeuristicMode(BEST_GUESS))];
-        #[cfg(test)]
-        let properties_raw;
-        match target {
-            Target::Handle(handle) => {
-                of_graph.push((800, Value::Handle(*handle)));
-                of_plan.push((400, Value::Handle(*handle)));
-            }
-            #[cfg(test)]
-            Target::Properties(properties) => {
-                properties_raw = [properties.raw()];
-                of_heuristics.push((204, Value::Descriptors(&properties_raw)));
-            }
-        }
-        let graph = graph.finish(&of_graph)?;
-        let operations: Vec<Opaque> = graph.last().map(Descriptor::raw).into_iter().collect();
-        of_heuristics.push((201, Value::Descriptors(&operations)));
-        let heuristics = Descriptor::of(library, 4, &of_heuristics)?;
-        let mut refused = None;
-        for config in heuristics.descriptors(202, 3)? {
-            let config = [config.raw()];
-            let mut attributes = of_plan.clone();
-            attributes.push((401, Value::Descriptors(&config)));
-            match Descriptor::of(library, 5, &attributes) {
-                Ok(plan) => {
-                    let workspace_bytes = usize::try_from(plan.int(402)?).unwrap_or_default();
-                    return Ok(Self {
-                        library,
-                        plan,
-                        _graph: graph,
-                        workspace_bytes,
-                    });
-                }
-                Err(err) if is_out_of_memory(&err) => return Err(err),
-                Err(err) => refused = Some(err),
-            }
-        }
-        match refused {
-            Some(err) => Err(err),
-            None => bail!("cuDNN has no kernel for {sizes:?}"),
-        }
+    /// The plan of a finalized descriptor.
+    pub(super) fn new(library: &'static Library, plan: Descriptor) -> Result<Self> {
+        let workspace_bytes = usize::try_from(plan.int(402)?).unwrap_or_default();
+        Ok(Self {
+            library,
+            plan,
+            workspace_bytes,
+        })
     }
 
     /// Puts the pass on the handle's stream; `tensors` are their numbers in the graph and addresses on the GPU.
@@ -128,10 +69,11 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
+    use super::super::configurations::{Configurations, Target};
     use super::super::descriptor::{Descriptor, Value};
     use super::super::library::Library;
-    use super::super::sizes::Sizes;
-    use super::{Plan, Target};
+    use super::super::plans::PlansOfSizes;
+    use super::super::sizes::{Pass, Sizes};
     use candle_core::Result;
 
     /// An H200 as cuDNN describes it.
@@ -142,39 +84,71 @@ mod tests {
 "isTccDriver": 0, "supportCoopLaunch": 1, "deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0,
 "deviceName": "NVIDIA H200", "totalGlobalMem": 150754820096}"#;
 
+    /// The H100 with 80 GB differs from it in its memory.
+    fn gpus() -> [String; 2] {
+        let h100 = H200
+            .replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+            .replace("3201000", "2619000")
+            .replace("62914560", "52428800")
+            .replace("150754820096", "85024112640");
+        [H200.to_string(), h100]
+    }
+
     /// Needs libcudnn.so.9 and a libcuda.so.1, though no GPU: one whose modules load and whose other functions answer with the
     /// error that there is no device is enough. Without any, cuDNN plans nothing; so this runs on demand.
     #[test]
-    fn cudnn_plans_every_size_for_an_h200() -> Result<()> {
+    fn cudnn_plans_every_size_for_an_h100_and_an_h200() -> Result<()> {
         if std::env::var_os("CANDLE_TRAIN_CUDNN_PLANS").is_none() {
             eprintln!("SKIPPED: CANDLE_TRAIN_CUDNN_PLANS is not set");
             return Ok(());
         }
         let library = Library::get().map_err(candle_core::Error::msg)?;
-        let text = format!("{H200}\0");
-        let properties = Descriptor::of(library, 38, &[(2702, Value::Text(&text))])?;
-        let target = Target::Properties(properties);
-        for (heads, kv_heads) in [(32, 8), (4, 4)] {
-            for (b, t, d) in [
-                (8, 4096, 64),
-                (1, 4096, 96),
-                (1, 4096, 128),
-                (2, 1000, 256),
-                (2, 37, 16),
-            ] {
-                for backward in [false, true] {
-                    let sizes = Sizes {
+        println!(
+            "| GPU | pass | b | t | heads | d | sequences a call | workspace MiB | sums MiB | configurations |"
+        );
+        for gpu in gpus() {
+            let properties =
+                Descriptor::of(library, 38, &[(2702, Value::Text(&format!("{gpu}\0")))])?;
+            let target = Target::Properties(properties.raw());
+            let name = if gpu.contains("H200") { "H200" } else { "H100" };
+            for ((heads, kv_heads), (b, t, d)) in [(32, 8), (4, 4)].into_iter().flat_map(|heads| {
+                [
+                    (8, 4096, 64),
+                    (1, 4096, 96),
+                    (8, 4096, 128),
+                    (2, 1000, 256),
+                    (2, 200, 64),
+                    (2, 129, 128),
+                    (2, 37, 16),
+                ]
+                .map(|sizes| (heads, sizes))
+            }) {
+                for pass in [Pass::Forward, Pass::Backward, Pass::DeterministicBackward] {
+                    let all = Sizes {
+                        pass,
                         b,
                         t,
                         heads,
                         kv_heads,
                         d,
-                        backward,
                     };
-                    let plan = Plan::new(library, &target, sizes.of_one_call())
-                        .map_err(|err| err.context(format!("{sizes:?}")))?;
-                    println!("{sizes:?}: {} bytes", plan.workspace_bytes);
-                    assert!(plan.workspace_bytes < 3 << 30, "{sizes:?}");
+                    let planned = |sizes: Sizes| -> Result<usize> {
+                        let plans = PlansOfSizes::new(library, target, sizes, None);
+                        let mut plans = plans.map_err(|err| err.context(format!("{sizes:?}")))?;
+                        Ok(plans.current()?.workspace_bytes)
+                    };
+                    let call = all.of_one_call(all.scratch_bytes(planned(all)?));
+                    let bytes = planned(call)?;
+                    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+                    let (workspace, sums) = (mib(bytes), mib(4 * call.num_sums()));
+                    let mut configurations = Configurations::new(library, target, call)?;
+                    println!(
+                        "| {name} | {pass:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {} | {workspace:.1} | {sums:.1} | {} |",
+                        call.b,
+                        configurations.count()?
+                    );
+                    assert!(call.scratch_bytes(bytes) < 3 << 30, "{all:?}");
+                    assert!(pass != Pass::Backward || call.b == b, "{all:?}");
                 }
             }
         }

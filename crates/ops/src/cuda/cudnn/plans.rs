@@ -1,9 +1,12 @@
 //! Handles and plans, kept for the life of the program.
 
+use super::choice::Choice;
+use super::configurations::{Configurations, Target};
 use super::library::{Library, Opaque, is_out_of_memory};
-use super::plan::{Plan, Target};
-use super::sizes::Sizes;
-use candle_core::{CudaDevice, Result};
+use super::plan::Plan;
+use super::sizes::{Pass, Sizes};
+use crate::GpuSettings;
+use candle_core::{CudaDevice, Error, Result};
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +18,11 @@ pub(super) struct Plans {
     /// By GPU.
     handles: HashMap<usize, Handle>,
     /// By GPU and sizes; none where cuDNN cannot.
-    plans: HashMap<(usize, Sizes), Option<Plan>>,
+    plans: HashMap<(usize, Sizes), Option<PlansOfSizes>>,
+    /// By GPU and sizes of all sequences.
+    calls: HashMap<(usize, Sizes), Sizes>,
+    /// Passes of which one plan was told.
+    passes: HashSet<Pass>,
     told: HashSet<String>,
 }
 
@@ -58,36 +65,148 @@ impl Plans {
         Ok(handle)
     }
 
-    /// The plan for `sizes`; none where cuDNN has none, which is told once and remembered.
+    /// As many of the sequences as a call takes: all, unless the plan for all says that it needs much memory. None where cuDNN
+    /// has no plan.
     ///
     /// # Errors
-    /// When memory is missing: our own kernels would need as much, and the next step would be slow without a reason.
+    /// As [`Self::plan`].
+    pub(super) fn sizes_of_one_call(
+        &mut self,
+        library: &'static Library,
+        (gpu, handle): (usize, Opaque),
+        sizes: Sizes,
+    ) -> Result<Option<Sizes>> {
+        if let Some(call) = self.calls.get(&(gpu, sizes)) {
+            return Ok(Some(*call));
+        }
+        let Some(plan) = self.plan(library, (gpu, handle), sizes)? else {
+            return Ok(None);
+        };
+        let call = sizes.of_one_call(sizes.scratch_bytes(plan.workspace_bytes));
+        if call != sizes {
+            self.plans.remove(&(gpu, sizes));
+        }
+        self.calls.insert((gpu, sizes), call);
+        Ok(Some(call))
+    }
+
+    /// The plan in use for `sizes`; none where cuDNN has none, which is told once and remembered.
+    ///
+    /// # Errors
+    /// When memory is missing: our own kernels would need as much, and the next step would be slow without a reason. When
+    /// all that could be planned have failed.
     pub(super) fn plan(
         &mut self,
         library: &'static Library,
-        handle: Opaque,
-        gpu: usize,
+        (gpu, handle): (usize, Opaque),
         sizes: Sizes,
     ) -> Result<Option<&Plan>> {
-        if !self.plans.contains_key(&(gpu, sizes)) {
-            let plan = match Plan::new(library, &Target::Handle(handle), sizes) {
-                Ok(plan) => Some(plan),
-                Err(err) if is_out_of_memory(&err) => return Err(err),
-                Err(err) => {
-                    self.tell(format!("{sizes:?}: {err}"));
-                    None
-                }
-            };
-            self.plans.insert((gpu, sizes), plan);
+        let plans = match self.plans.entry((gpu, sizes)) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let only = GpuSettings::get()?.cudnn_config;
+                entry.insert(
+                    match PlansOfSizes::new(library, Target::Handle(handle), sizes, only) {
+                        Ok(plans) => {
+                            if self.passes.insert(sizes.pass) {
+                                tracing::info!("{}", plans.describe());
+                            }
+                            Some(plans)
+                        }
+                        Err(err) if is_out_of_memory(&err) => return Err(err),
+                        Err(err) => {
+                            tell(&mut self.told, format!("{sizes:?}: {err}"));
+                            None
+                        }
+                    },
+                )
+            }
+        };
+        match plans {
+            Some(plans) => plans.current().map(Some),
+            None => Ok(None),
         }
-        Ok(self.plans.get(&(gpu, sizes)).and_then(Option::as_ref))
+    }
+
+    /// The plan in use has failed: the next is tried.
+    ///
+    /// # Errors
+    /// When memory was missing.
+    pub(super) fn failed(&mut self, gpu: usize, sizes: Sizes, err: Error) -> Result<()> {
+        match self.plans.get_mut(&(gpu, sizes)) {
+            Some(Some(plans)) => plans.choice.failed(err),
+            _ => Err(err),
+        }
     }
 
     /// Says once why attention is computed by our own kernels.
     pub(super) fn tell(&mut self, reason: String) {
-        if !self.told.contains(&reason) {
-            tracing::warn!("attention is computed without cuDNN, slowly: {reason}");
-            self.told.insert(reason);
-        }
+        tell(&mut self.told, reason);
+    }
+}
+
+fn tell(told: &mut HashSet<String>, reason: String) {
+    if !told.contains(&reason) {
+        tracing::warn!("attention is computed without cuDNN, slowly: {reason}");
+        told.insert(reason);
+    }
+}
+
+/// What cuDNN suggests for a pass, and the one in use.
+pub(super) struct PlansOfSizes {
+    sizes: Sizes,
+    configurations: Configurations,
+    choice: Choice<Plan>,
+    /// The number that the user asked for, or the last.
+    only: Option<usize>,
+}
+
+impl PlansOfSizes {
+    /// Those of which one can be planned.
+    pub(super) fn new(
+        library: &'static Library,
+        target: Target,
+        sizes: Sizes,
+        only: Option<usize>,
+    ) -> Result<Self> {
+        let mut configurations = Configurations::new(library, target, sizes)?;
+        let only = match only {
+            Some(only) => Some(only.min(configurations.count()?.saturating_sub(1))),
+            None => None,
+        };
+        let mut plans = Self {
+            sizes,
+            configurations,
+            choice: Choice::new(only.unwrap_or(0)),
+            only,
+        };
+        plans.current()?;
+        Ok(plans)
+    }
+
+    /// The one in use.
+    pub(super) fn current(&mut self) -> Result<&Plan> {
+        let (configurations, only) = (&mut self.configurations, self.only);
+        let plan = |number: usize| match only {
+            Some(only) if number > only => Ok(None),
+            _ => configurations.plan(number),
+        };
+        self.choice.current(plan)
+    }
+
+    /// What it is, for the log.
+    pub(super) fn describe(&self) -> String {
+        let Sizes { b, t, .. } = self.sizes;
+        let (number, workspace_bytes) = self
+            .choice
+            .in_use()
+            .map_or((0, 0), |(number, plan)| (number, plan.workspace_bytes));
+        let mib = |bytes: usize| bytes.div_ceil(1 << 20);
+        format!(
+            "attention by cuDNN, {}: configuration {number}, {} MiB of workspace and {} of sums for {b} sequences of {t} tokens",
+            self.sizes.pass,
+            mib(workspace_bytes),
+            mib(4 * self.sizes.num_sums())
+        )
     }
 }

@@ -1,21 +1,41 @@
 //! What a plan of attention is made for.
 
-/// Sizes of an attention, and its direction.
+use std::fmt::{Display, Formatter};
+
+/// Which pass, and how it adds up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Pass {
+    Forward,
+    /// The queries' gradient is added up in one f32 tensor, in the order in which blocks come to it.
+    Backward,
+    /// The queries' gradient is added up in a fixed order, from partial sums in the workspace.
+    DeterministicBackward,
+}
+
+/// For the log.
+impl Display for Pass {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward, added up as it comes (--deterministic: in a fixed order)",
+            Self::DeterministicBackward => "backward, added up in a fixed order",
+        })
+    }
+}
+
+/// Sizes of an attention, and its pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Sizes {
+    pub(super) pass: Pass,
     pub(super) b: usize,
     pub(super) t: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) d: usize,
-    pub(super) backward: bool,
 }
 
-/// Most bytes of a backward pass's partial sums, but for a single sequence that needs more.
-const MAX_PARTIAL_BYTES: usize = 1 << 30;
-
-/// Keys of a partial sum, in cuDNN 9.19's deterministic kernel for sm_90.
-const KEYS_PER_PARTIAL: usize = 128;
+/// Most bytes that a call may take beside its tensors, but for a single sequence that needs more.
+const MAX_SCRATCH_BYTES: usize = 2 << 30;
 
 impl Sizes {
     /// Rows of scores.
@@ -23,14 +43,23 @@ impl Sizes {
         self.b * self.heads * self.t
     }
 
-    /// The same for as many sequences as a call takes: they divide all, and the backward pass's workspace stays small.
-    pub(super) fn of_one_call(self) -> Self {
-        if !self.backward {
-            return self;
+    /// Values of the f32 tensor in which the queries' gradient is added up.
+    pub(super) fn num_sums(&self) -> usize {
+        match self.pass {
+            Pass::Backward => self.num_rows() * self.d,
+            Pass::Forward | Pass::DeterministicBackward => 0,
         }
-        let partials = self.t.div_ceil(KEYS_PER_PARTIAL);
-        let bytes = 4 * self.t * self.heads * self.d * partials;
-        let most = (MAX_PARTIAL_BYTES / bytes.max(1)).clamp(1, self.b.max(1));
+    }
+
+    /// Bytes of that tensor and of a workspace.
+    pub(super) fn scratch_bytes(&self, workspace_bytes: usize) -> usize {
+        4 * self.num_sums() + workspace_bytes
+    }
+
+    /// The same for as many sequences as a call takes, if one for all of them takes `scratch_bytes`: they divide all.
+    pub(super) fn of_one_call(self, scratch_bytes: usize) -> Self {
+        let bytes_each = (scratch_bytes / self.b.max(1)).max(1);
+        let most = (MAX_SCRATCH_BYTES / bytes_each).clamp(1, self.b.max(1));
         let b = (1..=most).rev().find(|b| self.b.is_multiple_of(*b));
         Self {
             b: b.unwrap_or(1),
@@ -41,28 +70,31 @@ impl Sizes {
 
 #[cfg(test)]
 mod tests {
-    use super::Sizes;
+    use super::{Pass, Sizes};
+
+    const SIZES: Sizes = Sizes {
+        pass: Pass::Backward,
+        b: 6,
+        t: 2048,
+        heads: 32,
+        kv_heads: 8,
+        d: 64,
+    };
 
     #[test]
-    fn calls_share_all_sequences_and_the_workspace_stays_small() {
-        let sizes = |b, t, backward| Sizes {
-            b,
-            t,
-            heads: 32,
-            kv_heads: 8,
-            d: 64,
-            backward,
-        };
-        for (b, t, backward, of_one_call) in [
-            (8, 4096, false, 8),
-            (8, 4096, true, 1),
-            (8, 2048, true, 4),
-            (6, 2048, true, 3),
-            (8, 128, true, 8),
-            (3, 1 << 20, true, 1),
-        ] {
-            let call = sizes(b, t, backward).of_one_call();
-            assert_eq!(call.b, of_one_call, "{b} sequences of {t}");
+    fn calls_share_all_sequences_and_scratch_memory_stays_small() {
+        for (scratch_gib, of_one_call) in [(0, 6), (2, 6), (3, 3), (4, 3), (6, 2), (12, 1), (99, 1)]
+        {
+            let call = SIZES.of_one_call(scratch_gib << 30);
+            assert_eq!(call.b, of_one_call, "{scratch_gib} GiB for all");
         }
+    }
+
+    #[test]
+    fn only_the_pass_in_no_fixed_order_has_a_tensor_of_sums() {
+        let bytes = |pass| Sizes { pass, ..SIZES }.scratch_bytes(1000);
+        assert_eq!(bytes(Pass::Forward), 1000);
+        assert_eq!(bytes(Pass::DeterministicBackward), 1000);
+        assert_eq!(bytes(Pass::Backward), 1000 + 4 * 6 * 2048 * 32 * 64);
     }
 }
