@@ -2,8 +2,10 @@
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,19 +50,31 @@ def arguments():
     return parser.parse_args()
 
 
+def new_report(smoke):
+    variables = {name: value for name, value in os.environ.items() if name.startswith("CANDLE_TRAIN_")}
+    return {"began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit(),
+            "machine": platform.node(), "variables": variables, "gpu": name_of_gpu(), "smoke": smoke, "secs": 0, "parts": {}}
+
+
+def print_row(name, row, smoke):
+    reached = {True: "yes", False: "no", None: ""}[row.get("reached")]
+    if smoke and "goal" in row:
+        reached = "not measured"
+    print(f"| {name} | {row['result']} | {row['secs']} | {row.get('goal', '')} | {reached} |", flush=True)
+
+
 def main():
     a = arguments()
     if a.rows:
         print(rows.table(rows.merged(a.rows)))
         return
-    calls = [word for word in a.parts if word in CALLS]
-    in_a_call = len(calls) == len(a.parts) == 1 and not a.smoke
-    budget = a.budget or (CALL_SECS if in_a_call else float("inf"))
+    # Ends as Ctrl-C does, with what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    is_a_call = len(a.parts) == 1 and a.parts[0] in CALLS
+    budget = a.budget or (CALL_SECS if is_a_call and not a.smoke else float("inf"))
     label = "-".join(a.parts) if 0 < len(a.parts) <= 3 else "parts" if a.parts else "all"
     a.output.mkdir(parents=True, exist_ok=True)
-    report = {"began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "commit": commit(),
-              "machine": platform.node(), "gpu": name_of_gpu(), "smoke": a.smoke, "secs": 0, "parts": {}}
-    began = time.monotonic()
+    report, began = new_report(a.smoke), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = Runner(a.smoke, folder, budget)
         if a.smoke:
@@ -68,10 +82,7 @@ def main():
         print("| part | result | seconds | goal | reached |\n|---|---|---|---|---|", flush=True)
         for name in chosen(a.parts):
             row = report["parts"][name] = run_part(run, name)
-            reached = {True: "yes", False: "no", None: ""}[row.get("reached")]
-            if a.smoke and "goal" in row:
-                reached = "not measured"
-            print(f"| {name} | {row['result']} | {row['secs']} | {row.get('goal', '')} | {reached} |", flush=True)
+            print_row(name, row, a.smoke)
             # After each part: whoever ends this run early has what was measured.
             report |= {"secs": round(time.monotonic() - began, 1), "gpu": report["gpu"] or gpu_of(report["parts"])}
             (a.output / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")

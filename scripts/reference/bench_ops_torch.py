@@ -50,25 +50,37 @@ def products(device, shapes):
             print(json.dumps({"op": f"{shape} {op}", "secs": secs, "tflops": 2 * rows * num_in * num_out / secs / 1e12}))
 
 
+def passes(device, backend, inputs, grad):
+    """Seconds of the forward and the backward pass."""
+    with sdpa_kernel(backend):
+        run = lambda: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=inputs[0].shape[1] != inputs[1].shape[1])
+        out = run()
+        return (secs_of_call(device, run),
+                secs_of_call(device, lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)))
+
+
 def attention(device, shapes):
     for shape in shapes:
         b, t, heads, kv_heads, d = map(int, shape.split(","))
         q, k, v, grad = (torch.randn((b, t, h, d), device=device, dtype=torch.bfloat16).transpose(1, 2)
                          for h in (heads, kv_heads, kv_heads, heads))
-        inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        repeated = [tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (k, v)]
         for name, backend in BACKENDS.items():
             line = {"backend": name, "head_dim": d}
-            try:
-                with sdpa_kernel(backend):
-                    run = lambda: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads != kv_heads)
-                    out = run()
-                    forward = secs_of_call(device, run)
-                    backward = secs_of_call(device, lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
-            except RuntimeError as error:
-                print(json.dumps({**line, "op": "forward", "failed": str(error).splitlines()[0]}))
+            # What does not know of groups of heads gets each key and value as often as they are read.
+            for kv in ((k, v), repeated):
+                line["kv_heads"] = kv[0].shape[1]
+                inputs = [tensor.detach().requires_grad_() for tensor in (q, *kv)]
+                try:
+                    secs = passes(device, backend, inputs, grad)
+                    break
+                except RuntimeError as error:
+                    secs, failed = None, str(error).splitlines()[0]
+            if not secs:
+                print(json.dumps({**line, "op": "forward", "failed": failed}))
                 continue
             flops = 2 * b * heads * t * t * d
-            for op, secs, flops in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
+            for op, secs, flops in (("forward", secs[0], flops), ("backward", secs[1], 2.5 * flops)):
                 print(json.dumps({**line, "op": op, "secs": secs, "tflops": flops / secs / 1e12}))
 
 
