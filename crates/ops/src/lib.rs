@@ -10,7 +10,8 @@
 //! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
 //! device's one stream and without waiting for it. They sum in orders of their own, which depend on the shapes alone, so
 //! bits differ from the CPU's, but not from run to run; sums of several products (`linear_input_grad_sum`) are rounded
-//! after each.
+//! after each. Only cuDNN's backward pass of attention, in bf16 with the feature `cudnn`, adds in no fixed order, unless
+//! [`GpuSettings::deterministic`] is set.
 //!
 //! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
 //! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and

@@ -50,6 +50,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         ],
     ),
     ("--check-collectives", &["processes", "rank 0"]),
+    ("--deterministic", &["same bits", "attention"]),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
     ("--dtype", &["[default: f32]", "bf16"]),

@@ -28,7 +28,10 @@ impl NcclCommunicator {
         }
         let compute = stream_of(&config.device)?;
         sys::check_version()?;
-        if rank == 0 && world_size > 1 && std::env::var("CUDA_MODULE_LOADING").as_deref() != Ok("EAGER") {
+        if rank == 0
+            && world_size > 1
+            && std::env::var("CUDA_MODULE_LOADING").as_deref() != Ok("EAGER")
+        {
             tracing::info!(
                 "CUDA_MODULE_LOADING=EAGER is safer: kernels of cuBLAS and cuDNN load at their first use, which may wait for an operation of NCCL that waits for another rank"
             );

@@ -2,9 +2,10 @@
 //! `delta = rowsum(dO O)`, `dV = P^T dO`, `dS = scale P (dO V^T - delta)`, `dQ = dS K`, `dK = dS^T Q`, gradients of a head of
 //! keys and values being summed over the heads of queries that read it.
 //!
-//! cuDNN chooses how to add up dQ by where it goes: into an f32 tensor in memory, which is then rounded, blocks add what they
-//! have as they come; straight into the bf16 result they leave partial sums that are added in order. From 9.6 on cuDNN sets the f32 tensor to zero itself
-//! (NVIDIA's cudnn-frontend 1.32, `scaled_dot_product_flash_attention.h`, has both).
+//! cuDNN chooses how to add up dQ by where it goes. Into an f32 tensor in memory, which is then rounded, blocks of keys add what
+//! they have as they come; cuDNN sets the tensor to zero itself, from 9.6 on. For dQ straight into the bf16 result it keeps dS in
+//! the workspace, `2 heads t^2` bytes a sequence, and multiplies it with K after. (Both by NVIDIA's cudnn-frontend 1.32,
+//! `scaled_dot_product_flash_attention.h`, and by the workspaces of the plans.)
 
 use super::graph::{
     BFLOAT16, DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE,

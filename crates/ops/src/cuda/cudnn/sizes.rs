@@ -8,7 +8,7 @@ pub(super) enum Pass {
     Forward,
     /// The queries' gradient is added up in one f32 tensor, in the order in which blocks come to it.
     Backward,
-    /// The queries' gradient is added up in a fixed order, from partial sums in the workspace.
+    /// The queries' gradient is added up in a fixed order, from the gradients of all scores, which lie in the workspace in bf16.
     DeterministicBackward,
 }
 
