@@ -1,6 +1,7 @@
 """What scripts/gpu-check.sh runs: each program is a process of its own with a deadline; what one part does cannot stop the next."""
 import argparse
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -56,6 +57,13 @@ def new_report(smoke):
             "machine": platform.node(), "variables": variables, "gpu": name_of_gpu(), "smoke": smoke, "secs": 0, "parts": {}}
 
 
+def new_label(folder, words):
+    """For the files of a run: no earlier run loses its own."""
+    label = "-".join(words) or "all"
+    numbered = (f"{label}{suffix}" for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))))
+    return next(label for label in numbered if not (folder / f"{label}.json").exists())
+
+
 def print_row(name, row, smoke):
     reached = {True: "yes", False: "no", None: ""}[row.get("reached")]
     if smoke and "goal" in row:
@@ -72,8 +80,8 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     is_a_call = len(a.parts) == 1 and a.parts[0] in CALLS
     budget = a.budget or (CALL_SECS if is_a_call and not a.smoke else float("inf"))
-    label = "-".join(a.parts) if 0 < len(a.parts) <= 3 else "parts" if a.parts else "all"
     a.output.mkdir(parents=True, exist_ok=True)
+    label = new_label(a.output, a.parts)
     report, began = new_report(a.smoke), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = Runner(a.smoke, folder, budget)

@@ -79,7 +79,7 @@ class Runner:
             try:
                 code = process.wait(timeout=secs)
             except subprocess.TimeoutExpired:
-                code = f"none within {secs:.0f} s"
+                code = f"none within {secs:.0f} s" + (", when the call's time was over" if secs < deadline else "")
             finally:
                 # What it has started goes with it: a process that stays would keep memory of the GPU.
                 with contextlib.suppress(ProcessLookupError):
