@@ -4,12 +4,18 @@
 //! and nothing frozen the line also tells the time that the products of the linear layers take alone: no step can be faster.
 //!
 //! On a GPU the host runs ahead: a step ends when the loss is read, so the time of AdamW counts in the step that follows.
-//! `--profile` tells what the GPU does operation by operation.
+//! `--profile` tells what the GPU does operation by operation, in steps of their own after the measured ones: events take time.
+//!
+//! Every step trains on the same tokens, which depend on the vocabulary and their number alone: ids `x mod vocabulary` of
+//! `x = 1, 48271, ..`, each the last times 48271 modulo 2^31 - 1. With `--model` the weights are those of a checkpoint, so that
+//! losses and norms can be compared with another program's.
 //!
 //! | field of the line | unit and meaning |
 //! |---|---|
 //! | `system`, `device`, `dtype` | the program and its version; `cpu` or the GPU's name; type of weights and activations |
 //! | `step_secs`, `min_step_secs` | median and shortest step |
+//! | `losses`, `grad_norms` | of every step, the two that warm up included: mean over the tokens, and L2 norm before clipping |
+//! | `micro_batch_size` | sequences that go through the model together |
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
 //! | `attention` | the code that computed it: `cpu`, `own` kernels on a GPU, `cudnn`, or two of them if cuDNN could not do all |
@@ -26,6 +32,7 @@
 //! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
 //! --vocab-size 128256 --seq-len 4096 --batch-size 1 --freeze 'proj|embed_tokens|lm_head'`
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
@@ -47,6 +54,9 @@ use clap::Parser;
 #[derive(Parser, Debug)]
 #[command(name = "bench_train")]
 struct Args {
+    /// Folder of a checkpoint, which gives weights and shape, in place of random weights
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "vocab_size", "tie"])]
+    model: Option<PathBuf>,
     /// Width of the residual stream
     #[arg(long, default_value_t = 512)]
     hidden_size: usize,
@@ -71,6 +81,9 @@ struct Args {
     /// Sequences of a step, over all replicas
     #[arg(long, default_value_t = 4, value_name = "SEQUENCES")]
     batch_size: usize,
+    /// Sequences that go through the model together [default: the batch of a replica, cut into one part per pipeline stage]
+    #[arg(long, value_name = "SEQUENCES")]
+    micro_batch_size: Option<usize>,
     /// Measured steps, after two that warm up
     #[arg(long, default_value_t = 6)]
     steps: usize,
@@ -90,7 +103,7 @@ struct Args {
     /// Tensor-parallel degree
     #[arg(long, default_value_t = 1)]
     tp: usize,
-    /// Pipeline-parallel degree; the batch is cut into as many micro-batches
+    /// Pipeline-parallel degree
     #[arg(long, default_value_t = 1)]
     pp: usize,
     /// Data-parallel degree
@@ -102,17 +115,20 @@ struct Args {
     /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
-    /// Print the GPU time of each operation in the measured steps of the first GPU to stderr; these take longer then
+    /// Print the GPU time of each operation on the first GPU to stderr, from three more steps after the measured ones
     #[arg(long)]
     profile: bool,
 }
 
 const NUM_WARM_UP_STEPS: usize = 2;
+const NUM_PROFILED_STEPS: usize = 3;
 /// More threads than this in one process is a slip of the keyboard.
 const MAX_THREADS: usize = 1024;
 
 /// What the first rank measured.
 struct Measured {
+    losses: Vec<f64>,
+    grad_norms: Vec<f64>,
     step_secs: Vec<f64>,
     times: Vec<StepTimes>,
     num_parameters: usize,
@@ -135,7 +151,10 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args, flags: Flags) -> Result<()> {
-    let config = model_config(args);
+    let config = match &args.model {
+        Some(dir) => LlamaConfig::from_file(dir.join("config.json"))?,
+        None => model_config(args),
+    };
     let degrees = Degrees {
         pp: args.pp,
         dp: args.dp,
@@ -178,7 +197,7 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     let Some(mut first) = measured.into_iter().next() else {
         bail!("no rank measured anything");
     };
-    print(args, num_devices, &mut first)
+    print(args, &batch_config, num_devices, &mut first)
 }
 
 fn model_config(args: &Args) -> LlamaConfig {
@@ -202,10 +221,11 @@ fn model_config(args: &Args) -> LlamaConfig {
     }
 }
 
-/// One micro-batch per replica and stage, so that pipelines have something to overlap.
+/// Unless told, one micro-batch per replica and stage, so that pipelines have something to overlap.
 fn batch_config(args: &Args) -> Result<BatchConfig> {
     let parts = args.dp * args.pp;
-    if !args.batch_size.is_multiple_of(parts) || args.batch_size == 0 {
+    let is_divisible = args.batch_size.is_multiple_of(parts) && args.batch_size > 0;
+    if args.micro_batch_size.is_none() && !is_divisible {
         bail!(
             "--batch-size {} is not a multiple of dp({}) * pp({}) = {parts}",
             args.batch_size,
@@ -215,7 +235,7 @@ fn batch_config(args: &Args) -> Result<BatchConfig> {
     }
     Ok(BatchConfig {
         seq_len: args.seq_len,
-        micro_batch_size: args.batch_size / parts,
+        micro_batch_size: args.micro_batch_size.unwrap_or(args.batch_size / parts),
         global_batch_size: args.batch_size,
         shuffle: false,
         seed: 0,
@@ -231,7 +251,11 @@ fn bench(
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
     let dtype: DType = args.dtype.into();
-    let store = args.freeze.apply(ParamStore::init(0));
+    let store = match &args.model {
+        Some(dir) => ParamStore::from_pretrained(dir)?,
+        None => ParamStore::init(0),
+    };
+    let store = args.freeze.apply(store);
     let vb = store.builder(dtype, mesh.world.device());
     let stage = Llama::stage(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
@@ -239,26 +263,10 @@ fn bench(
     let num_parameters = stage.params().num_global_values();
     let num_trainable_parameters = stage.params().num_trainable_values();
     let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
-    let num_steps = NUM_WARM_UP_STEPS + args.steps;
-    let train = TrainConfig {
-        lr_schedule: LrSchedule {
-            lr: 1e-4,
-            min_lr_ratio: 1.0,
-            warmup_steps: 0,
-            num_steps,
-        },
-        adamw: AdamWConfig::default(),
-        max_grad_norm: Some(1.0),
-        zero: ZeroStage::One,
-        overlap: !args.no_overlap,
-        schedule: Schedule::OneForwardOneBackward,
-    };
-    // A multiplicative generator modulo 2^31 - 1: any tokens do, they only have to be spread over the vocabulary.
-    let next = |id: &u64| Some(id * 48271 % 0x7fff_ffff);
-    let ids =
-        std::iter::successors(Some(1u64), next).map(|id| (id % args.vocab_size as u64) as u32);
-    let num_ids = args.batch_size * args.seq_len + 1;
-    let tokens = Tokens::from_ids(ids.take(num_ids).collect());
+    let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
+    let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
+    let train = train_config(num_measured_steps + num_profiled_steps, !args.no_overlap);
+    let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, stage)?;
@@ -266,6 +274,8 @@ fn bench(
         trainer = trainer.with_device_times();
     }
     let mut measured = Measured {
+        losses: Vec::new(),
+        grad_norms: Vec::new(),
         step_secs: Vec::new(),
         times: Vec::new(),
         num_parameters,
@@ -276,25 +286,21 @@ fn bench(
         gpu: None,
         profile: None,
     };
-    let is_profiled = args.profile && mesh.world.rank() == 0;
     let mut faults_before = 0;
-    for step in 0..num_steps {
+    for step in 0..num_measured_steps {
         if step == NUM_WARM_UP_STEPS {
             faults_before = page_faults();
-            if is_profiled {
-                Profile::start(mesh.world.device())?;
-            }
         }
-        let report = trainer.train_step(&batches.batch(step)?)?;
+        let secs = measured.train_step(&mut trainer, &batches)?;
         if step >= NUM_WARM_UP_STEPS {
-            measured.step_secs.push(report.step_secs);
+            measured.step_secs.push(secs);
             measured.times.push(trainer.times());
         }
     }
-    if is_profiled {
-        measured.profile = Some(Profile::finish(mesh.world.device(), args.steps)?);
-    }
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
+    if args.profile {
+        measured.profile_steps(&mut trainer, &batches, &mesh)?;
+    }
     measured.gpu = GpuState::of(mesh.world.device())?;
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
     if is_one_cpu && num_trainable_parameters == num_parameters {
@@ -304,7 +310,66 @@ fn bench(
     Ok(measured)
 }
 
-fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()> {
+impl Measured {
+    /// Trains a step and returns its seconds.
+    fn train_step(&mut self, trainer: &mut Trainer, batches: &Batches) -> Result<f64> {
+        let report = trainer.train_step(&batches.batch(trainer.step())?)?;
+        self.losses.push(report.loss);
+        self.grad_norms.push(report.grad_norm);
+        Ok(report.step_secs)
+    }
+
+    /// Trains a few steps more, on the first rank between events.
+    fn profile_steps(
+        &mut self,
+        trainer: &mut Trainer,
+        batches: &Batches,
+        mesh: &Mesh,
+    ) -> Result<()> {
+        let device = mesh.world.device();
+        let is_profiled = mesh.world.rank() == 0;
+        if is_profiled {
+            Profile::start(device)?;
+        }
+        for _ in 0..NUM_PROFILED_STEPS {
+            self.train_step(trainer, batches)?;
+        }
+        if is_profiled {
+            self.profile = Some(Profile::finish(device, NUM_PROFILED_STEPS)?);
+        }
+        Ok(())
+    }
+}
+
+fn train_config(num_steps: usize, overlap: bool) -> TrainConfig {
+    TrainConfig {
+        lr_schedule: LrSchedule {
+            lr: 1e-4,
+            min_lr_ratio: 1.0,
+            warmup_steps: 0,
+            num_steps,
+        },
+        adamw: AdamWConfig::default(),
+        max_grad_norm: Some(1.0),
+        zero: ZeroStage::One,
+        overlap,
+        schedule: Schedule::OneForwardOneBackward,
+    }
+}
+
+/// A multiplicative generator modulo 2^31 - 1: any tokens do, they only have to be spread over the vocabulary.
+fn tokens(vocab_size: usize, count: usize) -> Tokens {
+    let next = |id: &u64| Some(id * 48271 % 0x7fff_ffff);
+    let ids = std::iter::successors(Some(1u64), next).map(|id| (id % vocab_size as u64) as u32);
+    Tokens::from_ids(ids.take(count).collect())
+}
+
+fn print(
+    args: &Args,
+    batch_config: &BatchConfig,
+    num_devices: usize,
+    measured: &mut Measured,
+) -> Result<()> {
     let steps = &mut measured.step_secs;
     if steps.is_empty() {
         bail!("--steps is 0: nothing was measured");
@@ -326,6 +391,9 @@ fn print(args: &Args, num_devices: usize, measured: &mut Measured) -> Result<()>
         "dtype": DType::from(args.dtype).as_str(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
+        "losses": measured.losses,
+        "grad_norms": measured.grad_norms,
+        "micro_batch_size": batch_config.micro_batch_size,
         "tokens_per_sec": tokens_per_sec,
         "flops_per_token": measured.flops_per_token,
         "device": device,

@@ -8,9 +8,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 examples=("${@:-finetune_llama}")
-[ $# -gt 0 ] || examples+=(pretrain_llama bench_train bench_attention)
+[ $# -gt 0 ] || examples+=(pretrain_llama bench_train bench_gpu)
 target=$PWD/target/cuda
-max_bundle_bytes=$((64 << 20))
+# 64 MiB are carried, of which the repository takes 11.
+max_bundle_bytes=$((50 << 20))
 began=$SECONDS
 
 . scripts/cuda-env.sh

@@ -73,3 +73,44 @@ fn a_profile_needs_a_gpu() {
     let outcome = bench().flag("--device", "cpu").switch("--profile").run();
     outcome.assert_error(&["--profile", "CUDA events", "CPU", "hint: --device cuda"]);
 }
+
+#[test]
+fn losses_and_norms_of_each_step_do_not_depend_on_micro_batches() {
+    let run = |size: usize| {
+        let program = bench().flag("--device", "cpu").flag("--batch-size", 4);
+        measured(program.flag("--steps", 2).flag("--micro-batch-size", size))
+    };
+    let (whole, parts) = (run(4), run(1));
+    assert_eq!(whole["micro_batch_size"], 4);
+    assert_eq!(parts["micro_batch_size"], 1);
+    for field in ["losses", "grad_norms"] {
+        let values = |line: &Value| -> Vec<f64> {
+            let values = line[field].as_array().unwrap();
+            values.iter().map(|value| value.as_f64().unwrap()).collect()
+        };
+        let (whole, parts) = (values(&whole), values(&parts));
+        // Two steps after two that warm up.
+        assert_eq!(whole.len(), 4, "{field}");
+        for (whole, parts) in whole.iter().zip(&parts) {
+            assert!(
+                (whole - parts).abs() <= 1e-5 * whole,
+                "{field}: {whole} {parts}"
+            );
+        }
+    }
+    let losses = whole["losses"].as_array().unwrap();
+    assert!(losses[3].as_f64() < losses[0].as_f64(), "{losses:?}");
+}
+
+#[test]
+fn a_checkpoint_gives_weights_and_shape() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama");
+    let program = || {
+        let program = Program::example("bench_train").flag("--model", model);
+        program.flag("--device", "cpu").flag("--seq-len", 8)
+    };
+    let line = measured(program().flag("--batch-size", 1).flag("--steps", 1));
+    assert!(line["parameters"].as_u64().unwrap() > 1_000_000);
+    let outcome = program().flag("--layers", 3).run();
+    outcome.assert_error(&["--layers", "--model"]);
+}

@@ -74,17 +74,30 @@ fn select(
     shard: Option<&Shard>,
     draw: impl Fn(&mut ChaCha8Rng) -> f64 + Sync,
 ) -> Vec<f32> {
+    let rng_of = |chunk: usize| {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(chunk as u64);
+        rng
+    };
+    let num_values = shape.elem_count();
+    if shard.is_none() {
+        let mut values = vec![0f32; num_values];
+        let chunks = values.par_chunks_mut(CHUNK).enumerate();
+        chunks.for_each(|(chunk, values)| {
+            let mut rng = rng_of(chunk);
+            values.fill_with(|| draw(&mut rng) as f32);
+        });
+        return values;
+    }
     let dims = shape.dims();
     let inner: usize = shard.map_or(1, |shard| dims[shard.dim + 1..].iter().product());
     let is_held = |index: usize| {
         shard.is_none_or(|shard| shard.range.contains(&(index / inner % shard.global)))
     };
-    let num_values = shape.elem_count();
     let chunks = (0..num_values.div_ceil(CHUNK)).into_par_iter();
     let chunks: Vec<Vec<f32>> = chunks
         .map(|chunk| {
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            rng.set_stream(chunk as u64);
+            let mut rng = rng_of(chunk);
             let indices = chunk * CHUNK..num_values.min((chunk + 1) * CHUNK);
             let values = indices.map(|index| (index, draw(&mut rng) as f32));
             let held = values.filter(|(index, _)| is_held(*index));

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
+use candle_ops::round_into;
 
 use super::builder::ParamBuilder;
 use super::init::init_values;
@@ -59,6 +60,16 @@ pub(crate) struct ParamRequest<'a> {
     pub dtype: DType,
     pub device: &'a Device,
     pub block: usize,
+}
+
+/// f32 values in another type; on all threads if that is bf16, as billions of them are.
+fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
+    if dtype != DType::BF16 || values.elem_count() == 0 {
+        return values.to_dtype(dtype);
+    }
+    let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;
+    round_into(&rounded, &values)?;
+    Ok(rounded)
 }
 
 impl ParamStore {
@@ -190,7 +201,7 @@ impl ParamStore {
                 checkpoint.dtype(&name)?,
             ),
         };
-        let values = Tensor::from_vec(values, local_dims, &Device::Cpu)?.to_dtype(dtype)?;
+        let values = in_dtype(Tensor::from_vec(values, local_dims, &Device::Cpu)?, dtype)?;
         let num_bytes = values.elem_count() * dtype.size_in_bytes();
         let on_device = || Var::from_tensor(&values.to_device(device)?);
         let var = on_device().map_err(|err| {

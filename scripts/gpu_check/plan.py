@@ -1,0 +1,58 @@
+"""Which parts there are, in which call, and for how long."""
+import dataclasses
+import time
+import typing
+
+import correct
+import speed
+from runner import MIN_SECS, OutOfTime
+
+# A call ends within 9 minutes: what a command may take where a GPU is lent by the command, less a minute.
+CALL_SECS = 530
+
+
+@dataclasses.dataclass
+class Part:
+    call: str
+    # By estimate, on an H100.
+    secs: int
+    run: typing.Callable
+
+
+PARTS = {
+    "preflight": Part("first", 30, correct.preflight),
+    "step": Part("first", 60, speed.step),
+    "one_step": Part("first", 75, correct.one_step),
+    "attention": Part("first", 60, speed.attention),
+    "products": Part("first", 45, speed.products),
+    "kernels": Part("first", 15, speed.kernels),
+    "operations": Part("first", 60, correct.operations),
+    "sanitizer": Part("first", 120, correct.sanitizer),
+    "full": Part("second", 330, speed.full),
+    "parity": Part("second", 120, correct.parity),
+    "finetune": Part("second", 30, correct.finetune),
+    "frozen": Part("third", 280, speed.frozen),
+    "bf16": Part("third", 80, correct.bf16),
+    "communication": Part("third", 30, correct.communication),
+    "nccl": Part("third", 30, correct.nccl),
+    "nccl_shared": Part("third", 60, correct.nccl_shared),
+}
+CALLS = list(dict.fromkeys(part.call for part in PARTS.values()))
+
+
+def chosen(words):
+    """Parts of the calls and names given; of all calls without any."""
+    return [name for name, part in PARTS.items() if not words or name in words or part.call in words]
+
+
+def run_part(run, name):
+    start = time.monotonic()
+    try:
+        if run.left() < MIN_SECS:
+            raise OutOfTime("the call's time is over")
+        row = PARTS[name].run(run)
+    except OutOfTime as error:
+        row = {"result": f"SKIPPED: {error}"}
+    except Exception as error:  # whatever one part does, the next one runs
+        row = {"result": f"FAILED: {error}", "reached": False}
+    return row | {"secs": round(time.monotonic() - start, 1), "planned_secs": PARTS[name].secs}
