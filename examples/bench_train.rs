@@ -43,9 +43,12 @@ use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
     explain_out_of_memory,
 };
+use candle_train_cli::{
+    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, fingerprint_of_program, keep_freed_memory,
+    parse,
+};
 use candle_train_examples::{
-    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, fingerprint_of_program, flops_per_token,
-    keep_freed_memory, page_faults, parse, peak_rss_bytes, peak_tflops, product_floor_secs,
+    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
 use clap::Parser;

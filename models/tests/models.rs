@@ -77,48 +77,76 @@ fn a_written_configuration_is_read_again() {
 
 #[test]
 fn a_field_of_the_wrong_kind_is_named() {
-    for (fields, part) in [
+    for (fields, got, expected) in [
         (
             r#""hidden_size": "32""#,
-            r#"hidden_size is "32"; expected a whole number"#,
+            r#"hidden_size: invalid type: string "32""#,
+            "usize",
         ),
         (
             r#""hidden_size": 32.5"#,
-            "hidden_size is 32.5; expected a whole number",
+            "hidden_size: invalid type: floating point `32.5`",
+            "usize",
         ),
-        (r#""vocab_size": null"#, "vocab_size is missing; expected"),
+        (
+            r#""hidden_size": -1"#,
+            "hidden_size: invalid value: integer `-1`",
+            "usize",
+        ),
         (
             r#""eos_token_id": -1"#,
-            "eos_token_id is -1; expected a token id",
+            "eos_token_id[0]: invalid value: integer `-1`",
+            "u32",
         ),
         (
             r#""eos_token_id": [1, "2"]"#,
-            r#"eos_token_id is [1,"2"]; expected"#,
+            r#"eos_token_id[1]: invalid type: string "2""#,
+            "u32",
         ),
         (
             r#""bos_token_id": 4294967296"#,
-            "bos_token_id is 4294967296; expected",
+            "bos_token_id: invalid value: integer `4294967296`",
+            "u32",
         ),
         (
             r#""rms_norm_eps": "small""#,
-            r#"rms_norm_eps is "small"; expected a number"#,
+            r#"rms_norm_eps: invalid type: string "small""#,
+            "f64",
         ),
         (
             r#""tie_word_embeddings": 1"#,
-            "tie_word_embeddings is 1; expected true or false",
+            "tie_word_embeddings: invalid type: integer `1`",
+            "a boolean",
         ),
         (
             r#""architectures": "Llama""#,
-            r#"architectures is "Llama"; expected a list"#,
+            r#"architectures: invalid type: string "Llama""#,
+            "a sequence",
         ),
         (
             r#""rope_scaling": 2"#,
-            "rope_scaling is 2; expected an object",
+            "rope_scaling: invalid type: integer `2`",
+            "an object",
         ),
-        (r#""model_type": 2"#, "model_type is 2; expected a text"),
+        (
+            r#""rope_scaling": {"factor": "2"}"#,
+            r#"rope_scaling.factor: invalid type: string "2""#,
+            "f64",
+        ),
+        (
+            r#""rope_scaling": {"type": 2}"#,
+            "rope_scaling.type: invalid type: integer `2`",
+            "a string",
+        ),
+        (
+            r#""model_type": 2"#,
+            "model_type: invalid type: integer `2`",
+            "a string",
+        ),
     ] {
-        assert_error(fields, &[part]);
+        assert_error(fields, &[got, &format!(", expected {expected}")]);
     }
+    assert_error(r#""vocab_size": null"#, &["missing field `vocab_size`"]);
     let message = LlamaConfig::from_json("[]").unwrap_err().to_string();
     assert!(message.contains("expected a JSON object"), "{message}");
 }

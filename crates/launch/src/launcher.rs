@@ -1,4 +1,4 @@
-//! `candle-train launch`: starts the ranks of a run and ends them together.
+//! The launcher behind `candle-train launch`: starts the ranks of a run and ends them together.
 //!
 //! Two layers, the same for one host and for many. The *front*, which the user starts, starts one *agent* per host,
 //! directly or through ssh; an agent starts the ranks of its host, and no process below it outlives it.
@@ -12,13 +12,13 @@
 
 mod agent;
 mod agent_command;
+mod config;
 mod dry_run;
 mod end;
 mod front;
 mod host_plan;
 mod hostfile;
 mod layout;
-mod options;
 mod process_tree;
 mod program;
 mod rank_process;
@@ -28,7 +28,8 @@ mod signals;
 mod wire;
 
 pub use agent::run_agent;
+pub use config::LaunchConfig;
 pub use end::PEER_FAILED_EXIT_CODE;
 pub use front::launch;
-pub use options::LaunchOptions;
 pub use rank_process::become_rank;
+pub use rendezvous_address::RendezvousAddress;

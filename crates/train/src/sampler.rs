@@ -1,8 +1,8 @@
-//! Choice of the next token: greedy, or at random from the nucleus of `softmax(logits / temperature)` (arXiv:1904.09751).
+//! Choice of the next token, by candle-transformers' `LogitsProcessor`: the most likely one, or at random from the nucleus of
+//! `softmax(logits / temperature)` (arXiv:1904.09751).
 
-use candle_core::{Result, bail};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use candle_core::{Device, Result, Tensor, bail};
+use candle_transformers::generation::LogitsProcessor;
 use serde::{Deserialize, Serialize};
 
 /// How tokens are chosen.
@@ -38,19 +38,20 @@ impl SamplingConfig {
 }
 
 /// Chooses tokens; two samplers with one configuration choose the same ones.
-#[derive(Clone, Debug)]
-pub struct Sampler {
-    config: SamplingConfig,
-    rng: ChaCha8Rng,
-}
+pub struct Sampler(LogitsProcessor);
 
 impl Sampler {
     /// # Errors
     /// [`SamplingConfig::validate`] fails.
     pub fn new(config: SamplingConfig) -> Result<Self> {
         config.validate()?;
-        let rng = ChaCha8Rng::seed_from_u64(config.seed);
-        Ok(Self { config, rng })
+        let SamplingConfig {
+            temperature,
+            top_p,
+            seed,
+        } = config;
+        let processor = LogitsProcessor::new(seed, Some(temperature), Some(top_p));
+        Ok(Self(processor))
     }
 
     /// Chooses the next token from its `logits`, one per token of the vocabulary; -inf excludes a token. Of equally likely
@@ -59,63 +60,22 @@ impl Sampler {
     /// # Errors
     /// There are no logits, one of them is NaN or +inf, or all are -inf.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
-        if let Some(id) = logits
-            .iter()
-            .position(|l| l.is_nan() || *l == f32::INFINITY)
-        {
+        let is_bad = |logit: &f32| logit.is_nan() || *logit == f32::INFINITY;
+        if let Some(id) = logits.iter().position(is_bad) {
             bail!(
                 "the logit of token {id} is {}, expected finite numbers\nhint: the weights have diverged; lower the learning rate",
                 logits[id]
             );
         }
-        let mut best = 0;
-        for (id, logit) in logits.iter().enumerate() {
-            if *logit > logits[best] {
-                best = id;
-            }
-        }
-        if logits.get(best).is_none_or(|max| *max == f32::NEG_INFINITY) {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if max == f32::NEG_INFINITY {
             bail!(
                 "none of the {} tokens has a logit above -inf, so there is nothing to choose",
                 logits.len()
             );
         }
-        if self.config.temperature == 0.0 {
-            return Ok(best as u32);
-        }
-        let nucleus = self.nucleus(logits, f64::from(logits[best]));
-        let total: f64 = nucleus.iter().map(|(_, p)| p).sum();
-        // 53 random bits: a uniform number in [0, 1).
-        let mut left = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * total;
-        for &(id, p) in &nucleus {
-            if left < p {
-                return Ok(id);
-            }
-            left -= p;
-        }
-        // Rounding can leave a remainder after the last token.
-        Ok(nucleus.last().map_or(best as u32, |(id, _)| *id))
-    }
-
-    /// The most likely tokens, most likely first, with unnormalised probabilities `exp((logit - max) / temperature)`.
-    fn nucleus(&self, logits: &[f32], max: f64) -> Vec<(u32, f64)> {
-        let mut tokens: Vec<(u32, f64)> = (0u32..)
-            .zip(logits)
-            .map(|(id, l)| (id, ((f64::from(*l) - max) / self.config.temperature).exp()))
-            .filter(|(_, p)| *p > 0.0)
-            .collect();
-        tokens.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        if self.config.top_p < 1.0 {
-            let wanted = self.config.top_p * tokens.iter().map(|(_, p)| p).sum::<f64>();
-            let mut sum = 0.0;
-            let size = tokens.iter().take_while(|(_, p)| {
-                let is_needed = sum < wanted;
-                sum += p;
-                is_needed
-            });
-            let size = size.count();
-            tokens.truncate(size);
-        }
-        tokens
+        // The largest becomes 0, so that no quotient by a small temperature is infinite.
+        let logits = logits.iter().map(|logit| logit - max);
+        self.0.sample(&Tensor::from_iter(logits, &Device::Cpu)?)
     }
 }

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::example;
 use crate::program::Program;
 
 /// A model of hidden width 16, MLP width 24, 2 layers, 2 heads, 1 key/value head, vocabulary 50.
@@ -18,7 +19,7 @@ fn bench() -> Program {
     ];
     sizes
         .into_iter()
-        .fold(Program::example("bench_train"), |program, (flag, value)| {
+        .fold(example("bench_train"), |program, (flag, value)| {
             program.flag(flag, value)
         })
 }

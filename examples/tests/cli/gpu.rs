@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 
+use crate::example;
 use crate::program::Program;
 
 fn bench() -> Program {
@@ -15,7 +16,7 @@ fn bench() -> Program {
         ("--vocab-size", 50),
         ("--seq-len", 8),
     ];
-    let program = Program::example("bench_train").flag("--device", "cuda");
+    let program = example("bench_train").flag("--device", "cuda");
     sizes
         .into_iter()
         .fold(program, |program, (flag, value)| program.flag(flag, value))

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use serde::Serialize;
 
 use super::config_file::ConfigFile;
 
@@ -16,7 +17,7 @@ const MAX_LAYERS: usize = 1 << 16;
 const MAX_VALUES: u128 = 1 << 48;
 
 /// Everything about a Llama model that is not a weight.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LlamaConfig {
     /// Number of tokens.
     pub vocab_size: usize,
@@ -37,6 +38,7 @@ pub struct LlamaConfig {
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// How the rotary frequencies are scaled.
+    #[serde(skip)]
     pub rope: RopeKind,
     /// Longest sequence.
     pub max_position_embeddings: usize,
@@ -49,11 +51,13 @@ pub struct LlamaConfig {
     /// First token of a text, if the model has one.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a text.
+    #[serde(skip)]
     pub eos_token_ids: Vec<u32>,
 }
 
 /// Scaling of the rotary frequencies, by its name in config.json.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeKind {
     /// None.
     Default,

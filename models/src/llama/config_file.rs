@@ -1,15 +1,18 @@
 //! `config.json` as it is found in the wild.
 
-use candle_core::{Result, bail};
-use serde_json::{Map, Value, json};
+use candle_core::{Error, Result, bail};
+use serde::Deserialize;
+use serde_json::{Value, json};
 
 use super::config::{LlamaConfig, RopeKind};
-use super::config_fields::ConfigFields;
 
-/// The fields of `config.json` that say something about the computation. Others are ignored, as `transformers` does.
+/// The fields of `config.json` that say something about the computation. Others are ignored and `null` counts as absent, as in
+/// `transformers`.
+#[derive(Deserialize)]
 pub(super) struct ConfigFile {
     model_type: Option<String>,
-    architectures: Option<Vec<String>>,
+    #[serde(default)]
+    architectures: Vec<String>,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -20,8 +23,8 @@ pub(super) struct ConfigFile {
     hidden_act: Option<String>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<Map<String, Value>>,
-    rope_parameters: Option<Map<String, Value>>,
+    rope_scaling: Option<RopeFields>,
+    rope_parameters: Option<RopeFields>,
     partial_rotary_factor: Option<f64>,
     max_position_embeddings: Option<usize>,
     tie_word_embeddings: Option<bool>,
@@ -32,77 +35,65 @@ pub(super) struct ConfigFile {
     dtype: Option<Value>,
     torch_dtype: Option<Value>,
     bos_token_id: Option<u32>,
-    eos_token_ids: Vec<u32>,
+    #[serde(default)]
+    eos_token_id: Vec<u32>,
+}
+
+/// `rope_scaling` of transformers 4, `rope_parameters` of 5.
+#[derive(Deserialize)]
+#[serde(expecting = "an object")]
+struct RopeFields {
+    rope_type: Option<String>,
+    r#type: Option<String>,
+    rope_theta: Option<f64>,
+    partial_rotary_factor: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<f64>,
 }
 
 impl ConfigFile {
     pub fn parse(text: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text)
-            .map_err(|err| candle_core::Error::msg(format!("not a JSON file: {err}")))?;
-        let model_type = value.get("model_type").and_then(Value::as_str);
+        let mut value: Value = serde_json::from_str(text)
+            .map_err(|err| Error::msg(format!("not a JSON file: {err}")))?;
+        let Value::Object(fields) = &mut value else {
+            bail!("not a Llama configuration: expected a JSON object");
+        };
+        fields.retain(|_, value| !value.is_null());
+        let model_type = fields.get("model_type").and_then(Value::as_str);
         if let Some(other) = model_type.filter(|model_type| *model_type != "llama") {
             bail!("model_type is {other:?}; supported: \"llama\"");
         }
-        let Value::Object(fields) = value else {
-            bail!("not a Llama configuration: expected a JSON object");
-        };
-        Self::from_fields(&ConfigFields::new(fields))
-    }
-
-    fn from_fields(fields: &ConfigFields) -> Result<Self> {
-        Ok(Self {
-            model_type: fields.text("model_type")?,
-            architectures: fields.texts("architectures")?,
-            vocab_size: fields.required_size("vocab_size")?,
-            hidden_size: fields.required_size("hidden_size")?,
-            intermediate_size: fields.required_size("intermediate_size")?,
-            num_hidden_layers: fields.required_size("num_hidden_layers")?,
-            num_attention_heads: fields.required_size("num_attention_heads")?,
-            num_key_value_heads: fields.size("num_key_value_heads")?,
-            head_dim: fields.size("head_dim")?,
-            hidden_act: fields.text("hidden_act")?,
-            rms_norm_eps: fields.number("rms_norm_eps")?,
-            rope_theta: fields.number("rope_theta")?,
-            rope_scaling: fields.object("rope_scaling")?,
-            rope_parameters: fields.object("rope_parameters")?,
-            partial_rotary_factor: fields.number("partial_rotary_factor")?,
-            max_position_embeddings: fields.size("max_position_embeddings")?,
-            tie_word_embeddings: fields.flag("tie_word_embeddings")?,
-            attention_bias: fields.flag("attention_bias")?,
-            mlp_bias: fields.flag("mlp_bias")?,
-            attention_dropout: fields.number("attention_dropout")?,
-            quantization_config: fields.value("quantization_config").cloned(),
-            dtype: fields.value("dtype").cloned(),
-            torch_dtype: fields.value("torch_dtype").cloned(),
-            bos_token_id: fields.token_id("bos_token_id")?,
-            eos_token_ids: fields.token_ids("eos_token_id")?,
-        })
+        if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {
+            fields.remove("rope_scaling");
+        }
+        // One id or a list of them.
+        if let Some(id) = fields.get_mut("eos_token_id").filter(|ids| !ids.is_array()) {
+            *id = json!([id.take()]);
+        }
+        serde_path_to_error::deserialize(value).map_err(Error::msg)
     }
 
     pub fn into_config(self) -> Result<LlamaConfig> {
         self.check_supported()?;
         let (rope_theta, rope) = self.rope()?;
-        if self.num_attention_heads == 0 {
-            bail!("num_attention_heads is 0; expected at least 1");
-        }
-        let head_dim = match self.head_dim {
-            Some(head_dim) => head_dim,
-            None if self.hidden_size.is_multiple_of(self.num_attention_heads) => {
-                self.hidden_size / self.num_attention_heads
-            }
-            None => bail!(
-                "hidden_size({}) is not a multiple of num_attention_heads({}) and there is no head_dim",
-                self.hidden_size,
-                self.num_attention_heads
+        let (hidden_size, num_heads) = (self.hidden_size, self.num_attention_heads);
+        let head_dim = match (self.head_dim, hidden_size.checked_rem(num_heads)) {
+            (_, None) => bail!("num_attention_heads is 0; expected at least 1"),
+            (Some(head_dim), _) => head_dim,
+            (None, Some(0)) => hidden_size / num_heads,
+            (None, Some(_)) => bail!(
+                "hidden_size({hidden_size}) is not a multiple of num_attention_heads({num_heads}) and there is no head_dim"
             ),
         };
         Ok(LlamaConfig {
             vocab_size: self.vocab_size,
-            hidden_size: self.hidden_size,
+            hidden_size,
             intermediate_size: self.intermediate_size,
             num_hidden_layers: self.num_hidden_layers,
-            num_attention_heads: self.num_attention_heads,
-            num_key_value_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
+            num_attention_heads: num_heads,
+            num_key_value_heads: self.num_key_value_heads.unwrap_or(num_heads),
             head_dim,
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope_theta,
@@ -112,25 +103,20 @@ impl ConfigFile {
             attention_bias: self.attention_bias.unwrap_or(false),
             mlp_bias: self.mlp_bias.unwrap_or(false),
             bos_token_id: self.bos_token_id,
-            eos_token_ids: self.eos_token_ids,
+            eos_token_ids: self.eos_token_id,
         })
     }
 
     fn check_supported(&self) -> Result<()> {
-        let architectures = self.architectures.as_deref().unwrap_or_default();
-        if self.model_type.is_none() && architectures.is_empty() {
+        if self.model_type.is_none() && self.architectures.is_empty() {
             bail!("neither model_type nor architectures is given; supported: model_type \"llama\"");
         }
-        if let Some(other) = architectures
-            .iter()
-            .find(|name| *name != "LlamaForCausalLM")
-        {
+        let mut names = self.architectures.iter();
+        if let Some(other) = names.find(|name| *name != "LlamaForCausalLM") {
             bail!("architectures names {other:?}; supported: \"LlamaForCausalLM\"");
         }
-        if let Some(act) = self
-            .hidden_act
-            .as_deref()
-            .filter(|act| !matches!(*act, "silu" | "swish"))
+        if let Some(act) = self.hidden_act.as_deref()
+            && !matches!(act, "silu" | "swish")
         {
             bail!("hidden_act is {act:?}; supported: \"silu\"");
         }
@@ -146,133 +132,83 @@ impl ConfigFile {
         }
         for (field, dtype) in [("dtype", &self.dtype), ("torch_dtype", &self.torch_dtype)] {
             let name = dtype.as_ref().and_then(Value::as_str);
-            let is_known =
-                |name: &&str| matches!(*name, "float32" | "float16" | "bfloat16" | "auto");
-            if let Some(other) = name.filter(|name| !is_known(name)) {
+            if let Some(other) = name
+                && !matches!(other, "float32" | "float16" | "bfloat16" | "auto")
+            {
                 bail!("{field} is {other:?}; supported: \"float32\", \"float16\", \"bfloat16\"");
             }
         }
         Ok(())
     }
 
-    /// As `transformers` does: the older `rope_scaling` wins, unless it is empty.
+    /// As `transformers` does: the older `rope_scaling` wins. The base is the chosen object's own, else that of
+    /// `rope_parameters`, else that of the file.
     fn rope(&self) -> Result<(f64, RopeKind)> {
-        let scaling = self.rope_scaling.as_ref().filter(|map| !map.is_empty());
+        let scaling = self.rope_scaling.as_ref();
         let parameters = self.rope_parameters.as_ref();
-        let (field, rope) = match scaling.or(parameters) {
-            Some(rope) if scaling.is_some() => ("rope_scaling", rope),
-            Some(rope) => ("rope_parameters", rope),
-            None => return Ok((self.rope_theta.unwrap_or(10000.0), RopeKind::Default)),
+        let theta = [scaling, parameters].into_iter().flatten();
+        let theta = theta.filter_map(|rope| rope.rope_theta).next();
+        let theta = theta.or(self.rope_theta).unwrap_or(10000.0);
+        let kind = match (scaling, parameters) {
+            (Some(rope), _) => rope.kind("rope_scaling")?,
+            (None, Some(rope)) => rope.kind("rope_parameters")?,
+            (None, None) => RopeKind::Default,
         };
-        Ok((self.rope_theta(field, rope)?, rope_kind(field, rope)?))
-    }
-
-    /// The chosen object's own `rope_theta`, else that of `rope_parameters`, else that of the file.
-    fn rope_theta(&self, field: &str, rope: &Map<String, Value>) -> Result<f64> {
-        let objects = [
-            (field, Some(rope)),
-            ("rope_parameters", self.rope_parameters.as_ref()),
-        ];
-        for (field, object) in objects {
-            if let Some(object) = object.filter(|object| object.contains_key("rope_theta")) {
-                return number(field, object, "rope_theta");
-            }
-        }
-        Ok(self.rope_theta.unwrap_or(10000.0))
+        Ok((theta, kind))
     }
 
     pub fn text_of(config: &LlamaConfig) -> Result<String> {
-        let theta = config.rope_theta;
-        let rope = match config.rope {
-            RopeKind::Default => json!({ "rope_type": "default", "rope_theta": theta }),
-            RopeKind::Linear { factor } => {
-                json!({ "rope_type": "linear", "rope_theta": theta, "factor": factor })
-            }
-            RopeKind::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => json!({
-                "rope_type": "llama3",
-                "rope_theta": theta,
-                "factor": factor,
-                "low_freq_factor": low_freq_factor,
-                "high_freq_factor": high_freq_factor,
-                "original_max_position_embeddings": original_max_position_embeddings,
+        let write = || {
+            let mut file = serde_json::to_value(config)?;
+            let mut rope = serde_json::to_value(config.rope)?;
+            rope["rope_theta"] = json!(config.rope_theta);
+            // Both spellings, so that readers of either generation find theirs.
+            file["rope_scaling"] = match config.rope {
+                RopeKind::Default => Value::Null,
+                _ => rope.clone(),
+            };
+            file["rope_parameters"] = rope;
+            file["eos_token_id"] = match config.eos_token_ids.as_slice() {
+                [] => Value::Null,
+                [id] => json!(id),
+                ids => json!(ids),
+            };
+            file["model_type"] = json!("llama");
+            file["architectures"] = json!(["LlamaForCausalLM"]);
+            file["hidden_act"] = json!("silu");
+            file["attention_dropout"] = json!(0.0);
+            serde_json::to_string_pretty(&file)
+        };
+        write().map_err(Error::msg)
+    }
+}
+
+impl RopeFields {
+    fn kind(&self, field: &str) -> Result<RopeKind> {
+        if let Some(factor) = self.partial_rotary_factor.filter(|factor| *factor != 1.0) {
+            bail!("{field}.partial_rotary_factor is {factor}; supported: 1");
+        }
+        let number = |name: &str, number: Option<f64>| {
+            number.ok_or_else(|| Error::msg(format!("{field} has no {name}; expected a number")))
+        };
+        let kind = self.rope_type.as_deref().or(self.r#type.as_deref());
+        match kind.unwrap_or("default") {
+            "default" => Ok(RopeKind::Default),
+            "linear" => Ok(RopeKind::Linear {
+                factor: number("factor", self.factor)?,
             }),
-        };
-        let eos = match config.eos_token_ids.as_slice() {
-            [] => Value::Null,
-            [id] => json!(id),
-            ids => json!(ids),
-        };
-        let scaling = match config.rope {
-            RopeKind::Default => Value::Null,
-            _ => rope.clone(),
-        };
-        // Both spellings, so that readers of either generation find theirs.
-        let value = json!({
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": config.attention_bias,
-            "attention_dropout": 0.0,
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": eos,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "max_position_embeddings": config.max_position_embeddings,
-            "mlp_bias": config.mlp_bias,
-            "num_attention_heads": config.num_attention_heads,
-            "num_hidden_layers": config.num_hidden_layers,
-            "num_key_value_heads": config.num_key_value_heads,
-            "rms_norm_eps": config.rms_norm_eps,
-            "rope_parameters": rope,
-            "rope_scaling": scaling,
-            "rope_theta": theta,
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "vocab_size": config.vocab_size,
-        });
-        serde_json::to_string_pretty(&value).map_err(candle_core::Error::msg)
-    }
-}
-
-fn number(field: &str, rope: &Map<String, Value>, name: &str) -> Result<f64> {
-    match rope.get(name).map(|value| (value, value.as_f64())) {
-        Some((_, Some(number))) => Ok(number),
-        Some((value, None)) => bail!("{field}.{name} is {value}; expected a number"),
-        None => bail!("{field} has no {name}; expected a number"),
-    }
-}
-
-fn rope_kind(field: &str, rope: &Map<String, Value>) -> Result<RopeKind> {
-    if let Some(factor) = rope
-        .get("partial_rotary_factor")
-        .filter(|f| f.as_f64() != Some(1.0))
-    {
-        bail!("{field}.partial_rotary_factor is {factor}; supported: 1");
-    }
-    let kind = match rope.get("rope_type").or_else(|| rope.get("type")) {
-        None => "default",
-        Some(Value::String(kind)) => kind,
-        Some(other) => bail!("{field}.rope_type is {other}; expected a name"),
-    };
-    let number = |name: &str| number(field, rope, name);
-    match kind {
-        "default" => Ok(RopeKind::Default),
-        "linear" => Ok(RopeKind::Linear {
-            factor: number("factor")?,
-        }),
-        "llama3" => Ok(RopeKind::Llama3 {
-            factor: number("factor")?,
-            low_freq_factor: number("low_freq_factor")?,
-            high_freq_factor: number("high_freq_factor")?,
-            original_max_position_embeddings: number("original_max_position_embeddings")? as usize,
-        }),
-        other => {
-            bail!("{field}.rope_type is {other:?}; supported: \"default\", \"linear\", \"llama3\"")
+            "llama3" => Ok(RopeKind::Llama3 {
+                factor: number("factor", self.factor)?,
+                low_freq_factor: number("low_freq_factor", self.low_freq_factor)?,
+                high_freq_factor: number("high_freq_factor", self.high_freq_factor)?,
+                original_max_position_embeddings: number(
+                    "original_max_position_embeddings",
+                    self.original_max_position_embeddings,
+                )? as usize,
+            }),
+            other => bail!(
+                "{field}.rope_type is {other:?}; supported: \"default\", \"linear\", \"llama3\""
+            ),
         }
     }
 }

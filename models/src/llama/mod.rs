@@ -3,7 +3,6 @@
 
 mod attention;
 mod config;
-mod config_fields;
 mod config_file;
 mod decoder_layer;
 mod head;

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::Signal;
 
+use super::config::LaunchConfig;
 use super::dry_run::DryRun;
 use super::end::End;
 use super::layout::Layout;
-use super::options::LaunchOptions;
 use super::wire::Report;
 use super::{process_tree, program, signals};
 use crate::{Error, Result};
@@ -56,8 +56,8 @@ struct RankEnd {
 }
 
 /// Runs `candle-train launch`; the last thing it prints is why the run failed, if it did.
-pub fn launch(options: &LaunchOptions) -> ExitCode {
-    let (code, sentence) = match try_launch(options) {
+pub fn launch(config: &LaunchConfig) -> ExitCode {
+    let (code, sentence) = match try_launch(config) {
         Ok((code, sentence)) => (code, sentence),
         Err(error) => (NOT_STARTED_EXIT_CODE, Some(error.to_string())),
     };
@@ -68,18 +68,18 @@ pub fn launch(options: &LaunchOptions) -> ExitCode {
 }
 
 /// The exit code, and what to print last.
-fn try_launch(options: &LaunchOptions) -> Result<(u8, Option<String>)> {
-    let layout = Layout::new(options)?;
+fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
+    let layout = Layout::new(config)?;
     if layout.hosts.iter().any(|host| host.via.is_none()) {
         let search_path = std::env::var("PATH").unwrap_or_default();
         let plan = &layout.hosts[0].plan;
         program::find(&plan.program, Path::new(&plan.folder), &search_path)?;
     }
-    if options.dry_run {
+    if config.dry_run {
         let _ = write!(stdout(), "{}", DryRun(&layout));
         return Ok((0, None));
     }
-    let outputs = open_outputs(&layout, options.log_dir.as_deref())?;
+    let outputs = open_outputs(&layout, config.log_dir.as_deref())?;
     // Before any thread is started: they all inherit it.
     let signals = signals::block()?;
     // What an agent that is killed leaves behind becomes ours.
@@ -93,7 +93,7 @@ fn try_launch(options: &LaunchOptions) -> Result<(u8, Option<String>)> {
     signals::watch(signals, move |signal| {
         let _ = sender.send(Event::Signal(signal));
     });
-    let grace = Duration::from_secs_f64(options.grace_secs);
+    let grace = Duration::from_secs_f64(config.grace_secs);
     let outcome = Run::new(&layout, agents, grace).drive(&events);
     let survivors = process_tree::kill_descendants();
     if !survivors.is_empty() {

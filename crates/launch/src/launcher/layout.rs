@@ -1,12 +1,12 @@
-//! Which ranks run where, from the options: everything that is decided before anything is started.
+//! Which ranks run where, from its configuration: everything that is decided before anything is started.
 
 use std::fs::File;
 use std::io::Read;
 use std::net::{TcpListener, ToSocketAddrs};
 
+use super::config::LaunchConfig;
 use super::host_plan::HostPlan;
 use super::hostfile;
-use super::options::LaunchOptions;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use crate::{Error, Result};
@@ -51,11 +51,11 @@ struct Share {
 impl Layout {
     /// # Errors
     /// Options that contradict each other or this host, in words.
-    pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
-        let (shares, world_size) = shares(options)?;
+    pub(super) fn new(config: &LaunchConfig) -> Result<Self> {
+        let (shares, world_size) = shares(config)?;
         let secret = random_bytes()?;
-        let (meeting, random_port) = meeting(options, &shares, &secret)?;
-        let (token, random_token) = match (&options.run_id, options.nnodes) {
+        let (meeting, random_port) = meeting(config, &shares, &secret)?;
+        let (token, random_token) = match (&config.run_id, config.nnodes) {
             (Some(token), _) => (token.clone(), false),
             (None, 1) => (
                 secret.iter().map(|byte| format!("{byte:02x}")).collect(),
@@ -66,19 +66,19 @@ impl Layout {
         };
         let variables = rank_variables::Run {
             world_size,
-            num_hosts: shares.len().max(options.nnodes),
+            num_hosts: shares.len().max(config.nnodes),
             meeting: &meeting,
             token: &token,
-            given: &rank_variables::given(&options.env)?,
+            given: &rank_variables::given(&config.env)?,
         };
         let folder = current_folder()?;
-        let (program, args) = options
+        let (program, args) = config
             .program
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
-        let via = ssh_words(options)?;
-        let grace_ms = milliseconds("--grace-secs", options.grace_secs, 0.0)?;
-        let silence_secs = options.silence_secs.unwrap_or(SILENCE_SECS);
+        let via = ssh_words(config)?;
+        let grace_ms = milliseconds("--grace-secs", config.grace_secs, 0.0)?;
+        let silence_secs = config.silence_secs.unwrap_or(SILENCE_SECS);
         let silence_ms = milliseconds("--silence-secs", silence_secs, MIN_SILENCE_SECS)?;
         let hosts = shares.into_iter().map(|share| Host {
             via: (!share.is_here).then(|| via.clone()),
@@ -120,20 +120,20 @@ fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
 }
 
 /// The command that runs commands on other hosts, if it is wanted for any.
-fn ssh_words(options: &LaunchOptions) -> Result<Vec<String>> {
+fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
     let given = [
-        ("--ssh", options.ssh.is_some()),
-        ("--silence-secs", options.silence_secs.is_some()),
+        ("--ssh", config.ssh.is_some()),
+        ("--silence-secs", config.silence_secs.is_some()),
     ];
     if let Some((option, _)) = given
         .iter()
-        .find(|(_, given)| *given && options.hostfile.is_none())
+        .find(|(_, given)| *given && config.hostfile.is_none())
     {
         return Err(Error::Launch(format!(
             "{option} is for the hosts of a --hostfile, which is not given"
         )));
     }
-    let command = options.ssh.as_deref().unwrap_or(SSH);
+    let command = config.ssh.as_deref().unwrap_or(SSH);
     let words: Vec<String> = command.split_whitespace().map(String::from).collect();
     if words.is_empty() {
         return Err(Error::Launch(
@@ -144,9 +144,9 @@ fn ssh_words(options: &LaunchOptions) -> Result<Vec<String>> {
 }
 
 /// The hosts that this launcher starts ranks on, and the number of ranks of the whole run.
-fn shares(options: &LaunchOptions) -> Result<(Vec<Share>, usize)> {
+fn shares(config: &LaunchConfig) -> Result<(Vec<Share>, usize)> {
     let own_name = own_name();
-    if let Some(path) = &options.hostfile {
+    if let Some(path) = &config.hostfile {
         let mut first_rank = 0;
         let mut shares = Vec::new();
         for (node_rank, line) in hostfile::read(path)?.into_iter().enumerate() {
@@ -161,8 +161,8 @@ fn shares(options: &LaunchOptions) -> Result<(Vec<Share>, usize)> {
         }
         return Ok((shares, first_rank));
     }
-    let num_ranks = options.nproc_per_node.unwrap_or(1);
-    let node_rank = check_nodes(options)?;
+    let num_ranks = config.nproc_per_node.unwrap_or(1);
+    let node_rank = check_nodes(config)?;
     if num_ranks == 0 {
         return Err(Error::Launch(
             "--nproc-per-node: expected at least 1, got 0".to_string(),
@@ -175,13 +175,13 @@ fn shares(options: &LaunchOptions) -> Result<(Vec<Share>, usize)> {
         first_rank: node_rank * num_ranks,
         num_ranks,
     };
-    Ok((vec![share], options.nnodes * num_ranks))
+    Ok((vec![share], config.nnodes * num_ranks))
 }
 
 /// The number of this host, if `--nnodes` and its companions agree.
-fn check_nodes(options: &LaunchOptions) -> Result<usize> {
-    let nnodes = options.nnodes;
-    let problem = match (nnodes, options.node_rank, &options.rdzv) {
+fn check_nodes(config: &LaunchConfig) -> Result<usize> {
+    let nnodes = config.nnodes;
+    let problem = match (nnodes, config.node_rank, &config.rdzv) {
         (0, _, _) => "--nnodes: expected at least 1, got 0".to_string(),
         (2.., None, _) => format!(
             "--nnodes {nnodes} needs --node-rank, the number of this host from 0\n\
@@ -200,12 +200,12 @@ fn check_nodes(options: &LaunchOptions) -> Result<usize> {
 
 /// Where the ranks meet, and whether the port is a random one.
 fn meeting(
-    options: &LaunchOptions,
+    config: &LaunchConfig,
     shares: &[Share],
     secret: &[u8; 16],
 ) -> Result<(RendezvousAddress, bool)> {
     let first = &shares[0];
-    if let Some(meeting) = &options.rdzv {
+    if let Some(meeting) = &config.rdzv {
         if first.is_here {
             check_meeting(meeting, first.node_rank == 0)?;
         }

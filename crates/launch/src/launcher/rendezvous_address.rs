@@ -5,9 +5,11 @@ use std::str::FromStr;
 
 /// Where the ranks of a run meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct RendezvousAddress {
-    pub(super) host: String,
-    pub(super) port: u16,
+pub struct RendezvousAddress {
+    /// The name or address; IPv6 without brackets.
+    pub host: String,
+    /// The port, not 0.
+    pub port: u16,
 }
 
 impl FromStr for RendezvousAddress {

@@ -1,0 +1,24 @@
+//! `candle-train env`: who this process is in its run.
+
+use std::process::ExitCode;
+
+use candle_launch::RankEnv;
+
+use crate::output::print_line;
+
+/// Prints what the variables of the launcher say.
+pub(crate) fn print_env() -> ExitCode {
+    let env = match RankEnv::from_env() {
+        Ok(env) => env,
+        Err(error) => {
+            eprintln!("candle-train: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    print_line(&match env.master() {
+        Ok((host, port)) => format!("{env}; the ranks meet at {host}, port {port}"),
+        Err(_) if env.world_size() == 1 => env.to_string(),
+        Err(error) => format!("{env}\n{error}"),
+    });
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,61 @@
+//! `candle-train finetune`
+
+use std::path::PathBuf;
+
+use candle_core::Result;
+use candle_parallel::checkpoint::sidecar_files;
+use candle_train::hub::resolve_model;
+use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train_models::llama::LlamaConfig;
+use clap::Parser;
+
+use crate::choices::StorageChoice;
+use crate::flags::Flags;
+use crate::program::TrainingCommand;
+use crate::samples::SampleArgs;
+use crate::training_args::TrainingArgs;
+use crate::training_run::{InitialWeights, TrainingRun};
+
+/// Fine-tune a Hugging Face Llama checkpoint on text
+#[derive(Parser, Debug)]
+pub struct Finetune {
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    #[arg(long, value_name = "DIR|REPO")]
+    model: String,
+    /// Text file (.txt, one document), or a folder of them
+    #[arg(long, value_name = "FILE|DIR")]
+    data: PathBuf,
+    /// Folder for the fine-tuned checkpoint
+    #[arg(long, default_value = "finetuned", value_name = "DIR")]
+    output: PathBuf,
+    /// Type of the saved weights [default: each tensor's own in the input checkpoint]
+    #[arg(long, help_heading = "Output")]
+    save_dtype: Option<StorageChoice>,
+    #[command(flatten)]
+    training: TrainingArgs,
+    #[command(flatten)]
+    samples: SampleArgs,
+}
+
+impl TrainingCommand for Finetune {
+    fn run(&self, flags: Flags) -> Result<()> {
+        let ranks = self.training.run_config()?;
+        let model = resolve_model(&self.model)?;
+        let config = LlamaConfig::from_file(model.join("config.json"))?;
+        self.training.check_model(&config)?;
+        let tokenizer = Tokenizer::from_dir(&model)?;
+        TrainingRun {
+            training: &self.training,
+            samples: &self.samples,
+            tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
+            tokenizer,
+            title: format!("{} on {}", model.display(), self.data.display()),
+            sidecars: sidecar_files(&model)?,
+            config,
+            initial_weights: InitialWeights::Checkpoint(model),
+            output: &self.output,
+            save_dtype: self.save_dtype.map(Into::into),
+        }
+        .run(ranks, flags)
+    }
+}

@@ -1,0 +1,61 @@
+//! The flags of a program, for itself and to compare with those of the other ranks.
+
+use std::any::TypeId;
+
+use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
+
+/// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
+const LOCAL: &[&str] = &["model", "data", "tokenizer", "metrics", "device"];
+
+/// Names and values.
+pub type Flags = Vec<(String, String)>;
+
+/// Parses the command line, and ends the program with clap's message if it is wrong. The names and values of all flags, of the
+/// subcommand if there is one, come along, those that were not given with their defaults.
+pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
+    parse_command(T::command())
+}
+
+/// As [`parse`], for a command of one's own.
+pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
+    let mut command = numbers_may_be_negative(command).mut_subcommands(numbers_may_be_negative);
+    let matches = command.get_matches_mut();
+    let flags = match matches.subcommand() {
+        None => flags(&command, &matches),
+        Some((name, matches)) => command
+            .find_subcommand(name)
+            .map_or_else(Flags::new, |command| flags(command, matches)),
+    };
+    match T::from_arg_matches(&matches) {
+        Ok(args) => (args, flags),
+        Err(error) => error.exit(),
+    }
+}
+
+/// `--lr -1` is a value that is out of range, not a flag `-1`.
+fn numbers_may_be_negative(command: Command) -> Command {
+    command.mut_args(|arg| {
+        // clap does not take -1e-5 for a number.
+        let is_real = arg.get_value_parser().type_id() == TypeId::of::<f64>();
+        match arg.get_action().takes_values() {
+            true if is_real => arg.allow_hyphen_values(true),
+            true => arg.allow_negative_numbers(true),
+            false => arg,
+        }
+    })
+}
+
+fn flags(command: &Command, matches: &ArgMatches) -> Flags {
+    let value = |id: &str| -> String {
+        let values = matches.try_get_raw(id).ok().flatten();
+        let values = values.into_iter().flatten();
+        let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
+        values.join(" ")
+    };
+    let names = command.get_arguments();
+    let names = names.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
+    names
+        .filter(|(_, long)| !LOCAL.contains(long))
+        .map(|(id, long)| (format!("--{long}"), value(id)))
+        .collect()
+}

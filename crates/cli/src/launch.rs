@@ -1,0 +1,78 @@
+//! Flags of `candle-train launch`.
+
+use std::path::PathBuf;
+
+use candle_launch::launcher::{LaunchConfig, RendezvousAddress};
+
+use crate::number::whole;
+
+/// Start the ranks of a run, on this host or on several, and end them together
+#[derive(Debug, clap::Args)]
+pub(crate) struct LaunchArgs {
+    /// Number of ranks to start on this host
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..), required_unless_present = "hostfile")]
+    nproc_per_node: Option<usize>,
+    /// Number of hosts, if this command is run once on each
+    #[arg(long, value_name = "M", default_value_t = 1, value_parser = whole::<usize>(1..))]
+    nnodes: usize,
+    /// Number of this host, from 0 (the one that --rdzv names)
+    #[arg(long, value_name = "R", value_parser = whole::<usize>(0..))]
+    node_rank: Option<usize>,
+    /// Where the ranks meet: a name of the first host, and a port that is free there
+    #[arg(long, value_name = "HOST:PORT")]
+    rdzv: Option<RendezvousAddress>,
+    /// Token of this run, the same on all its hosts: ranks with another one are refused [default: random, or with
+    /// --nnodes what --rdzv says]
+    #[arg(long, value_name = "TOKEN")]
+    run_id: Option<String>,
+    /// Start ranks on the hosts of this file over ssh; lines: `host slots=4`
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["nproc_per_node", "nnodes", "node_rank"])]
+    hostfile: Option<PathBuf>,
+    /// Command that runs a command on a host of the host file: `COMMAND HOST PROGRAM ARGS`
+    /// [default: ssh, which must not ask for anything]
+    #[arg(long, value_name = "COMMAND")]
+    ssh: Option<String>,
+    /// Set a variable for all ranks; without a value, as it is here
+    #[arg(long, value_name = "NAME[=VALUE]")]
+    env: Vec<String>,
+    /// Also write each rank's output to rank-N.out and rank-N.err in this folder
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+    /// Time that ranks have to end after a signal or a failure, before they are killed
+    #[arg(long, value_name = "SECS", default_value_t = 10.0)]
+    grace_secs: f64,
+    /// Give a host of the host file up after this time without a word from it, and it this one [default: 60]
+    #[arg(long, value_name = "SECS")]
+    silence_secs: Option<f64>,
+    /// Print what would run where, and start nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// The program and its arguments
+    #[arg(
+        trailing_var_arg = true,
+        required = true,
+        value_name = "PROGRAM",
+        allow_hyphen_values = true
+    )]
+    program: Vec<String>,
+}
+
+impl From<LaunchArgs> for LaunchConfig {
+    fn from(args: LaunchArgs) -> Self {
+        Self {
+            nproc_per_node: args.nproc_per_node,
+            nnodes: args.nnodes,
+            node_rank: args.node_rank,
+            rdzv: args.rdzv,
+            run_id: args.run_id,
+            hostfile: args.hostfile,
+            ssh: args.ssh,
+            env: args.env,
+            log_dir: args.log_dir,
+            grace_secs: args.grace_secs,
+            silence_secs: args.silence_secs,
+            dry_run: args.dry_run,
+            program: args.program,
+        }
+    }
+}

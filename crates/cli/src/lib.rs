@@ -1,0 +1,36 @@
+//! The command line: the flags of a training run, the run itself, and the program `candle-train` with its subcommands.
+//!
+//! A program of one's own takes [`parse`] and the flags it wants, such as [`RankArgs`]; one that only has other defaults takes
+//! [`run_with_defaults`].
+#![deny(unsafe_code)]
+
+mod allocator;
+mod choices;
+mod config_dtype;
+mod env;
+mod finetune;
+mod fingerprint;
+mod flags;
+mod freeze;
+mod launch;
+mod number;
+mod output;
+mod pretrain;
+mod program;
+mod rank_args;
+mod samples;
+mod training_args;
+mod training_run;
+
+pub use allocator::keep_freed_memory;
+pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
+pub use finetune::Finetune;
+pub use fingerprint::fingerprint_of_program;
+pub use flags::{Flags, parse};
+pub use freeze::FreezeArgs;
+pub use output::exit_with;
+pub use pretrain::Pretrain;
+pub use program::{FlagDefault, TrainingCommand, candle_train, run_with_defaults};
+pub use rank_args::RankArgs;
+pub use samples::SampleArgs;
+pub use training_args::TrainingArgs;

@@ -1,0 +1,151 @@
+//! `candle-train pretrain`
+
+use std::path::PathBuf;
+
+use candle_core::{Result, bail};
+use candle_parallel::checkpoint::sidecar_files;
+use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train_models::llama::{LlamaConfig, RopeKind};
+use clap::Parser;
+
+use crate::choices::StorageChoice;
+use crate::flags::Flags;
+use crate::number::whole;
+use crate::program::TrainingCommand;
+use crate::samples::SampleArgs;
+use crate::training_args::TrainingArgs;
+use crate::training_run::{InitialWeights, TrainingRun};
+
+/// Train a small Llama, and its tokenizer, from nothing on text
+#[derive(Parser, Debug)]
+pub struct Pretrain {
+    /// Text file (.txt, one document), or a folder of them
+    #[arg(long, value_name = "FILE|DIR")]
+    data: PathBuf,
+    /// Folder for the checkpoint
+    #[arg(long, default_value = "pretrained", value_name = "DIR")]
+    output: PathBuf,
+    /// Folder of a tokenizer to use [default: a byte-level BPE is trained on the data]
+    #[arg(long, value_name = "DIR")]
+    tokenizer: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Model")]
+    model: ModelArgs,
+    /// Type of the saved weights
+    #[arg(long, default_value = "f32", help_heading = "Output")]
+    save_dtype: StorageChoice,
+    #[command(flatten)]
+    training: TrainingArgs,
+    #[command(flatten)]
+    samples: SampleArgs,
+}
+
+/// Sizes of the model.
+#[derive(clap::Args, Debug)]
+struct ModelArgs {
+    /// Tokens of the trained tokenizer
+    #[arg(long, default_value_t = 1024, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    vocab_size: usize,
+    /// Width of the residual stream
+    #[arg(long, default_value_t = 192, value_parser = whole::<usize>(1..))]
+    hidden_size: usize,
+    /// Width of the MLP
+    #[arg(long, default_value_t = 512, value_parser = whole::<usize>(1..))]
+    intermediate_size: usize,
+    /// Number of layers
+    #[arg(long, default_value_t = 4, value_parser = whole::<usize>(1..))]
+    layers: usize,
+    /// Number of query heads
+    #[arg(long, default_value_t = 6, value_parser = whole::<usize>(1..))]
+    heads: usize,
+    /// Number of key/value heads
+    #[arg(long, default_value_t = 2, value_parser = whole::<usize>(1..))]
+    kv_heads: usize,
+    /// Longest sequence the model may see, in tokens
+    #[arg(long, default_value_t = 512, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    max_positions: usize,
+    /// Give the head its own weight instead of the embedding's
+    #[arg(long)]
+    untied: bool,
+}
+
+impl TrainingCommand for Pretrain {
+    fn run(&self, flags: Flags) -> Result<()> {
+        let ranks = self.training.run_config()?;
+        let documents = Documents::read(&self.data)?;
+        let tokenizer = match &self.tokenizer {
+            Some(dir) => Tokenizer::from_dir(dir)?,
+            None => Tokenizer::train_bpe(documents.iter(), self.model.vocab_size)?,
+        };
+        let config = self
+            .model
+            .config(&tokenizer, self.training.batches.seq_len)?;
+        self.training.check_model(&config)?;
+        TrainingRun {
+            training: &self.training,
+            samples: &self.samples,
+            tokens: Tokens::encode(&documents, &tokenizer)?,
+            title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
+            sidecars: self.sidecars(&tokenizer, &config)?,
+            tokenizer,
+            config,
+            initial_weights: InitialWeights::Random,
+            output: &self.output,
+            save_dtype: Some(self.save_dtype.into()),
+        }
+        .run(ranks, flags)
+    }
+}
+
+impl Pretrain {
+    /// config.json and the tokenizer's files.
+    fn sidecars(
+        &self,
+        tokenizer: &Tokenizer,
+        config: &LlamaConfig,
+    ) -> Result<Vec<(String, Vec<u8>)>> {
+        let mut files = match &self.tokenizer {
+            Some(dir) => sidecar_files(dir)?,
+            None => {
+                let dir = tempfile::tempdir()?;
+                tokenizer.save(dir.path())?;
+                sidecar_files(dir.path())?
+            }
+        };
+        files.retain(|(name, _)| name != "config.json" && name != "generation_config.json");
+        files.push(("config.json".to_string(), config.to_json()?.into_bytes()));
+        Ok(files)
+    }
+}
+
+impl ModelArgs {
+    fn config(&self, tokenizer: &Tokenizer, seq_len: usize) -> Result<LlamaConfig> {
+        let (hidden_size, heads) = (self.hidden_size, self.heads);
+        // The heads share the residual stream's width.
+        if !hidden_size.is_multiple_of(heads) {
+            bail!(
+                "--hidden-size({hidden_size}) % --heads({heads}) = {} != 0\nhint: choose a --hidden-size that is a multiple of {heads}",
+                hidden_size % heads
+            );
+        }
+        let config = LlamaConfig {
+            vocab_size: tokenizer.vocab_size(),
+            hidden_size,
+            intermediate_size: self.intermediate_size,
+            num_hidden_layers: self.layers,
+            num_attention_heads: heads,
+            num_key_value_heads: self.kv_heads,
+            head_dim: hidden_size / heads,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10000.0,
+            rope: RopeKind::Default,
+            max_position_embeddings: self.max_positions.max(seq_len),
+            tie_word_embeddings: !self.untied,
+            attention_bias: false,
+            mlp_bias: false,
+            bos_token_id: tokenizer.bos_id(),
+            eos_token_ids: vec![tokenizer.eos_id()],
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}

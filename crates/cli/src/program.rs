@@ -1,0 +1,102 @@
+//! The program `candle-train`, and programs that are one of its subcommands with other defaults.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use candle_core::Result;
+use candle_launch::launcher::{become_rank, launch, run_agent};
+use clap::{CommandFactory, FromArgMatches, Parser};
+
+use crate::allocator::keep_freed_memory;
+use crate::env::print_env;
+use crate::finetune::Finetune;
+use crate::flags::{Flags, parse, parse_command};
+use crate::launch::LaunchArgs;
+use crate::output::exit_with;
+use crate::pretrain::Pretrain;
+
+/// Train language models with candle, on one process or on many.
+#[derive(Parser)]
+#[command(name = "candle-train", version)]
+enum CandleTrain {
+    Finetune(Box<Finetune>),
+    Pretrain(Box<Pretrain>),
+    Launch(Box<LaunchArgs>),
+    /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
+    Env,
+    /// Runs the ranks of one host; started by `launch`
+    #[command(hide = true)]
+    Agent,
+    /// Becomes a rank; started by an agent
+    #[command(hide = true)]
+    Rank {
+        agent_pid: i32,
+        program: OsString,
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+}
+
+/// A subcommand that trains.
+pub trait TrainingCommand: CommandFactory + FromArgMatches {
+    /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks.
+    fn run(&self, flags: Flags) -> Result<()>;
+}
+
+/// What a flag is where it is not given.
+pub struct FlagDefault {
+    /// The flag, without its dashes.
+    pub flag: &'static str,
+    /// Its value.
+    pub value: &'static str,
+    /// What `--help` calls it.
+    pub description: &'static str,
+}
+
+/// Runs `candle-train` with the arguments of this process.
+pub fn candle_train() -> ExitCode {
+    let (command, flags) = parse::<CandleTrain>();
+    match command {
+        CandleTrain::Finetune(args) => train(&*args, flags),
+        CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Env => print_env(),
+        CandleTrain::Agent => run_agent(),
+        CandleTrain::Rank {
+            agent_pid,
+            program,
+            args,
+        } => {
+            eprintln!("candle-train: {}", become_rank(agent_pid, &program, &args));
+            ExitCode::from(127)
+        }
+    }
+}
+
+/// Runs a program that is a subcommand of `candle-train` under another name, whose flags in `defaults` need not be given.
+pub fn run_with_defaults<T: TrainingCommand>(
+    name: &'static str,
+    defaults: &[FlagDefault],
+) -> ExitCode {
+    let command = T::command().name(name);
+    let command = defaults.iter().fold(command, |command, default| {
+        command.mut_arg(default.flag, |arg| {
+            let help = arg.get_help().map(ToString::to_string);
+            let help = help.unwrap_or_default();
+            arg.help(format!("{help} [default: {}]", default.description))
+                .required(false)
+                .default_value(default.value)
+                .hide_default_value(true)
+        })
+    });
+    let (args, flags) = parse_command::<T>(command);
+    train(&args, flags)
+}
+
+fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
+    keep_freed_memory();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
+    exit_with(command.run(flags))
+}

@@ -1,0 +1,115 @@
+//! How a program runs its ranks: what moves their tensors, where these are, how long one may wait for another.
+
+use std::time::Duration;
+
+use candle_comm::{Backend, Degrees, RankEnv, RunConfig};
+use candle_core::{Device, Result, bail};
+use candle_ops::{DeviceChoice, GpuSettings};
+use clap::Args;
+
+use crate::number::whole;
+
+/// Flags about ranks.
+#[derive(Args, Clone, Debug)]
+pub struct RankArgs {
+    /// What moves tensors between ranks: local, all ranks are threads of this process; mpi or nccl, each rank is a process
+    /// that a launcher started [default: local; for one of several processes nccl on GPUs, else mpi]
+    #[arg(long, value_name = "BACKEND")]
+    pub backend: Option<Backend>,
+    /// cpu; cuda, all GPUs, which the ranks of a host take in turn; or cuda:N, the GPU of that number for all ranks [default:
+    /// cuda if this program was built with it and a GPU answers, else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
+    /// With processes: compare each collective on all its ranks, by way of rank 0, before it starts. local and mpi find ranks that
+    /// call different things without it, nccl does not; steps take longer
+    #[arg(long)]
+    pub check_collectives: bool,
+    /// On a GPU: the same bits in each run. cuDNN's backward pass of attention then adds in a fixed order, which takes longer and
+    /// more memory; everything else always does
+    #[arg(long)]
+    pub deterministic: bool,
+    /// How long a rank may wait for the others in one operation before the run ends with a report
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = whole::<u64>(1..=604_800))]
+    pub deadline: u64,
+}
+
+impl RankArgs {
+    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes on GPUs.
+    ///
+    /// # Errors
+    /// A backend, device or number of processes that do not fit; an environment variable that means nothing.
+    pub fn config(&self, degrees: Degrees) -> Result<RunConfig> {
+        let mut settings = GpuSettings::get()?;
+        settings.deterministic |= self.deterministic;
+        settings.set();
+        let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+        let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
+        let is_first = env.rank() == 0;
+        let devices = match (is_alone, self.backend) {
+            (true, _) => {
+                let num_ranks = degrees.world_size().unwrap_or(usize::MAX);
+                self.open(is_first, |choice| choice.open_for(num_ranks))?
+            }
+            (false, Some(Backend::Mpi)) => self.cpu_for_mpi()?,
+            (false, _) => self.open(is_first, |choice| {
+                Ok(vec![choice.open_for_process(env.local_rank())?])
+            })?,
+        };
+        let on_gpus = devices.iter().any(Device::is_cuda);
+        let backend = self
+            .backend
+            .unwrap_or_else(|| Backend::preferred(&env, on_gpus));
+        if backend == Backend::Nccl && backend.is_built() && !on_gpus {
+            bail!(
+                "the backend nccl works on GPUs, and this rank is on the CPU\nhint: --device cuda, or --backend mpi"
+            );
+        }
+        let config = RunConfig::new(backend, env, degrees, devices)?;
+        Ok(RunConfig {
+            deadline: Duration::from_secs(self.deadline),
+            check_collectives: self.check_collectives,
+            ..config
+        })
+    }
+
+    fn cpu_for_mpi(&self) -> Result<Vec<Device>> {
+        match self.device {
+            None | Some(DeviceChoice::Cpu) => Ok(vec![Device::Cpu]),
+            Some(device) => bail!(
+                "the backend mpi works on the CPU, and --device is {device}\nhint: --device cpu, or --backend nccl"
+            ),
+        }
+    }
+
+    /// The devices that `--device` means. In a build with CUDA, a line on stderr says where a run goes that did not ask.
+    fn open(
+        &self,
+        says: bool,
+        open: impl Fn(DeviceChoice) -> Result<Vec<Device>>,
+    ) -> Result<Vec<Device>> {
+        let choice = self.device.unwrap_or(DeviceChoice::preferred());
+        match (open(choice), self.device, choice) {
+            (opened, Some(_), _) | (opened, None, DeviceChoice::Cpu) => opened,
+            (Ok(devices), None, _) => {
+                if says {
+                    eprintln!("device: {}", names(&devices));
+                }
+                Ok(devices)
+            }
+            (Err(err), None, _) => {
+                let reason = err.to_string();
+                let reason = reason.lines().next().unwrap_or_default();
+                // Of several processes each says it: the others may have a GPU.
+                eprintln!("device: cpu, because {reason}");
+                Ok(vec![Device::Cpu])
+            }
+        }
+    }
+}
+
+fn names(devices: &[Device]) -> String {
+    match devices.len() {
+        1 => "cuda:0".to_string(),
+        count => format!("cuda:0 to cuda:{}", count - 1),
+    }
+}

@@ -1,0 +1,77 @@
+//! Samples of what the model writes.
+
+use std::ops::Bound::{Excluded, Included};
+
+use candle_comm::Mesh;
+use candle_core::{Result, bail};
+use candle_parallel::Stage;
+use candle_train::{GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
+use candle_train_models::llama::LlamaConfig;
+use clap::Args;
+
+use crate::number::{real, whole};
+use crate::output::print_line;
+use crate::training_run::TrainingRun;
+
+/// Flags of the samples.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Samples")]
+pub struct SampleArgs {
+    /// Text that the samples continue
+    #[arg(long, default_value = "The Queen")]
+    pub prompt: String,
+    /// Length of a sample; 0: none
+    #[arg(long, default_value_t = 80, value_name = "TOKENS", value_parser = whole::<usize>(0..))]
+    pub sample_tokens: usize,
+    /// Randomness of the samples; 0: always the most likely token
+    #[arg(long, default_value_t = 0.5, value_parser = real(0.0..))]
+    pub temperature: f64,
+    /// Samples take the most likely tokens that together have this probability
+    #[arg(long, default_value_t = 0.9, value_name = "PROBABILITY", value_parser = real((Excluded(0.0), Included(1.0))))]
+    pub top_p: f64,
+}
+
+impl SampleArgs {
+    /// An error if the model cannot continue the prompt.
+    pub(crate) fn check(&self, tokenizer: &Tokenizer, config: &LlamaConfig) -> Result<()> {
+        if self.sample_tokens == 0 {
+            return Ok(());
+        }
+        let prompt = tokenizer.encode(&self.prompt)?;
+        if prompt.is_empty() {
+            bail!(
+                "--prompt {:?} has no tokens; expected some text",
+                self.prompt
+            );
+        }
+        tokenizer.check_vocab(&prompt, config.vocab_size)
+    }
+}
+
+impl TrainingRun<'_> {
+    /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
+    pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, stage: &Stage) -> Result<()> {
+        let (args, config, tokenizer) = (self.samples, &self.config, &self.tokenizer);
+        if args.sample_tokens == 0 {
+            return Ok(());
+        }
+        let prompt = tokenizer.encode(&args.prompt)?;
+        let limits = GenerateConfig {
+            vocab_size: config.vocab_size,
+            max_context: config.max_position_embeddings,
+            max_new_tokens: args.sample_tokens,
+            eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
+        };
+        let mut sampler = Sampler::new(SamplingConfig {
+            temperature: args.temperature,
+            top_p: args.top_p,
+            seed: self.training.batches.seed,
+        })?;
+        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler)?;
+        if mesh.world.rank() == 0 {
+            let text = tokenizer.decode(&[prompt, ids].concat())?;
+            print_line(&format!("--- {title}\n{}\n---", text.trim_end()));
+        }
+        Ok(())
+    }
+}

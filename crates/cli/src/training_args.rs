@@ -1,0 +1,219 @@
+//! Flags of a training run: layout, batches, optimizer.
+
+use std::ops::Bound::{Excluded, Unbounded};
+use std::path::PathBuf;
+
+use candle_comm::{Degrees, RunConfig};
+use candle_core::{Device, Result, bail};
+use candle_parallel::{AdamWConfig, ZeroStage};
+use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
+use candle_train_models::llama::{Llama, LlamaConfig};
+use clap::Args;
+
+use crate::choices::{DTypeChoice, ScheduleChoice};
+use crate::freeze::FreezeArgs;
+use crate::number::{real, whole};
+use crate::rank_args::RankArgs;
+
+/// More ranks than this are a slip of the keyboard.
+const MAX_RANKS: usize = 1024;
+
+/// Everything about a run but its model and its data.
+#[derive(Args, Clone, Debug)]
+pub struct TrainingArgs {
+    #[command(flatten, next_help_heading = "Layout")]
+    pub(crate) layout: LayoutArgs,
+    #[command(flatten, next_help_heading = "Ranks")]
+    pub(crate) ranks: RankArgs,
+    #[command(flatten, next_help_heading = "Batches")]
+    pub(crate) batches: BatchArgs,
+    #[command(flatten, next_help_heading = "Optimizer")]
+    pub(crate) optimizer: OptimizerArgs,
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs [default: none]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) metrics: Option<PathBuf>,
+}
+
+/// How the model lies on the ranks.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LayoutArgs {
+    /// Tensor-parallel degree: ranks that share each layer
+    #[arg(long, default_value_t = 2, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub tp: usize,
+    /// Pipeline-parallel degree: stages of consecutive layers
+    #[arg(long, default_value_t = 2, value_name = "STAGES", value_parser = whole::<usize>(1..))]
+    pub pp: usize,
+    /// Data-parallel degree: replicas that share each global batch
+    #[arg(long, default_value_t = 2, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    pub dp: usize,
+    /// ZeRO stage: 0 keeps the optimizer state whole on every replica, 1 divides it over them
+    #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=1))]
+    pub zero: u8,
+    /// Communicate between replicas only while nothing is computed; slower, and the same bits
+    #[arg(long)]
+    pub no_overlap: bool,
+    /// Order of the micro-batches in the pipeline
+    #[arg(long, default_value = "1f1b")]
+    pub schedule: ScheduleChoice,
+    /// Type of weights and activations while training
+    #[arg(long, default_value = "f32")]
+    pub dtype: DTypeChoice,
+}
+
+/// How batches are cut from the data, and how many.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BatchArgs {
+    /// Sequences that pass through the model at once
+    #[arg(long, default_value_t = 4, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
+    pub micro_batch_size: usize,
+    /// Sequences of an optimizer step, over all replicas
+    #[arg(long, default_value_t = 16, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
+    pub global_batch_size: usize,
+    /// Length of a sequence
+    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    pub seq_len: usize,
+    /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
+    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    pub steps: Option<usize>,
+    /// Passes over the data
+    #[arg(long, default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
+    pub epochs: usize,
+    /// Take the sequences in the order of the data instead of a new random order each epoch
+    #[arg(long)]
+    pub no_shuffle: bool,
+    /// Seed of everything random
+    #[arg(long, default_value_t = 0, value_parser = whole::<u64>(0..))]
+    pub seed: u64,
+}
+
+/// How weights change.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct OptimizerArgs {
+    #[command(flatten)]
+    pub freeze: FreezeArgs,
+    /// Highest learning rate, reached at the end of the warm-up
+    #[arg(long, default_value_t = 1e-3, value_name = "RATE", value_parser = real(0.0..))]
+    pub lr: f64,
+    /// Learning rate at the end, as a fraction of --lr; a half cosine leads there
+    #[arg(long, default_value_t = 0.1, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
+    pub min_lr_ratio: f64,
+    /// Steps over which the learning rate rises linearly
+    #[arg(long, default_value_t = 5, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    pub warmup_steps: usize,
+    /// Decoupled weight decay of AdamW per step and unit of learning rate, for tensors of two or more dims
+    #[arg(long, default_value_t = AdamWConfig::default().weight_decay, value_name = "RATE", value_parser = real(0.0..))]
+    pub weight_decay: f64,
+    /// Decay of AdamW's average of the gradients, β₁
+    #[arg(long, default_value_t = AdamWConfig::default().beta1, value_name = "DECAY", value_parser = real(0.0..1.0))]
+    pub adam_beta1: f64,
+    /// Decay of AdamW's average of the squared gradients, β₂
+    #[arg(long, default_value_t = AdamWConfig::default().beta2, value_name = "DECAY", value_parser = real(0.0..1.0))]
+    pub adam_beta2: f64,
+    /// What AdamW adds to the root of the second average, ε
+    #[arg(long, default_value_t = AdamWConfig::default().eps, value_name = "EPSILON", value_parser = real((Excluded(0.0), Unbounded)))]
+    pub adam_eps: f64,
+    /// Gradients are scaled down to this global L2 norm; 0: never
+    #[arg(long, default_value_t = 1.0, value_name = "NORM", value_parser = real(0.0..))]
+    pub max_grad_norm: f64,
+}
+
+impl LayoutArgs {
+    /// The mesh's degrees.
+    pub fn degrees(&self) -> Degrees {
+        Degrees {
+            pp: self.pp,
+            dp: self.dp,
+            cp: 1,
+            tp: self.tp,
+        }
+    }
+}
+
+impl BatchArgs {
+    pub fn config(&self) -> BatchConfig {
+        BatchConfig {
+            seq_len: self.seq_len,
+            micro_batch_size: self.micro_batch_size,
+            global_batch_size: self.global_batch_size,
+            shuffle: !self.no_shuffle,
+            seed: self.seed,
+        }
+    }
+}
+
+impl TrainingArgs {
+    /// How this process takes part in the run; more ranks than machines can run are an error.
+    pub(crate) fn run_config(&self) -> Result<RunConfig> {
+        let degrees = self.layout.degrees();
+        match degrees.world_size() {
+            Some(world_size) if world_size <= MAX_RANKS => self.ranks.config(degrees),
+            _ => bail!(
+                "pp({}) * dp({}) * tp({}) is more than {MAX_RANKS} ranks; expected a number that machines can run",
+                degrees.pp,
+                degrees.dp,
+                degrees.tp
+            ),
+        }
+    }
+
+    /// Checks that the metrics can be written, without changing what the file holds.
+    pub(crate) fn check_metrics(&self) -> Result<()> {
+        self.metrics.as_ref().map(Metrics::create).transpose()?;
+        Ok(())
+    }
+
+    /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
+    pub(crate) fn check_model(&self, config: &LlamaConfig) -> Result<()> {
+        Llama::check_degrees(config, &self.layout.degrees())?;
+        let (seq_len, max) = (self.batches.seq_len, config.max_position_embeddings);
+        if seq_len > max {
+            bail!("--seq-len {seq_len} is longer than the model's max_position_embeddings ({max})");
+        }
+        Ok(())
+    }
+
+    /// The run in one line.
+    pub(crate) fn describe(&self, tokens: &Tokens, num_steps: usize, run: &RunConfig) -> String {
+        let Degrees { pp, dp, tp, .. } = self.layout.degrees();
+        format!(
+            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
+            tokens.len(),
+            self.batches.global_batch_size,
+            self.batches.seq_len,
+            pp * dp * tp,
+            run.describe(),
+            self.layout.zero
+        )
+    }
+
+    /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
+    pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
+        let (layout, args) = (&self.layout, &self.optimizer);
+        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let num_epochs = self.batches.epochs;
+        let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
+        let config = TrainConfig {
+            lr_schedule: LrSchedule {
+                lr: args.lr,
+                min_lr_ratio: args.min_lr_ratio,
+                warmup_steps: args.warmup_steps,
+                num_steps: self.batches.steps.unwrap_or(num_steps),
+            },
+            adamw: AdamWConfig {
+                beta1: args.adam_beta1,
+                beta2: args.adam_beta2,
+                eps: args.adam_eps,
+                weight_decay: args.weight_decay,
+            },
+            max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
+            zero: match layout.zero {
+                0 => ZeroStage::Zero,
+                _ => ZeroStage::One,
+            },
+            overlap: !layout.no_overlap,
+            schedule: layout.schedule.into(),
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}

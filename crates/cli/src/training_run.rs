@@ -1,0 +1,134 @@
+//! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
+
+use std::path::{Path, PathBuf};
+
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_core::{DType, Device, Result};
+use candle_parallel::checkpoint::{HfSave, save_hf};
+use candle_parallel::{ParamStore, Stage};
+use candle_train::{
+    Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
+};
+use candle_train_models::llama::{Llama, LlamaConfig};
+
+use crate::config_dtype::with_config_dtype;
+use crate::fingerprint::fingerprint;
+use crate::flags::Flags;
+use crate::output::print_line;
+use crate::samples::SampleArgs;
+use crate::training_args::TrainingArgs;
+
+/// Everything that the ranks of this process need, read once.
+pub(crate) struct TrainingRun<'a> {
+    pub training: &'a TrainingArgs,
+    pub samples: &'a SampleArgs,
+    pub config: LlamaConfig,
+    pub initial_weights: InitialWeights,
+    pub tokenizer: Tokenizer,
+    pub tokens: Tokens,
+    /// What is trained on what, in words.
+    pub title: String,
+    /// Folder of the trained checkpoint.
+    pub output: &'a Path,
+    /// Files beside its weights.
+    pub sidecars: Vec<(String, Vec<u8>)>,
+    /// Type of its weights, if not each tensor's own.
+    pub save_dtype: Option<DType>,
+}
+
+/// Where a run begins.
+pub(crate) enum InitialWeights {
+    Random,
+    /// A folder.
+    Checkpoint(PathBuf),
+}
+
+impl TrainingRun<'_> {
+    /// Checks what can be checked, trains and saves.
+    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<()> {
+        let tokenizer = &self.tokenizer;
+        tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
+        let train = self.training.train_config(&self.tokens)?;
+        self.samples.check(tokenizer, &self.config)?;
+        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        let save = HfSave {
+            dtype: self.save_dtype,
+            ..HfSave::new(self.output, sidecars)
+        };
+        if ranks.is_first() {
+            save.check_writable()?;
+            self.training.check_metrics()?;
+            let num_steps = train.lr_schedule.num_steps;
+            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            print_line(&format!("{}: {run}", self.title));
+        }
+        let model = match &self.initial_weights {
+            InitialWeights::Random => None,
+            InitialWeights::Checkpoint(model) => Some(model.as_path()),
+        };
+        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        launch::run(&ranks, |world| self.run_rank(&train, &save, world))?;
+        if ranks.is_first() {
+            print_line(&format!("saved to {}", self.output.display()));
+        }
+        Ok(())
+    }
+
+    /// One rank's part.
+    fn run_rank(&self, train: &TrainConfig, save: &HfSave, world: ProcessGroup) -> Result<()> {
+        let training = self.training;
+        let mesh = Mesh::new(world, training.layout.degrees())?;
+        let store = match &self.initial_weights {
+            InitialWeights::Random => ParamStore::init(training.batches.seed),
+            InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
+        };
+        let store = training.optimizer.freeze.apply(store);
+        let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
+        let stage = Llama::stage(&self.config, &mesh, &vb)
+            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        training.optimizer.freeze.check(stage.params())?;
+        let is_first = mesh.world.rank() == 0;
+        let last_title = match &self.initial_weights {
+            InitialWeights::Random => {
+                if is_first {
+                    let num_values = stage.params().num_global_values();
+                    print_line(&format!("{num_values} parameters"));
+                }
+                "sample"
+            }
+            InitialWeights::Checkpoint(_) => {
+                self.print_sample("before", &mesh, &stage)?;
+                "after"
+            }
+        };
+        let trainer = self.fit(train, &mesh, stage)?;
+        self.print_sample(last_title, &mesh, trainer.stage())?;
+        save_hf(trainer.stage().params(), &mesh, save)
+    }
+
+    /// Trains this rank's stage; the first rank shows progress and writes metrics.
+    fn fit(&self, train: &TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Trainer> {
+        let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
+        let batch_config = self.training.batches.config();
+        let batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let is_first = mesh.world.rank() == 0;
+        let metrics = self.training.metrics.as_ref().filter(|_| is_first);
+        let mut metrics = metrics.map(Metrics::create).transpose()?;
+        let mut progress = is_first.then(|| Progress::new(train.lr_schedule.num_steps));
+        let mut trainer = Trainer::new(train.clone(), mesh, stage)?;
+        trainer.train(&batches, |step| {
+            if let Some(metrics) = &mut metrics {
+                metrics.log(step)?;
+            }
+            if let Some(progress) = &mut progress {
+                progress.update(step);
+            }
+            Ok(())
+        })?;
+        if let Some(progress) = &mut progress {
+            progress.finish();
+        }
+        mesh.world.set_step(trainer.step(), "after training");
+        Ok(trainer)
+    }
+}

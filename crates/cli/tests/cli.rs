@@ -1,0 +1,36 @@
+//! The command as a user runs it: what it prints, what it writes, how it refuses bad input, and which processes it starts and ends.
+
+mod cli {
+    mod config;
+    mod data;
+    mod disk_full;
+    mod divergence;
+    mod flags;
+    mod folder;
+    mod help;
+    mod hub;
+    #[path = "../../../train/tests/train/hub_server.rs"]
+    mod hub_server;
+    mod launch {
+        mod dry_run;
+        mod env;
+        mod failure;
+        mod hosts;
+        mod launching;
+        mod options;
+        mod orphans;
+        mod output;
+        mod signals;
+    }
+    mod layout;
+    mod output;
+    #[cfg(feature = "mpi")]
+    mod processes;
+    mod program;
+    mod tokenizer;
+    mod training;
+    #[cfg(feature = "mpi")]
+    mod two_hosts;
+    mod weights;
+    mod workspace;
+}

@@ -1,0 +1,139 @@
+//! Models that are not there, and configurations that are damaged or describe something else.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::workspace::{Workspace, refuses_file, refuses_model};
+
+#[track_caller]
+fn refuses_config(edit: impl FnOnce(&mut Value), parts: &[&str]) {
+    refuses_model(|workspace| workspace.edit_config(edit), parts);
+}
+
+#[test]
+fn a_model_that_is_nowhere_is_an_error_that_says_what_a_model_is() {
+    let workspace = Workspace::new();
+    let at = |model: &str| workspace.finetune().flag("--model", model);
+    let nowhere = workspace.path("nowhere").display().to_string();
+    workspace.refuses(
+        &at(&nowhere),
+        &[&nowhere, "neither an existing folder nor the name"],
+    );
+    workspace.refuses(&at(""), &["model \"\" is neither"]);
+    let file = workspace.model("config.json").display().to_string();
+    workspace.refuses(&at(&file), &[&file, "is a file, expected the folder"]);
+    // Nothing in these tests may reach for the network: HF_HUB_OFFLINE is set.
+    workspace.refuses(
+        &at("someone/something"),
+        &["someone/something@main", "HF_HUB_OFFLINE"],
+    );
+}
+
+#[test]
+fn a_configuration_that_is_missing_or_damaged_is_named() {
+    refuses_file(
+        "model/config.json",
+        |path| fs::remove_file(path).unwrap(),
+        &["cannot read", "model/config.json"],
+    );
+    refuses_file(
+        "model/config.json",
+        |path| fs::write(path, "{\"vocab").unwrap(),
+        &["config.json", "not a JSON file"],
+    );
+    refuses_file(
+        "model/config.json",
+        |path| fs::write(path, "[]").unwrap(),
+        &["config.json"],
+    );
+    refuses_file(
+        "model/config.json",
+        |path| fs::write(path, [0xff, 0xfe]).unwrap(),
+        &["config.json", "UTF-8"],
+    );
+}
+
+#[test]
+fn another_architecture_is_named_with_what_is_supported() {
+    refuses_config(
+        |config| config["model_type"] = json!("qwen2"),
+        &["model_type is \"qwen2\"", "\"llama\""],
+    );
+    refuses_config(
+        |config| config["architectures"] = json!(["MistralForCausalLM"]),
+        &[
+            "architectures",
+            "\"MistralForCausalLM\"",
+            "\"LlamaForCausalLM\"",
+        ],
+    );
+    refuses_config(
+        |config| config["hidden_act"] = json!("gelu"),
+        &["hidden_act is \"gelu\"", "\"silu\""],
+    );
+    refuses_config(
+        |config| config["rope_parameters"]["rope_type"] = json!("yarn"),
+        &[
+            "rope_parameters.rope_type is \"yarn\"",
+            "\"default\", \"linear\", \"llama3\"",
+        ],
+    );
+}
+
+#[test]
+fn fields_that_are_missing_wrong_or_at_odds_are_named() {
+    let remove = |name: &'static str| {
+        move |config: &mut Value| drop(config.as_object_mut().unwrap().remove(name))
+    };
+    refuses_config(remove("hidden_size"), &["config.json", "hidden_size"]);
+    refuses_config(
+        remove("num_hidden_layers"),
+        &["config.json", "num_hidden_layers"],
+    );
+    refuses_config(
+        |config| config["hidden_size"] = json!("wide"),
+        &["config.json", "\"wide\""],
+    );
+    refuses_config(
+        |config| config["vocab_size"] = json!(-1),
+        &["config.json", "-1"],
+    );
+    refuses_config(
+        |config| config["num_attention_heads"] = json!(0),
+        &["num_attention_heads is 0"],
+    );
+    refuses_config(
+        |config| config["num_key_value_heads"] = json!(3),
+        &["num_attention_heads(4)", "num_key_value_heads(3)"],
+    );
+    refuses_config(|config| config["head_dim"] = json!(7), &["head_dim is 7"]);
+    refuses_config(
+        |config| config["rope_parameters"]["rope_theta"] = json!(0),
+        &["rope_theta is 0"],
+    );
+}
+
+#[test]
+fn a_configuration_that_does_not_describe_the_weights_is_an_error() {
+    refuses_config(
+        |config| config["num_hidden_layers"] = json!(3),
+        &[
+            "9 tensors",
+            "model.layers.3.input_layernorm.weight",
+            "config.json",
+        ],
+    );
+    refuses_config(
+        |config| config["num_hidden_layers"] = json!(5),
+        &["model.layers.4.", "missing"],
+    );
+    refuses_config(
+        |config| config["intermediate_size"] = json!(60),
+        &["mlp.", "[56, 32]", "[60, 32]"],
+    );
+    refuses_config(
+        |config| config["attention_bias"] = json!(true),
+        &["_proj.bias", "missing"],
+    );
+}

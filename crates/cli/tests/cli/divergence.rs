@@ -1,0 +1,86 @@
+//! Numbers that are no longer numbers.
+
+use super::workspace::{Workspace, refuses_model};
+
+const NAN: [u8; 4] = f32::NAN.to_le_bytes();
+
+#[test]
+fn weights_with_a_nan_stop_the_first_step() {
+    refuses_model(
+        |workspace| {
+            workspace.edit_weights(|tensors| {
+                let norm = tensors
+                    .get_mut("model.layers.2.input_layernorm.weight")
+                    .unwrap();
+                norm.2[..4].copy_from_slice(&NAN);
+            });
+        },
+        &[
+            "step 0",
+            "the loss is NaN",
+            "the first parameter with a NaN or infinite gradient is ",
+        ],
+    );
+}
+
+#[test]
+fn weights_with_a_nan_are_found_by_the_first_sample() {
+    let workspace = Workspace::new();
+    workspace.edit_weights(|tensors| {
+        let norm = tensors.get_mut("model.norm.weight").unwrap();
+        norm.2[..4].copy_from_slice(&NAN);
+    });
+    let program = workspace.finetune().flag("--sample-tokens", 4);
+    workspace.refuses(&program, &["the logit of token 0 is NaN"]);
+}
+
+#[test]
+fn a_run_that_diverges_names_the_step_and_a_parameter() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 6).flag("--lr", 1e30);
+    let parts = [
+        "step 1 failed",
+        "NaN or infinite gradient is model.",
+        "hint: a lower learning rate",
+    ];
+    workspace.refuses(&program, &parts);
+    // Whatever the layout.
+    let program = program
+        .flag("--zero", 0)
+        .flag("--tp", 1)
+        .flag("--pp", 1)
+        .flag("--dp", 1);
+    workspace.refuses(&program, &parts);
+}
+
+#[test]
+fn weights_that_became_infinite_in_the_last_step_are_not_saved() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 1).flag("--lr", 1e300);
+    workspace.refuses(
+        &program,
+        &[
+            "lm_head.weight",
+            "NaN or infinite in F32",
+            "nothing was saved",
+        ],
+    );
+}
+
+#[test]
+fn weights_that_do_not_fit_the_type_to_be_saved_are_not_saved() {
+    let workspace = Workspace::new();
+    workspace.edit_weights(|tensors| {
+        let norm = tensors.get_mut("model.norm.weight").unwrap();
+        norm.2[..4].copy_from_slice(&1e6f32.to_le_bytes());
+    });
+    let program = workspace
+        .finetune()
+        .flag("--steps", 0)
+        .flag("--save-dtype", "f16");
+    workspace.refuses(
+        &program,
+        &["model.norm.weight", "NaN or infinite in F16", "f32 or bf16"],
+    );
+    program.flag("--save-dtype", "bf16").succeeds();
+}

@@ -1,0 +1,183 @@
+//! Values that a flag cannot have, each refused before a step is made; and that those it can have change what is trained.
+
+use std::fs;
+
+use super::folder::read_tensors;
+use super::workspace::{Workspace, candle_train};
+
+/// What is said of a GPU that no machine has.
+const NO_SUCH_GPU: &[&str] = if cfg!(feature = "cuda") {
+    &["cuda:4096"]
+} else {
+    &["built without CUDA", "hint: "]
+};
+
+/// Numbers that each flag does not take, and what it expects.
+const NUMBERS: &[(&str, &[&str], &str)] = &[
+    ("--tp", &["0", "-1", "two"], "a whole number >= 1"),
+    ("--pp", &["0", "-1", "1.5"], "a whole number >= 1"),
+    ("--dp", &["0", "-1", ""], "a whole number >= 1"),
+    ("--zero", &["2", "-1"], "a whole number >= 0 and <= 1"),
+    (
+        "--deadline",
+        &["0", "-5", "604801"],
+        "a whole number >= 1 and <= 604800",
+    ),
+    ("--micro-batch-size", &["0", "-1"], "a whole number >= 1"),
+    ("--global-batch-size", &["0", "-1"], "a whole number >= 1"),
+    ("--seq-len", &["0", "-1"], "a whole number >= 1"),
+    ("--steps", &["-1", "1e3"], "a whole number >= 0"),
+    ("--epochs", &["-1", "0.5"], "a whole number >= 0"),
+    (
+        "--seed",
+        &["-1", "18446744073709551616"],
+        "a whole number >= 0",
+    ),
+    (
+        "--lr",
+        &["-1", "-1e-3", "nan", "inf", "fast"],
+        "a number >= 0",
+    ),
+    ("--min-lr-ratio", &["-0.1", "1.5"], "a number >= 0 and <= 1"),
+    ("--warmup-steps", &["-1"], "a whole number >= 0"),
+    ("--weight-decay", &["-1", "inf"], "a number >= 0"),
+    (
+        "--adam-beta1",
+        &["-0.1", "1", "nan"],
+        "a number >= 0 and < 1",
+    ),
+    (
+        "--adam-beta2",
+        &["-0.1", "1", "nan"],
+        "a number >= 0 and < 1",
+    ),
+    ("--adam-eps", &["-1e-8", "0", "inf"], "a number > 0"),
+    ("--max-grad-norm", &["-1", "nan"], "a number >= 0"),
+    ("--sample-tokens", &["-1"], "a whole number >= 0"),
+    ("--temperature", &["-1", "nan"], "a number >= 0"),
+    ("--top-p", &["-0.5", "0", "1.1"], "a number > 0 and <= 1"),
+];
+
+/// Sizes of `pretrain`, which are all at least 1.
+const SIZES: &[&str] = &[
+    "--vocab-size",
+    "--hidden-size",
+    "--intermediate-size",
+    "--layers",
+    "--heads",
+    "--kv-heads",
+    "--max-positions",
+];
+
+#[test]
+fn numbers_out_of_range_are_refused_with_flag_value_and_what_is_expected() {
+    let workspace = Workspace::new();
+    for (flag, values, expected) in NUMBERS {
+        for value in *values {
+            let parts = [
+                &format!("invalid value '{value}' for '{flag} <"),
+                &format!("expected {expected}"),
+            ];
+            let outcome = workspace.finetune().flag(flag, value).run();
+            outcome.assert_error(&parts.map(String::as_str));
+        }
+    }
+    for flag in SIZES {
+        for value in ["0", "-1"] {
+            let outcome = candle_train("pretrain").flag(flag, value).run();
+            outcome.assert_error(&[
+                &format!("invalid value '{value}' for '{flag} <"),
+                "expected a whole number >= 1",
+            ]);
+        }
+    }
+    workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn other_values_are_refused_with_the_name_and_the_value() {
+    let workspace = Workspace::new();
+    let cases: &[(&str, &str, &[&str])] = &[
+        ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
+        ("--dtype", "f64", &["'f64'", "f32, bf16"]),
+        ("--device", "gpu", &["'gpu'", "--device", "`cuda:N`"]),
+        ("--device", "cuda:4096", NO_SUCH_GPU),
+        (
+            "--freeze",
+            "layers.(",
+            &["'layers.('", "--freeze", "unclosed group"],
+        ),
+        (
+            "--freeze",
+            "lm_heads",
+            &["--freeze lm_heads", "none of the 39 parameters", "hint: "],
+        ),
+        (
+            "--freeze",
+            "weight$",
+            &["--freeze weight$", "all 39 parameters", "nothing is left"],
+        ),
+        ("--save-dtype", "i8", &["'i8'", "f32, f16, bf16"]),
+        ("--stepz", "1", &["--stepz", "--steps"]),
+    ];
+    for (flag, value, parts) in cases {
+        workspace.refuses(&workspace.finetune().flag(flag, value), parts);
+    }
+    let program = workspace
+        .finetune()
+        .flag("--prompt", "")
+        .flag("--sample-tokens", 1);
+    workspace.refuses(&program, &["--prompt", "no tokens"]);
+}
+
+#[test]
+fn zero_steps_save_the_model_as_it_is() {
+    let workspace = Workspace::new();
+    let outcome = workspace.finetune().flag("--steps", 0).succeeds();
+    assert!(outcome.stdout.contains("0 steps"), "{}", outcome.stdout);
+    let saved = read_tensors(&workspace.output().join("model.safetensors"));
+    assert!(saved == read_tensors(&workspace.model("model.safetensors")));
+}
+
+#[test]
+fn a_number_of_the_optimizer_changes_the_weights() {
+    let weights = |flags: &[(&str, &str)]| {
+        let workspace = Workspace::new();
+        let program = workspace.finetune().flag("--lr", 0.05);
+        let program = program.flag("--warmup-steps", 0).flag("--steps", 3);
+        let flags = flags.iter();
+        let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+        program.succeeds();
+        fs::read(workspace.output().join("model.safetensors")).unwrap()
+    };
+    let default = weights(&[]);
+    let named = [
+        ("--adam-beta1", "0.9"),
+        ("--adam-beta2", "0.95"),
+        ("--adam-eps", "1e-8"),
+        ("--weight-decay", "0.1"),
+        ("--max-grad-norm", "1"),
+    ];
+    assert!(weights(&named) == default);
+    let mut all = vec![default];
+    for flag in [
+        ("--adam-beta1", "0"),
+        ("--adam-beta2", "0.5"),
+        ("--adam-eps", "1e-3"),
+        ("--weight-decay", "0"),
+        ("--max-grad-norm", "0.01"),
+        ("--max-grad-norm", "0"),
+        ("--lr", "0"),
+        ("--min-lr-ratio", "1"),
+        ("--warmup-steps", "2"),
+    ] {
+        let changed = weights(&[flag]);
+        assert!(
+            !all.contains(&changed),
+            "{flag:?} gives what another flag gave"
+        );
+        all.push(changed);
+    }
+    // 0 is no limit at all, where as large a one as there is scales nothing.
+    assert!(weights(&[("--max-grad-norm", "0")]) == weights(&[("--max-grad-norm", "1e300")]));
+}

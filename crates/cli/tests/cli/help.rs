@@ -1,0 +1,140 @@
+//! `--help` says what each flag is for, in which unit, and what it is when it is not given.
+
+use std::collections::BTreeMap;
+
+use super::workspace::candle_train;
+
+/// What `--help` says about each flag.
+fn help(subcommand: &'static str) -> BTreeMap<String, String> {
+    let outcome = candle_train(subcommand).switch("--help").succeeds();
+    let mut flags = BTreeMap::new();
+    let mut name = String::new();
+    for line in outcome.stdout.lines().map(str::trim) {
+        let line = line.strip_prefix("-h, ").unwrap_or(line);
+        if let Some(flag) = line
+            .split_whitespace()
+            .next()
+            .filter(|word| word.starts_with("--"))
+        {
+            name = flag.to_string();
+        }
+        let text: &mut String = flags.entry(name.clone()).or_default();
+        text.push_str(line);
+        text.push('\n');
+    }
+    flags
+}
+
+#[track_caller]
+fn assert_says(help: &BTreeMap<String, String>, flag: &str, parts: &[&str]) {
+    let text = help
+        .get(flag)
+        .unwrap_or_else(|| panic!("no {flag} in {help:?}"));
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+}
+
+const TRAINING: &[(&str, &[&str])] = &[
+    ("--tp", &["[default: 2]", "RANKS"]),
+    ("--pp", &["[default: 2]", "STAGES"]),
+    ("--dp", &["[default: 2]", "REPLICAS"]),
+    ("--zero", &["[default: 1]"]),
+    ("--no-overlap", &["same bits"]),
+    ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
+    (
+        "--backend",
+        &[
+            "[default: local; for one of several processes",
+            "mpi",
+            "nccl",
+        ],
+    ),
+    ("--check-collectives", &["processes", "rank 0"]),
+    ("--deterministic", &["same bits", "attention"]),
+    ("--deadline", &["[default: 600]", "SECONDS"]),
+    ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
+    ("--dtype", &["[default: f32]", "bf16"]),
+    (
+        "--freeze",
+        &["[default: none]", "PATTERN", "regular expression"],
+    ),
+    ("--micro-batch-size", &["[default: 4]", "SEQUENCES"]),
+    ("--global-batch-size", &["[default: 16]", "SEQUENCES"]),
+    ("--seq-len", &["[default: 128]", "TOKENS"]),
+    (
+        "--steps",
+        &[
+            "[default: as many as --epochs takes]",
+            "wins over --epochs",
+            "0: ",
+        ],
+    ),
+    ("--epochs", &["[default: 3]", "PASSES"]),
+    ("--no-shuffle", &["order of the data"]),
+    ("--seed", &["[default: 0]"]),
+    ("--lr", &["[default: 0.001]"]),
+    ("--min-lr-ratio", &["[default: 0.1]", "FRACTION"]),
+    ("--warmup-steps", &["[default: 5]", "STEPS"]),
+    ("--weight-decay", &["[default: 0.1]"]),
+    (
+        "--adam-beta1",
+        &["[default: 0.9]", "average of the gradients"],
+    ),
+    ("--adam-beta2", &["[default: 0.95]", "squared gradients"]),
+    ("--adam-eps", &["[default: 0.00000001]", "EPSILON"]),
+    ("--max-grad-norm", &["[default: 1]", "NORM", "0: never"]),
+    (
+        "--metrics",
+        &[
+            "[default: none]",
+            "step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs",
+        ],
+    ),
+    ("--prompt", &["[default: \"The Queen\"]"]),
+    ("--sample-tokens", &["[default: 80]", "TOKENS", "0: none"]),
+    ("--temperature", &["[default: 0.5]"]),
+    ("--top-p", &["[default: 0.9]"]),
+];
+
+#[test]
+fn finetune_explains_its_flags() {
+    let help = help("finetune");
+    for (flag, parts) in TRAINING {
+        assert_says(&help, flag, parts);
+    }
+    assert_says(&help, "--model", &["org/name[@revision]"]);
+    assert_says(&help, "--data", &["FILE|DIR"]);
+    assert_says(&help, "--output", &["[default: finetuned]"]);
+    assert_says(
+        &help,
+        "--save-dtype",
+        &[
+            "[default: each tensor's own in the input checkpoint]",
+            "bf16",
+        ],
+    );
+}
+
+#[test]
+fn pretrain_explains_its_flags() {
+    let help = help("pretrain");
+    for (flag, parts) in TRAINING {
+        assert_says(&help, flag, parts);
+    }
+    assert_says(&help, "--output", &["[default: pretrained]"]);
+    assert_says(
+        &help,
+        "--tokenizer",
+        &["[default: a byte-level BPE is trained on the data]"],
+    );
+    assert_says(&help, "--vocab-size", &["[default: 1024]", "TOKENS"]);
+    assert_says(&help, "--hidden-size", &["[default: 192]"]);
+    assert_says(&help, "--intermediate-size", &["[default: 512]"]);
+    assert_says(&help, "--layers", &["[default: 4]"]);
+    assert_says(&help, "--heads", &["[default: 6]"]);
+    assert_says(&help, "--kv-heads", &["[default: 2]"]);
+    assert_says(&help, "--max-positions", &["[default: 512]", "TOKENS"]);
+    assert_says(&help, "--untied", &["own weight"]);
+    assert_says(&help, "--save-dtype", &["[default: f32]"]);
+}

@@ -1,0 +1,67 @@
+//! A model that is fetched from a hub (on loopback) and kept.
+
+use std::fs;
+
+use super::folder::{fixture, names};
+use super::hub_server::HubServer;
+use super::workspace::Workspace;
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+fn publish(server: &HubServer) {
+    let dir = fixture("bf16_sharded/model");
+    let files = names(&dir).into_iter().map(|name| {
+        let bytes = fs::read(dir.join(&name)).unwrap();
+        (name, bytes)
+    });
+    let files: Vec<(String, Vec<u8>)> = files.collect();
+    let files: Vec<(&str, &[u8])> = files
+        .iter()
+        .map(|(name, bytes)| (name.as_str(), bytes.as_slice()))
+        .collect();
+    server.publish("someone/tiny", "main", COMMIT, &files);
+}
+
+#[test]
+fn a_model_from_the_hub_is_fetched_once_and_then_used_offline() {
+    let workspace = Workspace::new();
+    let server = HubServer::start();
+    publish(&server);
+    let program = workspace
+        .finetune()
+        .flag("--model", "someone/tiny")
+        .variable("HF_ENDPOINT", server.endpoint());
+    let outcome = program.clone().variable("HF_HUB_OFFLINE", "").succeeds();
+    assert!(
+        outcome
+            .stderr
+            .contains("fetching model-00001-of-00005.safetensors"),
+        "{}",
+        outcome.stderr
+    );
+    assert!(!server.take_downloads().is_empty());
+    let saved = fs::read(workspace.output().join("model.safetensors")).unwrap();
+
+    fs::remove_dir_all(workspace.output()).unwrap();
+    program.succeeds();
+    assert!(server.state.lock().unwrap().log.is_empty());
+    assert!(fs::read(workspace.output().join("model.safetensors")).unwrap() == saved);
+}
+
+#[test]
+fn a_model_that_the_hub_does_not_have_is_an_error_with_its_name() {
+    let workspace = Workspace::new();
+    let server = HubServer::start();
+    publish(&server);
+    let program = workspace
+        .finetune()
+        .variable("HF_ENDPOINT", server.endpoint())
+        .variable("HF_HUB_OFFLINE", "");
+    let missing = program.clone().flag("--model", "someone/else");
+    workspace.refuses(
+        &missing,
+        &["someone/else", "status 404", &server.endpoint()],
+    );
+    let revision = program.flag("--model", "someone/tiny@v2");
+    workspace.refuses(&revision, &["someone/tiny", "revision v2", "status 404"]);
+}

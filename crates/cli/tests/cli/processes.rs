@@ -1,0 +1,281 @@
+//! Ranks as processes: the bits of threads, and failures that name the rank. Without `mpirun` the tests say so and pass.
+
+use std::fs;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use super::program::{Outcome, Program};
+use super::two_hosts::TwoHosts;
+use super::workspace::{Workspace, candle_train};
+
+/// What `mpirun --version` says, if there is one.
+fn mpirun_version() -> Option<&'static str> {
+    static VERSION: OnceLock<Option<String>> = OnceLock::new();
+    let version = VERSION.get_or_init(|| {
+        let output = Command::new("mpirun").arg("--version").output().ok()?;
+        Some(String::from_utf8_lossy(&output.stdout).into_owned())
+    });
+    version.as_deref()
+}
+
+fn is_open_mpi() -> bool {
+    let names = ["Open MPI", "OpenRTE"];
+    mpirun_version().is_some_and(|version| names.iter().any(|name| version.contains(name)))
+}
+
+/// The words that start `num_ranks` processes on this host; `None` where there is no `mpirun`.
+fn mpirun(num_ranks: usize) -> Option<Vec<String>> {
+    if mpirun_version().is_none() {
+        eprintln!("not tested: there is no mpirun");
+        return None;
+    }
+    let mut words = vec!["mpirun".to_string(), "-n".into(), num_ranks.to_string()];
+    if is_open_mpi() {
+        let flags = "--allow-run-as-root --oversubscribe --bind-to none";
+        words.extend(flags.split(' ').map(str::to_string));
+    }
+    Some(words)
+}
+
+/// `program` as these processes; `None` as above.
+fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Option<Program> {
+    let words = mpirun(pp * dp * tp)?;
+    let program = layout(program, (pp, dp, tp));
+    Some(program.under(words).flag("--backend", "mpi"))
+}
+
+fn layout(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Program {
+    let program = program.flag("--pp", pp).flag("--dp", dp);
+    program.flag("--tp", tp)
+}
+
+#[test]
+fn processes_under_mpi_give_the_bits_of_threads() {
+    for (dtype, degrees) in [("f32", (2, 1, 2)), ("f32", (1, 3, 1)), ("bf16", (2, 2, 1))] {
+        let (here, there) = (Workspace::new(), Workspace::new());
+        let metrics = |workspace: &Workspace| workspace.path("metrics.jsonl");
+        let program = |workspace: &Workspace| {
+            let metrics = metrics(workspace);
+            let program = workspace.finetune().flag("--dtype", dtype);
+            let program = program.flag("--global-batch-size", 6);
+            program.flag("--metrics", metrics.display())
+        };
+        let Some(processes) = under_mpi(program(&there), degrees) else {
+            return;
+        };
+        layout(program(&here), degrees).succeeds();
+        let outcome = processes.succeeds();
+        let what = format!("{dtype} {degrees:?}");
+        assert!(outcome.stdout.contains("as processes over mpi"), "{what}");
+        assert_eq!(outcome.stdout.matches("saved to").count(), 1, "{what}");
+        let weights =
+            |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+        assert!(weights(&here) == weights(&there), "{what}");
+        let losses = |workspace: &Workspace| -> Vec<String> {
+            let lines = fs::read_to_string(metrics(workspace)).unwrap();
+            let lines = lines
+                .lines()
+                .map(|line| line.split("\"learning_rate\"").next());
+            lines.map(|line| line.unwrap().to_string()).collect()
+        };
+        assert_eq!(losses(&here), losses(&there), "{what}");
+    }
+}
+
+/// What went wrong must be in the output, in a line of its own, and nothing saved.
+#[track_caller]
+fn assert_failed(outcome: &Outcome, parts: &[&str]) {
+    assert_ne!(outcome.code, Some(0), "{}", outcome.stderr);
+    for part in parts {
+        assert!(
+            outcome.stderr.contains(part),
+            "{part:?} is not in: {}",
+            outcome.stderr
+        );
+    }
+}
+
+#[test]
+fn another_number_of_processes_than_ranks_is_refused() {
+    let workspace = Workspace::new();
+    let Some(words) = mpirun(2) else { return };
+    let outcome = workspace.finetune().under(words).run();
+    assert_failed(
+        &outcome,
+        &[
+            "pp(2) * dp(2) * cp(1) * tp(2) = 8 ranks",
+            "started 2 processes",
+        ],
+    );
+    workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn ranks_with_other_flags_or_other_data_are_refused_with_the_difference() {
+    for (name, value, says) in [
+        ("--lr", "0.5", "--lr is 0.5, expected 0.001 as on rank 0"),
+        ("--data", "other.txt", "the tokens of --data is"),
+        ("--model", "other", "config.json of --model is"),
+    ] {
+        let workspace = Workspace::new();
+        let Some(mut words) = mpirun(1) else { return };
+        let text = fs::read(workspace.path("text.txt")).unwrap();
+        fs::write(workspace.path("other.txt"), &text[1..]).unwrap();
+        super::folder::copy_folder(&workspace.path("model"), &workspace.path("other"));
+        super::folder::edit_json(&workspace.path("other/config.json"), |config| {
+            config["rms_norm_eps"] = 0.125.into();
+        });
+        let program = layout(workspace.finetune(), (1, 2, 1));
+        words.extend(program.words());
+        words.extend([":", "-n", "1"].map(str::to_string));
+        let value = match name {
+            "--lr" => value.to_string(),
+            _ => workspace.path(value).display().to_string(),
+        };
+        let outcome = program.under(words).flag(name, value).run();
+        assert_failed(&outcome, &["the run cannot start: rank 1", says]);
+        workspace.assert_output_is_untouched();
+    }
+}
+
+/// Kills rank 2 of 4 as soon as `is_time` says so of the run's stderr: within 10 s all others must have said which rank died
+/// where, and ended.
+#[track_caller]
+fn assert_a_killed_rank_is_named(
+    workspace: &Workspace,
+    program: &Program,
+    is_time: impl Fn(&str) -> bool,
+) -> Outcome {
+    let mut killed = None;
+    let outcome = program.run_and(|stderr| {
+        if killed.is_none() && is_time(stderr) {
+            let rank = rank_process(workspace, 2).expect("the rank's process");
+            let status = Command::new("kill")
+                .args(["-9", &rank.to_string()])
+                .status();
+            assert!(status.unwrap().success());
+            killed = Some(Instant::now());
+        }
+    });
+    let took = killed.expect("the time came").elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    let said = ["rank 2 on host", "died", "its last operation", "; step "];
+    assert_failed(&outcome, &said);
+    for other in [0, 1, 3] {
+        let says = format!("rank {other} on host");
+        assert!(
+            outcome.stderr.contains(&says),
+            "{says:?} is not in: {}",
+            outcome.stderr
+        );
+    }
+    outcome
+}
+
+#[test]
+fn a_rank_killed_in_training_is_named_with_its_last_operation_and_step() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 100_000);
+    let Some(program) = under_mpi(program, (1, 2, 2)) else {
+        return;
+    };
+    assert_a_killed_rank_is_named(&workspace, &program, |stderr| stderr.contains("step 1/"));
+    workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
+    let workspace = Workspace::new();
+    // 60 million weights, so that there is time.
+    let program = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.output().display())
+        .flag("--tokenizer", workspace.path("model").display())
+        .flag("--steps", 0)
+        .flag("--sample-tokens", 0)
+        .flag("--hidden-size", 1024)
+        .flag("--intermediate-size", 4096)
+        .flag("--layers", 4)
+        .flag("--heads", 8);
+    let Some(program) = under_mpi(program, (2, 1, 2)) else {
+        return;
+    };
+    let is_saving = |_: &str| {
+        let files = fs::read_dir(workspace.output()).unwrap().flatten();
+        let lens = files.filter_map(|file| Some(file.metadata().ok()?.len()));
+        lens.max().is_some_and(|len| len > 8 << 20)
+    };
+    let outcome = assert_a_killed_rank_is_named(&workspace, &program, is_saving);
+    assert!(
+        outcome.stderr.contains("after training"),
+        "{}",
+        outcome.stderr
+    );
+    workspace.assert_checkpoint_is_untouched();
+}
+
+#[test]
+fn two_hosts_train_as_one_and_a_cut_link_ends_both() {
+    if !is_open_mpi() {
+        eprintln!("not tested: how hosts are given to mpirun is written for Open MPI");
+        return;
+    }
+    let Some(hosts) = TwoHosts::new() else { return };
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let degrees = (2, 1, 2);
+    layout(here.finetune(), degrees).succeeds();
+    let program = layout(there.finetune(), degrees).under(hosts.mpirun());
+    program.succeeds();
+    let weights =
+        |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+    assert!(weights(&here) == weights(&there));
+
+    let mut cut = None;
+    let mut took = None;
+    let outcome = program.flag("--steps", 100_000).run_and(|stderr| {
+        if cut.is_none() && stderr.contains("step 1/") {
+            hosts.cut();
+            cut = Some(Instant::now());
+        }
+        // Open MPI's own processes wait for each other until the link is back.
+        let is_over = |_: &Instant| (0..4).all(|rank| rank_process(&there, rank).is_none());
+        if took.is_none() && cut.as_ref().is_some_and(is_over) {
+            took = cut.map(|cut| cut.elapsed());
+            hosts.kill_all();
+        }
+    });
+    let took = took.expect("all ranks have ended");
+    assert!(took < Duration::from_secs(15), "{took:?}");
+    // What the other host says cannot cross the link.
+    let said = [
+        "rank 0 on host host-a stops: rank",
+        "on host host-b",
+        "has not been heard of",
+        "its last operation",
+        "step ",
+    ];
+    assert_failed(&outcome, &said);
+}
+
+/// The process that is this rank of the workspace's run.
+fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
+    let folder = workspace.path("model").display().to_string();
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let read = |pid: u32, what: &str| {
+        let bytes = fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let is_it = |pid: &u32| {
+        let variables = read(*pid, "environ");
+        let mut variables = variables.split('\0');
+        read(*pid, "cmdline").contains(&folder)
+            && !read(*pid, "cmdline").starts_with("mpirun")
+            && variables.any(|variable| {
+                let (name, value) = variable.split_once('=').unwrap_or_default();
+                matches!(name, "OMPI_COMM_WORLD_RANK" | "PMI_RANK") && value == rank.to_string()
+            })
+    };
+    pids.into_iter().find(is_it)
+}

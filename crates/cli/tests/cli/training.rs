@@ -1,0 +1,314 @@
+//! Runs that succeed: what they print and what they write.
+
+use std::fs;
+use std::path::Path;
+
+use safetensors::Dtype;
+use serde_json::{Map, Value};
+
+use super::folder::{fixture, read_checkpoint, read_json, read_tensors};
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
+
+fn metrics(path: &Path) -> Vec<Map<String, Value>> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// Without what the clock says.
+fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
+    for step in &mut metrics {
+        step.retain(|field, _| !matches!(field.as_str(), "tokens_per_sec" | "step_secs"));
+    }
+    metrics
+}
+
+#[test]
+fn default_flags_show_samples_and_progress_and_save_a_checkpoint() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune_by_default().flag("--epochs", 1);
+    let outcome = program.succeeds();
+    let out = &outcome.stdout;
+    for part in [
+        "pp 2 x dp 2 x tp 2, ZeRO-1",
+        "--- before\nThe Queen",
+        "--- after\nThe Queen",
+    ] {
+        assert!(out.contains(part), "{part:?} is not in: {out}");
+    }
+    let last = format!("saved to {}", workspace.output().display());
+    assert_eq!(out.lines().last(), Some(last.as_str()));
+    // 7274 tokens make 56 sequences of 128, 3.5 batches of 16.
+    let steps: Vec<&str> = outcome.stderr.lines().collect();
+    assert_eq!(steps.len(), 4, "{steps:?}");
+    for (index, line) in steps.iter().enumerate() {
+        assert!(
+            line.starts_with(&format!("step {}/4 loss ", index + 1)),
+            "{line}"
+        );
+        assert!(line.contains("tokens/s"), "{line}");
+    }
+    let saved = read_tensors(&workspace.output().join("model.safetensors"));
+    let model = read_tensors(&workspace.model("model.safetensors"));
+    assert!(saved.keys().eq(model.keys()));
+    for (name, tensor) in &model {
+        assert_eq!(
+            (saved[name].0, &saved[name].1),
+            (tensor.0, &tensor.1),
+            "{name}"
+        );
+        assert!(saved[name].2 != tensor.2, "{name} was not trained");
+    }
+}
+
+#[test]
+fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    fs::write(&path, "the numbers of an earlier run\n".repeat(100)).unwrap();
+    workspace
+        .finetune()
+        .flag("--steps", 3)
+        .flag("--epochs", 1000)
+        .flag("--metrics", path.display())
+        .succeeds();
+    let metrics = metrics(&path);
+    assert_eq!(metrics.len(), 3);
+    for (index, step) in metrics.iter().enumerate() {
+        let mut fields: Vec<&str> = step.keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        let expected = [
+            "grad_norm",
+            "learning_rate",
+            "loss",
+            "num_tokens",
+            "step",
+            "step_secs",
+            "tokens_per_sec",
+        ];
+        assert_eq!(fields, expected);
+        assert_eq!(step["step"], index);
+        assert_eq!(step["num_tokens"], 64);
+        for field in [
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens_per_sec",
+            "step_secs",
+        ] {
+            assert!(
+                step[field].as_f64().unwrap() > 0.0,
+                "{field}: {}",
+                step[field]
+            );
+        }
+    }
+}
+
+#[test]
+fn epochs_count_passes_over_the_data() {
+    let workspace = Workspace::new();
+    // The folder of the metrics is made by the run itself.
+    let output = workspace.path("new/output");
+    let outcome = workspace
+        .finetune()
+        .without("--steps")
+        .flag("--epochs", 2)
+        .flag("--seq-len", 1000)
+        .flag("--output", output.display())
+        .flag("--metrics", output.join("metrics.jsonl").display())
+        .succeeds();
+    // 7 sequences of 1000 tokens in batches of 4: 2 steps a pass.
+    let steps = "7274 tokens, 4 steps of 4";
+    assert!(outcome.stdout.contains(steps), "{}", outcome.stdout);
+    assert_eq!(metrics(&output.join("metrics.jsonl")).len(), 4);
+}
+
+#[test]
+fn the_reference_run_of_pytorch_is_reproduced() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let mut program = workspace
+        .finetune_by_default()
+        .switch("--no-shuffle")
+        .flag("--sample-tokens", 0)
+        .flag("--metrics", path.display());
+    for (name, value) in read_json(&fixture("gqa/run.json")).as_object().unwrap() {
+        program = program.flag(&format!("--{}", name.replace('_', "-")), value);
+    }
+    program.succeeds();
+    let reference = metrics(&fixture("gqa/reference/metrics.jsonl"));
+    let ours = metrics(&path);
+    assert_eq!(ours.len(), reference.len());
+    for (ours, reference) in ours.iter().zip(&reference) {
+        assert_eq!(ours["step"], reference["step"]);
+        assert_eq!(ours["num_tokens"], reference["num_tokens"]);
+        for (field, tolerance) in [("loss", 1e-5), ("grad_norm", 1e-4), ("learning_rate", 1e-9)] {
+            let (a, b) = (
+                ours[field].as_f64().unwrap(),
+                reference[field].as_f64().unwrap(),
+            );
+            assert!(
+                (a - b).abs() <= tolerance * b,
+                "step {}, {field}: {a}, PyTorch {b}",
+                ours["step"]
+            );
+        }
+    }
+}
+
+#[test]
+fn a_seed_decides_every_number() {
+    let run = |seed: u64| {
+        let workspace = Workspace::new();
+        let path = workspace.path("metrics.jsonl");
+        let program = workspace
+            .finetune()
+            .flag("--metrics", path.display())
+            .flag("--seed", seed);
+        let stdout = program.flag("--sample-tokens", 8).succeeds().stdout;
+        let samples = stdout.split_once("--- before").unwrap().1.to_string();
+        let samples = samples.split_once("saved to").unwrap().0.to_string();
+        let weights = fs::read(workspace.output().join("model.safetensors")).unwrap();
+        (without_times(metrics(&path)), samples, weights)
+    };
+    let first = run(7);
+    assert!(first == run(7));
+    let other = run(8);
+    assert!(first.0 != other.0 && first.1 != other.1 && first.2 != other.2);
+}
+
+#[test]
+fn the_type_of_the_saved_weights_can_be_chosen_and_config_json_says_it() {
+    let workspace = Workspace::new();
+    for (flag, dtype, name) in [
+        ("bf16", Dtype::BF16, "bfloat16"),
+        ("f16", Dtype::F16, "float16"),
+    ] {
+        let program = workspace.finetune().flag("--save-dtype", flag);
+        program.succeeds();
+        let saved = read_tensors(&workspace.output().join("model.safetensors"));
+        assert!(saved.values().all(|tensor| tensor.0 == dtype));
+        assert_eq!(
+            read_json(&workspace.output().join("config.json"))["dtype"],
+            name
+        );
+        // What was saved can be trained on, and keeps its type when none is asked for.
+        let model = workspace.path(flag);
+        fs::rename(workspace.output(), &model).unwrap();
+        let program = workspace.finetune().flag("--model", model.display());
+        program.succeeds();
+        let saved = read_tensors(&workspace.output().join("model.safetensors"));
+        assert!(saved.values().all(|tensor| tensor.0 == dtype));
+        assert_eq!(
+            read_json(&workspace.output().join("config.json"))["dtype"],
+            name
+        );
+    }
+}
+
+#[test]
+fn training_in_bf16_follows_training_in_f32_and_keeps_the_type_of_the_weights() {
+    let workspace = Workspace::new();
+    let losses = |dtype: &str| -> Vec<f64> {
+        let path = workspace.path(&format!("{dtype}.jsonl"));
+        workspace
+            .finetune()
+            .flag("--steps", 30)
+            .flag("--global-batch-size", 8)
+            .flag("--dtype", dtype)
+            .flag("--metrics", path.display())
+            .succeeds();
+        let saved = read_tensors(&workspace.output().join("model.safetensors"));
+        assert!(saved.values().all(|tensor| tensor.0 == Dtype::F32));
+        let metrics = metrics(&path);
+        metrics
+            .iter()
+            .map(|step| step["loss"].as_f64().unwrap())
+            .collect()
+    };
+    let (wide, narrow) = (losses("f32"), losses("bf16"));
+    assert!(wide[29] < 0.95 * wide[0], "{wide:?}");
+    assert_ne!(wide, narrow);
+    for (step, (a, b)) in wide.iter().zip(&narrow).enumerate() {
+        assert!((a - b).abs() < 0.01 * a, "step {step}: {b} instead of {a}");
+    }
+    // The same seed and layout: the same bits.
+    assert_eq!(losses("bf16"), narrow);
+}
+
+#[test]
+fn frozen_parameters_are_saved_as_they_were() {
+    for dtype in ["f32", "bf16"] {
+        let workspace = Workspace::with_model("bf16_sharded");
+        workspace
+            .finetune()
+            .flag("--freeze", r"embed_tokens|layers\.[0-1]\.mlp")
+            .flag("--dtype", dtype)
+            .flag("--lr", 0.1)
+            .succeeds();
+        let saved = read_checkpoint(&workspace.output());
+        let model = read_checkpoint(&workspace.path("model"));
+        assert!(saved.keys().eq(model.keys()));
+        for (name, tensor) in &model {
+            let is_frozen = name.contains("embed_tokens")
+                || name.contains("layers.0.mlp")
+                || name.contains("layers.1.mlp");
+            assert_eq!(saved[name] == *tensor, is_frozen, "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_pretrained_model_can_be_fine_tuned() {
+    let workspace = Workspace::new();
+    let model = workspace.path("pretrained");
+    let small = |program: Program| {
+        program
+            .flag("--data", workspace.path("text.txt").display())
+            .flag("--steps", 2)
+            .flag("--seq-len", 16)
+            .flag("--sample-tokens", 4)
+    };
+    let outcome = small(candle_train("pretrain"))
+        .flag("--output", model.display())
+        .flag("--vocab-size", 300)
+        .flag("--hidden-size", 24)
+        .flag("--intermediate-size", 40)
+        .succeeds();
+    for part in ["parameters", "--- sample\nThe Queen", "saved to"] {
+        assert!(
+            outcome.stdout.contains(part),
+            "{part:?} is not in: {}",
+            outcome.stdout
+        );
+    }
+    let config = read_json(&model.join("config.json"));
+    assert_eq!(config["vocab_size"], 300);
+    assert_eq!(config["dtype"], "float32");
+    small(workspace.finetune())
+        .flag("--model", model.display())
+        .succeeds();
+    let saved = read_tensors(&workspace.output().join("model.safetensors"));
+    assert!(
+        saved
+            .keys()
+            .eq(read_tensors(&model.join("model.safetensors")).keys())
+    );
+}
+
+/// `finetune_llama | head -1` must not cost a finished training.
+#[test]
+#[cfg(unix)]
+fn a_reader_that_goes_away_does_not_end_the_run() {
+    let workspace = Workspace::new();
+    let outcome = workspace
+        .finetune()
+        .flag("--sample-tokens", 2)
+        .without_reader()
+        .run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    assert!(workspace.output().join("model.safetensors").is_file());
+}

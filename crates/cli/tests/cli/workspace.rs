@@ -1,0 +1,128 @@
+//! A temporary folder with a model, a text and an output folder that holds an earlier checkpoint.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::folder::{Snapshot, Tensors, copy_folder, edit_json, edit_tensors, fixture, snapshot};
+use super::program::Program;
+
+/// `candle-train` with this subcommand.
+pub fn candle_train(subcommand: &'static str) -> Program {
+    let binary = PathBuf::from(env!("CARGO_BIN_EXE_candle-train"));
+    Program::new(binary, Some(subcommand))
+}
+
+pub struct Workspace {
+    dir: TempDir,
+    before: Snapshot,
+}
+
+impl Workspace {
+    /// With the fixture `gqa`: 4 heads, 2 key/value heads, 4 layers, vocabulary 307, one file of f32 weights.
+    pub fn new() -> Self {
+        Self::with_model("gqa")
+    }
+
+    pub fn with_model(name: &str) -> Self {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path();
+        copy_folder(&fixture(name).join("model"), &path.join("model"));
+        fs::copy(fixture("text.txt"), path.join("text.txt")).unwrap();
+        // Another model, in several files, and things that are no part of it.
+        let output = path.join("output");
+        copy_folder(&fixture("bf16_sharded/model"), &output);
+        fs::write(output.join("notes.bin"), [0, 159, 146, 150]).unwrap();
+        fs::create_dir(output.join("logs")).unwrap();
+        fs::write(output.join("logs/run.log"), "an earlier run").unwrap();
+        let before = snapshot(&output);
+        Self { dir, before }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn model(&self, file: &str) -> PathBuf {
+        self.path("model").join(file)
+    }
+
+    pub fn output(&self) -> PathBuf {
+        self.path("output")
+    }
+
+    pub fn edit_config(&self, edit: impl FnOnce(&mut Value)) {
+        edit_json(&self.model("config.json"), edit);
+    }
+
+    pub fn edit_weights(&self, edit: impl FnOnce(&mut Tensors)) {
+        edit_tensors(&self.model("model.safetensors"), edit);
+    }
+
+    /// Two small steps on 2 x 2 x 2 ranks, without samples.
+    pub fn finetune(&self) -> Program {
+        self.finetune_by_default()
+            .flag("--steps", 2)
+            .flag("--seq-len", 16)
+            .flag("--global-batch-size", 4)
+            .flag("--micro-batch-size", 1)
+            .flag("--sample-tokens", 0)
+    }
+
+    /// With the program's own defaults.
+    pub fn finetune_by_default(&self) -> Program {
+        candle_train("finetune")
+            .flag("--model", self.path("model").display())
+            .flag("--data", self.path("text.txt").display())
+            .flag("--output", self.output().display())
+            .variable("HF_HOME", self.path("hub").display())
+    }
+
+    /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is.
+    #[track_caller]
+    pub fn refuses(&self, program: &Program, parts: &[&str]) {
+        program.run().assert_error(parts);
+        self.assert_output_is_untouched();
+    }
+
+    /// Every file that was in the output folder is as it was; there may be new ones.
+    #[cfg(feature = "mpi")]
+    #[track_caller]
+    pub fn assert_checkpoint_is_untouched(&self) {
+        for (name, content) in &self.before {
+            let path = self.output().join(name);
+            let after = content.as_ref().map(|_| fs::read(&path).unwrap());
+            assert!(&after == content, "{} has changed", name.display());
+        }
+    }
+
+    #[track_caller]
+    pub fn assert_output_is_untouched(&self) {
+        let after = snapshot(&self.output());
+        let names = |files: &Snapshot| files.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&after), names(&self.before));
+        for (name, content) in &after {
+            assert!(
+                content == &self.before[name],
+                "{} has changed",
+                name.display()
+            );
+        }
+    }
+}
+
+/// The default run on a model folder that `spoil` has changed must be refused with an error that mentions `parts`.
+#[track_caller]
+pub fn refuses_model(spoil: impl FnOnce(&Workspace), parts: &[&str]) {
+    let workspace = Workspace::new();
+    spoil(&workspace);
+    workspace.refuses(&workspace.finetune(), parts);
+}
+
+/// The same after a change of the file at `path` below the workspace.
+#[track_caller]
+pub fn refuses_file(path: &str, spoil: impl FnOnce(&Path), parts: &[&str]) {
+    refuses_model(|workspace| spoil(&workspace.path(path)), parts);
+}

@@ -1,0 +1,27 @@
+//! Programs that have a model and texts with them.
+
+use crate::example;
+
+#[test]
+fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
+    let finetune = example("finetune_llama").flag("--steps", 0);
+    let finetune = finetune.flag("--sample-tokens", 1);
+    let help = finetune.clone().switch("--help").succeeds().stdout;
+    for default in [
+        "[default: the bundled model]",
+        "[default: the bundled text]",
+    ] {
+        assert!(help.contains(default), "{default} is not in {help}");
+    }
+    assert!(help.contains("Usage: finetune_llama [OPTIONS]"), "{help}");
+    // The folder of the output is in the way, so nothing is written: here.
+    let in_the_way = finetune.flag("--output", "/dev/null");
+    in_the_way.run().assert_error(&["/dev/null"]);
+    let missing = in_the_way.clone().flag("--data", "no/such/text.txt");
+    missing.run().assert_error(&["no/such/text.txt"]);
+    let missing = in_the_way.flag("--model", "no/such/model");
+    missing.run().assert_error(&["no/such/model"]);
+    let help = example("pretrain_llama").switch("--help").succeeds().stdout;
+    let default = "[default: the bundled plays of Shakespeare]";
+    assert!(help.contains(default), "{default} is not in {help}");
+}
