@@ -107,7 +107,7 @@ fn losses_and_norms_of_each_step_do_not_depend_on_micro_batches() {
 fn a_checkpoint_gives_weights_and_shape() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama");
     let program = || {
-        let program = Program::example("bench_train").flag("--model", model);
+        let program = crate::example("bench_train").flag("--model", model);
         program.flag("--device", "cpu").flag("--seq-len", 8)
     };
     let line = measured(program().flag("--batch-size", 1).flag("--steps", 1));
