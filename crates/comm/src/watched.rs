@@ -126,12 +126,17 @@ impl Watched {
         site: Site,
         start: impl FnOnce(&dyn Communicator) -> Result<Pending<T>>,
     ) -> Result<Pending<T>> {
-        let pending = call_site::scope(site, || start(&*self.inner))?;
-        ticket.started();
-        Ok(Pending::from_work(Box::new(WatchedWork {
-            pending,
-            ticket,
-        })))
+        let start = || call_site::scope(site, || start(&*self.inner));
+        let (pending, ticket) = call_site::offer(ticket, start);
+        let pending = pending?;
+        // Else the backend says when the operation is complete.
+        Ok(match ticket {
+            None => pending,
+            Some(ticket) => {
+                ticket.started();
+                Pending::from_work(Box::new(WatchedWork { pending, ticket }))
+            }
+        })
     }
 
     /// The world ranks of a group that has just been split off.

@@ -17,6 +17,7 @@ use candle_core::{Result, Tensor};
 use super::group::Group;
 use super::session::Session;
 use super::watcher::UnderWay;
+use crate::call_site;
 use crate::pending::Work;
 
 /// How long a host that waits for a barrier sleeps between two looks.
@@ -26,6 +27,8 @@ const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 /// written to, from then on.
 pub(super) struct Held {
     tensors: Vec<Tensor>,
+    /// What makes them is behind it.
+    ready: Option<CudaEvent>,
     compute: Arc<CudaStream>,
     group: Arc<CudaStream>,
     is_over: bool,
@@ -38,9 +41,11 @@ impl Held {
         compute: &Arc<CudaStream>,
         group: &Arc<CudaStream>,
     ) -> Result<Self> {
-        group.join(compute).w()?;
+        let ready = compute.record_event(None).w()?;
+        group.wait(&ready).w()?;
         Ok(Self {
             tensors,
+            ready: Some(ready),
             compute: compute.clone(),
             group: group.clone(),
             is_over: false,
@@ -87,15 +92,21 @@ impl<T> InFlight<T> {
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
         call: String,
-        held: Held,
+        mut held: Held,
         (finish, waits_on_host): (Finish<T>, bool),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
+        let ticket = call_site::take_ticket();
+        if let Some(ticket) = &ticket {
+            ticket.queued();
+        }
         session.watch(UnderWay {
             call: call.clone(),
             group: group.clone(),
+            ready: held.ready.take(),
             done: done.clone(),
             waited: Duration::ZERO,
+            ticket,
         });
         Ok(Self {
             session: session.clone(),
