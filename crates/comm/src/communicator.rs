@@ -35,31 +35,27 @@ pub trait Communicator: Send + Sync {
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>>;
 
+    /// `(n, ..) -> (n, ..)`: [`all_reduce`](Self::all_reduce) into `xs`, which has elements; the result is `xs`. A backend that
+    /// cannot write there copies the result, as for the other forms in place.
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        Ok(copied_to(xs.detach(), self.all_reduce(xs, op)?))
+    }
+
     /// `(world_size * n, ..) -> (n, ..)`: [`reduce_scatter`](Self::reduce_scatter) into this rank's slice of `xs`, which has
-    /// elements; the result is a view of the slice, and the other slices keep their values. A backend that cannot write there
-    /// copies the result.
+    /// elements; the result is a view of the slice, and the other slices keep their values.
     #[track_caller]
     fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let pending = self.reduce_scatter(xs, op)?;
-        let len = xs.dim(0)? / self.world_size();
-        let (xs, start) = (xs.clone(), self.rank() * len);
-        Ok(Pending::new(move || {
-            xs.slice_set(&pending.wait_uncounted()?, 0, start)?;
-            xs.narrow(0, start, len)
-        }))
+        let slice = own_slice(self, &xs.detach())?;
+        Ok(copied_to(slice, self.reduce_scatter(xs, op)?))
     }
 
     /// `(world_size * n, ..) -> (world_size * n, ..)`: [`all_gather`](Self::all_gather) of each rank's own slice of `xs`, which
-    /// has elements, into the other slices; the result is `xs`. A backend that cannot write there copies the result.
+    /// has elements, into the other slices; the result is `xs`.
     #[track_caller]
     fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let len = xs.dim(0)? / self.world_size();
-        let pending = self.all_gather(&xs.narrow(0, self.rank() * len, len)?)?;
-        let xs = xs.clone();
-        Ok(Pending::new(move || {
-            xs.slice_set(&pending.wait_uncounted()?, 0, 0)?;
-            Ok(xs)
-        }))
+        let pending = self.all_gather(&own_slice(self, xs)?)?;
+        Ok(copied_to(xs.detach(), pending))
     }
 
     /// `(n, ..) -> (n, ..)`: root's tensor on every rank. `xs` has the same shape and dtype on all ranks; its values
@@ -94,4 +90,19 @@ pub trait Communicator: Send + Sync {
     fn check(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// This rank's slice of `xs` along dim 0.
+pub(crate) fn own_slice(comm: &(impl Communicator + ?Sized), xs: &Tensor) -> Result<Tensor> {
+    let len = xs.dim(0)? / comm.world_size();
+    xs.narrow(0, comm.rank() * len, len)
+}
+
+/// A result in `place`, copied there by the wait.
+fn copied_to(place: Tensor, pending: Pending<Tensor>) -> Pending<Tensor> {
+    Pending::new(move || {
+        let result = pending.wait_uncounted()?.flatten_all()?;
+        place.flatten_all()?.slice_set(&result, 0, 0)?;
+        Ok(place)
+    })
 }

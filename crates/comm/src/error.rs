@@ -100,6 +100,14 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// What candle says went wrong in a backend.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn of_backend(error: candle_core::Error) -> Self {
+        Self::Backend(crate::message_of(&error))
+    }
+}
+
 impl From<Error> for candle_core::Error {
     /// Wraps the error without a backtrace: messages name the call sites on all ranks already.
     fn from(error: Error) -> Self {

@@ -2,7 +2,7 @@
 //!
 //! Starting an operation deposits the input and returns. The last rank to arrive does the work for everybody: small
 //! operations on the spot, large ones in a background job, so that they progress while the ranks compute. One pass reads
-//! the inputs in rank order and writes one output per rank.
+//! the inputs in rank order and writes one output per rank, into a new tensor or one that the rank has given.
 //!
 //! All waiting is on condition variables over one lock that guards the bookkeeping of the whole world; data is never
 //! touched under it, except when an input is given up before the other ranks have arrived.
@@ -23,7 +23,7 @@ mod config;
 mod cuda;
 mod devices;
 pub(crate) mod element;
-pub(crate) mod host;
+mod host;
 pub(crate) mod pieces;
 pub(crate) mod point_to_point;
 pub(crate) mod report;
@@ -43,6 +43,7 @@ pub(crate) use devices::make_current;
 pub(crate) use devices::name as device_name;
 pub(crate) use world::{World, num_cores};
 
+use crate::communicator::own_slice;
 use crate::{Communicator, P2p, Pending, ReduceOp};
 use call::Operation;
 use slot::{Output, Payload};
@@ -93,27 +94,44 @@ impl Communicator for LocalCommunicator {
 
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs)
+        self.start_on_tensor(Operation::AllReduce(op), xs, None)
     }
 
     #[track_caller]
     fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs)
+        self.start_on_tensor(Operation::AllGather, xs, None)
     }
 
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs)
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
+    }
+
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
+    }
+
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, &xs.detach())?;
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
+    }
+
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, xs)?;
+        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
     }
 
     #[track_caller]
     fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs)
+        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
     }
 
     #[track_caller]
     fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs)
+        self.start_on_tensor(Operation::AllToAll, xs, None)
     }
 
     #[track_caller]

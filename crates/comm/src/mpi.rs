@@ -35,6 +35,7 @@ mod messages;
 mod movement;
 mod part;
 mod pause;
+mod place;
 mod rendezvous;
 mod route;
 mod run;

@@ -205,6 +205,14 @@ impl Communicator for Watched {
     }
 
     #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let operation = Operation::AllReduce(op);
+        self.collective(operation, Some(xs), |inner| {
+            inner.all_reduce_in_place(xs, op)
+        })
+    }
+
+    #[track_caller]
     fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         self.collective(Operation::ReduceScatter(op), Some(xs), |inner| {
             inner.reduce_scatter_in_place(xs, op)

@@ -34,11 +34,12 @@ impl LocalCommunicator {
         &self,
         operation: Operation,
         xs: &Tensor,
+        place: Option<Tensor>,
     ) -> Result<Pending<Tensor>> {
         element::check(xs, self.world_rank(), &self.device)?;
         element::check_reduces(&operation, xs.dtype(), &self.device)?;
         let tensor = Some((xs.shape().clone(), xs.dtype()));
-        let ticket = self.start(operation, tensor, Payload::Tensor(xs.detach()))?;
+        let ticket = self.start(operation, tensor, Payload::Tensor(xs.detach(), place))?;
         Ok(Pending::from_work(Box::new(ticket)))
     }
 
@@ -110,13 +111,12 @@ impl LocalCommunicator {
 
     /// Computes the outputs of all ranks, here or in the background. On GPUs that is to enqueue it, which is done here.
     fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) -> Result<()> {
-        let inputs: Vec<Tensor> = deposits
-            .into_iter()
-            .filter_map(|deposit| match deposit.payload {
-                Payload::Tensor(xs) => Some(xs),
-                _ => None,
-            })
-            .collect();
+        let tensors = deposits.into_iter();
+        let tensors = tensors.filter_map(|deposit| match deposit.payload {
+            Payload::Tensor(xs, place) => Some((xs, place)),
+            _ => None,
+        });
+        let (inputs, places): (Vec<Tensor>, Vec<Option<Tensor>>) = tensors.unzip();
         let in_background = self.device.is_cpu()
             && inputs
                 .iter()
@@ -127,7 +127,7 @@ impl LocalCommunicator {
             // A panic must reach the waiting ranks as an error: in a background job it would abort the process.
             let devices: Vec<&Device> = members.iter().map(|rank| world.device(*rank)).collect();
             let outputs = catch_unwind(AssertUnwindSafe(|| {
-                work::run(&operation, &inputs, &devices, in_background)
+                work::run(&operation, &inputs, &places, &devices, in_background)
             }));
             let outputs = match outputs {
                 Ok(Ok(outputs)) => Ok(outputs.into_iter().map(Output::Tensor).collect()),

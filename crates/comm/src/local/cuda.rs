@@ -35,10 +35,11 @@ pub(super) fn make_current(device: &CudaDevice) -> Result<()> {
     device.cuda_stream().context().bind_to_thread().w()
 }
 
-/// Enqueues the outputs of a collective, one per rank, each with a storage of its own on the rank's device.
+/// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
 pub(super) fn run(
     operation: &Operation,
     inputs: &[Tensor],
+    places: &[Option<Tensor>],
     devices: &[&Device],
 ) -> Result<Vec<Tensor>> {
     let Some(first) = inputs.first() else {
@@ -59,11 +60,15 @@ pub(super) fn run(
     for piece in &pieces {
         fill(op, piece, &rows, devices, len, &mut outputs)?;
     }
-    let outputs = outputs.into_iter().zip(devices);
+    let outputs = outputs.into_iter().zip(devices).zip(places);
     outputs
-        .map(|(output, device)| match output {
-            Some(output) => output.reshape(dims.as_slice()),
-            None => empty(dims.as_slice(), dtype, device),
+        .map(|((output, device), place)| match (output, place) {
+            (Some(output), Some(place)) => {
+                place.inplace_op1(&CopyOf(&output))?;
+                Ok(place.clone())
+            }
+            (Some(output), None) => output.reshape(dims.as_slice()),
+            (None, _) => empty(dims.as_slice(), dtype, device),
         })
         .collect()
 }

@@ -10,8 +10,12 @@ use crate::Error;
 /// What a rank brings to an operation.
 #[derive(Debug)]
 pub(super) enum Payload {
-    Tensor(Tensor),
-    Split { color: usize, key: usize },
+    /// The input, and where the output goes unless it is new.
+    Tensor(Tensor, Option<Tensor>),
+    Split {
+        color: usize,
+        key: usize,
+    },
     Nothing,
 }
 
@@ -152,7 +156,7 @@ impl Slot {
         }
     }
 
-    /// Gives up a rank's output. While other ranks are missing, `copy` replaces the rank's input by one that nobody
+    /// Gives up a rank's output, and its place. While other ranks are missing, `copy` replaces the rank's input by one that nobody
     /// else can write to. Returns whether the input is no longer read; without memory for a copy it still is.
     pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Result<Tensor>) -> bool {
         if matches!(self.phase, Phase::Working) {
@@ -160,12 +164,12 @@ impl Slot {
         }
         if matches!(self.phase, Phase::Gathering)
             && let Some(Deposit {
-                payload: Payload::Tensor(xs),
+                payload: Payload::Tensor(xs, place),
                 ..
             }) = &mut self.deposits[rank]
         {
             match copy(xs) {
-                Ok(copy) => *xs = copy,
+                Ok(copy) => (*xs, *place) = (copy, None),
                 Err(_) => return false,
             }
         }

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use super::context::{Context, Group};
 use super::hello::{self, Hello};
 use super::inbox::{self, Inbox};
-use super::messages::{Batch, Data, Received, data_of, scrap};
+use super::messages::{Batch, Data, Received, data_of};
 use super::part::Part;
 use super::tags;
 use super::transfer::Transfer;
@@ -257,7 +257,7 @@ impl Receive {
             Data::Follow(len) => {
                 let inbox = match self.inbox.take() {
                     Some(inbox) => inbox,
-                    None => scrap(len)?,
+                    None => inbox::discard(len)?,
                 };
                 if inbox.num_bytes() != len {
                     return Err(Error::Backend(format!(

@@ -3,11 +3,12 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use candle_core::Tensor;
+use candle_core::{Storage, Tensor};
 
 use super::heard::Heard;
 use crate::Error;
-use crate::local::{host, report};
+use crate::local::element::{self, Element};
+use crate::local::report;
 use crate::pending::Work;
 
 /// A wait looks at the clock at least this often.
@@ -21,10 +22,18 @@ pub(super) struct Claim<T> {
     pub call: String,
     deadline: Duration,
     heard: Arc<Heard>,
-    /// What the operation reads, as long as it does.
-    input: Mutex<Option<Tensor>>,
+    tensors: Mutex<Tensors>,
     state: Mutex<State<T>>,
     changed: Condvar,
+}
+
+/// The caller's tensors.
+#[derive(Default)]
+pub(super) struct Tensors {
+    /// What the operation reads, as long as it does.
+    pub input: Option<Tensor>,
+    /// Where its result goes, unless that is new or given up.
+    pub place: Option<Tensor>,
 }
 
 struct State<T> {
@@ -43,14 +52,14 @@ impl<T> Claim<T> {
     pub fn new(
         (world_rank, call): (usize, String),
         (deadline, heard): (Duration, Arc<Heard>),
-        input: Option<Tensor>,
+        tensors: Tensors,
     ) -> Arc<Self> {
         Arc::new(Self {
             world_rank,
             call,
             deadline,
             heard,
-            input: Mutex::new(input),
+            tensors: Mutex::new(tensors),
             state: Mutex::new(State {
                 outcome: None,
                 is_over: false,
@@ -60,23 +69,63 @@ impl<T> Claim<T> {
         })
     }
 
-    /// Calls `read` with the input, which nobody gives up meanwhile.
-    pub fn read_input<R>(
+    /// What `read` makes of `len` elements of the input, from element `start` on, which nobody gives up meanwhile.
+    pub fn read<E: Element, R>(
         &self,
-        read: impl FnOnce(&Tensor) -> Result<R, Error>,
+        start: usize,
+        len: usize,
+        read: impl FnOnce(&[E]) -> R,
     ) -> Result<R, Error> {
-        match &*lock(&self.input) {
-            Some(input) => read(input),
-            None => Err(Error::Backend(format!(
-                "{}: its input has been given up already",
-                self.call
-            ))),
+        let unreadable = |why: &str| Error::Backend(format!("{}: its input {why}", self.call));
+        let tensors = lock(&self.tensors);
+        let Some(xs) = &tensors.input else {
+            return Err(unreadable("has been given up already"));
+        };
+        let (storage, layout) = xs.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else {
+            return Err(unreadable("is not in host memory"));
+        };
+        let all = storage.as_slice::<E>().map_err(Error::of_backend)?;
+        let start = layout.start_offset() + start;
+        match all.get(start..start + len) {
+            Some(elements) => Ok(read(elements)),
+            None => Err(unreadable("is shorter than its shape")),
         }
+    }
+
+    /// Whether the result goes to a tensor that the caller gave.
+    pub fn is_in_place(&self) -> bool {
+        lock(&self.tensors).place.is_some()
+    }
+
+    /// Writes elements of the result, from element `start` on, to their place, if nobody has given it up.
+    pub fn write<E: Element>(&self, start: usize, values: &[E]) -> Result<(), Error> {
+        match &lock(&self.tensors).place {
+            Some(place) => element::write(place, start, values).map_err(Error::of_backend),
+            None => Ok(()),
+        }
+    }
+
+    /// The place, with the result in it.
+    pub fn place(&self) -> Option<Tensor> {
+        lock(&self.tensors).place.clone()
+    }
+
+    /// An error unless as many bytes came as should have.
+    pub fn check_size(&self, from: usize, got: usize, expected: usize) -> Result<(), Error> {
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::Backend(format!(
+            "{}: rank {from} of the group sent {got} bytes, expected {expected}\n\
+             hint: all ranks must run the same version of the program",
+            self.call
+        )))
     }
 
     /// The input is needed no more.
     pub fn drop_input(&self) {
-        let input = lock(&self.input).take();
+        let input = lock(&self.tensors).input.take();
         // Outside of the lock: the last owner frees the memory.
         drop(input);
     }
@@ -126,19 +175,16 @@ impl<T> Claim<T> {
         }
     }
 
-    /// Replaces the input by a copy that nobody else can write to. Returns whether the original is read no more.
-    fn release_input(&self) -> bool {
-        let mut input = lock(&self.input);
-        let Some(xs) = &*input else {
-            return true;
+    /// Gives up the place, and replaces the input by a copy that nobody else can write to. Returns whether the originals are
+    /// read and written no more.
+    fn release_tensors(&self) -> bool {
+        let mut tensors = lock(&self.tensors);
+        let copy = tensors.input.as_ref().map(Tensor::force_contiguous);
+        let Ok(input) = copy.transpose() else {
+            return false;
         };
-        match host::copy(xs) {
-            Ok(copy) => {
-                *input = Some(copy);
-                true
-            }
-            Err(_) => false,
-        }
+        *tensors = Tensors { input, place: None };
+        true
     }
 }
 
@@ -152,7 +198,7 @@ impl<T: Send> Work<T> for Ticket<T> {
 
     fn abandon(self: Box<Self>) {
         // Without memory for a copy, the end of the operation.
-        if !self.0.release_input()
+        if !self.0.release_tensors()
             && let Err(error) = self.0.wait()
         {
             tracing::warn!("an operation whose result was dropped failed: {error}");

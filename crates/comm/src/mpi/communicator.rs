@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::claim::{Claim, Ticket};
+use super::claim::{Claim, Tensors, Ticket};
 use super::collective::{Collective, Task};
 use super::engine::{Activity, Job};
 use super::exchange::Exchange;
@@ -14,6 +14,7 @@ use super::heard::Heard;
 use super::inbox::inbox;
 use super::messages::{Batch, Incoming, Outgoing, copy_bytes, kind};
 use super::rendezvous::{Barrier, NewGroup, Split};
+use crate::communicator::own_slice;
 use crate::local::call::{Call, Operation};
 use crate::local::element::{self, Element, with_element};
 use crate::local::point_to_point::describe;
@@ -52,7 +53,7 @@ impl MpiCommunicator {
         }
     }
 
-    fn claim<T>(&self, call: &str, input: Option<Tensor>) -> Arc<Claim<T>> {
+    fn claim<T>(&self, call: &str, tensors: Tensors) -> Arc<Claim<T>> {
         let Shared {
             world_rank,
             deadline,
@@ -62,7 +63,7 @@ impl MpiCommunicator {
         Claim::new(
             (*world_rank, call.to_string()),
             (*deadline, heard.clone()),
-            input,
+            tensors,
         )
     }
 
@@ -79,14 +80,19 @@ impl MpiCommunicator {
             tensor: None,
             site: call_site::current(),
         };
-        let claim = self.claim(&call.to_string(), None);
+        let claim = self.claim(&call.to_string(), Tensors::default());
         let collective = Collective::new(claim.clone(), call, task);
         self.send(Job::Start(self.group, Box::new(collective)))?;
         Ok(Ticket(claim))
     }
 
     #[track_caller]
-    fn start_on_tensor(&self, operation: Operation, xs: &Tensor) -> Result<Pending<Tensor>> {
+    fn start_on_tensor(
+        &self,
+        operation: Operation,
+        xs: &Tensor,
+        place: Option<Tensor>,
+    ) -> Result<Pending<Tensor>> {
         fn exchange<T: Element>(
             claim: &Arc<Claim<Tensor>>,
             call: Call,
@@ -102,7 +108,8 @@ impl MpiCommunicator {
             tensor: Some((xs.shape().clone(), xs.dtype())),
             site: call_site::current(),
         };
-        let claim = self.claim(&call.to_string(), Some(xs.detach()));
+        let input = Some(xs.detach());
+        let claim = self.claim(&call.to_string(), Tensors { input, place });
         let activity = with_element!(xs.dtype(), exchange(&claim, call, xs))?;
         self.send(Job::Start(self.group, activity))?;
         Ok(Pending::from_work(Box::new(Ticket(claim))))
@@ -124,27 +131,44 @@ impl Communicator for MpiCommunicator {
 
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs)
+        self.start_on_tensor(Operation::AllReduce(op), xs, None)
     }
 
     #[track_caller]
     fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs)
+        self.start_on_tensor(Operation::AllGather, xs, None)
     }
 
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs)
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
+    }
+
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
+    }
+
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, &xs.detach())?;
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
+    }
+
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, xs)?;
+        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
     }
 
     #[track_caller]
     fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs)
+        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
     }
 
     #[track_caller]
     fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs)
+        self.start_on_tensor(Operation::AllToAll, xs, None)
     }
 
     #[track_caller]
@@ -170,7 +194,7 @@ impl Communicator for MpiCommunicator {
                 }),
             }
         }
-        let claim = self.claim(&call, None);
+        let claim = self.claim(&call, Tensors::default());
         let only_sends = receives.is_empty();
         let batch = Batch {
             call,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Shape, Storage, Tensor};
+use candle_core::{Device, Shape, Tensor};
 
 use super::bytes;
 use super::claim::Claim;
@@ -11,10 +11,10 @@ use super::context::Context;
 use super::hello::INLINE_BYTES;
 use super::movement::Movement;
 use super::route::Route;
+use crate::Error;
 use crate::local::call::Operation;
 use crate::local::element::{Element, reduce};
 use crate::local::pieces::Plan;
-use crate::{Error, message_of};
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -70,7 +70,11 @@ impl<T: Element> Exchange<T> {
                 .collect();
             reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
         }
-        tensor(output, &dims)
+        self.claim.write(0, &output)?;
+        match self.claim.place() {
+            Some(place) => Ok(place),
+            None => Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend),
+        }
     }
 }
 
@@ -79,7 +83,7 @@ impl<T: Element> Task for Exchange<T> {
 
     fn data(&self) -> Result<Vec<u8>> {
         match self.is_small() {
-            true => read::<T, _>(&self.claim, 0, self.shape.elem_count(), |xs| {
+            true => (self.claim).read(0, self.shape.elem_count(), |xs: &[T]| {
                 bytes::of(xs).to_vec()
             }),
             false => Ok(Vec::new()),
@@ -116,40 +120,4 @@ impl<T: Element> Task for Exchange<T> {
         };
         Ok((true, Step::Done(output)))
     }
-}
-
-/// A tensor of these elements on the CPU.
-pub(super) fn tensor<T: Element>(elements: Vec<T>, dims: &[usize]) -> Result<Tensor> {
-    Tensor::from_vec(elements, dims, &Device::Cpu)
-        .map_err(|error| Error::Backend(message_of(&error)))
-}
-
-/// What `read` makes of `len` elements of the claim's input, from element `start` on. The input's storage is locked only
-/// meanwhile: it may be part of a larger one, which others use.
-pub(super) fn read<T: Element, R>(
-    claim: &Claim<Tensor>,
-    start: usize,
-    len: usize,
-    read: impl FnOnce(&[T]) -> R,
-) -> Result<R> {
-    claim.read_input(|xs| {
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            return Err(Error::Backend(format!(
-                "{}: the input is not in host memory",
-                claim.call
-            )));
-        };
-        let all = storage
-            .as_slice::<T>()
-            .map_err(|error| Error::Backend(message_of(&error)))?;
-        let start = layout.start_offset() + start;
-        match all.get(start..start + len) {
-            Some(elements) => Ok(read(elements)),
-            None => Err(Error::Backend(format!(
-                "{}: the input is shorter than its shape",
-                claim.call
-            ))),
-        }
-    })
 }

@@ -6,9 +6,7 @@ use candle_core::Tensor;
 
 use super::claim::Claim;
 use super::context::Context;
-use super::exchange::read;
-use super::movement::{check_size, room};
-use super::part::Part;
+use super::place::{Buffers, Place};
 use super::route::Leg;
 use super::sys::Comm;
 use super::transfer::Transfer;
@@ -22,38 +20,38 @@ pub(super) struct Gathering<T> {
     leg: Leg,
     rank: usize,
     /// Where the result goes, unless it is being received there.
-    part: Option<Part<T>>,
+    place: Option<Place<T>>,
     /// By source; none for this rank's own.
     contributions: Vec<Option<Transfer<Vec<T>>>>,
     /// The only contribution, received into its place.
-    only: Option<Transfer<Part<T>>>,
+    only: Option<Transfer<Place<T>>>,
 }
 
 impl<T: Element> Gathering<T> {
-    /// Starts to receive the contributions of the other ranks to `leg`, whose result goes to `part`.
+    /// Starts to receive the contributions of the other ranks to `leg`, whose result goes to `place`.
     pub fn begin(
         (ctx, comm, tag): (&Context, Comm, c_int),
-        (leg, part): (Leg, Part<T>),
+        (leg, place): (Leg, Place<T>),
         rank: usize,
-        spare: &mut Vec<Vec<T>>,
+        buffers: &mut Buffers<T>,
     ) -> Result<Self> {
-        let (mut contributions, mut only, mut place) = (Vec::new(), None, Some(part));
+        let (mut contributions, mut only, mut place) = (Vec::new(), None, Some(place));
         let is_only = leg.sources.len() == 1;
         for &(from, _) in &leg.sources {
             if from == rank {
                 contributions.push(None);
             } else if !is_only {
-                let room = room(spare, leg.len);
+                let room = buffers.take(leg.len);
                 let transfer = Transfer::receive(&ctx.mpi, comm, from, tag, room)?;
                 contributions.push(Some(transfer));
-            } else if let Some(part) = place.take() {
-                only = Some(Transfer::receive(&ctx.mpi, comm, from, tag, part)?);
+            } else if let Some(place) = place.take() {
+                only = Some(Transfer::receive(&ctx.mpi, comm, from, tag, place)?);
             }
         }
         Ok(Self {
             leg,
             rank,
-            part: place,
+            place,
             contributions,
             only,
         })
@@ -65,9 +63,9 @@ impl<T: Element> Gathering<T> {
             if !only.poll(&ctx.mpi)? {
                 return Ok(false);
             }
-            if let Some((part, got)) = self.only.take().and_then(Transfer::take) {
-                check_size(claim, self.leg.sources[0].0, got, size_of_val(&*part))?;
-                self.part = Some(part);
+            if let Some((place, got)) = self.only.take().and_then(Transfer::take) {
+                claim.check_size(self.leg.sources[0].0, got, size_of_val(&*place))?;
+                self.place = Some(place);
             }
         }
         for contribution in self.contributions.iter_mut().flatten() {
@@ -83,10 +81,10 @@ impl<T: Element> Gathering<T> {
         self,
         op: ReduceOp,
         claim: &Claim<Tensor>,
-        spare: &mut Vec<Vec<T>>,
-    ) -> Result<(Part<T>, Vec<usize>)> {
+        buffers: &mut Buffers<T>,
+    ) -> Result<(Place<T>, Vec<usize>)> {
         let Self { leg, rank, .. } = self;
-        let Some(mut part) = self.part else {
+        let Some(mut place) = self.place else {
             return Err(Error::Backend(format!(
                 "{}: a contribution is missing",
                 claim.call
@@ -96,7 +94,7 @@ impl<T: Element> Gathering<T> {
         for (transfer, (from, _)) in self.contributions.into_iter().zip(&leg.sources) {
             let vec = match transfer.and_then(Transfer::take) {
                 Some((vec, got)) => {
-                    check_size(claim, *from, got, size_of_val(&*vec))?;
+                    claim.check_size(*from, got, size_of_val(&*vec))?;
                     vec
                 }
                 None => Vec::new(),
@@ -115,19 +113,19 @@ impl<T: Element> Gathering<T> {
                 .collect();
             // Without sources here the only contribution is in its place already.
             if !sources.is_empty() {
-                reduce(op, &sources, &mut [&mut part]);
+                reduce(op, &sources, &mut [&mut place]);
             }
         };
         match own {
-            Some(index) => read(claim, leg.sources[index].1, leg.len, |input: &[T]| {
+            Some(index) => claim.read(leg.sources[index].1, leg.len, |input: &[T]| {
                 combine(Some(input));
             })?,
             None => combine(None),
         }
-        spare.extend(received.into_iter().filter(|vec| !vec.is_empty()));
+        (received.into_iter()).for_each(|buffer| buffers.give_back(buffer));
         let only = (leg.sources.len() == 1).then(|| leg.sources[0].0);
         let others = leg.destinations.iter().map(|(to, _)| *to);
         let others = others.filter(|to| *to != rank && Some(*to) != only);
-        Ok((part, others.collect()))
+        Ok((place, others.collect()))
     }
 }

@@ -8,10 +8,8 @@ use super::bytes;
 use super::claim::Claim;
 use super::hello::{Hello, INLINE_BYTES};
 use super::inbox::Inbox;
+use crate::Error;
 use crate::local::element::{Element, with_element};
-use crate::{Error, message_of};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// In front of data that are in the first message.
 const HERE: u8 = 1;
@@ -152,15 +150,4 @@ impl Received {
     pub fn fail(&self, error: Error) {
         self.claim.complete(Err(error));
     }
-}
-
-/// An error of candle's as one of this crate.
-pub(super) fn backend_error(error: &candle_core::Error) -> Error {
-    Error::Backend(message_of(error))
-}
-
-/// A place for data that nobody wants.
-pub(super) fn scrap(num_bytes: usize) -> Result<Box<dyn Inbox>> {
-    let shape = candle_core::Shape::from(num_bytes);
-    super::inbox::inbox(&shape, candle_core::DType::U8).map_err(|error| backend_error(&error))
 }

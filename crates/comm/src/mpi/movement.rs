@@ -7,13 +7,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use super::claim::Claim;
 use super::context::Context;
-use super::exchange::{read, tensor};
 use super::gathering::Gathering;
-use super::part::{Part, Region};
+use super::part::Region;
+use super::place::{Buffers, Place, Room};
 use super::route::{Leg, Route};
 use super::tags;
 use super::transfer::Transfer;
@@ -35,9 +35,9 @@ struct Peer<T> {
     contributions: VecDeque<(usize, usize)>,
     contributions_out: VecDeque<Transfer<Vec<T>>>,
     /// Where the results of the peer's legs go that are not being received yet.
-    expected: VecDeque<Part<T>>,
-    results_in: VecDeque<Transfer<Part<T>>>,
-    results_out: VecDeque<Transfer<Arc<Part<T>>>>,
+    expected: VecDeque<Room<T>>,
+    results_in: VecDeque<Transfer<Place<T>>>,
+    results_out: VecDeque<Transfer<Arc<Place<T>>>>,
 }
 
 /// The data of a collective on their way.
@@ -46,13 +46,14 @@ pub(super) struct Movement<T> {
     rank: usize,
     op: ReduceOp,
     dims: Vec<usize>,
-    region: Arc<Region<T>>,
+    /// The output's memory, if that is new.
+    region: Option<Arc<Region<T>>>,
     /// By group rank; nothing is ever to be done with this rank itself.
     peers: Vec<Peer<T>>,
     /// Own legs that have not begun.
-    own: VecDeque<(Leg, Part<T>)>,
+    own: VecDeque<(Leg, Room<T>)>,
     gathering: VecDeque<Gathering<T>>,
-    spare: Vec<Vec<T>>,
+    buffers: Buffers<T>,
     reads_input: bool,
 }
 
@@ -70,11 +71,21 @@ impl<T: Element> Movement<T> {
             world_size,
             legs,
         } = route;
-        let is_mine = |leg: &&Leg| leg.destinations.iter().any(|(to, _)| *to == rank);
-        let lens: Vec<usize> = legs.iter().filter(is_mine).map(|leg| leg.len).collect();
-        let output = T::zeros(dims.iter().product());
-        let cut = Region::cut(output, &lens);
-        let (region, parts) = cut.ok_or_else(|| wrong_route(claim))?;
+        let place_here = |leg: &Leg| leg.destinations.iter().find(|(to, _)| *to == rank).copied();
+        let mine = legs
+            .iter()
+            .filter_map(|leg| Some((place_here(leg)?.1, leg.len)));
+        let (region, rooms): (_, Vec<Room<T>>) = if claim.is_in_place() {
+            (
+                None,
+                mine.map(|(first, len)| Room::Given(first, len)).collect(),
+            )
+        } else {
+            let lens: Vec<usize> = mine.map(|(_, len)| len).collect();
+            let cut = Region::cut(T::zeros(dims.iter().product()), &lens);
+            let (region, parts) = cut.ok_or_else(|| wrong_route(claim))?;
+            (Some(region), parts.into_iter().map(Room::Part).collect())
+        };
         let mut movement = Self {
             place,
             rank,
@@ -84,25 +95,25 @@ impl<T: Element> Movement<T> {
             peers: (0..world_size).map(Peer::new).collect(),
             own: VecDeque::new(),
             gathering: VecDeque::new(),
-            spare: Vec::new(),
+            buffers: Buffers::new(),
             reads_input: true,
         };
-        let mut parts = parts.into_iter();
+        let mut rooms = rooms.into_iter();
         for leg in legs {
-            let part = match is_mine(&&leg) {
-                true => Some(parts.next().ok_or_else(|| wrong_route(claim))?),
-                false => None,
+            let room = match place_here(&leg) {
+                Some(_) => Some(rooms.next().ok_or_else(|| wrong_route(claim))?),
+                None => None,
             };
-            movement.add(leg, part, claim)?;
+            movement.add(leg, room, claim)?;
         }
         Ok(movement)
     }
 
-    /// Adds this rank's share of a leg; `part` is where the leg's result goes, if this rank wants it.
-    fn add(&mut self, leg: Leg, part: Option<Part<T>>, claim: &Claim<Tensor>) -> Result<()> {
+    /// Adds this rank's share of a leg; `room` is for the leg's result, if this rank wants it.
+    fn add(&mut self, leg: Leg, room: Option<Room<T>>, claim: &Claim<Tensor>) -> Result<()> {
         if leg.owner == self.rank {
-            let part = part.ok_or_else(|| wrong_route(claim))?;
-            self.own.push_back((leg, part));
+            let room = room.ok_or_else(|| wrong_route(claim))?;
+            self.own.push_back((leg, room));
             return Ok(());
         }
         let peer = &mut self.peers[leg.owner];
@@ -110,17 +121,18 @@ impl<T: Element> Movement<T> {
         if let Some((_, start)) = source {
             peer.contributions.push_back((*start, leg.len));
         }
-        match (part, source, &leg.sources[..]) {
+        match (room, source, &leg.sources[..]) {
             // What is only copied, from here, is here.
-            (Some(mut part), Some((_, start)), [_]) => {
-                read(claim, *start, leg.len, |xs| part.copy_from_slice(xs))
+            (Some(room), Some((_, start)), [_]) => {
+                let mut place = room.open(&mut self.buffers);
+                claim.read(*start, leg.len, |xs| place.copy_from_slice(xs))?;
+                place.fill(claim)?;
+                place.close(&mut self.buffers);
             }
-            (Some(part), ..) => {
-                peer.expected.push_back(part);
-                Ok(())
-            }
-            (None, ..) => Ok(()),
+            (Some(room), ..) => peer.expected.push_back(room),
+            (None, ..) => {}
         }
+        Ok(())
     }
 
     /// Does what can be done; returns whether something was.
@@ -146,14 +158,14 @@ impl<T: Element> Movement<T> {
         let peer = &mut self.peers[index];
         let mut moved = false;
         while let Some(sent) = poll_front(ctx, &mut peer.contributions_out)? {
-            self.spare.push(sent.0);
+            self.buffers.give_back(sent.0);
             moved = true;
         }
         while peer.contributions_out.len() < NUM_GATHERED
             && let Some((start, len)) = peer.contributions.pop_front()
         {
-            let mut copy = room(&mut self.spare, len);
-            read(claim, start, len, |xs| copy.copy_from_slice(xs))?;
+            let mut copy = self.buffers.take(len);
+            claim.read(start, len, |xs| copy.copy_from_slice(xs))?;
             let (comm, tag) = (
                 ctx.groups[self.place.0].comm,
                 tags::contribution(self.place.1),
@@ -177,15 +189,18 @@ impl<T: Element> Movement<T> {
         while poll_front(ctx, &mut peer.results_out)?.is_some() {
             moved = true;
         }
-        while let Some((part, got)) = poll_front(ctx, &mut peer.results_in)? {
-            check_size(claim, peer.rank, got, size_of_val(&*part))?;
+        while let Some((place, got)) = poll_front(ctx, &mut peer.results_in)? {
+            claim.check_size(peer.rank, got, size_of_val(&*place))?;
+            place.fill(claim)?;
+            place.close(&mut self.buffers);
             moved = true;
         }
         while peer.results_in.len() < NUM_RESULTS
-            && let Some(part) = peer.expected.pop_front()
+            && let Some(room) = peer.expected.pop_front()
         {
+            let place = room.open(&mut self.buffers);
             let (comm, tag) = (ctx.groups[self.place.0].comm, tags::result(self.place.1));
-            let transfer = Transfer::receive(&ctx.mpi, comm, peer.rank, tag, part)?;
+            let transfer = Transfer::receive(&ctx.mpi, comm, peer.rank, tag, place)?;
             peer.results_in.push_back(transfer);
             moved = true;
         }
@@ -198,11 +213,12 @@ impl<T: Element> Movement<T> {
         let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
         while self.gathering.len() < NUM_GATHERED
             && (self.peers.iter()).all(|peer| peer.results_out.len() < NUM_RESULTS)
-            && let Some((leg, part)) = self.own.pop_front()
+            && let Some((leg, room)) = self.own.pop_front()
         {
+            let place = room.open(&mut self.buffers);
             let tag = tags::contribution(seq);
             let gathering =
-                Gathering::begin((ctx, comm, tag), (leg, part), self.rank, &mut self.spare)?;
+                Gathering::begin((ctx, comm, tag), (leg, place), self.rank, &mut self.buffers)?;
             self.gathering.push_back(gathering);
             moved = true;
         }
@@ -211,11 +227,12 @@ impl<T: Element> Movement<T> {
             && let Some(gathered) = self.gathering.pop_front()
         {
             moved = true;
-            let (part, others) = gathered.finish(self.op, claim, &mut self.spare)?;
-            let part = Arc::new(part);
+            let (place, others) = gathered.finish(self.op, claim, &mut self.buffers)?;
+            place.fill(claim)?;
+            let place = Arc::new(place);
             for to in others {
                 let tag = tags::result(seq);
-                let transfer = Transfer::send(&ctx.mpi, comm, to, tag, part.clone())?;
+                let transfer = Transfer::send(&ctx.mpi, comm, to, tag, place.clone())?;
                 self.peers[to].results_out.push_back(transfer);
             }
         }
@@ -230,8 +247,15 @@ impl<T: Element> Movement<T> {
     /// The output of this rank.
     pub fn into_output(self, claim: &Claim<Tensor>) -> Result<Tensor> {
         let Self { region, dims, .. } = self;
-        let output = region.into_vec().ok_or_else(|| wrong_route(claim))?;
-        tensor(output, &dims)
+        let output = match region {
+            Some(region) => region.into_vec().ok_or_else(|| wrong_route(claim))?,
+            None => match claim.place() {
+                Some(place) => return Ok(place),
+                // It has been given up, and nobody waits.
+                None => T::zeros(dims.iter().product()),
+            },
+        };
+        Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend)
     }
 }
 
@@ -267,31 +291,6 @@ fn poll_front<B: super::transfer::Lend>(
         return Ok(queue.pop_front().and_then(Transfer::take));
     }
     Ok(None)
-}
-
-/// A vector of `len` elements, of whatever values.
-pub(super) fn room<T: Element>(spare: &mut Vec<Vec<T>>, len: usize) -> Vec<T> {
-    match spare.iter().rposition(|vec| vec.len() == len) {
-        Some(index) => spare.swap_remove(index),
-        None => T::zeros(len),
-    }
-}
-
-/// An error unless as many bytes came as should have.
-pub(super) fn check_size(
-    claim: &Claim<Tensor>,
-    from: usize,
-    got: usize,
-    expected: usize,
-) -> Result<()> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::Backend(format!(
-        "{}: rank {from} of the group sent {got} bytes, expected {expected}\n\
-         hint: all ranks must run the same version of the program",
-        claim.call
-    )))
 }
 
 fn wrong_route(claim: &Claim<Tensor>) -> Error {

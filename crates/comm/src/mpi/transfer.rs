@@ -8,6 +8,7 @@ use mpi::ffi;
 
 use super::bytes;
 use super::part::Part;
+use super::place::Place;
 use super::sys::{Comm, Mpi, check};
 use crate::Error;
 use crate::local::element::Element;
@@ -55,6 +56,20 @@ unsafe impl<T: Element> Lend for Part<T> {
 
 // SAFETY: as above.
 unsafe impl<T: Element> LendMut for Part<T> {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytes::of_mut(self)
+    }
+}
+
+// SAFETY: as for a part or a vector, one of which it is.
+unsafe impl<T: Element> Lend for Place<T> {
+    fn bytes(&self) -> &[u8] {
+        bytes::of(self)
+    }
+}
+
+// SAFETY: as above.
+unsafe impl<T: Element> LendMut for Place<T> {
     fn bytes_mut(&mut self) -> &mut [u8] {
         bytes::of_mut(self)
     }

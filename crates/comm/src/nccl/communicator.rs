@@ -11,6 +11,7 @@ use super::joining::new_stream;
 use super::reduction::Reduction;
 use super::session::Session;
 use super::transfer::{Transfer, enqueue, unwritten};
+use crate::communicator::own_slice;
 use crate::empty::empty;
 use crate::local::call::{Call, Operation};
 use crate::local::element;
@@ -86,12 +87,13 @@ impl NcclCommunicator {
         self.start(call, &[transfer], (Box::new(move || Ok(ys)), false))
     }
 
-    /// Starts a reduction whose result has these dims.
+    /// Starts a reduction whose result has these dims, and goes to `place` if that is given. NCCL writes it there; reductions
+    /// that it does not make by itself are copied.
     fn start_reduction(
         &self,
         operation: Operation,
         (xs, op): (&Tensor, ReduceOp),
-        dims: &[usize],
+        (dims, place): (&[usize], Option<Tensor>),
         transfer: impl Fn(Tensor, Tensor) -> Transfer,
     ) -> Result<Pending<Tensor>> {
         self.check_tensor(xs)?;
@@ -101,6 +103,9 @@ impl NcclCommunicator {
             return self.nothing(dims, xs.dtype());
         }
         let reduction = Reduction::new(op, xs.dtype());
+        if let (Reduction::Plain, Some(place)) = (&reduction, &place) {
+            return self.start_one(&call, transfer(xs.clone(), place.clone()), place.clone());
+        }
         let mut transfers = Vec::new();
         let mut outputs = Vec::new();
         for xs in reduction.inputs(xs)? {
@@ -108,14 +113,17 @@ impl NcclCommunicator {
             outputs.push(ys.clone());
             transfers.push(transfer(xs, ys));
         }
-        let finish = move || reduction.finish(&outputs);
+        let finish = move || {
+            let result = reduction.finish(&outputs)?;
+            let Some(place) = place else {
+                return Ok(result);
+            };
+            place
+                .flatten_all()?
+                .slice_set(&result.flatten_all()?, 0, 0)?;
+            Ok(place)
+        };
         self.start(&call, &transfers, (Box::new(finish), false))
-    }
-
-    /// This rank's slice along dim 0.
-    fn slice_of(&self, xs: &Tensor) -> Result<Tensor> {
-        let len = xs.dim(0)? / self.world_size();
-        xs.narrow(0, self.rank() * len, len)
     }
 
     /// The result of an operation on tensors without elements, which moves nothing.
@@ -140,7 +148,12 @@ impl Communicator for NcclCommunicator {
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         let transfer = |xs, ys| Transfer::AllReduce(op, xs, ys);
-        self.start_reduction(Operation::AllReduce(op), (xs, op), xs.dims(), transfer)
+        self.start_reduction(
+            Operation::AllReduce(op),
+            (xs, op),
+            (xs.dims(), None),
+            transfer,
+        )
     }
 
     #[track_caller]
@@ -161,33 +174,39 @@ impl Communicator for NcclCommunicator {
         let mut dims = xs.dims().to_vec();
         dims[0] /= self.world_size();
         let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
-        self.start_reduction(Operation::ReduceScatter(op), (xs, op), &dims, transfer)
+        self.start_reduction(
+            Operation::ReduceScatter(op),
+            (xs, op),
+            (&dims, None),
+            transfer,
+        )
     }
 
-    /// NCCL does it where the result is this rank's slice of the input. Reductions that it does not make by itself are copied.
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let transfer = |xs, ys| Transfer::AllReduce(op, xs, ys);
+        let place = (xs.dims(), Some(xs.clone()));
+        self.start_reduction(Operation::AllReduce(op), (xs, op), place, transfer)
+    }
+
     #[track_caller]
     fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let slice = self.slice_of(xs)?;
-        if !matches!(Reduction::new(op, xs.dtype()), Reduction::Plain) {
-            let pending = self.reduce_scatter(xs, op)?;
-            return Ok(Pending::new(move || {
-                slice.slice_set(&pending.wait_uncounted()?, 0, 0)?;
-                Ok(slice)
-            }));
-        }
-        self.check_tensor(xs)?;
-        let operation = Operation::ReduceScatter(op);
-        element::check_reduces(&operation, xs.dtype(), &self.device)?;
-        let call = self.call(operation, Some(xs));
-        let transfer = Transfer::ReduceScatter(op, xs.clone(), slice.clone());
-        self.start_one(&call, transfer, slice)
+        let slice = own_slice(self, xs)?;
+        let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
+        let (dims, place) = (slice.dims().to_vec(), Some(slice));
+        self.start_reduction(
+            Operation::ReduceScatter(op),
+            (xs, op),
+            (&dims, place),
+            transfer,
+        )
     }
 
     /// NCCL does it where the input is this rank's slice of the result.
     #[track_caller]
     fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         self.check_tensor(xs)?;
-        let slice = self.slice_of(xs)?;
+        let slice = own_slice(self, xs)?;
         let call = self.call(Operation::AllGather, Some(&slice));
         let transfer = Transfer::AllGather(slice, xs.clone());
         self.start_one(&call, transfer, xs.clone())

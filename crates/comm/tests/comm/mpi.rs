@@ -22,7 +22,8 @@ fn conforms(world: &ProcessGroup) -> Result<()> {
         };
     }
     for_each_conformance!(each);
-    conformance::large(mpi)
+    conformance::large(mpi)?;
+    conformance::background(mpi)
 }
 
 #[test]
@@ -282,7 +283,7 @@ fn a_late_rank_is_named_with_several_operations_in_flight() {
     });
     if let Some(output) = output {
         let said = said(&output);
-        let expected = " of group [0, 1, 2], which rank 2 did not call\n";
+        let expected = " of group [0, 1, 2], which rank 2 did not call";
         assert!(said.contains(expected), "{said}");
         assert!(
             said.contains(" more in flight, the oldest all_reduce(sum) of f32 [200000] at "),

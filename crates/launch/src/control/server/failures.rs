@@ -67,7 +67,16 @@ impl State {
                 };
             }
         };
-        let place = format!("{place}, which {} did not call", report::rank_list(&absent));
+        let called = absent.iter().filter_map(|rank| {
+            let peer = self.peers[*rank].as_ref()?;
+            Some(peer.snapshot.progress(group).begun)
+        });
+        let earlier = match called.min() {
+            Some(first) if first < seq => format!(", nor number {first} before it"),
+            _ => String::new(),
+        };
+        let ranks = report::rank_list(&absent);
+        let place = format!("{place}, which {ranks} did not call{earlier}");
         seen.push((group.id.clone(), seq));
         let blocked_in = |rank: &usize| {
             let (id, seq) = self.peers[*rank].as_ref()?.snapshot.blocked_in()?;
