@@ -93,7 +93,7 @@ fn the_rank_that_another_group_waits_for_is_named() {
                 Some(control.begin(operation(&dp, 0, "all_reduce(sum) of f32 [8]")))
             }
             2 => {
-                let ticket = control.begin(operation(&tp, 7, "barrier"));
+                let ticket = control.begin(operation(&tp, 0, "barrier"));
                 ticket.started();
                 std::thread::sleep(Duration::from_millis(400));
                 ticket.waits();
@@ -102,7 +102,7 @@ fn the_rank_that_another_group_waits_for_is_named() {
             _ => None,
         }
     });
-    let expected = "in operation number 0 of group [0, 2], which rank 2 did not call: rank 2 is in operation number 7 of \
+    let expected = "in operation number 0 of group [0, 2], which rank 2 did not call: rank 2 is in operation number 0 of \
                     group [2, 3], which rank 3 did not call\n";
     assert!(report.contains(expected), "{report}");
 }
