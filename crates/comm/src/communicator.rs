@@ -1,8 +1,50 @@
 //! What a backend provides.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
-use crate::{P2p, Pending, ReduceOp};
+use crate::Pending;
+
+/// How a reduction combines the values of the ranks, elementwise and in rank order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum. bf16 and f16 are accumulated in f32 and rounded once; integers wrap.
+    Sum,
+    /// The largest value. A NaN on any rank gives NaN.
+    Max,
+}
+
+impl std::fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+        })
+    }
+}
+
+/// One entry of [`batch_send_recv`](crate::ProcessGroup::batch_send_recv).
+///
+/// Between two ranks of a group messages arrive in the order in which they were sent. All entries of a batch are in
+/// flight together, so two ranks that send to each other in one batch cannot deadlock.
+#[derive(Debug, Clone)]
+pub enum P2p<'a> {
+    /// Sends a tensor. It is copied when the batch starts; the caller may write to it afterwards.
+    Send {
+        /// What to send.
+        xs: &'a Tensor,
+        /// The rank, in the group, that receives it.
+        dst: usize,
+    },
+    /// Receives a tensor.
+    Recv {
+        /// The shape that the message must have.
+        shape: Shape,
+        /// The dtype that the message must have.
+        dtype: DType,
+        /// The rank, in the group, that sends it.
+        src: usize,
+    },
+}
 
 /// One rank's end of a group: all that a backend provides.
 ///

@@ -15,18 +15,13 @@
 //! stream frees memory in its order too. So a wait on the host says that the result may be used, not that it is there.
 //! Reductions are made on the GPU of the lowest rank that gets the result, once, and copied to the others.
 
-pub(crate) mod call;
-mod channel;
 mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod devices;
-pub(crate) mod element;
 mod host;
-pub(crate) mod pieces;
-pub(crate) mod point_to_point;
-pub(crate) mod report;
+mod point_to_point;
 mod slot;
 mod work;
 mod world;
@@ -36,16 +31,12 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 pub use config::LocalConfig;
-#[cfg(feature = "nccl")]
-pub(crate) use cuda::has_a_stream;
-pub(crate) use devices::make_current;
-#[cfg(feature = "nccl")]
-pub(crate) use devices::name as device_name;
-pub(crate) use world::{World, num_cores};
+pub(crate) use world::World;
 
+use crate::call::Operation;
 use crate::communicator::own_slice;
 use crate::{Communicator, P2p, Pending, ReduceOp};
-use call::Operation;
+
 use slot::{Output, Payload};
 
 /// One rank's end of a group of threads.
@@ -141,8 +132,8 @@ impl Communicator for LocalCommunicator {
 
     #[track_caller]
     fn barrier(&self) -> Result<Pending<()>> {
-        let ticket = self.start(Operation::Barrier, None, Payload::Nothing)?;
-        Ok(Pending::from_work(Box::new(ticket)))
+        let in_flight = self.start(Operation::Barrier, None, Payload::Nothing)?;
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 
     #[track_caller]

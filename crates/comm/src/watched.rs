@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
-use crate::local::call::{Call, Operation};
-use crate::local::point_to_point::describe;
+use crate::call::describe;
+use crate::call::{Call, Operation};
 use crate::pending::Work;
 use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
 

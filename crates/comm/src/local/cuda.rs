@@ -8,32 +8,18 @@
 
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{
-    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
-    Tensor, bail,
+    CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
 };
 
-use super::call::Operation;
-use super::element::with_element;
-use super::pieces::{Piece, Plan};
 use crate::ReduceOp;
-use crate::empty::empty;
+use crate::call::Operation;
+use crate::device::empty;
+use crate::element::with_element;
+use crate::plan::{Piece, Plan};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added one by one.
 const LONGEST: usize = 4 << 20;
-
-/// The address that means a stream for each thread of the host.
-const STREAM_PER_THREAD: usize = 2;
-
-/// Whether all work on `device` goes through one stream, whichever thread it comes from.
-pub(crate) fn has_a_stream(device: &CudaDevice) -> bool {
-    device.cuda_stream().cu_stream() as usize != STREAM_PER_THREAD
-}
-
-/// Makes this thread's calls to CUDA go to `device`.
-pub(super) fn make_current(device: &CudaDevice) -> Result<()> {
-    device.cuda_stream().context().bind_to_thread().w()
-}
 
 /// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
 pub(super) fn run(

@@ -3,10 +3,10 @@
 use candle_core::{Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
-use super::call::Operation;
-use super::element::{Element, reduce, with_element, write};
-use super::pieces::Plan;
 use crate::ReduceOp;
+use crate::call::Operation;
+use crate::element::{Element, reduce, with_element, write};
+use crate::plan::Plan;
 
 /// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
 const TASK_BYTES: usize = 512 << 10;

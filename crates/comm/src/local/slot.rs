@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::call::Call;
 use crate::Error;
+use crate::call::Call;
 
 /// What a rank brings to an operation.
 #[derive(Debug)]
@@ -99,7 +99,7 @@ impl Slot {
             ];
             pair.sort_by_key(|(rank, _)| *rank);
             let [first, second] = pair.map(|(rank, call)| (rank, call.to_string()));
-            let group = super::report::group_name(mismatch.members);
+            let group = crate::error::group_name(mismatch.members);
             self.phase = Phase::Failed(Error::Mismatch {
                 group,
                 seq: mismatch.seq,

@@ -2,10 +2,10 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::call::Operation;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::host;
+use crate::call::Operation;
 
 /// The outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device. On GPUs it is only
 /// enqueued on return. With `parallel` on all cores.

@@ -5,32 +5,32 @@ use std::sync::Arc;
 use candle_core::{Device, Shape, Tensor};
 
 use super::bytes;
-use super::claim::Claim;
-use super::collective::{Step, Task};
+use super::collective::{Status, Task};
 use super::context::Context;
-use super::hello::INLINE_BYTES;
+use super::header::INLINE_BYTES;
+use super::in_flight::InFlight;
 use super::movement::Movement;
 use super::route::Route;
 use crate::Error;
-use crate::local::call::Operation;
-use crate::local::element::{Element, reduce};
-use crate::local::pieces::Plan;
+use crate::call::Operation;
+use crate::element::{Element, reduce};
+use crate::plan::Plan;
 
 type Result<T> = std::result::Result<T, Error>;
 
 /// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
 /// all compute their own output; else the data move as the [`Route`] says.
 pub(super) struct Exchange<T> {
-    claim: Arc<Claim<Tensor>>,
+    in_flight: Arc<InFlight<Tensor>>,
     operation: Operation,
     shape: Shape,
     movement: Option<Movement<T>>,
 }
 
 impl<T: Element> Exchange<T> {
-    pub fn new(claim: Arc<Claim<Tensor>>, operation: Operation, shape: Shape) -> Self {
+    pub fn new(in_flight: Arc<InFlight<Tensor>>, operation: Operation, shape: Shape) -> Self {
         Self {
-            claim,
+            in_flight,
             operation,
             shape,
             movement: None,
@@ -51,7 +51,7 @@ impl<T: Element> Exchange<T> {
             .enumerate()
             .map(|(source, data)| {
                 bytes::to_elements(data, num_elements).ok_or_else(|| {
-                    let (call, got) = (&self.claim.call, data.len());
+                    let (call, got) = (&self.in_flight.call, data.len());
                     let expected = num_elements * size_of::<T>();
                     Error::Backend(format!(
                         "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
@@ -70,8 +70,8 @@ impl<T: Element> Exchange<T> {
                 .collect();
             reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
         }
-        self.claim.write(0, &output)?;
-        match self.claim.place() {
+        self.in_flight.write(0, &output)?;
+        match self.in_flight.place() {
             Some(place) => Ok(place),
             None => Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend),
         }
@@ -83,7 +83,7 @@ impl<T: Element> Task for Exchange<T> {
 
     fn data(&self) -> Result<Vec<u8>> {
         match self.is_small() {
-            true => (self.claim).read(0, self.shape.elem_count(), |xs: &[T]| {
+            true => (self.in_flight).read(0, self.shape.elem_count(), |xs: &[T]| {
                 bytes::of(xs).to_vec()
             }),
             false => Ok(Vec::new()),
@@ -95,29 +95,29 @@ impl<T: Element> Task for Exchange<T> {
         ctx: &mut Context,
         (group, seq): (usize, u64),
         data: Vec<Vec<u8>>,
-    ) -> Result<Step<Tensor>> {
+    ) -> Result<Status<Tensor>> {
         let rank = ctx.groups[group].rank;
         if self.is_small() {
-            return Ok(Step::Done(self.reduce_here(rank, &data)?));
+            return Ok(Status::Done(self.reduce_here(rank, &data)?));
         }
         let route = Route::new(&self.operation, &self.shape, data.len(), size_of::<T>());
-        let movement = Movement::new(route, (group, seq), rank, &self.claim)?;
+        let movement = Movement::new(route, (group, seq), rank, &self.in_flight)?;
         self.movement = Some(movement);
-        Ok(Step::Working)
+        Ok(Status::Working)
     }
 
-    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Step<Tensor>)> {
+    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Status<Tensor>)> {
         let Some(movement) = &mut self.movement else {
-            return Ok((false, Step::Working));
+            return Ok((false, Status::Working));
         };
-        let moved = movement.poll(ctx, &self.claim)?;
+        let moved = movement.poll(ctx, &self.in_flight)?;
         if !movement.is_over() {
-            return Ok((moved, Step::Working));
+            return Ok((moved, Status::Working));
         }
         let output = match self.movement.take() {
-            Some(movement) => movement.into_output(&self.claim)?,
-            None => return Ok((moved, Step::Working)),
+            Some(movement) => movement.into_output(&self.in_flight)?,
+            None => return Ok((moved, Status::Working)),
         };
-        Ok((true, Step::Done(output)))
+        Ok((true, Status::Done(output)))
     }
 }

@@ -1,23 +1,23 @@
-//! One leg of a collective at its owner: the contributions of all sources, reduced in rank order.
+//! One chunk of a collective at its owner: the contributions of all sources, reduced in rank order.
 
 use std::ffi::c_int;
 
 use candle_core::Tensor;
 
-use super::claim::Claim;
 use super::context::Context;
+use super::in_flight::InFlight;
 use super::place::{Buffers, Place};
-use super::route::Leg;
+use super::route::Chunk;
 use super::sys::Comm;
 use super::transfer::Transfer;
-use crate::local::element::{Element, reduce};
+use crate::element::{Element, reduce};
 use crate::{Error, ReduceOp};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// A leg at its owner.
+/// A chunk at its owner.
 pub(super) struct Gathering<T> {
-    leg: Leg,
+    chunk: Chunk,
     rank: usize,
     /// Where the result goes, unless it is being received there.
     place: Option<Place<T>>,
@@ -28,20 +28,20 @@ pub(super) struct Gathering<T> {
 }
 
 impl<T: Element> Gathering<T> {
-    /// Starts to receive the contributions of the other ranks to `leg`, whose result goes to `place`.
+    /// Starts to receive the contributions of the other ranks to `chunk`, whose result goes to `place`.
     pub fn begin(
         (ctx, comm, tag): (&Context, Comm, c_int),
-        (leg, place): (Leg, Place<T>),
+        (chunk, place): (Chunk, Place<T>),
         rank: usize,
         buffers: &mut Buffers<T>,
     ) -> Result<Self> {
         let (mut contributions, mut only, mut place) = (Vec::new(), None, Some(place));
-        let is_only = leg.sources.len() == 1;
-        for &(from, _) in &leg.sources {
+        let is_only = chunk.sources.len() == 1;
+        for &(from, _) in &chunk.sources {
             if from == rank {
                 contributions.push(None);
             } else if !is_only {
-                let room = buffers.take(leg.len);
+                let room = buffers.take(chunk.len);
                 let transfer = Transfer::receive(&ctx.mpi, comm, from, tag, room)?;
                 contributions.push(Some(transfer));
             } else if let Some(place) = place.take() {
@@ -49,7 +49,7 @@ impl<T: Element> Gathering<T> {
             }
         }
         Ok(Self {
-            leg,
+            chunk,
             rank,
             place,
             contributions,
@@ -58,13 +58,13 @@ impl<T: Element> Gathering<T> {
     }
 
     /// Whether all contributions are here.
-    pub fn poll(&mut self, ctx: &Context, claim: &Claim<Tensor>) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
         if let Some(only) = &mut self.only {
             if !only.poll(&ctx.mpi)? {
                 return Ok(false);
             }
             if let Some((place, got)) = self.only.take().and_then(Transfer::take) {
-                claim.check_size(self.leg.sources[0].0, got, size_of_val(&*place))?;
+                in_flight.check_size(self.chunk.sources[0].0, got, size_of_val(&*place))?;
                 self.place = Some(place);
             }
         }
@@ -76,32 +76,32 @@ impl<T: Element> Gathering<T> {
         Ok(true)
     }
 
-    /// The leg's result, and the other ranks that want it.
+    /// The chunk's result, and the other ranks that want it.
     pub fn finish(
         self,
         op: ReduceOp,
-        claim: &Claim<Tensor>,
+        in_flight: &InFlight<Tensor>,
         buffers: &mut Buffers<T>,
     ) -> Result<(Place<T>, Vec<usize>)> {
-        let Self { leg, rank, .. } = self;
+        let Self { chunk, rank, .. } = self;
         let Some(mut place) = self.place else {
             return Err(Error::Backend(format!(
                 "{}: a contribution is missing",
-                claim.call
+                in_flight.call
             )));
         };
         let mut received = Vec::new();
-        for (transfer, (from, _)) in self.contributions.into_iter().zip(&leg.sources) {
+        for (transfer, (from, _)) in self.contributions.into_iter().zip(&chunk.sources) {
             let vec = match transfer.and_then(Transfer::take) {
                 Some((vec, got)) => {
-                    claim.check_size(*from, got, size_of_val(&*vec))?;
+                    in_flight.check_size(*from, got, size_of_val(&*vec))?;
                     vec
                 }
                 None => Vec::new(),
             };
             received.push(vec);
         }
-        let own = leg.sources.iter().position(|(from, _)| *from == rank);
+        let own = chunk.sources.iter().position(|(from, _)| *from == rank);
         let mut combine = |own_input: Option<&[T]>| {
             let sources: Vec<&[T]> = received
                 .iter()
@@ -117,14 +117,14 @@ impl<T: Element> Gathering<T> {
             }
         };
         match own {
-            Some(index) => claim.read(leg.sources[index].1, leg.len, |input: &[T]| {
+            Some(index) => in_flight.read(chunk.sources[index].1, chunk.len, |input: &[T]| {
                 combine(Some(input));
             })?,
             None => combine(None),
         }
         (received.into_iter()).for_each(|buffer| buffers.give_back(buffer));
-        let only = (leg.sources.len() == 1).then(|| leg.sources[0].0);
-        let others = leg.destinations.iter().map(|(to, _)| *to);
+        let only = (chunk.sources.len() == 1).then(|| chunk.sources[0].0);
+        let others = chunk.destinations.iter().map(|(to, _)| *to);
         let others = others.filter(|to| *to != rank && Some(*to) != only);
         Ok((place, others.collect()))
     }

@@ -12,7 +12,7 @@ use super::sys::Comm;
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
-use crate::local::element::{Element, with_element};
+use crate::element::{Element, with_element};
 
 type Result<T> = std::result::Result<T, Error>;
 

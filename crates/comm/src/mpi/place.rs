@@ -4,10 +4,10 @@ use std::ops::{Deref, DerefMut};
 
 use candle_core::Tensor;
 
-use super::claim::Claim;
+use super::in_flight::InFlight;
 use super::part::Part;
 use crate::Error;
-use crate::local::element::Element;
+use crate::element::Element;
 
 /// Where a part of the result goes that has not begun to come.
 pub(super) enum Room<T> {
@@ -58,10 +58,10 @@ impl<T: Element> Room<T> {
 
 impl<T: Element> Place<T> {
     /// Takes note that the values are here.
-    pub fn fill(&self, claim: &Claim<Tensor>) -> Result<(), Error> {
+    pub fn fill(&self, in_flight: &InFlight<Tensor>) -> Result<(), Error> {
         match self {
             Self::Part(_) => Ok(()),
-            Self::Given(first, values) => claim.write(*first, values),
+            Self::Given(first, values) => in_flight.write(*first, values),
         }
     }
 

@@ -11,7 +11,7 @@ use super::part::Part;
 use super::place::Place;
 use super::sys::{Comm, Mpi, check};
 use crate::Error;
-use crate::local::element::Element;
+use crate::element::Element;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -82,7 +82,7 @@ unsafe impl<B: Lend> Lend for Arc<B> {
     }
 }
 
-/// A message that MPI is sending or receiving. It owns the memory, which comes back when the message is through; dropped
+/// A message that MPI is sending or receiving. It owns the memory, which comes back when the message is complete; dropped
 /// before, the memory is leaked, for MPI may still use it.
 pub(super) struct Transfer<B> {
     request: ffi::MPI_Request,
@@ -138,7 +138,7 @@ impl<B: Lend> Transfer<B> {
         Ok(transfer)
     }
 
-    /// Whether the message is through. Also the moment at which MPI makes progress.
+    /// Whether the message is complete. Also the moment at which MPI makes progress.
     pub fn poll(&mut self, _: &Mpi) -> Result<bool> {
         if self.is_over {
             return Ok(true);
@@ -164,7 +164,7 @@ impl<B: Lend> Transfer<B> {
         Ok(true)
     }
 
-    /// The buffer and how many bytes came; `None` before the message is through.
+    /// The buffer and how many bytes came; `None` before the message is complete.
     pub fn take(mut self) -> Option<(B, usize)> {
         match self.is_over {
             true => Some((self.buffer.take()?, self.num_bytes)),

@@ -11,11 +11,10 @@ use super::joining::new_stream;
 use super::reduction::Reduction;
 use super::session::Session;
 use super::transfer::{Transfer, enqueue, unwritten};
+use crate::call::{Call, Operation, describe};
 use crate::communicator::own_slice;
-use crate::empty::empty;
-use crate::local::call::{Call, Operation};
-use crate::local::element;
-use crate::local::point_to_point::describe;
+use crate::device::empty;
+use crate::element;
 use crate::single::Single;
 use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
 
@@ -39,7 +38,7 @@ impl NcclCommunicator {
     }
 
     fn check_tensor(&self, xs: &Tensor) -> Result<()> {
-        element::check(xs, self.session.rank, &self.device)
+        element::check(xs, self.session.state.rank, &self.device)
     }
 
     /// Starts transfers, all under way together; `finish` makes the result of what they have written.
@@ -50,7 +49,7 @@ impl NcclCommunicator {
         (finish, waits_on_host): (Finish<T>, bool),
     ) -> Result<Pending<T>> {
         let (session, group) = (&self.session, &self.group);
-        session.check(call)?;
+        session.state.check(call)?;
         session.compute.context().bind_to_thread().w()?;
         let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
         let motions = transfers
@@ -68,14 +67,16 @@ impl NcclCommunicator {
             let launched = unsafe { enqueue(&motions, handle, &group.stream) };
             (
                 seq,
-                launched.and_then(|()| wait_settled(handle, session, call)),
+                launched.and_then(|()| wait_settled(handle, &session.state, call)),
             )
         };
         if let Err(error) = launched {
             session.fail(error.clone());
-            return Err(
-                Error::Backend(format!("{call} failed on rank {}: {error}", session.rank)).into(),
-            );
+            return Err(Error::Backend(format!(
+                "{call} failed on rank {}: {error}",
+                session.state.rank
+            ))
+            .into());
         }
         let call = format!("{call} ({}, operation number {seq})", group.name());
         let in_flight = InFlight::new((session, group), call, held, (finish, waits_on_host))?;
@@ -287,7 +288,7 @@ impl Communicator for NcclCommunicator {
         let stream = new_stream(&self.session)?;
         let split = self
             .group
-            .split(number, (members, rank), stream, &self.session);
+            .split(number, (members, rank), stream, &self.session.state);
         match split {
             Ok(Some(group)) => Ok(Box::new(Self {
                 session: self.session.clone(),
@@ -303,6 +304,6 @@ impl Communicator for NcclCommunicator {
     }
 
     fn check(&self) -> Result<()> {
-        Ok(self.session.check(&format_args!("what was read"))?)
+        Ok(self.session.state.check(&format_args!("what was read"))?)
     }
 }

@@ -16,11 +16,12 @@ use candle_core::{Result, Tensor};
 
 use super::group::Group;
 use super::session::Session;
-use super::watcher::UnderWay;
+use super::watcher::{REPORT, UnderWay};
 use crate::call_site;
+use crate::deadline::Deadline;
 use crate::pending::Work;
 
-/// How long a host that waits for a barrier sleeps between two looks.
+/// How long a host that waits for a barrier sleeps between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 
 /// Tensors that an operation uses. In its end the stream that frees them waits for the operation, so they may be freed, and
@@ -75,7 +76,7 @@ impl Drop for Held {
 /// What an operation gives, made of what NCCL wrote.
 pub(super) type Finish<T> = Box<dyn FnOnce() -> Result<T> + Send>;
 
-/// A rank's claim to the result of an operation.
+/// An operation that is on its group's stream.
 pub(super) struct InFlight<T> {
     session: Arc<Session>,
     call: String,
@@ -88,7 +89,7 @@ pub(super) struct InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    /// Claims what has just been put on the group's stream.
+    /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
         call: String,
@@ -100,12 +101,13 @@ impl<T> InFlight<T> {
         if let Some(ticket) = &ticket {
             ticket.queued();
         }
+        let report = ticket.as_ref().map_or(Duration::ZERO, |_| REPORT);
         session.watch(UnderWay {
             call: call.clone(),
             group: group.clone(),
             ready: held.ready.take(),
             done: done.clone(),
-            waited: Duration::ZERO,
+            deadline: Deadline::new(session.state.deadline + report),
             ticket,
         });
         Ok(Self {
@@ -137,7 +139,7 @@ impl<T> Work<T> for InFlight<T> {
             self.wait_on_host()?;
         }
         // After the wait: a failure comes before the abort that ends it.
-        self.session.check(&self.call)?;
+        self.session.state.check(&self.call)?;
         let InFlight { held, finish, .. } = *self;
         drop(held);
         finish()

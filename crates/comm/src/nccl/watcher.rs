@@ -5,18 +5,19 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
-use candle_core::cuda_backend::cudarc::driver::CudaEvent;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent};
 use candle_launch::Ticket;
 
 use super::group::Group;
-use super::session::Session;
+use super::run_state::RunState;
 use crate::Error;
+use crate::deadline::Deadline;
 
-/// How often it looks.
+/// How often it polls.
 const TICK: Duration = Duration::from_millis(10);
 
 /// How long after the deadline an operation is ended that the run's control plane knows: by then it has said which rank is late.
-const REPORT: Duration = Duration::from_secs(5);
+pub(super) const REPORT: Duration = Duration::from_secs(5);
 
 /// An operation that is under way on the GPU.
 pub(super) struct UnderWay {
@@ -27,30 +28,32 @@ pub(super) struct UnderWay {
     pub ready: Option<CudaEvent>,
     /// Recorded behind it.
     pub done: Arc<CudaEvent>,
-    /// Without the time for which the process was stopped.
-    pub waited: Duration,
+    pub deadline: Deadline,
     /// By which the run's control plane knows it, if there is one.
     pub ticket: Option<Ticket>,
 }
 
-/// Starts the watcher of a session, which ends after it.
-pub(super) fn start(session: &Arc<Session>) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
+/// Starts the watcher of a rank's run, which ends after the run; it calls `fail` with what goes wrong.
+pub(super) fn start(
+    run: &Arc<RunState>,
+    context: Arc<CudaContext>,
+    fail: impl Fn(Error) + Send + 'static,
+) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
     let (sender, receiver) = channel();
-    let context = session.compute.context().clone();
-    let session_ = Arc::downgrade(session);
+    let weak = Arc::downgrade(run);
     let thread = Builder::new()
-        .name(format!("nccl-{}", session.rank))
+        .name(format!("nccl-{}", run.rank))
         .spawn(move || {
             if let Err(error) = context.bind_to_thread() {
                 tracing::warn!("the watcher has no GPU: {error}");
                 return;
             }
-            watch(&session_, &receiver);
+            watch(&weak, &receiver, fail);
         })?;
     Ok((sender, thread))
 }
 
-fn watch(session: &Weak<Session>, started: &Receiver<UnderWay>) {
+fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error)) {
     let mut under_way: Vec<UnderWay> = Vec::new();
     loop {
         if under_way.is_empty() {
@@ -61,24 +64,22 @@ fn watch(session: &Weak<Session>, started: &Receiver<UnderWay>) {
         }
         let asleep = Instant::now();
         sleep(TICK);
-        // A sleep counts as no longer than it was meant to be: the time that a process is stopped (Ctrl-Z) is no time that a
-        // rank was late.
-        let slept = asleep.elapsed().min(TICK);
-        let Some(session) = session.upgrade() else {
+        let slept = asleep.elapsed();
+        let Some(run) = run.upgrade() else {
             return;
         };
         under_way.extend(started.try_iter());
-        if let Err(failure) = look(&session, &mut under_way, slept) {
+        if let Err(failure) = poll(&run, &mut under_way, slept) {
             under_way.clear();
-            session.fail(failure);
+            fail(failure);
         }
     }
 }
 
 impl UnderWay {
     /// Whether it is complete; tells the control plane how far it is.
-    fn look(&mut self, slept: Duration) -> Result<bool, Error> {
-        self.waited += slept;
+    fn poll(&mut self, slept: Duration) -> Result<bool, Error> {
+        self.deadline.count(slept, TICK);
         let is_past = |event: &CudaEvent| {
             event.try_is_complete().map_err(|error| {
                 Error::Backend(format!("{}: the GPU has failed: {error}", self.call))
@@ -99,9 +100,9 @@ impl UnderWay {
 }
 
 /// Forgets what is complete; an error if something has failed or lasts too long.
-fn look(session: &Session, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
-    let mut failure = session.failure();
-    under_way.retain_mut(|operation| match operation.look(slept) {
+fn poll(run: &RunState, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
+    let mut failure = run.failure();
+    under_way.retain_mut(|operation| match operation.poll(slept) {
         Ok(is_complete) => !is_complete,
         Err(error) => {
             failure.get_or_insert(error);
@@ -118,12 +119,11 @@ fn look(session: &Session, under_way: &mut Vec<UnderWay>, slept: Duration) -> Re
         if let Some(error) = operation.group.async_error() {
             return Err(Error::Backend(format!(
                 "{} failed on rank {}: {error}",
-                operation.call, session.rank
+                operation.call, run.rank
             )));
         }
-        let report = operation.ticket.as_ref().map_or(Duration::ZERO, |_| REPORT);
-        if operation.waited > session.deadline + report {
-            return Err(session.late(&operation.call));
+        if operation.deadline.is_over() {
+            return Err(run.late(&operation.call));
         }
     }
     Ok(())

@@ -1,27 +1,25 @@
-//! A rank's claim to the result of an operation: what the thread that computes and MPI's thread share.
+//! An operation in flight: what the thread that computes and MPI's thread share.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{Storage, Tensor};
 
-use super::heard::Heard;
+use super::context::LastCalls;
 use crate::Error;
-use crate::local::element::{self, Element};
-use crate::local::report;
+use crate::deadline::Deadline;
+use crate::element::{self, Element};
+use crate::error::rank_list;
 use crate::pending::Work;
 
-/// A wait looks at the clock at least this often.
-const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-
 /// A started operation, shared by who waits for it and who does it.
-pub(super) struct Claim<T> {
+pub(super) struct InFlight<T> {
     /// This rank's number in the world.
     pub world_rank: usize,
     /// What it called, where.
     pub call: String,
     deadline: Duration,
-    heard: Arc<Heard>,
+    last_calls: Arc<LastCalls>,
     tensors: Mutex<Tensors>,
     state: Mutex<State<T>>,
     changed: Condvar,
@@ -47,18 +45,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<T> Claim<T> {
-    /// A claim of the rank that `heard` belongs to.
+impl<T> InFlight<T> {
+    /// An operation of the rank that `last_calls` belongs to.
     pub fn new(
         (world_rank, call): (usize, String),
-        (deadline, heard): (Duration, Arc<Heard>),
+        (deadline, last_calls): (Duration, Arc<LastCalls>),
         tensors: Tensors,
     ) -> Arc<Self> {
         Arc::new(Self {
             world_rank,
             call,
             deadline,
-            heard,
+            last_calls,
             tensors: Mutex::new(tensors),
             state: Mutex::new(State {
                 outcome: None,
@@ -147,31 +145,22 @@ impl<T> Claim<T> {
     }
 
     fn wait(&self) -> Result<T, Error> {
-        let mut waited = Duration::ZERO;
+        let mut deadline = Deadline::new(self.deadline);
         let mut state = lock(&self.state);
         loop {
             if let Some(outcome) = state.outcome.take() {
                 return outcome;
             }
-            let rest = self.deadline.saturating_sub(waited);
-            if rest.is_zero() {
+            if deadline.is_over() {
                 return Err(Error::Deadline {
                     waiting: self.world_rank,
                     call: self.call.clone(),
                     secs: self.deadline.as_secs_f64(),
-                    missing: report::rank_list(&state.missing),
-                    report: self.heard.report(),
+                    missing: rank_list(&state.missing),
+                    report: self.last_calls.report(),
                 });
             }
-            // Each sleep counts as no longer than it was meant to be: the time that a process is stopped (Ctrl-Z) is no
-            // time that a rank was late.
-            let sleep = rest.min(LONGEST_SLEEP);
-            let asleep = Instant::now();
-            (state, _) = self
-                .changed
-                .wait_timeout(state, sleep)
-                .unwrap_or_else(PoisonError::into_inner);
-            waited += asleep.elapsed().min(sleep);
+            state = deadline.wait(&self.changed, state);
         }
     }
 
@@ -188,18 +177,15 @@ impl<T> Claim<T> {
     }
 }
 
-/// The end of a claim that waits.
-pub(super) struct Ticket<T>(pub Arc<Claim<T>>);
-
-impl<T: Send> Work<T> for Ticket<T> {
+impl<T: Send> Work<T> for Arc<InFlight<T>> {
     fn wait(self: Box<Self>) -> candle_core::Result<T> {
-        Ok(self.0.wait()?)
+        Ok(InFlight::wait(&self)?)
     }
 
     fn abandon(self: Box<Self>) {
         // Without memory for a copy, the end of the operation.
-        if !self.0.release_tensors()
-            && let Err(error) = self.0.wait()
+        if !(**self).release_tensors()
+            && let Err(error) = InFlight::wait(&self)
         {
             tracing::warn!("an operation whose result was dropped failed: {error}");
         }

@@ -4,8 +4,8 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor,
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::call::Operation;
-use super::devices;
+use crate::call::Operation;
+use crate::device::name as device_name;
 use crate::{Error, ReduceOp};
 
 /// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
@@ -101,7 +101,7 @@ macro_rules! with_element {
             candle_core::DType::I16 => $run::<i16>($($arg),*),
             candle_core::DType::I32 => $run::<i32>($($arg),*),
             candle_core::DType::I64 => $run::<i64>($($arg),*),
-            dtype => Err($crate::local::element::unsupported(dtype)),
+            dtype => Err($crate::element::unsupported(dtype)),
         }
     };
 }
@@ -121,7 +121,7 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
         Ok(())
     }
     if !xs.device().same_device(device) {
-        let (own, got) = (devices::name(device), devices::name(xs.device()));
+        let (own, got) = (device_name(device), device_name(xs.device()));
         let other = match own == got {
             true => " opened a second time, with another stream",
             false => "",
