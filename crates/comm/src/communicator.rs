@@ -1,8 +1,50 @@
 //! What a backend provides.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
-use crate::{P2p, Pending, ReduceOp};
+use crate::Pending;
+
+/// How a reduction combines the values of the ranks, elementwise and in rank order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum. bf16 and f16 are accumulated in f32 and rounded once; integers wrap.
+    Sum,
+    /// The largest value. A NaN on any rank gives NaN.
+    Max,
+}
+
+impl std::fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+        })
+    }
+}
+
+/// One entry of [`batch_send_recv`](crate::ProcessGroup::batch_send_recv).
+///
+/// Between two ranks of a group messages arrive in the order in which they were sent. All entries of a batch are in
+/// flight together, so two ranks that send to each other in one batch cannot deadlock.
+#[derive(Debug, Clone)]
+pub enum P2p<'a> {
+    /// Sends a tensor. It is copied when the batch starts; the caller may write to it afterwards.
+    Send {
+        /// What to send.
+        xs: &'a Tensor,
+        /// The rank, in the group, that receives it.
+        dst: usize,
+    },
+    /// Receives a tensor.
+    Recv {
+        /// The shape that the message must have.
+        shape: Shape,
+        /// The dtype that the message must have.
+        dtype: DType,
+        /// The rank, in the group, that sends it.
+        src: usize,
+    },
+}
 
 /// One rank's end of a group: all that a backend provides.
 ///
@@ -35,31 +77,27 @@ pub trait Communicator: Send + Sync {
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>>;
 
+    /// `(n, ..) -> (n, ..)`: [`all_reduce`](Self::all_reduce) into `xs`, which has elements; the result is `xs`. A backend that
+    /// cannot write there copies the result, as for the other forms in place.
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        Ok(copied_to(xs.detach(), self.all_reduce(xs, op)?))
+    }
+
     /// `(world_size * n, ..) -> (n, ..)`: [`reduce_scatter`](Self::reduce_scatter) into this rank's slice of `xs`, which has
-    /// elements; the result is a view of the slice, and the other slices keep their values. A backend that cannot write there
-    /// copies the result.
+    /// elements; the result is a view of the slice, and the other slices keep their values.
     #[track_caller]
     fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let pending = self.reduce_scatter(xs, op)?;
-        let len = xs.dim(0)? / self.world_size();
-        let (xs, start) = (xs.clone(), self.rank() * len);
-        Ok(Pending::new(move || {
-            xs.slice_set(&pending.wait_uncounted()?, 0, start)?;
-            xs.narrow(0, start, len)
-        }))
+        let slice = own_slice(self, &xs.detach())?;
+        Ok(copied_to(slice, self.reduce_scatter(xs, op)?))
     }
 
     /// `(world_size * n, ..) -> (world_size * n, ..)`: [`all_gather`](Self::all_gather) of each rank's own slice of `xs`, which
-    /// has elements, into the other slices; the result is `xs`. A backend that cannot write there copies the result.
+    /// has elements, into the other slices; the result is `xs`.
     #[track_caller]
     fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let len = xs.dim(0)? / self.world_size();
-        let pending = self.all_gather(&xs.narrow(0, self.rank() * len, len)?)?;
-        let xs = xs.clone();
-        Ok(Pending::new(move || {
-            xs.slice_set(&pending.wait_uncounted()?, 0, 0)?;
-            Ok(xs)
-        }))
+        let pending = self.all_gather(&own_slice(self, xs)?)?;
+        Ok(copied_to(xs.detach(), pending))
     }
 
     /// `(n, ..) -> (n, ..)`: root's tensor on every rank. `xs` has the same shape and dtype on all ranks; its values
@@ -94,4 +132,19 @@ pub trait Communicator: Send + Sync {
     fn check(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// This rank's slice of `xs` along dim 0.
+pub(crate) fn own_slice(comm: &(impl Communicator + ?Sized), xs: &Tensor) -> Result<Tensor> {
+    let len = xs.dim(0)? / comm.world_size();
+    xs.narrow(0, comm.rank() * len, len)
+}
+
+/// A result in `place`, copied there by the wait.
+fn copied_to(place: Tensor, pending: Pending<Tensor>) -> Pending<Tensor> {
+    Pending::new(move || {
+        let result = pending.wait_uncounted()?.flatten_all()?;
+        place.flatten_all()?.slice_set(&result, 0, 0)?;
+        Ok(place)
+    })
 }

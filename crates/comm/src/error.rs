@@ -1,4 +1,4 @@
-//! What can go wrong between ranks.
+//! What can go wrong between ranks, and how messages name ranks.
 
 /// What can go wrong between ranks. Rank numbers are those of the world unless a group is named.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -100,9 +100,47 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// What candle says went wrong in a backend.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn of_backend(error: candle_core::Error) -> Self {
+        Self::Backend(message_of(&error))
+    }
+}
+
 impl From<Error> for candle_core::Error {
     /// Wraps the error without a backtrace: messages name the call sites on all ranks already.
     fn from(error: Error) -> Self {
         candle_core::Error::Wrapped(Box::new(error))
+    }
+}
+
+/// The sentences of an error without the backtraces that candle adds when RUST_BACKTRACE is set: outermost context first,
+/// one line each.
+pub fn message_of(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => message_of(inner),
+        candle_core::Error::Context { inner, context } => {
+            format!("{context}\n{}", message_of(inner))
+        }
+        candle_core::Error::WithPath { inner, path } => {
+            format!("path: {path:?} {}", message_of(inner))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// A group's name: the world, or its ranks.
+pub(crate) fn group_name(members: &[usize]) -> String {
+    format!("group {members:?}")
+}
+
+/// Ranks as words: "rank 2", "ranks 1, 3".
+pub(crate) fn rank_list(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    match ranks {
+        [] => "nobody (all ranks are there, the result is being computed)".to_string(),
+        [rank] => format!("rank {rank}"),
+        _ => format!("ranks {}", names.join(", ")),
     }
 }

@@ -2,25 +2,55 @@
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod process;
-mod run;
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, scope};
 
-use candle_core::Result;
-use rayon::ThreadPoolBuilder;
+use candle_core::{Device, Result};
 
-use crate::local::{LocalCommunicator, World, make_current, num_cores};
-use crate::{Error, LocalConfig, ProcessGroup};
-
-pub use run::run;
+use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
+use crate::local::{LocalCommunicator, World};
+use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
 
 #[cfg(feature = "mpi")]
 pub use crate::mpi::mpi;
 #[cfg(feature = "nccl")]
 pub use crate::nccl::nccl;
+
+/// Runs `run` on the ranks of this process, and returns what they return in rank order: on all ranks, as threads, with the
+/// backend `local`; on the one rank that this process is with the others.
+///
+/// Ranks that are processes meet first (see [`Control`](candle_launch::Control)): those that differ in
+/// [`RunConfig::fingerprint`] are refused. From then on, when a rank dies, fails or hangs, all others end with a message that
+/// names it, its last operation and its training step.
+///
+/// # Errors
+/// Those of [`threads_with`](threads_with), and whatever keeps the ranks from meeting.
+pub fn run<T: Send>(
+    config: &RunConfig,
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    config.check()?;
+    match config.backend {
+        Backend::Local => {
+            let mesh = LocalConfig::for_mesh(&config.degrees)?;
+            let local = LocalConfig {
+                devices: config.devices.clone(),
+                deadline: config.deadline,
+                threads_per_rank: config.threads_per_rank.or(mesh.threads_per_rank),
+                ..mesh
+            };
+            threads_with(local, run)
+        }
+        #[cfg(feature = "mpi")]
+        Backend::Mpi => process::mpi(config, run).map(|value| vec![value]),
+        #[cfg(feature = "nccl")]
+        Backend::Nccl => process::nccl(config, run).map(|value| vec![value]),
+        #[cfg(not(all(feature = "mpi", feature = "nccl")))]
+        _ => Err(config.not_built()),
+    }
+}
 
 /// Runs `run` on `world_size` ranks, each a thread of this process with the CPU as its device, and returns what they
 /// return, in rank order. As [`threads_with`] with the defaults of [`LocalConfig`].
@@ -54,24 +84,21 @@ pub fn threads_with<T: Send>(
             Error::Argument("a run needs at least one rank, got world_size 0".into()).into(),
         );
     }
+    if config.world_size > 1 && config.devices.iter().all(Device::is_cpu) {
+        keep_candle_from_threads();
+    }
     let world = World::new(&config)?;
     // Tensors that ranks return or leave behind may be freed on this thread, which takes a current context.
     world.make_current(0)?;
     let threads_per_rank = config
         .threads_per_rank
-        .unwrap_or(num_cores() / config.world_size)
-        .max(1);
+        .unwrap_or(num_cores() / config.world_size);
     let results: Vec<Option<T>> = scope(|scope| {
         let mut handles = Vec::new();
         for rank in 0..config.world_size {
-            let (thread_world, run, device) = (world.clone(), &run, world.device(rank).clone());
-            let pool = ThreadPoolBuilder::new()
-                .num_threads(threads_per_rank)
-                .thread_name(move |_| format!("rank-{rank}"))
-                .stack_size(config.stack_bytes)
-                // If it fails it does so on the rank's main thread too, which says it.
-                .start_handler(move |_| drop(make_current(&device)))
-                .build();
+            let (thread_world, run) = (world.clone(), &run);
+            let threads = (threads_per_rank, config.stack_bytes);
+            let pool = pool_of_rank(rank, threads, world.device(rank));
             let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
                 let rank_main = move || pool.install(|| run_rank(&thread_world, rank, run));
                 Builder::new().spawn_scoped(scope, rank_main)
@@ -133,15 +160,5 @@ fn run_rank<T>(
             world.fail(rank, &Error::Argument(message).into());
             None
         }
-    }
-}
-
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
-    if let Some(message) = panic.downcast_ref::<&str>() {
-        message
-    } else if let Some(message) = panic.downcast_ref::<String>() {
-        message
-    } else {
-        "(a value that is not a message)"
     }
 }

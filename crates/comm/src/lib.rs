@@ -24,46 +24,41 @@
 #![deny(unsafe_code)]
 
 mod backend;
+mod call;
 mod call_site;
 mod communicator;
+mod cores;
 mod counters;
-mod degrees;
-mod empty;
+mod deadline;
+mod device;
+mod element;
 mod error;
 pub mod launch;
 mod local;
 mod mesh;
-mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
-mod p2p;
 mod pending;
+mod plan;
 mod process_group;
-mod reduce_op;
 mod run_config;
 mod single;
-mod waited;
 mod watched;
 
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
-pub use communicator::Communicator;
+pub use communicator::{Communicator, P2p, ReduceOp};
 pub use counters::{Counters, OpCount};
-pub use degrees::Degrees;
-pub use error::Error;
+pub use error::{Error, message_of};
 pub use local::LocalConfig;
-pub use mesh::Mesh;
-pub use message::message_of;
+pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
-pub use p2p::P2p;
-pub use pending::Pending;
+pub use pending::{Pending, waited};
 pub use process_group::ProcessGroup;
-pub use reduce_op::ReduceOp;
 pub use run_config::RunConfig;
-pub use waited::waited;
 pub use watched::Watched;

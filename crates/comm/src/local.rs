@@ -2,7 +2,7 @@
 //!
 //! Starting an operation deposits the input and returns. The last rank to arrive does the work for everybody: small
 //! operations on the spot, large ones in a background job, so that they progress while the ranks compute. One pass reads
-//! the inputs in rank order and writes one output per rank.
+//! the inputs in rank order and writes one output per rank, into a new tensor or one that the rank has given.
 //!
 //! All waiting is on condition variables over one lock that guards the bookkeeping of the whole world; data is never
 //! touched under it, except when an input is given up before the other ranks have arrived.
@@ -15,18 +15,13 @@
 //! stream frees memory in its order too. So a wait on the host says that the result may be used, not that it is there.
 //! Reductions are made on the GPU of the lowest rank that gets the result, once, and copied to the others.
 
-pub(crate) mod call;
-mod channel;
 mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod devices;
-pub(crate) mod element;
-pub(crate) mod host;
-pub(crate) mod pieces;
-pub(crate) mod point_to_point;
-pub(crate) mod report;
+mod host;
+mod point_to_point;
 mod slot;
 mod work;
 mod world;
@@ -36,15 +31,12 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 pub use config::LocalConfig;
-#[cfg(feature = "nccl")]
-pub(crate) use cuda::has_a_stream;
-pub(crate) use devices::make_current;
-#[cfg(feature = "nccl")]
-pub(crate) use devices::name as device_name;
-pub(crate) use world::{World, num_cores};
+pub(crate) use world::World;
 
+use crate::call::Operation;
+use crate::communicator::own_slice;
 use crate::{Communicator, P2p, Pending, ReduceOp};
-use call::Operation;
+
 use slot::{Output, Payload};
 
 /// One rank's end of a group of threads.
@@ -93,27 +85,44 @@ impl Communicator for LocalCommunicator {
 
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs)
+        self.start_on_tensor(Operation::AllReduce(op), xs, None)
     }
 
     #[track_caller]
     fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs)
+        self.start_on_tensor(Operation::AllGather, xs, None)
     }
 
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs)
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
+    }
+
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
+    }
+
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, &xs.detach())?;
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
+    }
+
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, xs)?;
+        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
     }
 
     #[track_caller]
     fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs)
+        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
     }
 
     #[track_caller]
     fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs)
+        self.start_on_tensor(Operation::AllToAll, xs, None)
     }
 
     #[track_caller]
@@ -123,8 +132,8 @@ impl Communicator for LocalCommunicator {
 
     #[track_caller]
     fn barrier(&self) -> Result<Pending<()>> {
-        let ticket = self.start(Operation::Barrier, None, Payload::Nothing)?;
-        Ok(Pending::from_work(Box::new(ticket)))
+        let in_flight = self.start(Operation::Barrier, None, Payload::Nothing)?;
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 
     #[track_caller]

@@ -7,7 +7,52 @@
 
 use candle_core::Result;
 
-use crate::{Degrees, Error, ProcessGroup};
+use crate::{Error, ProcessGroup};
+
+/// The number of parts along each axis of a [`Mesh`](crate::Mesh).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Degrees {
+    /// Pipeline parallel: stages.
+    pub pp: usize,
+    /// Data parallel: replicas.
+    pub dp: usize,
+    /// Context parallel: parts of a sequence.
+    pub cp: usize,
+    /// Tensor parallel: parts of a layer.
+    pub tp: usize,
+}
+
+impl Default for Degrees {
+    /// One rank: every degree is 1.
+    fn default() -> Self {
+        Self {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: 1,
+        }
+    }
+}
+
+impl Degrees {
+    /// The number of ranks that these degrees need; `None` if it overflows.
+    pub fn world_size(&self) -> Option<usize> {
+        self.pp
+            .checked_mul(self.dp)?
+            .checked_mul(self.cp)?
+            .checked_mul(self.tp)
+    }
+}
+
+impl std::fmt::Display for Degrees {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "pp({}) * dp({}) * cp({}) * tp({})",
+            self.pp, self.dp, self.cp, self.tp
+        )
+    }
+}
 
 /// This rank's process group along each axis; `mesh.tp.rank()` is its coordinate.
 #[derive(Debug, Clone)]
@@ -57,7 +102,7 @@ impl Mesh {
             }
         }
         let said = world.exchange(degrees.to_string().as_bytes())?;
-        if let Some(other) = said.iter().position(|said| said != &said_by_me(&degrees)) {
+        if let Some(other) = said.iter().position(|said| said != &encode(&degrees)) {
             let theirs = String::from_utf8_lossy(&said[other]);
             return Err(argument(format!(
                 "ranks disagree about the mesh: rank {} says {degrees}, rank {other} says {theirs}",
@@ -85,7 +130,7 @@ impl Mesh {
     }
 }
 
-fn said_by_me(degrees: &Degrees) -> Vec<u8> {
+fn encode(degrees: &Degrees) -> Vec<u8> {
     degrees.to_string().into_bytes()
 }
 

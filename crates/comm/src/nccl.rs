@@ -25,6 +25,7 @@ mod joining;
 mod motion;
 mod reduction;
 mod run;
+mod run_state;
 mod session;
 mod sys;
 mod transfer;

@@ -1,8 +1,9 @@
-//! The result of an operation that has been started.
+//! The result of an operation that has been started, and how long ranks wait for results.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
 
 use candle_core::Result;
-
-use crate::waited::counted;
 
 /// What a backend keeps for an operation in flight.
 pub(crate) trait Work<T>: Send {
@@ -99,4 +100,22 @@ impl<T, F: FnOnce() -> Result<T> + Send> Work<T> for F {
             tracing::warn!("an operation whose result was dropped failed: {error}");
         }
     }
+}
+
+thread_local! {
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// Time that the calling thread has spent waiting for operations since it started; differences of it tell what part of a
+/// step was communication.
+pub fn waited() -> Duration {
+    WAITED.get()
+}
+
+/// Runs `wait` and counts its time.
+fn counted<T>(wait: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let value = wait();
+    WAITED.set(WAITED.get() + start.elapsed());
+    value
 }

@@ -19,7 +19,9 @@ use crate::{Communicator, Counters, Error, Watched};
 /// returns its input: no copy (the result shares the input's storage), nothing counted. In larger groups results are
 /// new storages. Results carry no gradient graph.
 ///
-/// All ranks of a group must call the same operations in the same order. Calls block the thread, so they must not be
+/// All ranks of a group must call the same operations in the same order. Several may be in flight, in one group and in several:
+/// on threads and over MPI they progress while the ranks compute, and ranks may start those of different groups in different
+/// orders. NCCL wants one order over all groups that two ranks share. Calls block the thread, so they must not be
 /// made from rayon workers (see [`Pending`](crate::Pending)).
 #[derive(Clone)]
 pub struct ProcessGroup {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use candle_core::{Device, Result};
 use candle_launch::{Fingerprint, RankEnv, StartedBy};
 
+use crate::cores::keep_candle_from_threads;
 use crate::{Backend, Degrees, Error};
 
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
@@ -54,6 +55,14 @@ impl RunConfig {
             fingerprint: Fingerprint::default(),
         };
         config.check()?;
+        let num_here = match backend {
+            Backend::Local => degrees.world_size().unwrap_or(1),
+            _ => config.env.local_world_size(),
+        };
+        if num_here > 1 && config.devices.iter().all(Device::is_cpu) {
+            // As early as can be: later this process may have more threads.
+            keep_candle_from_threads();
+        }
         Ok(config)
     }
 

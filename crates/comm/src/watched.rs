@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
-use crate::local::call::{Call, Operation};
-use crate::local::point_to_point::describe;
+use crate::call::describe;
+use crate::call::{Call, Operation};
 use crate::pending::Work;
 use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
 
@@ -126,12 +126,17 @@ impl Watched {
         site: Site,
         start: impl FnOnce(&dyn Communicator) -> Result<Pending<T>>,
     ) -> Result<Pending<T>> {
-        let pending = call_site::scope(site, || start(&*self.inner))?;
-        ticket.started();
-        Ok(Pending::from_work(Box::new(WatchedWork {
-            pending,
-            ticket,
-        })))
+        let start = || call_site::scope(site, || start(&*self.inner));
+        let (pending, ticket) = call_site::offer(ticket, start);
+        let pending = pending?;
+        // Else the backend says when the operation is complete.
+        Ok(match ticket {
+            None => pending,
+            Some(ticket) => {
+                ticket.started();
+                Pending::from_work(Box::new(WatchedWork { pending, ticket }))
+            }
+        })
     }
 
     /// The world ranks of a group that has just been split off.
@@ -197,6 +202,14 @@ impl Communicator for Watched {
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         let operation = Operation::ReduceScatter(op);
         self.collective(operation, Some(xs), |inner| inner.reduce_scatter(xs, op))
+    }
+
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let operation = Operation::AllReduce(op);
+        self.collective(operation, Some(xs), |inner| {
+            inner.all_reduce_in_place(xs, op)
+        })
     }
 
     #[track_caller]

@@ -7,7 +7,6 @@
 mod activity;
 mod clock;
 mod config;
-mod death;
 mod ending;
 mod failure;
 mod hello;
@@ -15,11 +14,8 @@ mod joining;
 mod link;
 mod message;
 mod operation;
-mod rank_group;
 mod server;
 mod sigterm;
-mod ticket;
-mod verdict;
 mod wire;
 
 use std::net::TcpListener;
@@ -29,10 +25,8 @@ use std::time::Duration;
 
 pub use config::ControlConfig;
 pub use failure::{Failure, FailureKind};
-pub use operation::Operation;
-pub use rank_group::RankGroup;
-pub use ticket::Ticket;
-pub use verdict::Verdict;
+pub use message::Verdict;
+pub use operation::{Operation, RankGroup, Ticket};
 
 use crate::{Error, Result};
 use joining::Place;

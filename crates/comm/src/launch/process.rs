@@ -44,7 +44,7 @@ pub(super) fn nccl<T: Send>(
     let device = config.devices.first().unwrap_or(&candle_core::Device::Cpu);
     let (rank, world_size) = (config.env.rank(), config.env.world_size());
     // Not by the number of GPUs: a launcher may show each process one of several.
-    let share = crate::local::num_cores() / config.env.local_world_size().max(1);
+    let share = crate::cores::num_cores() / config.env.local_world_size().max(1);
     let nccl = crate::NcclConfig {
         deadline: config.deadline,
         threads_per_rank: config.threads_per_rank.or(Some(share)),
@@ -80,7 +80,7 @@ fn threads_of_stages(config: &RunConfig) -> Option<usize> {
     let (world_size, on_host) = (config.env.world_size(), config.env.local_world_size());
     let ranks_per_stage = (world_size / config.degrees.pp).max(1);
     let num_stages = on_host.div_ceil(ranks_per_stage);
-    (num_stages > 1).then(|| (crate::local::num_cores() * num_stages / on_host.max(1)).max(1))
+    (num_stages > 1).then(|| (crate::cores::num_cores() * num_stages / on_host.max(1)).max(1))
 }
 
 /// Joins the control plane where rank 0 says, over `world`: at the meeting point of its environment, or else at a port of its own.

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::call::{Call, Operation};
-use super::element;
 use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
-use super::world::{Group, LastCall, Progress, State, World};
+use super::world::{Group, LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
+use crate::call::{Call, Operation};
+use crate::element;
 use crate::pending::Work;
 use crate::{Error, Pending, call_site};
 
@@ -18,8 +18,8 @@ use crate::{Error, Pending, call_site};
 /// doing it while everybody waits.
 const BACKGROUND_BYTES: usize = 256 << 10;
 
-/// A rank's claim to its output of a started collective.
-pub(super) struct Ticket {
+/// A started collective, of which a rank is to get its output.
+pub(super) struct InFlight {
     world: Arc<World>,
     group: usize,
     seq: u64,
@@ -34,12 +34,13 @@ impl LocalCommunicator {
         &self,
         operation: Operation,
         xs: &Tensor,
+        place: Option<Tensor>,
     ) -> Result<Pending<Tensor>> {
         element::check(xs, self.world_rank(), &self.device)?;
         element::check_reduces(&operation, xs.dtype(), &self.device)?;
         let tensor = Some((xs.shape().clone(), xs.dtype()));
-        let ticket = self.start(operation, tensor, Payload::Tensor(xs.detach()))?;
-        Ok(Pending::from_work(Box::new(ticket)))
+        let in_flight = self.start(operation, tensor, Payload::Tensor(xs.detach(), place))?;
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 
     /// Deposits this rank's part of a collective. The last rank to arrive does the work.
@@ -49,7 +50,7 @@ impl LocalCommunicator {
         operation: Operation,
         tensor: Option<(candle_core::Shape, candle_core::DType)>,
         payload: Payload,
-    ) -> Result<Ticket> {
+    ) -> Result<InFlight> {
         let call = Call {
             operation,
             tensor,
@@ -98,7 +99,7 @@ impl LocalCommunicator {
             None if has_failed => self.world.notify(&self.members),
             None => {}
         }
-        Ok(Ticket {
+        Ok(InFlight {
             world: self.world.clone(),
             group: self.group,
             seq,
@@ -110,13 +111,12 @@ impl LocalCommunicator {
 
     /// Computes the outputs of all ranks, here or in the background. On GPUs that is to enqueue it, which is done here.
     fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) -> Result<()> {
-        let inputs: Vec<Tensor> = deposits
-            .into_iter()
-            .filter_map(|deposit| match deposit.payload {
-                Payload::Tensor(xs) => Some(xs),
-                _ => None,
-            })
-            .collect();
+        let tensors = deposits.into_iter();
+        let tensors = tensors.filter_map(|deposit| match deposit.payload {
+            Payload::Tensor(xs, place) => Some((xs, place)),
+            _ => None,
+        });
+        let (inputs, places): (Vec<Tensor>, Vec<Option<Tensor>>) = tensors.unzip();
         let in_background = self.device.is_cpu()
             && inputs
                 .iter()
@@ -127,7 +127,7 @@ impl LocalCommunicator {
             // A panic must reach the waiting ranks as an error: in a background job it would abort the process.
             let devices: Vec<&Device> = members.iter().map(|rank| world.device(*rank)).collect();
             let outputs = catch_unwind(AssertUnwindSafe(|| {
-                work::run(&operation, &inputs, &devices, in_background)
+                work::run(&operation, &inputs, &places, &devices, in_background)
             }));
             let outputs = match outputs {
                 Ok(Ok(outputs)) => Ok(outputs.into_iter().map(Output::Tensor).collect()),
@@ -188,17 +188,17 @@ fn rendezvous(state: &mut State, group: usize, deposits: &[Deposit]) -> Vec<Outp
     outputs
 }
 
-impl Ticket {
+impl InFlight {
     pub(super) fn wait_for_output(&self) -> Result<Output> {
         Ok(self
             .world
-            .wait(self.world_rank, &self.call, |state| self.look(state))?)
+            .wait(self.world_rank, &self.call, |state| self.poll(state))?)
     }
 
-    fn look(&self, state: &mut State) -> Progress<Output> {
+    fn poll(&self, state: &mut State) -> Polled<Output> {
         let group = &mut state.groups[self.group];
         let Some(slot) = group.slots.get_mut(&self.seq) else {
-            return Progress::Failed(Error::Argument(format!(
+            return Polled::Failed(Error::Argument(format!(
                 "{}: the result has been taken already",
                 self.call
             )));
@@ -208,24 +208,24 @@ impl Ticket {
             group.slots.remove(&self.seq);
         }
         match taken {
-            Taken::Output(output) => Progress::Ready(output),
-            Taken::Failed(error) => Progress::Failed(error),
-            Taken::Missing(ranks) => Progress::Missing(world_ranks(&group.members, ranks)),
+            Taken::Output(output) => Polled::Ready(output),
+            Taken::Failed(error) => Polled::Failed(error),
+            Taken::Missing(ranks) => Polled::Missing(world_ranks(&group.members, ranks)),
         }
     }
 
-    fn look_to_release(&self, state: &mut State) -> Progress<()> {
+    fn poll_release(&self, state: &mut State) -> Polled<()> {
         let group = &mut state.groups[self.group];
         let Some(slot) = group.slots.get_mut(&self.seq) else {
-            return Progress::Ready(());
+            return Polled::Ready(());
         };
         if !slot.release(self.rank, |xs| work::copy(xs, xs.device())) {
-            return Progress::Missing(world_ranks(&group.members, slot.missing()));
+            return Polled::Missing(world_ranks(&group.members, slot.missing()));
         }
         if slot.is_over() {
             group.slots.remove(&self.seq);
         }
-        Progress::Ready(())
+        Polled::Ready(())
     }
 }
 
@@ -233,7 +233,7 @@ fn world_ranks(members: &[usize], group_ranks: Vec<usize>) -> Vec<usize> {
     group_ranks.into_iter().map(|rank| members[rank]).collect()
 }
 
-impl Work<Tensor> for Ticket {
+impl Work<Tensor> for InFlight {
     fn wait(self: Box<Self>) -> Result<Tensor> {
         match self.wait_for_output()? {
             Output::Tensor(xs) => Ok(xs),
@@ -247,7 +247,7 @@ impl Work<Tensor> for Ticket {
 }
 
 /// Of an operation that gives nothing: only that it took place counts.
-impl Work<()> for Ticket {
+impl Work<()> for InFlight {
     fn wait(self: Box<Self>) -> Result<()> {
         self.wait_for_output()?;
         Ok(())
@@ -258,10 +258,10 @@ impl Work<()> for Ticket {
     }
 }
 
-impl Ticket {
+impl InFlight {
     fn release(&self) {
         if let Err(error) = self.world.wait(self.world_rank, &self.call, |state| {
-            self.look_to_release(state)
+            self.poll_release(state)
         }) {
             tracing::warn!("an operation whose result was dropped failed: {error}");
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Result};
 
-use super::num_cores;
+use crate::cores::num_cores;
 use crate::{Degrees, Error};
 
 /// How to run ranks as threads of this process; see [`launch::threads_with`](crate::launch::threads_with).

@@ -8,37 +8,24 @@
 
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{
-    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
-    Tensor, bail,
+    CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
 };
 
-use super::call::Operation;
-use super::element::with_element;
-use super::pieces::{Piece, Plan};
 use crate::ReduceOp;
-use crate::empty::empty;
+use crate::call::Operation;
+use crate::device::empty;
+use crate::element::with_element;
+use crate::plan::{Piece, Plan};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added one by one.
 const LONGEST: usize = 4 << 20;
 
-/// The address that means a stream for each thread of the host.
-const STREAM_PER_THREAD: usize = 2;
-
-/// Whether all work on `device` goes through one stream, whichever thread it comes from.
-pub(crate) fn has_a_stream(device: &CudaDevice) -> bool {
-    device.cuda_stream().cu_stream() as usize != STREAM_PER_THREAD
-}
-
-/// Makes this thread's calls to CUDA go to `device`.
-pub(super) fn make_current(device: &CudaDevice) -> Result<()> {
-    device.cuda_stream().context().bind_to_thread().w()
-}
-
-/// Enqueues the outputs of a collective, one per rank, each with a storage of its own on the rank's device.
+/// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
 pub(super) fn run(
     operation: &Operation,
     inputs: &[Tensor],
+    places: &[Option<Tensor>],
     devices: &[&Device],
 ) -> Result<Vec<Tensor>> {
     let Some(first) = inputs.first() else {
@@ -59,11 +46,15 @@ pub(super) fn run(
     for piece in &pieces {
         fill(op, piece, &rows, devices, len, &mut outputs)?;
     }
-    let outputs = outputs.into_iter().zip(devices);
+    let outputs = outputs.into_iter().zip(devices).zip(places);
     outputs
-        .map(|(output, device)| match output {
-            Some(output) => output.reshape(dims.as_slice()),
-            None => empty(dims.as_slice(), dtype, device),
+        .map(|((output, device), place)| match (output, place) {
+            (Some(output), Some(place)) => {
+                place.inplace_op1(&CopyOf(&output))?;
+                Ok(place.clone())
+            }
+            (Some(output), None) => output.reshape(dims.as_slice()),
+            (None, _) => empty(dims.as_slice(), dtype, device),
         })
         .collect()
 }

@@ -1,9 +1,12 @@
 //! The devices of the ranks.
 
-use candle_core::{Device, DeviceLocation, Result};
+use candle_core::{Device, Result};
 
 use super::LocalConfig;
 use crate::Error;
+#[cfg(feature = "cuda")]
+use crate::device::has_a_stream;
+use crate::device::name;
 
 /// One device for each rank.
 ///
@@ -34,7 +37,7 @@ fn check(device: &Device) -> Result<()> {
     let message = match device {
         Device::Cpu => return Ok(()),
         #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) if super::cuda::has_a_stream(cuda) => return Ok(()),
+        Device::Cuda(cuda) if has_a_stream(cuda) => return Ok(()),
         Device::Cuda(_) => format!(
             "ranks cannot share {}: it was opened with a stream for each thread, without order between them\n\
              hint: open it by `Device::new_cuda_with_stream`",
@@ -43,22 +46,4 @@ fn check(device: &Device) -> Result<()> {
         Device::Metal(_) => format!("the local backend has no {}", name(device)),
     };
     Err(Error::Argument(message).into())
-}
-
-/// A device's name: `cpu`, `cuda:N`.
-pub(crate) fn name(device: &Device) -> String {
-    match device.location() {
-        DeviceLocation::Cpu => "cpu".to_string(),
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
-    }
-}
-
-/// Makes this thread's calls to CUDA go to `device`.
-pub(crate) fn make_current(device: &Device) -> Result<()> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => super::cuda::make_current(cuda),
-        _ => Ok(()),
-    }
 }

@@ -3,10 +3,10 @@
 use candle_core::{Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
-use super::call::Operation;
-use super::element::{Element, reduce, with_element};
-use super::pieces::Plan;
 use crate::ReduceOp;
+use crate::call::Operation;
+use crate::element::{Element, reduce, with_element, write};
+use crate::plan::Plan;
 
 /// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
 const TASK_BYTES: usize = 512 << 10;
@@ -15,44 +15,60 @@ const TASK_BYTES: usize = 512 << 10;
 struct Task<'a, T> {
     /// (input, first element)
     sources: Vec<(usize, usize)>,
+    len: usize,
     destinations: Vec<&'a mut [T]>,
+    /// Given tensors, and the first element in each.
+    places: Vec<(&'a Tensor, usize)>,
 }
 
-/// The outputs of a collective, one per rank, each with a storage of its own. With `parallel` on all cores.
-pub(crate) fn run(operation: &Operation, inputs: &[Tensor], parallel: bool) -> Result<Vec<Tensor>> {
+/// The outputs of a collective, one per rank: in its place, which shares memory with the rank's own input at most, or with a
+/// storage of its own. With `parallel` on all cores.
+pub(crate) fn run(
+    operation: &Operation,
+    inputs: &[Tensor],
+    places: &[Option<Tensor>],
+    parallel: bool,
+) -> Result<Vec<Tensor>> {
     let Some(first) = inputs.first() else {
         return Ok(Vec::new());
     };
     let plan = Plan::new(operation, first.shape(), inputs.len());
-    with_element!(first.dtype(), run_typed(plan, inputs, parallel))
+    with_element!(first.dtype(), run_typed(plan, inputs, places, parallel))
 }
 
-/// A copy of `xs` with a storage of its own, of the size of `xs` even if `xs` is a view of something larger.
-pub(crate) fn copy(xs: &Tensor) -> Result<Tensor> {
-    let broadcast = Operation::Broadcast { root: 0 };
-    let mut copies = run(&broadcast, std::slice::from_ref(xs), false)?;
-    copies
-        .pop()
-        .ok_or_else(|| candle_core::Error::msg("a copy of one tensor gave none"))
-}
-
-fn run_typed<T: Element>(plan: Plan, inputs: &[Tensor], parallel: bool) -> Result<Vec<Tensor>> {
+fn run_typed<T: Element>(
+    plan: Plan,
+    inputs: &[Tensor],
+    places: &[Option<Tensor>],
+    parallel: bool,
+) -> Result<Vec<Tensor>> {
     let len = plan.len();
-    let mut outputs: Vec<Vec<T>> = inputs.iter().map(|_| T::zeros(len)).collect();
+    let new = |place: &Option<Tensor>| T::zeros(if place.is_some() { 0 } else { len });
+    let mut outputs: Vec<Vec<T>> = places.iter().map(new).collect();
     let Plan { dims, op, pieces } = plan.cut((TASK_BYTES / size_of::<T>()).max(1));
     let mut rests: Vec<&mut [T]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
     let mut tasks = Vec::with_capacity(pieces.len());
     for piece in pieces {
-        // Each output's pieces come in the order of their places, so each is at the front of what is left.
-        let mut take = |output: usize| {
-            let (taken, rest) = std::mem::take(&mut rests[output]).split_at_mut(piece.len);
-            rests[output] = rest;
-            taken
-        };
-        tasks.push(Task {
-            destinations: piece.destinations.iter().map(|(o, _)| take(*o)).collect(),
+        let mut task = Task {
+            len: piece.len,
+            destinations: Vec::new(),
+            places: Vec::new(),
             sources: piece.sources,
-        });
+        };
+        for (output, first) in piece.destinations {
+            match &places[output] {
+                // A rank's own part of what it gathers is in its place.
+                Some(_) if matches!(task.sources[..], [(source, _)] if source == output) => {}
+                Some(place) => task.places.push((place, first)),
+                None => {
+                    // Each output's pieces come in the order of their places, so each is at the front of what is left.
+                    let (taken, rest) = std::mem::take(&mut rests[output]).split_at_mut(piece.len);
+                    rests[output] = rest;
+                    task.destinations.push(taken);
+                }
+            }
+        }
+        tasks.push(task);
     }
     if parallel {
         tasks
@@ -63,40 +79,57 @@ fn run_typed<T: Element>(plan: Plan, inputs: &[Tensor], parallel: bool) -> Resul
             .into_iter()
             .try_for_each(|task| fill(op, task, inputs))?;
     }
+    let outputs = outputs.into_iter().zip(places);
     outputs
-        .into_iter()
-        .map(|output| Tensor::from_vec(output, dims.as_slice(), &Device::Cpu))
+        .map(|(output, place)| match place {
+            Some(place) => Ok(place.clone()),
+            None => Tensor::from_vec(output, dims.as_slice(), &Device::Cpu),
+        })
         .collect()
 }
 
-/// Does the work of one piece. Inputs are locked here and not around the parallel loop: a thread that helps out with
+/// Does the work of one piece. Storages are locked here and not around the parallel loop: a thread that helps out with
 /// other work while it holds a lock could wait for itself.
 fn fill<T: Element>(op: ReduceOp, task: Task<'_, T>, inputs: &[Tensor]) -> Result<()> {
     let Task {
         sources,
+        len,
         mut destinations,
+        places,
     } = task;
-    let len = destinations
-        .first()
-        .map_or(0, |destination| destination.len());
-    let storages: Vec<_> = sources
-        .iter()
-        .map(|(input, _)| inputs[*input].storage_and_layout())
-        .collect();
-    let slices = storages
-        .iter()
-        .zip(&sources)
-        .map(|((storage, layout), (_, offset))| {
-            let Storage::Cpu(storage) = &**storage else {
-                candle_core::bail!("an input is not in host memory as the other ranks' are");
-            };
-            let start = layout.start_offset() + offset;
-            let Some(slice) = storage.as_slice::<T>()?.get(start..start + len) else {
-                candle_core::bail!("an input of the local backend is shorter than its shape");
-            };
-            Ok(slice)
-        })
-        .collect::<Result<Vec<_>>>()?;
-    reduce(op, &slices, &mut destinations);
-    Ok(())
+    // A piece is small enough to stay in the cache until it is in the places of all ranks.
+    let mut result = match (destinations.is_empty(), places.is_empty()) {
+        (true, true) => return Ok(()),
+        (true, false) => T::zeros(len),
+        (false, _) => Vec::new(),
+    };
+    if destinations.is_empty() {
+        destinations.push(&mut result);
+    }
+    {
+        let storages: Vec<_> = sources
+            .iter()
+            .map(|(input, _)| inputs[*input].storage_and_layout())
+            .collect();
+        let slices = storages
+            .iter()
+            .zip(&sources)
+            .map(|((storage, layout), (_, offset))| {
+                let Storage::Cpu(storage) = &**storage else {
+                    candle_core::bail!("an input is not in host memory as the other ranks' are");
+                };
+                let start = layout.start_offset() + offset;
+                let Some(slice) = storage.as_slice::<T>()?.get(start..start + len) else {
+                    candle_core::bail!("an input of the local backend is shorter than its shape");
+                };
+                Ok(slice)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        reduce(op, &slices, &mut destinations);
+    }
+    let Some(result) = destinations.first() else {
+        return Ok(());
+    };
+    let mut places = places.into_iter();
+    places.try_for_each(|(place, first)| write(place, first, result))
 }

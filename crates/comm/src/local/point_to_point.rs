@@ -1,15 +1,65 @@
 //! Messages between two ranks.
 
+use std::collections::{HashMap, HashSet};
+use std::panic::Location;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor};
 
-use super::call::{Call, Operation};
-use super::channel::Message;
-use super::world::{LastCall, Progress, State, World};
-use super::{LocalCommunicator, element, report, work};
+use super::world::{LastCall, Polled, State, World};
+use super::{LocalCommunicator, work};
+use crate::call::{Call, Operation, describe};
+use crate::element;
+use crate::error::group_name;
 use crate::pending::Work;
 use crate::{Error, P2p, Pending, call_site};
+
+/// A sent tensor: a copy on the receiver's device that nobody else can write to.
+pub(super) struct Message {
+    xs: Tensor,
+    site: &'static Location<'static>,
+}
+
+/// The messages from one rank to another in one group. Sends and receives are numbered when they start, and equal
+/// numbers match, whatever the order in which receives are waited for.
+#[derive(Default)]
+pub(super) struct Channel {
+    num_sends: u64,
+    num_recvs: u64,
+    messages: HashMap<u64, Message>,
+    given_up: HashSet<u64>,
+}
+
+impl Channel {
+    pub fn send(&mut self, message: Message) {
+        if !self.given_up.remove(&self.num_sends) {
+            self.messages.insert(self.num_sends, message);
+        }
+        self.num_sends += 1;
+    }
+
+    /// The number of the message that a receive started now will get.
+    pub fn start_recv(&mut self) -> u64 {
+        self.num_recvs += 1;
+        self.num_recvs - 1
+    }
+
+    pub fn take(&mut self, number: u64) -> Option<Message> {
+        self.messages.remove(&number)
+    }
+
+    /// Drops message `number`, now or when it comes.
+    pub fn give_up(&mut self, number: u64) {
+        if self.messages.remove(&number).is_none() && number >= self.num_sends {
+            self.given_up.insert(number);
+        }
+    }
+
+    /// Messages that no receive asked for.
+    pub fn num_undelivered(&self) -> u64 {
+        self.num_sends.saturating_sub(self.num_recvs)
+    }
+}
 
 /// A started receive.
 struct Recv {
@@ -21,7 +71,7 @@ struct Recv {
 }
 
 /// A rank's claim to the messages of a started batch.
-struct BatchTicket {
+struct BatchInFlight {
     world: Arc<World>,
     group: usize,
     members: Arc<[usize]>,
@@ -87,7 +137,7 @@ impl LocalCommunicator {
             return Ok(Pending::ready(Vec::new()));
         }
         let (world, members) = (self.world.clone(), self.members.clone());
-        let ticket = BatchTicket {
+        let in_flight = BatchInFlight {
             world,
             group: self.group,
             members,
@@ -95,36 +145,13 @@ impl LocalCommunicator {
             call,
             recvs,
         };
-        Ok(Pending::from_work(Box::new(ticket)))
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 }
 
-pub(crate) fn describe(ops: &[P2p<'_>], members: &[usize]) -> String {
-    let entries: Vec<String> = ops
-        .iter()
-        .map(|op| match op {
-            P2p::Send { xs, dst } => format!(
-                "send {} {:?} to rank {}",
-                xs.dtype().as_str(),
-                xs.dims(),
-                members[*dst]
-            ),
-            P2p::Recv { shape, dtype, src } => {
-                format!(
-                    "receive {} {:?} from rank {}",
-                    dtype.as_str(),
-                    shape.dims(),
-                    members[*src]
-                )
-            }
-        })
-        .collect();
-    entries.join(", ")
-}
-
-impl BatchTicket {
+impl BatchInFlight {
     /// Takes the messages that have come; ready when none is missing.
-    fn look(&mut self, state: &mut State) -> Progress<()> {
+    fn poll(&mut self, state: &mut State) -> Polled<()> {
         let channels = &mut state.groups[self.group].channels;
         let mut missing = Vec::new();
         for recv in self.recvs.iter_mut().filter(|recv| recv.received.is_none()) {
@@ -146,8 +173,8 @@ impl BatchTicket {
                     recv.shape.dims(),
                     self.call.site
                 );
-                let group = report::group_name(&self.members);
-                return Progress::Failed(Error::MessageMismatch {
+                let group = group_name(&self.members);
+                return Polled::Failed(Error::MessageMismatch {
                     group,
                     sender: (src, sent),
                     receiver: (dst, asked),
@@ -156,17 +183,17 @@ impl BatchTicket {
             recv.received = Some(xs);
         }
         if missing.is_empty() {
-            Progress::Ready(())
+            Polled::Ready(())
         } else {
-            Progress::Missing(missing)
+            Polled::Missing(missing)
         }
     }
 }
 
-impl Work<Vec<Tensor>> for BatchTicket {
+impl Work<Vec<Tensor>> for BatchInFlight {
     fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
         let (world, call) = (self.world.clone(), self.call.clone());
-        world.wait(self.members[self.rank], &call, |state| self.look(state))?;
+        world.wait(self.members[self.rank], &call, |state| self.poll(state))?;
         Ok(self
             .recvs
             .into_iter()

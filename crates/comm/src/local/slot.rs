@@ -4,14 +4,18 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::call::Call;
 use crate::Error;
+use crate::call::Call;
 
 /// What a rank brings to an operation.
 #[derive(Debug)]
 pub(super) enum Payload {
-    Tensor(Tensor),
-    Split { color: usize, key: usize },
+    /// The input, and where the output goes unless it is new.
+    Tensor(Tensor, Option<Tensor>),
+    Split {
+        color: usize,
+        key: usize,
+    },
     Nothing,
 }
 
@@ -95,7 +99,7 @@ impl Slot {
             ];
             pair.sort_by_key(|(rank, _)| *rank);
             let [first, second] = pair.map(|(rank, call)| (rank, call.to_string()));
-            let group = super::report::group_name(mismatch.members);
+            let group = crate::error::group_name(mismatch.members);
             self.phase = Phase::Failed(Error::Mismatch {
                 group,
                 seq: mismatch.seq,
@@ -152,7 +156,7 @@ impl Slot {
         }
     }
 
-    /// Gives up a rank's output. While other ranks are missing, `copy` replaces the rank's input by one that nobody
+    /// Gives up a rank's output, and its place. While other ranks are missing, `copy` replaces the rank's input by one that nobody
     /// else can write to. Returns whether the input is no longer read; without memory for a copy it still is.
     pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Result<Tensor>) -> bool {
         if matches!(self.phase, Phase::Working) {
@@ -160,12 +164,12 @@ impl Slot {
         }
         if matches!(self.phase, Phase::Gathering)
             && let Some(Deposit {
-                payload: Payload::Tensor(xs),
+                payload: Payload::Tensor(xs, place),
                 ..
             }) = &mut self.deposits[rank]
         {
             match copy(xs) {
-                Ok(copy) => *xs = copy,
+                Ok(copy) => (*xs, *place) = (copy, None),
                 Err(_) => return false,
             }
         }

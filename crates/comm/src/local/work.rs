@@ -2,23 +2,24 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::call::Operation;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::host;
+use crate::call::Operation;
 
-/// The outputs of a collective, one per rank, each with a storage of its own on the rank's device. On GPUs it is only
+/// The outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device. On GPUs it is only
 /// enqueued on return. With `parallel` on all cores.
 pub(super) fn run(
     operation: &Operation,
     inputs: &[Tensor],
+    places: &[Option<Tensor>],
     devices: &[&Device],
     parallel: bool,
 ) -> Result<Vec<Tensor>> {
     match devices.first() {
         #[cfg(feature = "cuda")]
-        Some(Device::Cuda(_)) => cuda::run(operation, inputs, devices),
-        _ => host::run(operation, inputs, parallel),
+        Some(Device::Cuda(_)) => cuda::run(operation, inputs, places, devices),
+        _ => host::run(operation, inputs, places, parallel),
     }
 }
 
@@ -27,6 +28,6 @@ pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => cuda::copy(xs, device),
-        _ => host::copy(xs),
+        _ => xs.force_contiguous(),
     }
 }

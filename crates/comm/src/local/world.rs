@@ -3,26 +3,21 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{Device, Result};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
-use super::call::Call;
-use super::channel::Channel;
+use super::devices;
+use super::point_to_point::Channel;
 use super::slot::Slot;
-use super::{devices, report};
+use crate::call::Call;
+use crate::cores::num_cores;
+use crate::deadline::Deadline;
+use crate::device::make_current;
+use crate::error::{group_name, rank_list};
 use crate::{Error, message_of};
-
-/// A wait looks at the clock at least this often.
-const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-
-/// Threads that compute at once: the size of rayon's global pool, which honours RAYON_NUM_THREADS.
-pub(crate) fn num_cores() -> usize {
-    static NUM_CORES: OnceLock<usize> = OnceLock::new();
-    *NUM_CORES.get_or_init(rayon::current_num_threads)
-}
 
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
@@ -87,7 +82,7 @@ impl Group {
 }
 
 /// What a wait found when it looked.
-pub(super) enum Progress<T> {
+pub(super) enum Polled<T> {
     Ready(T),
     Failed(Error),
     /// Not complete; these world ranks have not arrived.
@@ -126,7 +121,7 @@ impl World {
     /// Makes this thread's calls to CUDA go to a rank's device, as they did before the thread worked or cleaned up for
     /// ranks on other GPUs.
     pub(crate) fn make_current(&self, rank: usize) -> Result<()> {
-        devices::make_current(&self.devices[rank])
+        make_current(&self.devices[rank])
     }
 
     /// Runs `job` in the background.
@@ -152,7 +147,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes these ranks look again.
+    /// Makes these ranks poll again.
     pub(super) fn notify(&self, ranks: &[usize]) {
         for rank in ranks {
             self.wake[*rank].notify_all();
@@ -213,14 +208,14 @@ impl World {
         }
     }
 
-    /// Blocks world rank `rank` until `look` is ready, a rank fails, a rank that is needed leaves, or the deadline.
+    /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, or the deadline.
     pub(super) fn wait<T>(
         &self,
         rank: usize,
         call: &Call,
-        look: impl FnMut(&mut State) -> Progress<T>,
+        poll: impl FnMut(&mut State) -> Polled<T>,
     ) -> std::result::Result<T, Error> {
-        let found = self.wait_until(rank, call, look);
+        let found = self.wait_until(rank, call, poll);
         // Other ranks' inputs may have been freed here, on their GPUs.
         self.make_current(rank)
             .map_err(|error| Error::Argument(format!("{call}: {error}")))?;
@@ -231,19 +226,19 @@ impl World {
         &self,
         rank: usize,
         call: &Call,
-        mut look: impl FnMut(&mut State) -> Progress<T>,
+        mut poll: impl FnMut(&mut State) -> Polled<T>,
     ) -> std::result::Result<T, Error> {
-        let mut waited = Duration::ZERO;
+        let mut deadline = Deadline::new(self.deadline);
         let mut state = self.lock();
         loop {
-            let missing = match look(&mut state) {
-                Progress::Ready(value) => return Ok(value),
-                Progress::Failed(error) => return Err(error),
-                Progress::Missing(missing) => missing,
+            let missing = match poll(&mut state) {
+                Polled::Ready(value) => return Ok(value),
+                Polled::Failed(error) => return Err(error),
+                Polled::Missing(missing) => missing,
             };
             Self::check_alive(&state, rank, call)?;
             if let Some(left) = missing.iter().find(|missing| state.ranks[**missing].left) {
-                let report = report::last_operations(&state);
+                let report = last_operations(&state);
                 return Err(Error::PeerLeft {
                     waiting: rank,
                     call: call.to_string(),
@@ -251,24 +246,16 @@ impl World {
                     report,
                 });
             }
-            let rest = self.deadline.saturating_sub(waited);
-            if rest.is_zero() {
+            if deadline.is_over() {
                 return Err(Error::Deadline {
                     waiting: rank,
                     call: call.to_string(),
                     secs: self.deadline.as_secs_f64(),
-                    missing: report::rank_list(&missing),
-                    report: report::last_operations(&state),
+                    missing: rank_list(&missing),
+                    report: last_operations(&state),
                 });
             }
-            // In short sleeps, each counted as no longer than it was meant to be: the time that a process is stopped (Ctrl-Z)
-            // is no time that a rank was late.
-            let sleep = rest.min(LONGEST_SLEEP);
-            let asleep = Instant::now();
-            (state, _) = self.wake[rank]
-                .wait_timeout(state, sleep)
-                .unwrap_or_else(PoisonError::into_inner);
-            waited += asleep.elapsed().min(sleep);
+            state = deadline.wait(&self.wake[rank], state);
         }
     }
 
@@ -278,6 +265,27 @@ impl World {
         let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
         let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
         std::thread::sleep(Duration::from_micros(random % 2000));
+    }
+}
+
+/// One line per rank: its last operation.
+fn last_operations(state: &State) -> String {
+    let lines: Vec<String> = (0..state.ranks.len())
+        .map(|rank| format!("  rank {rank}: {}", last_operation(state, rank)))
+        .collect();
+    lines.join("\n")
+}
+
+fn last_operation(state: &State, rank: usize) -> String {
+    let rank = &state.ranks[rank];
+    let left = if rank.left { ", then left" } else { "" };
+    let Some(last) = &rank.last else {
+        return format!("has started no operation{left}");
+    };
+    let group = group_name(&state.groups[last.group].members);
+    match last.seq {
+        Some(seq) => format!("{} ({group}, operation number {seq}){left}", last.call),
+        None => format!("{} ({group}){left}", last.call),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Elements as bytes and back.
 #![allow(unsafe_code)]
 
-use crate::local::element::Element;
+use crate::element::Element;
 
 /// The bytes of these elements.
 pub(super) fn of<T: Element>(elements: &[T]) -> &[u8] {

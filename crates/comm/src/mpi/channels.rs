@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use super::context::{Context, Group};
-use super::hello::{self, Hello};
+use super::header::{self, Header};
 use super::inbox::{self, Inbox};
-use super::messages::{Batch, Data, Received, data_of, scrap};
+use super::messages::{Batch, Data, Received, data_of};
 use super::part::Part;
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
-use crate::local::report;
+use crate::error::group_name;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -30,7 +30,7 @@ pub(super) struct Channels {
 
 /// A message that is being received.
 struct Receive {
-    stage: Stage,
+    phase: Phase,
     inbox: Option<Box<dyn Inbox>>,
     /// dtype and shape
     kind: String,
@@ -38,26 +38,26 @@ struct Receive {
     batch: Option<(Rc<RefCell<Received>>, usize)>,
 }
 
-enum Stage {
+enum Phase {
     Head(Transfer<Vec<u8>>),
     Data,
     Over,
 }
 
-fn receive_head(ctx: &Context, group: &Group, from: usize) -> Result<Stage> {
-    let room = vec![0u8; hello::MAX_BYTES];
+fn receive_head(ctx: &Context, group: &Group, from: usize) -> Result<Phase> {
+    let room = vec![0u8; header::MAX_BYTES];
     let tag = tags::MESSAGE_HEAD;
     let head = Transfer::receive(&ctx.mpi, group.comm, from, tag, room)?;
-    Ok(Stage::Head(head))
+    Ok(Phase::Head(head))
 }
 
 impl Channels {
     /// Starts a batch.
     pub fn start(&mut self, ctx: &Context, group: usize, mut batch: Batch) -> Result<()> {
         let here = &ctx.groups[group];
-        let name = report::group_name(&here.members);
+        let name = group_name(&here.members);
         let operation = format!("{} ({name})", batch.call);
-        ctx.heard.note(ctx.world_rank, operation);
+        ctx.last_calls.note(ctx.world_rank, operation);
         let (sends, receives) = (
             std::mem::take(&mut batch.sends),
             std::mem::take(&mut batch.receives),
@@ -66,10 +66,10 @@ impl Channels {
         let received = Received::new(&batch, sources.collect());
         let received = Rc::new(RefCell::new(received));
         for (index, incoming) in receives.into_iter().enumerate() {
-            let stage = receive_head(ctx, here, incoming.from)?;
+            let phase = receive_head(ctx, here, incoming.from)?;
             let queue = self.receives.entry(incoming.from).or_default();
             queue.push_back(Receive {
-                stage,
+                phase,
                 inbox: Some(incoming.inbox),
                 kind: incoming.kind,
                 batch: Some((received.clone(), index)),
@@ -96,12 +96,12 @@ impl Channels {
             for receive in queue.iter_mut() {
                 moved |= receive.poll(ctx, group, *from)?;
                 // Data come in the order of the heads.
-                if matches!(receive.stage, Stage::Head(_)) {
+                if matches!(receive.phase, Phase::Head(_)) {
                     break;
                 }
             }
             while let Some(front) = queue.front()
-                && matches!(front.stage, Stage::Over)
+                && matches!(front.phase, Phase::Over)
             {
                 queue.pop_front();
             }
@@ -122,7 +122,7 @@ impl Channels {
         while let Some(from) = ctx.mpi.probe(here.comm, tags::MESSAGE_HEAD)? {
             let queue = self.receives.entry(from).or_default();
             queue.push_back(Receive {
-                stage: receive_head(ctx, here, from)?,
+                phase: receive_head(ctx, here, from)?,
                 inbox: None,
                 kind: String::new(),
                 batch: None,
@@ -154,7 +154,7 @@ impl Channels {
         let members = &ctx.groups[group].members;
         let from_left = (self.receives.iter_mut()).filter(|(from, _)| members[**from] == left);
         for receive in from_left.flat_map(|(_, queue)| queue) {
-            if let Stage::Head(head) = std::mem::replace(&mut receive.stage, Stage::Over) {
+            if let Phase::Head(head) = std::mem::replace(&mut receive.phase, Phase::Over) {
                 if let Some((batch, _)) = &receive.batch {
                     let batch = batch.borrow();
                     batch.fail(error(&batch.call));
@@ -163,13 +163,13 @@ impl Channels {
                     tracing::warn!("a receive could not be given up: {error}");
                 }
             } else {
-                receive.stage = Stage::Data;
+                receive.phase = Phase::Data;
             }
         }
     }
 }
 
-/// Drops what is through.
+/// Drops what is complete.
 fn poll_sends<B: super::transfer::Lend>(
     ctx: &Context,
     sends: &mut Vec<Transfer<B>>,
@@ -187,24 +187,24 @@ fn poll_sends<B: super::transfer::Lend>(
 impl Receive {
     fn poll(&mut self, ctx: &Context, group: usize, from: usize) -> Result<bool> {
         let mut moved = false;
-        if let Stage::Head(head) = &mut self.stage {
+        if let Phase::Head(head) = &mut self.phase {
             if !head.poll(&ctx.mpi)? {
                 return Ok(false);
             }
             moved = true;
-            if let Stage::Head(head) = std::mem::replace(&mut self.stage, Stage::Data) {
+            if let Phase::Head(head) = std::mem::replace(&mut self.phase, Phase::Data) {
                 let bytes = head.take();
-                let head = bytes.and_then(|(bytes, len)| Hello::decode(&bytes[..len]));
+                let head = bytes.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
                 self.open(ctx, group, from, head)?;
             }
         }
-        if let Stage::Data = self.stage {
+        if let Phase::Data = self.phase {
             let is_here = match &mut self.inbox {
                 Some(inbox) => inbox.poll(ctx)?,
                 None => true,
             };
             if is_here {
-                self.stage = Stage::Over;
+                self.phase = Phase::Over;
                 self.deliver()?;
                 moved = true;
             }
@@ -218,7 +218,7 @@ impl Receive {
         ctx: &Context,
         group: usize,
         from: usize,
-        head: Option<Hello>,
+        head: Option<Header>,
     ) -> Result<()> {
         let here = &ctx.groups[group];
         let sender = here.members[from];
@@ -229,9 +229,9 @@ impl Receive {
                  hint: all ranks must run the same version of the program"
             )));
         };
-        let name = report::group_name(&here.members);
+        let name = group_name(&here.members);
         let sent = format!("sent {}", head.call_at_site());
-        ctx.heard.note(sender, format!("{sent} ({name})"));
+        ctx.last_calls.note(sender, format!("{sent} ({name})"));
         if let Some((batch, _)) = &self.batch
             && head.call != self.kind
         {
@@ -257,7 +257,7 @@ impl Receive {
             Data::Follow(len) => {
                 let inbox = match self.inbox.take() {
                     Some(inbox) => inbox,
-                    None => scrap(len)?,
+                    None => inbox::discard(len)?,
                 };
                 if inbox.num_bytes() != len {
                     return Err(Error::Backend(format!(

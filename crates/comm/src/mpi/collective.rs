@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::claim::Claim;
 use super::context::Context;
 use super::engine::{Activity, Progress};
-use super::hello::Hello;
+use super::header::Header;
+use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use crate::Error;
-use crate::local::call::Call;
+use crate::call::Call;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -26,50 +26,50 @@ pub(super) trait Task: Send {
         ctx: &mut Context,
         place: (usize, u64),
         data: Vec<Vec<u8>>,
-    ) -> Result<Step<Self::Output>>;
+    ) -> Result<Status<Self::Output>>;
 
     /// Goes on; returns whether something has moved, and the output when nothing is under way any more.
-    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Step<Self::Output>)>;
+    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Status<Self::Output>)>;
 }
 
 /// How far a task is.
-pub(super) enum Step<T> {
+pub(super) enum Status<T> {
     Working,
     Done(T),
 }
 
 /// An operation of all ranks of a group on its way.
 pub(super) struct Collective<W: Task> {
-    claim: Arc<Claim<W::Output>>,
+    in_flight: Arc<InFlight<W::Output>>,
     call: Call,
     task: W,
     place: (usize, u64),
     meeting: Option<Meeting>,
-    stage: Stage,
+    phase: Phase,
 }
 
-enum Stage {
+enum Phase {
     Meeting,
     Working,
-    /// The claim has its result.
+    /// The result is there.
     Done,
 }
 
 impl<W: Task> Collective<W> {
-    pub fn new(claim: Arc<Claim<W::Output>>, call: Call, task: W) -> Self {
+    pub fn new(in_flight: Arc<InFlight<W::Output>>, call: Call, task: W) -> Self {
         Self {
-            claim,
+            in_flight,
             call,
             task,
             place: (0, 0),
             meeting: None,
-            stage: Stage::Meeting,
+            phase: Phase::Meeting,
         }
     }
 
     fn complete(&mut self, outcome: Result<W::Output>) {
-        self.stage = Stage::Done;
-        self.claim.complete(outcome);
+        self.phase = Phase::Done;
+        self.in_flight.complete(outcome);
     }
 
     fn poll_meeting(&mut self, ctx: &Context) -> Result<bool> {
@@ -80,26 +80,26 @@ impl<W: Task> Collective<W> {
             return Ok(false);
         }
         let moved = meeting.poll(ctx)?;
-        if moved && matches!(self.stage, Stage::Meeting) {
+        if moved && matches!(self.phase, Phase::Meeting) {
             match meeting.mismatch(ctx) {
                 Some(error) => self.complete(Err(error)),
-                None => self.claim.set_missing(meeting.missing(ctx)),
+                None => self.in_flight.set_missing(meeting.missing(ctx)),
             }
         }
         Ok(moved)
     }
 
     fn work(&mut self, ctx: &mut Context, may_move: bool) -> Result<bool> {
-        let (moved, step) = match (&self.stage, &mut self.meeting) {
-            (Stage::Meeting, Some(meeting)) if may_move && meeting.is_complete() => {
+        let (moved, step) = match (&self.phase, &mut self.meeting) {
+            (Phase::Meeting, Some(meeting)) if may_move && meeting.is_complete() => {
                 let data = meeting.take_data();
-                self.stage = Stage::Working;
+                self.phase = Phase::Working;
                 (true, self.task.start(ctx, self.place, data)?)
             }
-            (Stage::Working, _) => self.task.poll(ctx)?,
-            _ => (false, Step::Working),
+            (Phase::Working, _) => self.task.poll(ctx)?,
+            _ => (false, Status::Working),
         };
-        if let Step::Done(output) = step {
+        if let Status::Done(output) = step {
             self.complete(Ok(output));
         }
         Ok(moved)
@@ -118,13 +118,13 @@ impl<W: Task> Activity for Collective<W> {
             Some((shape, dtype)) => format!(" of {} {:?}", dtype.as_str(), shape.dims()),
             None => String::new(),
         };
-        let hello = Hello {
+        let header = Header {
             call: format!("{operation}{on}"),
             site: site.to_string(),
             data: self.task.data()?,
         };
-        let meeting = Meeting::begin(ctx, group, seq, hello)?;
-        self.claim.set_missing(meeting.missing(ctx));
+        let meeting = Meeting::begin(ctx, group, seq, header)?;
+        self.in_flight.set_missing(meeting.missing(ctx));
         self.meeting = Some(meeting);
         Ok(())
     }
@@ -142,8 +142,8 @@ impl<W: Task> Activity for Collective<W> {
             }
         };
         let has_met = self.meeting.as_ref().is_none_or(Meeting::is_over);
-        Ok(match (&self.stage, moved) {
-            (Stage::Done, _) if has_met => Progress::Over,
+        Ok(match (&self.phase, moved) {
+            (Phase::Done, _) if has_met => Progress::Over,
             (_, true) => Progress::Some,
             _ => Progress::None,
         })
@@ -155,7 +155,7 @@ impl<W: Task> Activity for Collective<W> {
     }
 
     fn fail(&mut self, ctx: &Context, error: &dyn Fn(&str) -> Error) {
-        self.complete(Err(error(&self.claim.call)));
+        self.complete(Err(error(&self.in_flight.call)));
         if let Some(mut meeting) = self.meeting.take()
             && let Err(error) = meeting.cancel(ctx)
         {

@@ -6,24 +6,25 @@ use std::time::Duration;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::claim::{Claim, Ticket};
 use super::collective::{Collective, Task};
+use super::context::LastCalls;
 use super::engine::{Activity, Job};
 use super::exchange::Exchange;
-use super::heard::Heard;
+use super::in_flight::{InFlight, Tensors};
 use super::inbox::inbox;
 use super::messages::{Batch, Incoming, Outgoing, copy_bytes, kind};
 use super::rendezvous::{Barrier, NewGroup, Split};
-use crate::local::call::{Call, Operation};
-use crate::local::element::{self, Element, with_element};
-use crate::local::point_to_point::describe;
+use crate::call::describe;
+use crate::call::{Call, Operation};
+use crate::communicator::own_slice;
+use crate::element::{self, Element, with_element};
 use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
 
 /// What all groups of a process share.
 pub(super) struct Shared {
     pub world_rank: usize,
     pub deadline: Duration,
-    pub heard: Arc<Heard>,
+    pub last_calls: Arc<LastCalls>,
     pub jobs: Sender<Job>,
     /// Splits of one process take place one after the other: two at once, met in another order by another rank, would wait
     /// for each other inside MPI.
@@ -52,17 +53,17 @@ impl MpiCommunicator {
         }
     }
 
-    fn claim<T>(&self, call: &str, input: Option<Tensor>) -> Arc<Claim<T>> {
+    fn in_flight<T>(&self, call: &str, tensors: Tensors) -> Arc<InFlight<T>> {
         let Shared {
             world_rank,
             deadline,
-            heard,
+            last_calls,
             ..
         } = &*self.shared;
-        Claim::new(
+        InFlight::new(
             (*world_rank, call.to_string()),
-            (*deadline, heard.clone()),
-            input,
+            (*deadline, last_calls.clone()),
+            tensors,
         )
     }
 
@@ -73,28 +74,37 @@ impl MpiCommunicator {
 
     /// Starts an operation without a tensor.
     #[track_caller]
-    fn start<W: Task + 'static>(&self, operation: Operation, task: W) -> Result<Ticket<W::Output>> {
+    fn start<W: Task + 'static>(
+        &self,
+        operation: Operation,
+        task: W,
+    ) -> Result<Arc<InFlight<W::Output>>> {
         let call = Call {
             operation,
             tensor: None,
             site: call_site::current(),
         };
-        let claim = self.claim(&call.to_string(), None);
-        let collective = Collective::new(claim.clone(), call, task);
+        let in_flight = self.in_flight(&call.to_string(), Tensors::default());
+        let collective = Collective::new(in_flight.clone(), call, task);
         self.send(Job::Start(self.group, Box::new(collective)))?;
-        Ok(Ticket(claim))
+        Ok(in_flight)
     }
 
     #[track_caller]
-    fn start_on_tensor(&self, operation: Operation, xs: &Tensor) -> Result<Pending<Tensor>> {
+    fn start_on_tensor(
+        &self,
+        operation: Operation,
+        xs: &Tensor,
+        place: Option<Tensor>,
+    ) -> Result<Pending<Tensor>> {
         fn exchange<T: Element>(
-            claim: &Arc<Claim<Tensor>>,
+            in_flight: &Arc<InFlight<Tensor>>,
             call: Call,
             xs: &Tensor,
         ) -> Result<Box<dyn Activity>> {
             let (operation, shape) = (call.operation.clone(), xs.shape().clone());
-            let task = Exchange::<T>::new(claim.clone(), operation, shape);
-            Ok(Box::new(Collective::new(claim.clone(), call, task)))
+            let task = Exchange::<T>::new(in_flight.clone(), operation, shape);
+            Ok(Box::new(Collective::new(in_flight.clone(), call, task)))
         }
         element::check(xs, self.shared.world_rank, &Device::Cpu)?;
         let call = Call {
@@ -102,10 +112,11 @@ impl MpiCommunicator {
             tensor: Some((xs.shape().clone(), xs.dtype())),
             site: call_site::current(),
         };
-        let claim = self.claim(&call.to_string(), Some(xs.detach()));
-        let activity = with_element!(xs.dtype(), exchange(&claim, call, xs))?;
+        let input = Some(xs.detach());
+        let in_flight = self.in_flight(&call.to_string(), Tensors { input, place });
+        let activity = with_element!(xs.dtype(), exchange(&in_flight, call, xs))?;
         self.send(Job::Start(self.group, activity))?;
-        Ok(Pending::from_work(Box::new(Ticket(claim))))
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 }
 
@@ -124,27 +135,44 @@ impl Communicator for MpiCommunicator {
 
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs)
+        self.start_on_tensor(Operation::AllReduce(op), xs, None)
     }
 
     #[track_caller]
     fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs)
+        self.start_on_tensor(Operation::AllGather, xs, None)
     }
 
     #[track_caller]
     fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs)
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
+    }
+
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
+    }
+
+    #[track_caller]
+    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, &xs.detach())?;
+        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
+    }
+
+    #[track_caller]
+    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
+        let slice = own_slice(self, xs)?;
+        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
     }
 
     #[track_caller]
     fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs)
+        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
     }
 
     #[track_caller]
     fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs)
+        self.start_on_tensor(Operation::AllToAll, xs, None)
     }
 
     #[track_caller]
@@ -170,37 +198,37 @@ impl Communicator for MpiCommunicator {
                 }),
             }
         }
-        let claim = self.claim(&call, None);
+        let in_flight = self.in_flight(&call, Tensors::default());
         let only_sends = receives.is_empty();
         let batch = Batch {
             call,
             site: site.to_string(),
             sends,
             receives,
-            claim: claim.clone(),
+            in_flight: in_flight.clone(),
         };
         self.send(Job::Messages(self.group, batch))?;
         Ok(match only_sends {
             true => Pending::ready(Vec::new()),
-            false => Pending::from_work(Box::new(Ticket(claim))),
+            false => Pending::from_work(Box::new(in_flight)),
         })
     }
 
     #[track_caller]
     fn barrier(&self) -> Result<Pending<()>> {
-        let ticket = self.start(Operation::Barrier, Barrier)?;
-        Ok(Pending::from_work(Box::new(ticket)))
+        let in_flight = self.start(Operation::Barrier, Barrier)?;
+        Ok(Pending::from_work(Box::new(in_flight)))
     }
 
     #[track_caller]
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         let _one_at_a_time = (self.shared.splitting.lock()).unwrap_or_else(PoisonError::into_inner);
-        let ticket = self.start(Operation::Split, Split { color, key })?;
+        let in_flight = self.start(Operation::Split, Split { color, key })?;
         let NewGroup {
             index,
             members,
             rank,
-        } = Pending::from_work(Box::new(ticket)).wait()?;
+        } = Pending::from_work(Box::new(in_flight)).wait()?;
         Ok(Box::new(Self {
             shared: self.shared.clone(),
             group: index,

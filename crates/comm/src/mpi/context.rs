@@ -1,9 +1,8 @@
 //! What operations on MPI's thread need.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::heard::Heard;
 use super::sys::{Comm, Mpi};
 
 /// MPI, and the groups that this rank is in.
@@ -11,7 +10,7 @@ pub(super) struct Context {
     pub mpi: Mpi,
     pub world_rank: usize,
     pub deadline: Duration,
-    pub heard: Arc<Heard>,
+    pub last_calls: Arc<LastCalls>,
     /// The world is the first.
     pub groups: Vec<Group>,
 }
@@ -31,5 +30,46 @@ impl Group {
     pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, world_size) = (self.rank, self.members.len());
         (1..world_size).map(move |step| (rank + step) % world_size)
+    }
+}
+
+/// Each rank's last operation, as far as its message came here.
+pub(super) struct LastCalls {
+    own_rank: usize,
+    last: Mutex<Vec<Option<String>>>,
+}
+
+impl LastCalls {
+    pub fn new(own_rank: usize, world_size: usize) -> Self {
+        Self {
+            own_rank,
+            last: Mutex::new(vec![None; world_size]),
+        }
+    }
+
+    /// Notes what a rank has called.
+    pub fn note(&self, rank: usize, operation: String) {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = last.get_mut(rank) {
+            *last = Some(operation);
+        }
+    }
+
+    /// One line per rank.
+    pub fn report(&self) -> String {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines: Vec<String> = last
+            .iter()
+            .enumerate()
+            .map(|(rank, last)| match last {
+                Some(last) if rank == self.own_rank => format!("  rank {rank}: {last}"),
+                Some(last) => format!("  rank {rank}: {last}, as last heard here"),
+                None if rank == self.own_rank => {
+                    format!("  rank {rank}: has started no operation")
+                }
+                None => format!("  rank {rank}: nothing was heard of it here"),
+            })
+            .collect();
+        lines.join("\n")
     }
 }

@@ -1,14 +1,14 @@
 //! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use std::time::Instant;
 
 use super::channels::Channels;
 use super::context::Context;
-use super::goodbye::Goodbyes;
 use super::messages::Batch;
 use super::pause::Pause;
+use super::shutdown::Shutdown;
 use crate::Error;
+use crate::deadline::Deadline;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -71,7 +71,7 @@ pub(super) struct Engine {
     channels: Vec<Channels>,
     /// By group: the number of the next operation.
     next_seq: Vec<u64>,
-    goodbyes: Goodbyes,
+    shutdown: Shutdown,
     /// Why nothing can move any more.
     broken: Option<Error>,
 }
@@ -79,7 +79,7 @@ pub(super) struct Engine {
 impl Engine {
     pub fn new(ctx: Context, jobs: Receiver<Job>) -> Result<Self> {
         Ok(Self {
-            goodbyes: Goodbyes::new(&ctx)?,
+            shutdown: Shutdown::new(&ctx)?,
             ctx,
             jobs,
             active: Vec::new(),
@@ -218,8 +218,8 @@ impl Engine {
             moved |= self.channels[group].poll(&self.ctx, group)?;
         }
         if !self.is_idle() {
-            self.goodbyes.poll(&self.ctx)?;
-            for left in self.goodbyes.gone_for_a_while() {
+            self.shutdown.poll(&self.ctx)?;
+            for left in self.shutdown.gone_for_a_while() {
                 self.fail_those_that_need(left);
             }
         }
@@ -232,7 +232,7 @@ impl Engine {
             waiting: ctx.world_rank,
             call: call.to_string(),
             rank: left,
-            report: ctx.heard.report(),
+            report: ctx.last_calls.report(),
         };
         for activity in self.active.iter_mut().flatten() {
             if activity.missing(ctx).contains(&left) {
@@ -254,12 +254,12 @@ impl Engine {
         self.open_groups(self.ctx.groups.len());
         let mut pause = Pause::new();
         let mut num_undelivered = 0;
-        let start = Instant::now();
+        let mut deadline = Deadline::new(self.ctx.deadline);
         loop {
-            if start.elapsed() > self.ctx.deadline {
-                return Err(self.goodbyes.overdue(&self.ctx));
+            if deadline.is_over() {
+                return Err(self.shutdown.overdue(&self.ctx));
             }
-            let all_said = self.goodbyes.all_said();
+            let all_said = self.shutdown.all_said();
             let mut moved = self.poll();
             if let Some(error) = &self.broken {
                 return Err(error.clone());
@@ -270,16 +270,16 @@ impl Engine {
                 moved |= taken > 0;
             }
             if self.is_idle() {
-                self.goodbyes.say(&self.ctx)?;
+                self.shutdown.say(&self.ctx)?;
             }
-            self.goodbyes.poll(&self.ctx)?;
+            self.shutdown.poll(&self.ctx)?;
             if all_said && !moved && self.is_idle() {
                 return Ok(End::Done(num_undelivered));
             }
             if moved {
                 pause = Pause::new();
             } else if let Some(sleep) = pause.next() {
-                std::thread::sleep(sleep);
+                deadline.sleep(sleep);
             }
         }
     }

@@ -2,35 +2,35 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Shape, Storage, Tensor};
+use candle_core::{Device, Shape, Tensor};
 
 use super::bytes;
-use super::claim::Claim;
-use super::collective::{Step, Task};
+use super::collective::{Status, Task};
 use super::context::Context;
-use super::hello::INLINE_BYTES;
+use super::header::INLINE_BYTES;
+use super::in_flight::InFlight;
 use super::movement::Movement;
 use super::route::Route;
-use crate::local::call::Operation;
-use crate::local::element::{Element, reduce};
-use crate::local::pieces::Plan;
-use crate::{Error, message_of};
+use crate::Error;
+use crate::call::Operation;
+use crate::element::{Element, reduce};
+use crate::plan::Plan;
 
 type Result<T> = std::result::Result<T, Error>;
 
 /// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
 /// all compute their own output; else the data move as the [`Route`] says.
 pub(super) struct Exchange<T> {
-    claim: Arc<Claim<Tensor>>,
+    in_flight: Arc<InFlight<Tensor>>,
     operation: Operation,
     shape: Shape,
     movement: Option<Movement<T>>,
 }
 
 impl<T: Element> Exchange<T> {
-    pub fn new(claim: Arc<Claim<Tensor>>, operation: Operation, shape: Shape) -> Self {
+    pub fn new(in_flight: Arc<InFlight<Tensor>>, operation: Operation, shape: Shape) -> Self {
         Self {
-            claim,
+            in_flight,
             operation,
             shape,
             movement: None,
@@ -51,7 +51,7 @@ impl<T: Element> Exchange<T> {
             .enumerate()
             .map(|(source, data)| {
                 bytes::to_elements(data, num_elements).ok_or_else(|| {
-                    let (call, got) = (&self.claim.call, data.len());
+                    let (call, got) = (&self.in_flight.call, data.len());
                     let expected = num_elements * size_of::<T>();
                     Error::Backend(format!(
                         "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
@@ -70,7 +70,11 @@ impl<T: Element> Exchange<T> {
                 .collect();
             reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
         }
-        tensor(output, &dims)
+        self.in_flight.write(0, &output)?;
+        match self.in_flight.place() {
+            Some(place) => Ok(place),
+            None => Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend),
+        }
     }
 }
 
@@ -79,7 +83,7 @@ impl<T: Element> Task for Exchange<T> {
 
     fn data(&self) -> Result<Vec<u8>> {
         match self.is_small() {
-            true => read::<T, _>(&self.claim, 0, self.shape.elem_count(), |xs| {
+            true => (self.in_flight).read(0, self.shape.elem_count(), |xs: &[T]| {
                 bytes::of(xs).to_vec()
             }),
             false => Ok(Vec::new()),
@@ -91,65 +95,29 @@ impl<T: Element> Task for Exchange<T> {
         ctx: &mut Context,
         (group, seq): (usize, u64),
         data: Vec<Vec<u8>>,
-    ) -> Result<Step<Tensor>> {
+    ) -> Result<Status<Tensor>> {
         let rank = ctx.groups[group].rank;
         if self.is_small() {
-            return Ok(Step::Done(self.reduce_here(rank, &data)?));
+            return Ok(Status::Done(self.reduce_here(rank, &data)?));
         }
         let route = Route::new(&self.operation, &self.shape, data.len(), size_of::<T>());
-        let movement = Movement::new(route, (group, seq), rank, &self.claim)?;
+        let movement = Movement::new(route, (group, seq), rank, &self.in_flight)?;
         self.movement = Some(movement);
-        Ok(Step::Working)
+        Ok(Status::Working)
     }
 
-    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Step<Tensor>)> {
+    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Status<Tensor>)> {
         let Some(movement) = &mut self.movement else {
-            return Ok((false, Step::Working));
+            return Ok((false, Status::Working));
         };
-        let moved = movement.poll(ctx, &self.claim)?;
+        let moved = movement.poll(ctx, &self.in_flight)?;
         if !movement.is_over() {
-            return Ok((moved, Step::Working));
+            return Ok((moved, Status::Working));
         }
         let output = match self.movement.take() {
-            Some(movement) => movement.into_output(&self.claim)?,
-            None => return Ok((moved, Step::Working)),
+            Some(movement) => movement.into_output(&self.in_flight)?,
+            None => return Ok((moved, Status::Working)),
         };
-        Ok((true, Step::Done(output)))
+        Ok((true, Status::Done(output)))
     }
-}
-
-/// A tensor of these elements on the CPU.
-pub(super) fn tensor<T: Element>(elements: Vec<T>, dims: &[usize]) -> Result<Tensor> {
-    Tensor::from_vec(elements, dims, &Device::Cpu)
-        .map_err(|error| Error::Backend(message_of(&error)))
-}
-
-/// What `read` makes of `len` elements of the claim's input, from element `start` on. The input's storage is locked only
-/// meanwhile: it may be part of a larger one, which others use.
-pub(super) fn read<T: Element, R>(
-    claim: &Claim<Tensor>,
-    start: usize,
-    len: usize,
-    read: impl FnOnce(&[T]) -> R,
-) -> Result<R> {
-    claim.read_input(|xs| {
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            return Err(Error::Backend(format!(
-                "{}: the input is not in host memory",
-                claim.call
-            )));
-        };
-        let all = storage
-            .as_slice::<T>()
-            .map_err(|error| Error::Backend(message_of(&error)))?;
-        let start = layout.start_offset() + start;
-        match all.get(start..start + len) {
-            Some(elements) => Ok(read(elements)),
-            None => Err(Error::Backend(format!(
-                "{}: the input is shorter than its shape",
-                claim.call
-            ))),
-        }
-    })
 }

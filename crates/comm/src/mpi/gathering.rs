@@ -1,73 +1,71 @@
-//! One leg of a collective at its owner: the contributions of all sources, reduced in rank order.
+//! One chunk of a collective at its owner: the contributions of all sources, reduced in rank order.
 
 use std::ffi::c_int;
 
 use candle_core::Tensor;
 
-use super::claim::Claim;
 use super::context::Context;
-use super::exchange::read;
-use super::movement::{check_size, room};
-use super::part::Part;
-use super::route::Leg;
+use super::in_flight::InFlight;
+use super::place::{Buffers, Place};
+use super::route::Chunk;
 use super::sys::Comm;
 use super::transfer::Transfer;
-use crate::local::element::{Element, reduce};
+use crate::element::{Element, reduce};
 use crate::{Error, ReduceOp};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// A leg at its owner.
+/// A chunk at its owner.
 pub(super) struct Gathering<T> {
-    leg: Leg,
+    chunk: Chunk,
     rank: usize,
     /// Where the result goes, unless it is being received there.
-    part: Option<Part<T>>,
+    place: Option<Place<T>>,
     /// By source; none for this rank's own.
     contributions: Vec<Option<Transfer<Vec<T>>>>,
     /// The only contribution, received into its place.
-    only: Option<Transfer<Part<T>>>,
+    only: Option<Transfer<Place<T>>>,
 }
 
 impl<T: Element> Gathering<T> {
-    /// Starts to receive the contributions of the other ranks to `leg`, whose result goes to `part`.
+    /// Starts to receive the contributions of the other ranks to `chunk`, whose result goes to `place`.
     pub fn begin(
         (ctx, comm, tag): (&Context, Comm, c_int),
-        (leg, part): (Leg, Part<T>),
+        (chunk, place): (Chunk, Place<T>),
         rank: usize,
-        spare: &mut Vec<Vec<T>>,
+        buffers: &mut Buffers<T>,
     ) -> Result<Self> {
-        let (mut contributions, mut only, mut place) = (Vec::new(), None, Some(part));
-        let is_only = leg.sources.len() == 1;
-        for &(from, _) in &leg.sources {
+        let (mut contributions, mut only, mut place) = (Vec::new(), None, Some(place));
+        let is_only = chunk.sources.len() == 1;
+        for &(from, _) in &chunk.sources {
             if from == rank {
                 contributions.push(None);
             } else if !is_only {
-                let room = room(spare, leg.len);
+                let room = buffers.take(chunk.len);
                 let transfer = Transfer::receive(&ctx.mpi, comm, from, tag, room)?;
                 contributions.push(Some(transfer));
-            } else if let Some(part) = place.take() {
-                only = Some(Transfer::receive(&ctx.mpi, comm, from, tag, part)?);
+            } else if let Some(place) = place.take() {
+                only = Some(Transfer::receive(&ctx.mpi, comm, from, tag, place)?);
             }
         }
         Ok(Self {
-            leg,
+            chunk,
             rank,
-            part: place,
+            place,
             contributions,
             only,
         })
     }
 
     /// Whether all contributions are here.
-    pub fn poll(&mut self, ctx: &Context, claim: &Claim<Tensor>) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
         if let Some(only) = &mut self.only {
             if !only.poll(&ctx.mpi)? {
                 return Ok(false);
             }
-            if let Some((part, got)) = self.only.take().and_then(Transfer::take) {
-                check_size(claim, self.leg.sources[0].0, got, size_of_val(&*part))?;
-                self.part = Some(part);
+            if let Some((place, got)) = self.only.take().and_then(Transfer::take) {
+                in_flight.check_size(self.chunk.sources[0].0, got, size_of_val(&*place))?;
+                self.place = Some(place);
             }
         }
         for contribution in self.contributions.iter_mut().flatten() {
@@ -78,32 +76,32 @@ impl<T: Element> Gathering<T> {
         Ok(true)
     }
 
-    /// The leg's result, and the other ranks that want it.
+    /// The chunk's result, and the other ranks that want it.
     pub fn finish(
         self,
         op: ReduceOp,
-        claim: &Claim<Tensor>,
-        spare: &mut Vec<Vec<T>>,
-    ) -> Result<(Part<T>, Vec<usize>)> {
-        let Self { leg, rank, .. } = self;
-        let Some(mut part) = self.part else {
+        in_flight: &InFlight<Tensor>,
+        buffers: &mut Buffers<T>,
+    ) -> Result<(Place<T>, Vec<usize>)> {
+        let Self { chunk, rank, .. } = self;
+        let Some(mut place) = self.place else {
             return Err(Error::Backend(format!(
                 "{}: a contribution is missing",
-                claim.call
+                in_flight.call
             )));
         };
         let mut received = Vec::new();
-        for (transfer, (from, _)) in self.contributions.into_iter().zip(&leg.sources) {
+        for (transfer, (from, _)) in self.contributions.into_iter().zip(&chunk.sources) {
             let vec = match transfer.and_then(Transfer::take) {
                 Some((vec, got)) => {
-                    check_size(claim, *from, got, size_of_val(&*vec))?;
+                    in_flight.check_size(*from, got, size_of_val(&*vec))?;
                     vec
                 }
                 None => Vec::new(),
             };
             received.push(vec);
         }
-        let own = leg.sources.iter().position(|(from, _)| *from == rank);
+        let own = chunk.sources.iter().position(|(from, _)| *from == rank);
         let mut combine = |own_input: Option<&[T]>| {
             let sources: Vec<&[T]> = received
                 .iter()
@@ -115,19 +113,19 @@ impl<T: Element> Gathering<T> {
                 .collect();
             // Without sources here the only contribution is in its place already.
             if !sources.is_empty() {
-                reduce(op, &sources, &mut [&mut part]);
+                reduce(op, &sources, &mut [&mut place]);
             }
         };
         match own {
-            Some(index) => read(claim, leg.sources[index].1, leg.len, |input: &[T]| {
+            Some(index) => in_flight.read(chunk.sources[index].1, chunk.len, |input: &[T]| {
                 combine(Some(input));
             })?,
             None => combine(None),
         }
-        spare.extend(received.into_iter().filter(|vec| !vec.is_empty()));
-        let only = (leg.sources.len() == 1).then(|| leg.sources[0].0);
-        let others = leg.destinations.iter().map(|(to, _)| *to);
+        (received.into_iter()).for_each(|buffer| buffers.give_back(buffer));
+        let only = (chunk.sources.len() == 1).then(|| chunk.sources[0].0);
+        let others = chunk.destinations.iter().map(|(to, _)| *to);
         let others = others.filter(|to| *to != rank && Some(*to) != only);
-        Ok((part, others.collect()))
+        Ok((place, others.collect()))
     }
 }

@@ -3,17 +3,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
 use super::bytes;
 use super::context::Context;
-use super::exchange::tensor;
 use super::part::{Part, Region};
 use super::sys::Comm;
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
-use crate::local::element::{Element, with_element};
+use crate::element::{Element, with_element};
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -73,6 +72,11 @@ pub(super) fn inbox(shape: &Shape, dtype: DType) -> candle_core::Result<Box<dyn 
     with_element!(dtype, typed(shape))
 }
 
+/// A place for data that nobody wants.
+pub(super) fn discard(num_bytes: usize) -> Result<Box<dyn Inbox>> {
+    inbox(&Shape::from(num_bytes), DType::U8).map_err(Error::of_backend)
+}
+
 struct Typed<T> {
     dims: Vec<usize>,
     elements: Option<Vec<T>>,
@@ -129,7 +133,7 @@ impl<T: Element> Inbox for Typed<T> {
     fn take(self: Box<Self>) -> Result<Tensor> {
         let received = self.region.and_then(Region::into_vec);
         let elements = self.elements.or(received).ok_or_else(cut_is_wrong)?;
-        tensor(elements, &self.dims)
+        Tensor::from_vec(elements, self.dims, &Device::Cpu).map_err(Error::of_backend)
     }
 }
 

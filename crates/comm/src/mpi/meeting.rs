@@ -6,11 +6,11 @@
 use std::sync::Arc;
 
 use super::context::Context;
-use super::hello::{self, Hello};
+use super::header::{self, Header};
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
-use crate::local::report;
+use crate::error::group_name;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -19,20 +19,20 @@ pub(super) struct Meeting {
     group: usize,
     seq: u64,
     /// By group rank; this rank's own is there from the start.
-    said: Vec<Option<Hello>>,
+    said: Vec<Option<Header>>,
     receives: Vec<Option<Transfer<Vec<u8>>>>,
     sends: Vec<Transfer<Arc<Vec<u8>>>>,
 }
 
 impl Meeting {
     /// Sends `own` to the others.
-    pub fn begin(ctx: &Context, group: usize, seq: u64, own: Hello) -> Result<Self> {
+    pub fn begin(ctx: &Context, group: usize, seq: u64, own: Header) -> Result<Self> {
         let here = &ctx.groups[group];
-        let (message, tag) = (Arc::new(own.encode()), tags::hello(seq));
+        let (message, tag) = (Arc::new(own.encode()), tags::header(seq));
         let mut receives: Vec<_> = here.members.iter().map(|_| None).collect();
         let mut sends = Vec::with_capacity(receives.len());
         for rank in here.others() {
-            let room = vec![0u8; hello::MAX_BYTES];
+            let room = vec![0u8; header::MAX_BYTES];
             receives[rank] = Some(Transfer::receive(&ctx.mpi, here.comm, rank, tag, room)?);
         }
         for rank in here.others() {
@@ -65,15 +65,15 @@ impl Meeting {
             moved = true;
             let taken = self.receives[rank].take().and_then(Transfer::take);
             let bytes = taken.as_ref().map(|(bytes, len)| &bytes[..*len]);
-            let Some(hello) = bytes.and_then(Hello::decode) else {
+            let Some(header) = bytes.and_then(Header::decode) else {
                 return Err(Error::Backend(format!(
                     "rank {} sent something else than the start of an operation\n\
                      hint: all ranks must run the same version of the program",
                     ctx.groups[self.group].members[rank]
                 )));
             };
-            self.note(ctx, rank, &hello);
-            self.said[rank] = Some(hello);
+            self.note(ctx, rank, &header);
+            self.said[rank] = Some(header);
         }
         while let Some(send) = self.sends.last_mut()
             && send.poll(&ctx.mpi)?
@@ -84,11 +84,14 @@ impl Meeting {
         Ok(moved)
     }
 
-    fn note(&self, ctx: &Context, rank: usize, hello: &Hello) {
+    fn note(&self, ctx: &Context, rank: usize, header: &Header) {
         let members = &ctx.groups[self.group].members;
-        let (group, seq) = (report::group_name(members), self.seq);
-        let operation = format!("{} ({group}, operation number {seq})", hello.call_at_site());
-        ctx.heard.note(members[rank], operation);
+        let (group, seq) = (group_name(members), self.seq);
+        let operation = format!(
+            "{} ({group}, operation number {seq})",
+            header.call_at_site()
+        );
+        ctx.last_calls.note(members[rank], operation);
     }
 
     /// The error if two ranks that are here called different operations.
@@ -97,12 +100,12 @@ impl Meeting {
         let mut here = (members.iter().zip(&self.said))
             .filter_map(|(rank, said)| Some((*rank, said.as_ref()?)));
         let first = here.next()?;
-        let second = here.find(|(_, hello)| hello.call != first.1.call)?;
+        let second = here.find(|(_, header)| header.call != first.1.call)?;
         let mut pair = [first, second];
         pair.sort_by_key(|(rank, _)| *rank);
-        let [first, second] = pair.map(|(rank, hello)| (rank, hello.call_at_site()));
+        let [first, second] = pair.map(|(rank, header)| (rank, header.call_at_site()));
         Some(Error::Mismatch {
-            group: report::group_name(members),
+            group: group_name(members),
             seq: self.seq,
             first,
             second,
@@ -131,7 +134,8 @@ impl Meeting {
     /// What each rank sent with its first message, in rank order; once.
     pub fn take_data(&mut self) -> Vec<Vec<u8>> {
         let said = self.said.iter_mut().flatten();
-        said.map(|hello| std::mem::take(&mut hello.data)).collect()
+        said.map(|header| std::mem::take(&mut header.data))
+            .collect()
     }
 
     /// Waits for nobody any more.

@@ -5,13 +5,11 @@ use std::sync::Arc;
 use candle_core::{Storage, Tensor};
 
 use super::bytes;
-use super::claim::Claim;
-use super::hello::{Hello, INLINE_BYTES};
+use super::header::{Header, INLINE_BYTES};
+use super::in_flight::InFlight;
 use super::inbox::Inbox;
-use crate::local::element::{Element, with_element};
-use crate::{Error, message_of};
-
-type Result<T> = std::result::Result<T, Error>;
+use crate::Error;
+use crate::element::{Element, with_element};
 
 /// In front of data that are in the first message.
 const HERE: u8 = 1;
@@ -26,12 +24,12 @@ pub(super) struct Batch {
     pub sends: Vec<Outgoing>,
     pub receives: Vec<Incoming>,
     /// Whoever waits for what is received.
-    pub claim: Arc<Claim<Vec<Tensor>>>,
+    pub in_flight: Arc<InFlight<Vec<Tensor>>>,
 }
 
 impl Batch {
     pub fn fail(&self, error: Error) {
-        self.claim.complete(Err(error));
+        self.in_flight.complete(Err(error));
     }
 }
 
@@ -73,7 +71,7 @@ pub(super) fn copy_bytes(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
 
 impl Outgoing {
     /// The first message, and the data that follow.
-    pub fn into_head(self, site: &str) -> (Hello, Option<Vec<u8>>) {
+    pub fn into_head(self, site: &str) -> (Header, Option<Vec<u8>>) {
         let is_here = self.data.len() < INLINE_BYTES;
         let (mut data, rest) = match is_here {
             true => (vec![HERE], None),
@@ -83,12 +81,12 @@ impl Outgoing {
             None => data.extend(&self.data),
             Some(len) => data.extend(len.to_le_bytes()),
         }
-        let hello = Hello {
+        let header = Header {
             call: self.kind,
             site: site.to_string(),
             data,
         };
-        (hello, (!is_here).then_some(self.data))
+        (header, (!is_here).then_some(self.data))
     }
 }
 
@@ -99,7 +97,7 @@ pub(super) enum Data<'a> {
 }
 
 /// Where the data of a message are; `None` if the first message is not one.
-pub(super) fn data_of(head: &Hello) -> Option<Data<'_>> {
+pub(super) fn data_of(head: &Header) -> Option<Data<'_>> {
     match head.data.split_first()? {
         (&HERE, data) => Some(Data::Here(data)),
         (&FOLLOWS, len) => Some(Data::Follow(
@@ -113,7 +111,7 @@ pub(super) fn data_of(head: &Hello) -> Option<Data<'_>> {
 pub(super) struct Received {
     pub call: String,
     pub site: String,
-    claim: Arc<Claim<Vec<Tensor>>>,
+    in_flight: Arc<InFlight<Vec<Tensor>>>,
     /// By receive: the tensor, or the world rank that it is to come from.
     entries: Vec<std::result::Result<Tensor, usize>>,
 }
@@ -124,7 +122,7 @@ impl Received {
         let received = Self {
             call: batch.call.clone(),
             site: batch.site.clone(),
-            claim: batch.claim.clone(),
+            in_flight: batch.in_flight.clone(),
             entries: from.into_iter().map(Err).collect(),
         };
         received.tell();
@@ -142,25 +140,14 @@ impl Received {
     fn tell(&self) {
         if self.entries.iter().all(std::result::Result::is_ok) {
             let tensors = self.entries.iter().flatten().cloned().collect();
-            self.claim.complete(Ok(tensors));
+            self.in_flight.complete(Ok(tensors));
             return;
         }
         let missing = self.entries.iter().filter_map(|entry| entry.as_ref().err());
-        self.claim.set_missing(missing.copied().collect());
+        self.in_flight.set_missing(missing.copied().collect());
     }
 
     pub fn fail(&self, error: Error) {
-        self.claim.complete(Err(error));
+        self.in_flight.complete(Err(error));
     }
-}
-
-/// An error of candle's as one of this crate.
-pub(super) fn backend_error(error: &candle_core::Error) -> Error {
-    Error::Backend(message_of(error))
-}
-
-/// A place for data that nobody wants.
-pub(super) fn scrap(num_bytes: usize) -> Result<Box<dyn Inbox>> {
-    let shape = candle_core::Shape::from(num_bytes);
-    super::inbox::inbox(&shape, candle_core::DType::U8).map_err(|error| backend_error(&error))
 }

@@ -1,28 +1,28 @@
-//! The data of a large collective on their way, leg by leg (see [`route`](super::route)).
+//! The data of a large collective on their way, chunk by chunk (see [`route`](super::route)).
 //!
-//! Every rank sends its contributions from copies of a leg's size, so that the input may be part of memory that others
-//! use. The owner of a leg reduces straight into its output and sends from there; results of other owners are received
-//! into their place. Only some legs are under way at once, so that the copies are few and stay in the cache.
+//! Every rank sends its contributions from copies of a chunk's size, so that the input may be part of memory that others
+//! use. The owner of a chunk reduces straight into its output and sends from there; results of other owners are received
+//! into their place, or, if the output is a tensor that others may use parts of, by way of such copies. Only some chunks are under way at once, so that the copies are few and stay in the cache.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
-use super::claim::Claim;
 use super::context::Context;
-use super::exchange::{read, tensor};
 use super::gathering::Gathering;
-use super::part::{Part, Region};
-use super::route::{Leg, Route};
+use super::in_flight::InFlight;
+use super::part::Region;
+use super::place::{Buffers, Place, Room};
+use super::route::{Chunk, Route};
 use super::tags;
 use super::transfer::Transfer;
-use crate::local::element::Element;
+use crate::element::Element;
 use crate::{Error, ReduceOp};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Legs under way at once: contributions to one owner, and own legs.
+/// Chunks under way at once: contributions to one owner, and own chunks.
 const NUM_GATHERED: usize = 3;
 
 /// Results under way at once, from or to one rank.
@@ -31,13 +31,13 @@ const NUM_RESULTS: usize = 6;
 /// What a rank has to do with each of the other ranks.
 struct Peer<T> {
     rank: usize,
-    /// (first element of the input, number of elements) of the contributions to the peer's legs that are yet to be sent.
+    /// (first element of the input, number of elements) of the contributions to the peer's chunks that are yet to be sent.
     contributions: VecDeque<(usize, usize)>,
     contributions_out: VecDeque<Transfer<Vec<T>>>,
-    /// Where the results of the peer's legs go that are not being received yet.
-    expected: VecDeque<Part<T>>,
-    results_in: VecDeque<Transfer<Part<T>>>,
-    results_out: VecDeque<Transfer<Arc<Part<T>>>>,
+    /// Where the results of the peer's chunks go that are not being received yet.
+    expected: VecDeque<Room<T>>,
+    results_in: VecDeque<Transfer<Place<T>>>,
+    results_out: VecDeque<Transfer<Arc<Place<T>>>>,
 }
 
 /// The data of a collective on their way.
@@ -46,13 +46,14 @@ pub(super) struct Movement<T> {
     rank: usize,
     op: ReduceOp,
     dims: Vec<usize>,
-    region: Arc<Region<T>>,
+    /// The output's memory, if that is new.
+    region: Option<Arc<Region<T>>>,
     /// By group rank; nothing is ever to be done with this rank itself.
     peers: Vec<Peer<T>>,
-    /// Own legs that have not begun.
-    own: VecDeque<(Leg, Part<T>)>,
+    /// Own chunks that have not begun.
+    own: VecDeque<(Chunk, Room<T>)>,
     gathering: VecDeque<Gathering<T>>,
-    spare: Vec<Vec<T>>,
+    buffers: Buffers<T>,
     reads_input: bool,
 }
 
@@ -62,19 +63,35 @@ impl<T: Element> Movement<T> {
         route: Route,
         place: (usize, u64),
         rank: usize,
-        claim: &Claim<Tensor>,
+        in_flight: &InFlight<Tensor>,
     ) -> Result<Self> {
         let Route {
             dims,
             op,
             world_size,
-            legs,
+            chunks,
         } = route;
-        let is_mine = |leg: &&Leg| leg.destinations.iter().any(|(to, _)| *to == rank);
-        let lens: Vec<usize> = legs.iter().filter(is_mine).map(|leg| leg.len).collect();
-        let output = T::zeros(dims.iter().product());
-        let cut = Region::cut(output, &lens);
-        let (region, parts) = cut.ok_or_else(|| wrong_route(claim))?;
+        let place_here = |chunk: &Chunk| {
+            chunk
+                .destinations
+                .iter()
+                .find(|(to, _)| *to == rank)
+                .copied()
+        };
+        let mine = chunks
+            .iter()
+            .filter_map(|chunk| Some((place_here(chunk)?.1, chunk.len)));
+        let (region, rooms): (_, Vec<Room<T>>) = if in_flight.is_in_place() {
+            (
+                None,
+                mine.map(|(first, len)| Room::Given(first, len)).collect(),
+            )
+        } else {
+            let lens: Vec<usize> = mine.map(|(_, len)| len).collect();
+            let cut = Region::cut(T::zeros(dims.iter().product()), &lens);
+            let (region, parts) = cut.ok_or_else(|| wrong_route(in_flight))?;
+            (Some(region), parts.into_iter().map(Room::Part).collect())
+        };
         let mut movement = Self {
             place,
             rank,
@@ -84,76 +101,87 @@ impl<T: Element> Movement<T> {
             peers: (0..world_size).map(Peer::new).collect(),
             own: VecDeque::new(),
             gathering: VecDeque::new(),
-            spare: Vec::new(),
+            buffers: Buffers::new(),
             reads_input: true,
         };
-        let mut parts = parts.into_iter();
-        for leg in legs {
-            let part = match is_mine(&&leg) {
-                true => Some(parts.next().ok_or_else(|| wrong_route(claim))?),
-                false => None,
+        let mut rooms = rooms.into_iter();
+        for chunk in chunks {
+            let room = match place_here(&chunk) {
+                Some(_) => Some(rooms.next().ok_or_else(|| wrong_route(in_flight))?),
+                None => None,
             };
-            movement.add(leg, part, claim)?;
+            movement.add(chunk, room, in_flight)?;
         }
         Ok(movement)
     }
 
-    /// Adds this rank's share of a leg; `part` is where the leg's result goes, if this rank wants it.
-    fn add(&mut self, leg: Leg, part: Option<Part<T>>, claim: &Claim<Tensor>) -> Result<()> {
-        if leg.owner == self.rank {
-            let part = part.ok_or_else(|| wrong_route(claim))?;
-            self.own.push_back((leg, part));
+    /// Adds this rank's share of a chunk; `room` is for the chunk's result, if this rank wants it.
+    fn add(
+        &mut self,
+        chunk: Chunk,
+        room: Option<Room<T>>,
+        in_flight: &InFlight<Tensor>,
+    ) -> Result<()> {
+        if chunk.owner == self.rank {
+            let room = room.ok_or_else(|| wrong_route(in_flight))?;
+            self.own.push_back((chunk, room));
             return Ok(());
         }
-        let peer = &mut self.peers[leg.owner];
-        let source = leg.sources.iter().find(|(from, _)| *from == self.rank);
+        let peer = &mut self.peers[chunk.owner];
+        let source = chunk.sources.iter().find(|(from, _)| *from == self.rank);
         if let Some((_, start)) = source {
-            peer.contributions.push_back((*start, leg.len));
+            peer.contributions.push_back((*start, chunk.len));
         }
-        match (part, source, &leg.sources[..]) {
+        match (room, source, &chunk.sources[..]) {
             // What is only copied, from here, is here.
-            (Some(mut part), Some((_, start)), [_]) => {
-                read(claim, *start, leg.len, |xs| part.copy_from_slice(xs))
+            (Some(room), Some((_, start)), [_]) => {
+                let mut place = room.open(&mut self.buffers);
+                in_flight.read(*start, chunk.len, |xs| place.copy_from_slice(xs))?;
+                place.fill(in_flight)?;
+                place.close(&mut self.buffers);
             }
-            (Some(part), ..) => {
-                peer.expected.push_back(part);
-                Ok(())
-            }
-            (None, ..) => Ok(()),
+            (Some(room), ..) => peer.expected.push_back(room),
+            (None, ..) => {}
         }
+        Ok(())
     }
 
     /// Does what can be done; returns whether something was.
-    pub fn poll(&mut self, ctx: &Context, claim: &Claim<Tensor>) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.peers.len() {
-            moved |= self.contribute(ctx, index, claim)?;
-            moved |= self.exchange_results(ctx, index, claim)?;
+            moved |= self.contribute(ctx, index, in_flight)?;
+            moved |= self.exchange_results(ctx, index, in_flight)?;
         }
-        moved |= self.gather(ctx, claim)?;
+        moved |= self.gather(ctx, in_flight)?;
         let is_read = (self.peers.iter()).any(|peer| !peer.contributions.is_empty())
             || !self.own.is_empty()
             || !self.gathering.is_empty();
         if self.reads_input && !is_read {
             self.reads_input = false;
-            claim.drop_input();
+            in_flight.drop_input();
         }
         Ok(moved)
     }
 
-    /// Sends contributions to one peer's legs.
-    fn contribute(&mut self, ctx: &Context, index: usize, claim: &Claim<Tensor>) -> Result<bool> {
+    /// Sends contributions to one peer's chunks.
+    fn contribute(
+        &mut self,
+        ctx: &Context,
+        index: usize,
+        in_flight: &InFlight<Tensor>,
+    ) -> Result<bool> {
         let peer = &mut self.peers[index];
         let mut moved = false;
         while let Some(sent) = poll_front(ctx, &mut peer.contributions_out)? {
-            self.spare.push(sent.0);
+            self.buffers.give_back(sent.0);
             moved = true;
         }
         while peer.contributions_out.len() < NUM_GATHERED
             && let Some((start, len)) = peer.contributions.pop_front()
         {
-            let mut copy = room(&mut self.spare, len);
-            read(claim, start, len, |xs| copy.copy_from_slice(xs))?;
+            let mut copy = self.buffers.take(len);
+            in_flight.read(start, len, |xs| copy.copy_from_slice(xs))?;
             let (comm, tag) = (
                 ctx.groups[self.place.0].comm,
                 tags::contribution(self.place.1),
@@ -165,57 +193,66 @@ impl<T: Element> Movement<T> {
         Ok(moved)
     }
 
-    /// Receives the results of one peer's legs, and sees those of own legs off.
+    /// Receives the results of one peer's chunks, and sees those of own chunks off.
     fn exchange_results(
         &mut self,
         ctx: &Context,
         index: usize,
-        claim: &Claim<Tensor>,
+        in_flight: &InFlight<Tensor>,
     ) -> Result<bool> {
         let peer = &mut self.peers[index];
         let mut moved = false;
         while poll_front(ctx, &mut peer.results_out)?.is_some() {
             moved = true;
         }
-        while let Some((part, got)) = poll_front(ctx, &mut peer.results_in)? {
-            check_size(claim, peer.rank, got, size_of_val(&*part))?;
+        while let Some((place, got)) = poll_front(ctx, &mut peer.results_in)? {
+            in_flight.check_size(peer.rank, got, size_of_val(&*place))?;
+            place.fill(in_flight)?;
+            place.close(&mut self.buffers);
             moved = true;
         }
         while peer.results_in.len() < NUM_RESULTS
-            && let Some(part) = peer.expected.pop_front()
+            && let Some(room) = peer.expected.pop_front()
         {
+            let place = room.open(&mut self.buffers);
             let (comm, tag) = (ctx.groups[self.place.0].comm, tags::result(self.place.1));
-            let transfer = Transfer::receive(&ctx.mpi, comm, peer.rank, tag, part)?;
+            let transfer = Transfer::receive(&ctx.mpi, comm, peer.rank, tag, place)?;
             peer.results_in.push_back(transfer);
             moved = true;
         }
         Ok(moved)
     }
 
-    /// Goes on with own legs.
-    fn gather(&mut self, ctx: &Context, claim: &Claim<Tensor>) -> Result<bool> {
+    /// Goes on with own chunks.
+    fn gather(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
         let mut moved = false;
         let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
         while self.gathering.len() < NUM_GATHERED
             && (self.peers.iter()).all(|peer| peer.results_out.len() < NUM_RESULTS)
-            && let Some((leg, part)) = self.own.pop_front()
+            && let Some((chunk, room)) = self.own.pop_front()
         {
+            let place = room.open(&mut self.buffers);
             let tag = tags::contribution(seq);
-            let gathering =
-                Gathering::begin((ctx, comm, tag), (leg, part), self.rank, &mut self.spare)?;
+            let gathering = Gathering::begin(
+                (ctx, comm, tag),
+                (chunk, place),
+                self.rank,
+                &mut self.buffers,
+            )?;
             self.gathering.push_back(gathering);
             moved = true;
         }
         while let Some(front) = self.gathering.front_mut()
-            && front.poll(ctx, claim)?
+            && front.poll(ctx, in_flight)?
             && let Some(gathered) = self.gathering.pop_front()
         {
             moved = true;
-            let (part, others) = gathered.finish(self.op, claim, &mut self.spare)?;
-            let part = Arc::new(part);
+            let (place, others) = gathered.finish(self.op, in_flight, &mut self.buffers)?;
+            place.fill(in_flight)?;
+            let place = Arc::new(place);
             for to in others {
                 let tag = tags::result(seq);
-                let transfer = Transfer::send(&ctx.mpi, comm, to, tag, part.clone())?;
+                let transfer = Transfer::send(&ctx.mpi, comm, to, tag, place.clone())?;
                 self.peers[to].results_out.push_back(transfer);
             }
         }
@@ -228,10 +265,17 @@ impl<T: Element> Movement<T> {
     }
 
     /// The output of this rank.
-    pub fn into_output(self, claim: &Claim<Tensor>) -> Result<Tensor> {
+    pub fn into_output(self, in_flight: &InFlight<Tensor>) -> Result<Tensor> {
         let Self { region, dims, .. } = self;
-        let output = region.into_vec().ok_or_else(|| wrong_route(claim))?;
-        tensor(output, &dims)
+        let output = match region {
+            Some(region) => region.into_vec().ok_or_else(|| wrong_route(in_flight))?,
+            None => match in_flight.place() {
+                Some(place) => return Ok(place),
+                // It has been given up, and nobody waits.
+                None => T::zeros(dims.iter().product()),
+            },
+        };
+        Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend)
     }
 }
 
@@ -256,7 +300,7 @@ impl<T> Peer<T> {
     }
 }
 
-/// Takes the first message off the queue if it is through: messages between two ranks mostly end in their order.
+/// Takes the first message off the queue if it is complete: messages between two ranks mostly end in their order.
 fn poll_front<B: super::transfer::Lend>(
     ctx: &Context,
     queue: &mut VecDeque<Transfer<B>>,
@@ -269,31 +313,9 @@ fn poll_front<B: super::transfer::Lend>(
     Ok(None)
 }
 
-/// A vector of `len` elements, of whatever values.
-pub(super) fn room<T: Element>(spare: &mut Vec<Vec<T>>, len: usize) -> Vec<T> {
-    match spare.iter().rposition(|vec| vec.len() == len) {
-        Some(index) => spare.swap_remove(index),
-        None => T::zeros(len),
-    }
-}
-
-/// An error unless as many bytes came as should have.
-pub(super) fn check_size(
-    claim: &Claim<Tensor>,
-    from: usize,
-    got: usize,
-    expected: usize,
-) -> Result<()> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::Backend(format!(
-        "{}: rank {from} of the group sent {got} bytes, expected {expected}\n\
-         hint: all ranks must run the same version of the program",
-        claim.call
-    )))
-}
-
-fn wrong_route(claim: &Claim<Tensor>) -> Error {
-    Error::Backend(format!("{}: its pieces do not fill its output", claim.call))
+fn wrong_route(in_flight: &InFlight<Tensor>) -> Error {
+    Error::Backend(format!(
+        "{}: its pieces do not fill its output",
+        in_flight.call
+    ))
 }

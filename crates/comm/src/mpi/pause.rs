@@ -1,9 +1,9 @@
-//! What MPI's thread does between looks in vain: it yields a while, then it sleeps ever longer.
+//! What MPI's thread does between idle polls: it yields a while, then it sleeps ever longer.
 
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-/// Looks in vain before the thread sleeps: enough for the answer of another process on the same host.
+/// Idle polls before the thread sleeps: enough for the answer of another process on the same host.
 const NUM_SPINS: u32 = 200;
 
 /// A sleep lasts this part of the time that has been waited, so it makes a wait longer by no more than that.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::collective::{Step, Task};
+use super::collective::{Status, Task};
 use super::context::{Context, Group};
 use crate::Error;
 
@@ -18,12 +18,12 @@ impl Task for Barrier {
         Ok(Vec::new())
     }
 
-    fn start(&mut self, _: &mut Context, _: (usize, u64), _: Vec<Vec<u8>>) -> Result<Step<()>> {
-        Ok(Step::Done(()))
+    fn start(&mut self, _: &mut Context, _: (usize, u64), _: Vec<Vec<u8>>) -> Result<Status<()>> {
+        Ok(Status::Done(()))
     }
 
-    fn poll(&mut self, _: &mut Context) -> Result<(bool, Step<()>)> {
-        Ok((false, Step::Done(())))
+    fn poll(&mut self, _: &mut Context) -> Result<(bool, Status<()>)> {
+        Ok((false, Status::Done(())))
     }
 }
 
@@ -60,7 +60,7 @@ impl Task for Split {
         ctx: &mut Context,
         (group, _): (usize, u64),
         data: Vec<Vec<u8>>,
-    ) -> Result<Step<NewGroup>> {
+    ) -> Result<Status<NewGroup>> {
         let parent = &ctx.groups[group];
         let wanted: Option<Vec<(u64, u64)>> = data.iter().map(|data| numbers(data)).collect();
         let Some(wanted) = wanted else {
@@ -93,15 +93,15 @@ impl Task for Split {
             members: members.clone(),
             rank,
         });
-        Ok(Step::Done(NewGroup {
+        Ok(Status::Done(NewGroup {
             index: ctx.groups.len() - 1,
             members,
             rank,
         }))
     }
 
-    fn poll(&mut self, _: &mut Context) -> Result<(bool, Step<NewGroup>)> {
-        Ok((false, Step::Working))
+    fn poll(&mut self, _: &mut Context) -> Result<(bool, Status<NewGroup>)> {
+        Ok((false, Status::Working))
     }
 }
 

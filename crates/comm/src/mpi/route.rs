@@ -1,9 +1,9 @@
 //! Which rank does what for a collective.
 //!
-//! The work is that of the local backend ([`Plan`]), cut into legs. Each leg has an owner: the ranks that have a source
+//! The work is that of the local backend ([`Plan`]), cut into chunks. Each chunk has an owner: the ranks that have a source
 //! send it to the owner, the owner reduces in rank order and sends the result to the other ranks that want it.
 //!
-//! | operation | owner of a leg | bytes sent per rank, `N` ranks |
+//! | operation | owner of a chunk | bytes sent per rank, `N` ranks |
 //! |---|---|---|
 //! | all_reduce | the ranks in turns | `2 (N-1)/N *` size |
 //! | all_gather | who has it | `(N-1)/N *` output size |
@@ -13,17 +13,17 @@
 use candle_core::Shape;
 
 use crate::ReduceOp;
-use crate::local::call::Operation;
-use crate::local::pieces::{Piece, Plan};
+use crate::call::Operation;
+use crate::plan::{Piece, Plan};
 
 /// What one message holds at most: little enough to stay in a cache while it is copied and reduced.
-const LEG_BYTES: usize = 512 << 10;
+const CHUNK_BYTES: usize = 512 << 10;
 
 /// What the messages of one operation that wait to be reduced hold at most, on one rank.
 const WINDOW_BYTES: usize = 32 << 20;
 
 /// A piece of the work with the rank that does it.
-pub(super) struct Leg {
+pub(super) struct Chunk {
     pub owner: usize,
     /// (rank, first element of its input)
     pub sources: Vec<(usize, usize)>,
@@ -32,7 +32,7 @@ pub(super) struct Leg {
     pub len: usize,
 }
 
-/// The legs of a collective.
+/// The chunks of a collective.
 pub(super) struct Route {
     /// The shape of each output.
     pub dims: Vec<usize>,
@@ -40,7 +40,7 @@ pub(super) struct Route {
     /// Ranks of the group.
     pub world_size: usize,
     /// They fill every output from its first element to its last, in this order, without gaps.
-    pub legs: Vec<Leg>,
+    pub chunks: Vec<Chunk>,
 }
 
 impl Route {
@@ -56,14 +56,14 @@ impl Route {
             operation,
             Operation::AllReduce(_) | Operation::Broadcast { .. }
         );
-        let leg_bytes = LEG_BYTES.min(WINDOW_BYTES / world_size.max(1)).max(4096);
-        let mut longest = leg_bytes / element_bytes.max(1);
+        let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / world_size.max(1)).max(4096);
+        let mut longest = chunk_bytes / element_bytes.max(1);
         if in_turns {
             // Everybody gets a turn; whole cache lines.
             longest = longest.min(plan.len().div_ceil(world_size.max(1)).next_multiple_of(64));
         }
         let Plan { dims, op, pieces } = plan.cut(longest.max(1));
-        let legs = pieces.into_iter().enumerate().map(|(index, piece)| {
+        let chunks = pieces.into_iter().enumerate().map(|(index, piece)| {
             let Piece {
                 sources,
                 destinations,
@@ -74,7 +74,7 @@ impl Route {
                 (_, [(rank, _)]) | ([(rank, _)], _) => *rank,
                 _ => index % world_size,
             };
-            Leg {
+            Chunk {
                 owner,
                 sources,
                 destinations,
@@ -85,7 +85,7 @@ impl Route {
             dims,
             op,
             world_size,
-            legs: legs.collect(),
+            chunks: chunks.collect(),
         }
     }
 }
@@ -97,14 +97,18 @@ mod tests {
     /// Bytes that each rank sends.
     fn sent(route: &Route, world_size: usize, element_bytes: usize) -> Vec<usize> {
         let mut sent = vec![0; world_size];
-        for leg in &route.legs {
-            let single = (leg.sources.len() == 1).then(|| leg.sources[0].0);
-            for (rank, _) in leg.sources.iter().filter(|(rank, _)| *rank != leg.owner) {
-                sent[*rank] += leg.len * element_bytes;
+        for chunk in &route.chunks {
+            let single = (chunk.sources.len() == 1).then(|| chunk.sources[0].0);
+            for (rank, _) in chunk
+                .sources
+                .iter()
+                .filter(|(rank, _)| *rank != chunk.owner)
+            {
+                sent[*rank] += chunk.len * element_bytes;
             }
-            let others = leg.destinations.iter().map(|(rank, _)| *rank);
-            let others = others.filter(|rank| *rank != leg.owner && Some(*rank) != single);
-            sent[leg.owner] += others.count() * leg.len * element_bytes;
+            let others = chunk.destinations.iter().map(|(rank, _)| *rank);
+            let others = others.filter(|rank| *rank != chunk.owner && Some(*rank) != single);
+            sent[chunk.owner] += others.count() * chunk.len * element_bytes;
         }
         sent
     }
@@ -138,9 +142,14 @@ mod tests {
                 Operation::Broadcast { root: 0 },
             ] {
                 let route = Route::new(&operation, &shape, world_size, 2);
-                for leg in &route.legs {
-                    assert!(leg.len * 2 <= LEG_BYTES && leg.len > 0);
-                    assert!(leg.destinations.iter().any(|(rank, _)| *rank == leg.owner));
+                for chunk in &route.chunks {
+                    assert!(chunk.len * 2 <= CHUNK_BYTES && chunk.len > 0);
+                    assert!(
+                        chunk
+                            .destinations
+                            .iter()
+                            .any(|(rank, _)| *rank == chunk.owner)
+                    );
                 }
             }
         }

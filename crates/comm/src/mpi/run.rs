@@ -7,20 +7,21 @@ use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle, scope};
 use std::time::Duration;
 
-use candle_core::Result;
-use rayon::ThreadPoolBuilder;
+use candle_core::{Device, Result};
+
+use candle_launch::RankEnv;
 
 use super::MpiConfig;
 use super::communicator::{MpiCommunicator, Shared};
+use super::context::LastCalls;
 use super::context::{Context, Group};
 use super::engine::{End, Engine, Job};
 use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
-use super::heard::Heard;
 use super::sys::Mpi;
-use crate::local::num_cores;
-use crate::{Error, ProcessGroup, launch, message_of};
+use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
+use crate::{Error, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
@@ -30,7 +31,7 @@ struct Start {
     world_rank: usize,
     world_size: usize,
     threads_per_rank: usize,
-    heard: Arc<Heard>,
+    last_calls: Arc<LastCalls>,
 }
 
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
@@ -39,7 +40,7 @@ struct Start {
 /// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. Another thread, `mpi-N`, makes all calls to MPI,
 /// so operations progress while the rank computes; it sleeps while nothing is under way.
 ///
-/// Results equal those of [`threads`](launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
+/// Results equal those of [`threads`](crate::launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
 /// rank order.
 ///
 /// # Errors
@@ -50,12 +51,16 @@ pub fn mpi<T: Send>(
     config: MpiConfig,
     run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
 ) -> Result<T> {
+    // Before MPI starts threads.
+    if RankEnv::from_env().is_ok_and(|env| env.local_world_size() > 1) {
+        keep_candle_from_threads();
+    }
     let (jobs, received) = channel();
     let (engine, start) = start_engine(config.deadline, received)?;
     let shared = Arc::new(Shared {
         world_rank: start.world_rank,
         deadline: config.deadline,
-        heard: start.heard.clone(),
+        last_calls: start.last_calls.clone(),
         jobs: jobs.clone(),
         splitting: Mutex::new(()),
     });
@@ -78,7 +83,7 @@ pub fn mpi<T: Send>(
             Ok(value)
         }
         Ok(Err(error)) => fail(rank, &error.to_string(), &jobs),
-        Err(panic) => fail(rank, launch::panic_message(&*panic), &jobs),
+        Err(panic) => fail(rank, panic_message(&*panic), &jobs),
     }
 }
 
@@ -115,7 +120,7 @@ fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread
                 ended.unwrap_or_else(|panic| {
                     // Nobody could say it to the rank, which may wait; and MPI's state is gone. A process that ends without
                     // MPI_Finalize makes its launcher end the others.
-                    let message = launch::panic_message(&*panic);
+                    let message = panic_message(&*panic);
                     say_failed(rank, &format!("MPI's thread panicked: {message}"));
                     std::process::exit(1)
                 })
@@ -163,7 +168,7 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
     {
         tracing::warn!("{warning}");
     }
-    let heard = Arc::new(Heard::new(world_rank, world_size));
+    let last_calls = Arc::new(LastCalls::new(world_rank, world_size));
     let members = (0..world_size).collect();
     let world = Group {
         comm: world,
@@ -174,14 +179,14 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         mpi,
         world_rank,
         deadline,
-        heard: heard.clone(),
+        last_calls: last_calls.clone(),
         groups: vec![world],
     };
     let start = Start {
         world_rank,
         world_size,
         threads_per_rank: threads,
-        heard,
+        last_calls,
     };
     Ok((context, start))
 }
@@ -221,14 +226,10 @@ fn run_rank<T: Send>(
     let world = MpiCommunicator::world(shared, start.world_size);
     let group = ProcessGroup::new(Box::new(world));
     let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
-    let pool = ThreadPoolBuilder::new()
-        .num_threads(num_threads.max(1))
-        .thread_name(move |_| format!("rank-{rank}"))
-        .stack_size(config.stack_bytes)
-        .build()
+    let pool = pool_of_rank(rank, (num_threads, config.stack_bytes), &Device::Cpu)
         .map_err(|error| format!("its threads could not be started: {error}"))?;
     let message_of_panic =
-        |panic: Box<dyn Any + Send>| format!("panicked: {}", launch::panic_message(&*panic));
+        |panic: Box<dyn Any + Send>| format!("panicked: {}", panic_message(&*panic));
     // As a job of the pool from a thread outside of it, so that the caller's own pool, if any, does nothing meanwhile.
     scope(|scope| {
         let rank_main = || {

@@ -13,7 +13,7 @@ fn tag(seq: u64, kind: c_int) -> c_int {
 }
 
 /// The first message of operation `seq`.
-pub(super) fn hello(seq: u64) -> c_int {
+pub(super) fn header(seq: u64) -> c_int {
     tag(seq, 0)
 }
 
@@ -34,7 +34,7 @@ pub(super) const MESSAGE_HEAD: c_int = 3;
 pub(super) const MESSAGE_DATA: c_int = 7;
 
 /// In the world's group: the sender has returned.
-pub(super) const GOODBYE: c_int = 11;
+pub(super) const SHUTDOWN: c_int = 11;
 
 #[cfg(test)]
 mod tests {
@@ -42,15 +42,15 @@ mod tests {
 
     #[test]
     fn all_tags_differ_and_are_allowed() {
-        let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, GOODBYE];
+        let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
         for seq in 0..NUM_SEQS {
-            tags.extend([hello(seq), contribution(seq), result(seq)]);
+            tags.extend([header(seq), contribution(seq), result(seq)]);
         }
         assert!(tags.iter().all(|tag| (0..=32767).contains(tag)));
         let num_tags = tags.len();
         tags.sort_unstable();
         tags.dedup();
         assert_eq!(tags.len(), num_tags);
-        assert_eq!(hello(NUM_SEQS + 5), hello(5));
+        assert_eq!(header(NUM_SEQS + 5), header(5));
     }
 }

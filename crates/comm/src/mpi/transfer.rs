@@ -8,9 +8,10 @@ use mpi::ffi;
 
 use super::bytes;
 use super::part::Part;
+use super::place::Place;
 use super::sys::{Comm, Mpi, check};
 use crate::Error;
-use crate::local::element::Element;
+use crate::element::Element;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -60,6 +61,20 @@ unsafe impl<T: Element> LendMut for Part<T> {
     }
 }
 
+// SAFETY: as for a part or a vector, one of which it is.
+unsafe impl<T: Element> Lend for Place<T> {
+    fn bytes(&self) -> &[u8] {
+        bytes::of(self)
+    }
+}
+
+// SAFETY: as above.
+unsafe impl<T: Element> LendMut for Place<T> {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytes::of_mut(self)
+    }
+}
+
 // SAFETY: what is shared cannot be written to, and stays where it is as long as a clone lives.
 unsafe impl<B: Lend> Lend for Arc<B> {
     fn bytes(&self) -> &[u8] {
@@ -67,7 +82,7 @@ unsafe impl<B: Lend> Lend for Arc<B> {
     }
 }
 
-/// A message that MPI is sending or receiving. It owns the memory, which comes back when the message is through; dropped
+/// A message that MPI is sending or receiving. It owns the memory, which comes back when the message is complete; dropped
 /// before, the memory is leaked, for MPI may still use it.
 pub(super) struct Transfer<B> {
     request: ffi::MPI_Request,
@@ -123,7 +138,7 @@ impl<B: Lend> Transfer<B> {
         Ok(transfer)
     }
 
-    /// Whether the message is through. Also the moment at which MPI makes progress.
+    /// Whether the message is complete. Also the moment at which MPI makes progress.
     pub fn poll(&mut self, _: &Mpi) -> Result<bool> {
         if self.is_over {
             return Ok(true);
@@ -149,7 +164,7 @@ impl<B: Lend> Transfer<B> {
         Ok(true)
     }
 
-    /// The buffer and how many bytes came; `None` before the message is through.
+    /// The buffer and how many bytes came; `None` before the message is complete.
     pub fn take(mut self) -> Option<(B, usize)> {
         match self.is_over {
             true => Some((self.buffer.take()?, self.num_bytes)),

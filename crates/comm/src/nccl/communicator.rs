@@ -11,10 +11,10 @@ use super::joining::new_stream;
 use super::reduction::Reduction;
 use super::session::Session;
 use super::transfer::{Transfer, enqueue, unwritten};
-use crate::empty::empty;
-use crate::local::call::{Call, Operation};
-use crate::local::element;
-use crate::local::point_to_point::describe;
+use crate::call::{Call, Operation, describe};
+use crate::communicator::own_slice;
+use crate::device::empty;
+use crate::element;
 use crate::single::Single;
 use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
 
@@ -38,7 +38,7 @@ impl NcclCommunicator {
     }
 
     fn check_tensor(&self, xs: &Tensor) -> Result<()> {
-        element::check(xs, self.session.rank, &self.device)
+        element::check(xs, self.session.state.rank, &self.device)
     }
 
     /// Starts transfers, all under way together; `finish` makes the result of what they have written.
@@ -49,7 +49,7 @@ impl NcclCommunicator {
         (finish, waits_on_host): (Finish<T>, bool),
     ) -> Result<Pending<T>> {
         let (session, group) = (&self.session, &self.group);
-        session.check(call)?;
+        session.state.check(call)?;
         session.compute.context().bind_to_thread().w()?;
         let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
         let motions = transfers
@@ -67,14 +67,16 @@ impl NcclCommunicator {
             let launched = unsafe { enqueue(&motions, handle, &group.stream) };
             (
                 seq,
-                launched.and_then(|()| wait_settled(handle, session, call)),
+                launched.and_then(|()| wait_settled(handle, &session.state, call)),
             )
         };
         if let Err(error) = launched {
             session.fail(error.clone());
-            return Err(
-                Error::Backend(format!("{call} failed on rank {}: {error}", session.rank)).into(),
-            );
+            return Err(Error::Backend(format!(
+                "{call} failed on rank {}: {error}",
+                session.state.rank
+            ))
+            .into());
         }
         let call = format!("{call} ({}, operation number {seq})", group.name());
         let in_flight = InFlight::new((session, group), call, held, (finish, waits_on_host))?;
@@ -86,12 +88,13 @@ impl NcclCommunicator {
         self.start(call, &[transfer], (Box::new(move || Ok(ys)), false))
     }
 
-    /// Starts a reduction whose result has these dims.
+    /// Starts a reduction whose result has these dims, and goes to `place` if that is given. NCCL writes it there; reductions
+    /// that it does not make by itself are copied.
     fn start_reduction(
         &self,
         operation: Operation,
         (xs, op): (&Tensor, ReduceOp),
-        dims: &[usize],
+        (dims, place): (&[usize], Option<Tensor>),
         transfer: impl Fn(Tensor, Tensor) -> Transfer,
     ) -> Result<Pending<Tensor>> {
         self.check_tensor(xs)?;
@@ -101,6 +104,9 @@ impl NcclCommunicator {
             return self.nothing(dims, xs.dtype());
         }
         let reduction = Reduction::new(op, xs.dtype());
+        if let (Reduction::Plain, Some(place)) = (&reduction, &place) {
+            return self.start_one(&call, transfer(xs.clone(), place.clone()), place.clone());
+        }
         let mut transfers = Vec::new();
         let mut outputs = Vec::new();
         for xs in reduction.inputs(xs)? {
@@ -108,14 +114,17 @@ impl NcclCommunicator {
             outputs.push(ys.clone());
             transfers.push(transfer(xs, ys));
         }
-        let finish = move || reduction.finish(&outputs);
+        let finish = move || {
+            let result = reduction.finish(&outputs)?;
+            let Some(place) = place else {
+                return Ok(result);
+            };
+            place
+                .flatten_all()?
+                .slice_set(&result.flatten_all()?, 0, 0)?;
+            Ok(place)
+        };
         self.start(&call, &transfers, (Box::new(finish), false))
-    }
-
-    /// This rank's slice along dim 0.
-    fn slice_of(&self, xs: &Tensor) -> Result<Tensor> {
-        let len = xs.dim(0)? / self.world_size();
-        xs.narrow(0, self.rank() * len, len)
     }
 
     /// The result of an operation on tensors without elements, which moves nothing.
@@ -140,7 +149,12 @@ impl Communicator for NcclCommunicator {
     #[track_caller]
     fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         let transfer = |xs, ys| Transfer::AllReduce(op, xs, ys);
-        self.start_reduction(Operation::AllReduce(op), (xs, op), xs.dims(), transfer)
+        self.start_reduction(
+            Operation::AllReduce(op),
+            (xs, op),
+            (xs.dims(), None),
+            transfer,
+        )
     }
 
     #[track_caller]
@@ -161,33 +175,39 @@ impl Communicator for NcclCommunicator {
         let mut dims = xs.dims().to_vec();
         dims[0] /= self.world_size();
         let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
-        self.start_reduction(Operation::ReduceScatter(op), (xs, op), &dims, transfer)
+        self.start_reduction(
+            Operation::ReduceScatter(op),
+            (xs, op),
+            (&dims, None),
+            transfer,
+        )
     }
 
-    /// NCCL does it where the result is this rank's slice of the input. Reductions that it does not make by itself are copied.
+    #[track_caller]
+    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        let transfer = |xs, ys| Transfer::AllReduce(op, xs, ys);
+        let place = (xs.dims(), Some(xs.clone()));
+        self.start_reduction(Operation::AllReduce(op), (xs, op), place, transfer)
+    }
+
     #[track_caller]
     fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let slice = self.slice_of(xs)?;
-        if !matches!(Reduction::new(op, xs.dtype()), Reduction::Plain) {
-            let pending = self.reduce_scatter(xs, op)?;
-            return Ok(Pending::new(move || {
-                slice.slice_set(&pending.wait_uncounted()?, 0, 0)?;
-                Ok(slice)
-            }));
-        }
-        self.check_tensor(xs)?;
-        let operation = Operation::ReduceScatter(op);
-        element::check_reduces(&operation, xs.dtype(), &self.device)?;
-        let call = self.call(operation, Some(xs));
-        let transfer = Transfer::ReduceScatter(op, xs.clone(), slice.clone());
-        self.start_one(&call, transfer, slice)
+        let slice = own_slice(self, xs)?;
+        let transfer = |xs, ys| Transfer::ReduceScatter(op, xs, ys);
+        let (dims, place) = (slice.dims().to_vec(), Some(slice));
+        self.start_reduction(
+            Operation::ReduceScatter(op),
+            (xs, op),
+            (&dims, place),
+            transfer,
+        )
     }
 
     /// NCCL does it where the input is this rank's slice of the result.
     #[track_caller]
     fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         self.check_tensor(xs)?;
-        let slice = self.slice_of(xs)?;
+        let slice = own_slice(self, xs)?;
         let call = self.call(Operation::AllGather, Some(&slice));
         let transfer = Transfer::AllGather(slice, xs.clone());
         self.start_one(&call, transfer, xs.clone())
@@ -268,7 +288,7 @@ impl Communicator for NcclCommunicator {
         let stream = new_stream(&self.session)?;
         let split = self
             .group
-            .split(number, (members, rank), stream, &self.session);
+            .split(number, (members, rank), stream, &self.session.state);
         match split {
             Ok(Some(group)) => Ok(Box::new(Self {
                 session: self.session.clone(),
@@ -284,6 +304,6 @@ impl Communicator for NcclCommunicator {
     }
 
     fn check(&self) -> Result<()> {
-        Ok(self.session.check(&format_args!("what was read"))?)
+        Ok(self.session.state.check(&format_args!("what was read"))?)
     }
 }

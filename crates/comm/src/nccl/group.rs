@@ -2,19 +2,20 @@
 
 use std::fmt::Display;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
-use super::session::Session;
+use super::run_state::RunState;
 use super::sys::{self, Handle, UniqueId};
 use crate::Error;
-use crate::local::report::group_name;
+use crate::deadline::Deadline;
+use crate::error::group_name;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Looks at a state that changes within microseconds most of the time, before the looks become rare.
-const QUICK_LOOKS: u32 = 200;
+/// Polls of a state that changes within microseconds most of the time, before they become rare.
+const QUICK_POLLS: u32 = 200;
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
 /// One rank's end of one of NCCL's communicators, and the stream on which its operations run.
@@ -40,11 +41,11 @@ impl Group {
         (rank, world_size): (usize, usize),
         id: &UniqueId,
         stream: Arc<CudaStream>,
-        session: &Session,
+        run: &RunState,
     ) -> Result<Self> {
         let handle = sys::init(as_int(rank)?, as_int(world_size)?, id)?;
         let group = Self::new((0..world_size).collect(), rank, stream, handle);
-        group.settled(handle, session)?;
+        group.settled(handle, run)?;
         Ok(group)
     }
 
@@ -79,7 +80,7 @@ impl Group {
         color: usize,
         (members, rank): (Arc<[usize]>, usize),
         stream: Arc<CudaStream>,
-        session: &Session,
+        run: &RunState,
     ) -> Result<Option<Self>> {
         let state = self.lock();
         let parent = state.handle()?;
@@ -88,9 +89,7 @@ impl Group {
             _ => Some(as_int(color)?),
         };
         let split = sys::Split::start(parent, color, as_int(rank)?)?;
-        if let Err(error) =
-            wait_settled(parent, session, &format_args!("a split of {}", self.name()))
-        {
+        if let Err(error) = wait_settled(parent, run, &format_args!("a split of {}", self.name())) {
             split.leak();
             return Err(error);
         }
@@ -98,7 +97,7 @@ impl Group {
             return Ok(None);
         };
         let group = Self::new(members, rank, stream, child);
-        group.settled(child, session)?;
+        group.settled(child, run)?;
         let given = sys::rank(child)?;
         if given != rank {
             return Err(Error::Backend(format!(
@@ -110,9 +109,9 @@ impl Group {
     }
 
     /// Waits for a new group; aborts it if it does not come to be.
-    fn settled(&self, handle: Handle, session: &Session) -> Result<()> {
+    fn settled(&self, handle: Handle, run: &RunState) -> Result<()> {
         let call = format!("joining {}", self.name());
-        wait_settled(handle, session, &call).inspect_err(|_| self.abort())
+        wait_settled(handle, run, &call).inspect_err(|_| self.abort())
     }
 
     /// An error that has come up on the GPU or in the network; none while another thread uses the group, which sees it.
@@ -136,13 +135,13 @@ impl Group {
     }
 
     /// Completes its operations.
-    pub fn finalize(&self, session: &Session) -> Result<()> {
+    pub fn finalize(&self, run: &RunState) -> Result<()> {
         let state = self.lock();
         let Some(handle) = state.handle else {
             return Ok(());
         };
         sys::finalize(handle)?;
-        wait_settled(handle, session, &format_args!("the end of {}", self.name()))
+        wait_settled(handle, run, &format_args!("the end of {}", self.name()))
     }
 
     /// Frees it after [`finalize`](Self::finalize).
@@ -162,18 +161,18 @@ impl State {
 }
 
 /// Waits until the host's part of `call` is done, or the run fails, or the deadline.
-pub(super) fn wait_settled(handle: Handle, session: &Session, call: &dyn Display) -> Result<()> {
-    let start = Instant::now();
-    let mut looks = 0u32;
+pub(super) fn wait_settled(handle: Handle, run: &RunState, call: &dyn Display) -> Result<()> {
+    let mut deadline = Deadline::new(run.deadline);
+    let mut polls = 0u32;
     while !sys::is_settled(handle)? {
-        session.check(call)?;
-        if start.elapsed() > session.deadline {
-            return Err(session.late(call));
+        run.check(call)?;
+        if deadline.is_over() {
+            return Err(run.late(call));
         }
-        looks += 1;
-        match looks {
-            ..QUICK_LOOKS => std::thread::yield_now(),
-            _ => std::thread::sleep(LONGEST_SLEEP),
+        polls += 1;
+        match polls {
+            ..QUICK_POLLS => std::thread::yield_now(),
+            _ => deadline.sleep(LONGEST_SLEEP),
         }
     }
     Ok(())

@@ -16,16 +16,20 @@ use candle_core::{Result, Tensor};
 
 use super::group::Group;
 use super::session::Session;
-use super::watcher::UnderWay;
+use super::watcher::{REPORT, UnderWay};
+use crate::call_site;
+use crate::deadline::Deadline;
 use crate::pending::Work;
 
-/// How long a host that waits for a barrier sleeps between two looks.
+/// How long a host that waits for a barrier sleeps between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 
 /// Tensors that an operation uses. In its end the stream that frees them waits for the operation, so they may be freed, and
 /// written to, from then on.
 pub(super) struct Held {
     tensors: Vec<Tensor>,
+    /// What makes them is behind it.
+    ready: Option<CudaEvent>,
     compute: Arc<CudaStream>,
     group: Arc<CudaStream>,
     is_over: bool,
@@ -38,9 +42,11 @@ impl Held {
         compute: &Arc<CudaStream>,
         group: &Arc<CudaStream>,
     ) -> Result<Self> {
-        group.join(compute).w()?;
+        let ready = compute.record_event(None).w()?;
+        group.wait(&ready).w()?;
         Ok(Self {
             tensors,
+            ready: Some(ready),
             compute: compute.clone(),
             group: group.clone(),
             is_over: false,
@@ -70,7 +76,7 @@ impl Drop for Held {
 /// What an operation gives, made of what NCCL wrote.
 pub(super) type Finish<T> = Box<dyn FnOnce() -> Result<T> + Send>;
 
-/// A rank's claim to the result of an operation.
+/// An operation that is on its group's stream.
 pub(super) struct InFlight<T> {
     session: Arc<Session>,
     call: String,
@@ -83,19 +89,26 @@ pub(super) struct InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    /// Claims what has just been put on the group's stream.
+    /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
         call: String,
-        held: Held,
+        mut held: Held,
         (finish, waits_on_host): (Finish<T>, bool),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
+        let ticket = call_site::take_ticket();
+        if let Some(ticket) = &ticket {
+            ticket.queued();
+        }
+        let report = ticket.as_ref().map_or(Duration::ZERO, |_| REPORT);
         session.watch(UnderWay {
             call: call.clone(),
             group: group.clone(),
+            ready: held.ready.take(),
             done: done.clone(),
-            waited: Duration::ZERO,
+            deadline: Deadline::new(session.state.deadline + report),
+            ticket,
         });
         Ok(Self {
             session: session.clone(),
@@ -126,7 +139,7 @@ impl<T> Work<T> for InFlight<T> {
             self.wait_on_host()?;
         }
         // After the wait: a failure comes before the abort that ends it.
-        self.session.check(&self.call)?;
+        self.session.state.check(&self.call)?;
         let InFlight { held, finish, .. } = *self;
         drop(held);
         finish()

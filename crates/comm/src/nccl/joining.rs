@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor};
 use super::group::Group;
 use super::session::Session;
 use super::{NcclCommunicator, NcclConfig, sys};
-use crate::local::has_a_stream;
+use crate::device::{self, has_a_stream};
 use crate::{Communicator, Error};
 
 impl NcclCommunicator {
@@ -51,9 +51,9 @@ impl NcclCommunicator {
         compute.context().bind_to_thread().w()?;
         let session = Session::start(rank, config.deadline, compute)?;
         let stream = new_stream(&session)?;
-        let group = Group::world((rank, world_size), id, stream, &session);
+        let group = Group::world((rank, world_size), id, stream, &session.state);
         let group = group.map_err(|error| {
-            let device = crate::local::device_name(&config.device);
+            let device = device::name(&config.device);
             Error::Backend(format!(
                 "rank {rank} on {device} cannot join the other ranks: {error}"
             ))

@@ -57,7 +57,7 @@ impl Motion {
     ///
     /// # Safety
     /// The addresses are of the group's GPU, and hold values for all the operation reads and writes, which nobody frees, or
-    /// writes to, until the stream is through.
+    /// writes to, until the stream is complete.
     pub unsafe fn enqueue(self, comm: Handle, stream: &CudaStream) -> Result<()> {
         let stream = stream.cu_stream().cast();
         // SAFETY: as the caller promises; the handle is alive, and the stream is of its GPU.

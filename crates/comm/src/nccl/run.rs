@@ -4,11 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use rayon::ThreadPoolBuilder;
 
 use super::{NcclCommunicator, NcclConfig};
-use crate::local::{make_current, num_cores};
-use crate::{Error, ProcessGroup, launch};
+use crate::cores::{num_cores, panic_message, pool_of_rank};
+use crate::device::make_current;
+use crate::{Error, ProcessGroup};
 
 /// Runs `run` as one rank of a run over NCCL, on the GPU that the config names, and returns what it returns. All ranks call it,
 /// each in a process or a thread of its own.
@@ -19,23 +19,17 @@ use crate::{Error, ProcessGroup, launch};
 /// # Errors
 /// Those of [`NcclCommunicator::join`]; the first failure of the run on this rank, or else that of `run`, whose panic counts as
 /// one. NCCL does not tell the other ranks, whose operations then last until their deadline: a control plane does, see
-/// [`launch::run`].
+/// [`launch::run`](crate::launch::run).
 pub fn nccl<T: Send>(
     config: NcclConfig,
     run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
 ) -> Result<T> {
-    let (rank, device) = (config.rank, config.device.clone());
+    let rank = config.rank;
     let num_gpus = CudaContext::device_count().unwrap_or(1).max(1);
     let threads = config
         .threads_per_rank
         .unwrap_or(num_cores() / num_gpus as usize);
-    let pool = ThreadPoolBuilder::new()
-        .num_threads(threads.max(1))
-        .thread_name(move |_| format!("rank-{rank}"))
-        .stack_size(config.stack_bytes)
-        // If it fails it does so in `join` too, which says it.
-        .start_handler(move |_| drop(make_current(&device)))
-        .build()
+    let pool = pool_of_rank(rank, (threads, config.stack_bytes), &config.device)
         .map_err(candle_core::Error::wrap)?;
     // What the rank returns may be freed on this thread, which takes a current context.
     make_current(&config.device)?;
@@ -51,11 +45,11 @@ pub fn nccl<T: Send>(
             }
             Ok(Err(error)) => error,
             Err(panic) => {
-                let message = launch::panic_message(&*panic);
+                let message = panic_message(&*panic);
                 Error::Argument(format!("rank {rank} panicked: {message}")).into()
             }
         };
-        let first = session.failure();
+        let first = session.state.failure();
         session.fail(Error::Backend(format!("rank {rank} has ended")));
         // An error may only be what came after the failure.
         Err(first.map_or(failed, candle_core::Error::from))

@@ -8,6 +8,7 @@ use std::time::Duration;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
 use super::group::Group;
+use super::run_state::RunState;
 use super::watcher::{self, UnderWay};
 use crate::Error;
 
@@ -17,19 +18,12 @@ type Result<T> = std::result::Result<T, Error>;
 ///
 /// Its end ends the run over NCCL: groups are completed and freed, the youngest first; after a failure, or in a panic, aborted.
 pub(super) struct Session {
-    pub rank: usize,
-    pub deadline: Duration,
+    pub state: Arc<RunState>,
     /// The stream on which the rank computes.
     pub compute: Arc<CudaStream>,
-    ending: Mutex<Ending>,
-    watcher: Mutex<Option<(Sender<UnderWay>, JoinHandle<()>)>>,
-}
-
-#[derive(Default)]
-struct Ending {
-    failure: Option<Error>,
     /// In the order in which they came to be.
-    groups: Vec<Arc<Group>>,
+    groups: Mutex<Vec<Arc<Group>>>,
+    watcher: Mutex<Option<(Sender<UnderWay>, JoinHandle<()>)>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -45,20 +39,26 @@ impl Session {
         compute: Arc<CudaStream>,
     ) -> std::io::Result<Arc<Self>> {
         let session = Arc::new(Self {
-            rank,
-            deadline,
+            state: Arc::new(RunState::new(rank, deadline)),
             compute,
-            ending: Mutex::default(),
+            groups: Mutex::default(),
             watcher: Mutex::new(None),
         });
-        *lock(&session.watcher) = Some(watcher::start(&session)?);
+        let weak = Arc::downgrade(&session);
+        let fail = move |failure| {
+            if let Some(session) = weak.upgrade() {
+                session.fail(failure);
+            }
+        };
+        let context = session.compute.context().clone();
+        *lock(&session.watcher) = Some(watcher::start(&session.state, context, fail)?);
         Ok(session)
     }
 
     /// A group to be freed when the run ends.
     pub fn add(&self, group: Group) -> Arc<Group> {
         let group = Arc::new(group);
-        lock(&self.ending).groups.push(group.clone());
+        lock(&self.groups).push(group.clone());
         group
     }
 
@@ -70,30 +70,11 @@ impl Session {
         }
     }
 
-    /// How this rank's run has failed, if it has.
-    pub fn failure(&self) -> Option<Error> {
-        lock(&self.ending).failure.clone()
-    }
-
-    /// An error if the run has failed, for what was called after that.
-    pub fn check(&self, call: &dyn std::fmt::Display) -> Result<()> {
-        match self.failure() {
-            None => Ok(()),
-            Some(failure) => Err(Error::Backend(format!(
-                "{call} on rank {} cannot complete: the run over NCCL has failed: {failure}",
-                self.rank
-            ))),
-        }
-    }
-
     /// Ends the run: what waits on a GPU for other ranks waits no more, and what is called later fails. Only the first failure
     /// counts.
     pub fn fail(&self, failure: Error) {
-        let groups = {
-            let mut ending = lock(&self.ending);
-            ending.failure.get_or_insert(failure);
-            std::mem::take(&mut ending.groups)
-        };
+        self.state.set_failure(failure);
+        let groups = std::mem::take(&mut *lock(&self.groups));
         groups.iter().rev().for_each(|group| group.abort());
     }
 
@@ -111,53 +92,39 @@ impl Session {
             drop(sender);
             // The last owner of a session may be the watcher itself.
             if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-                tracing::warn!("the watcher of rank {} has panicked", self.rank);
+                tracing::warn!("the watcher of rank {} has panicked", self.state.rank);
             }
         }
         closed
     }
 
     fn free_groups(&self) -> Result<()> {
-        let groups = {
-            let ending = lock(&self.ending);
-            match &ending.failure {
-                Some(failure) => return Err(failure.clone()),
-                None => ending.groups.clone(),
-            }
-        };
+        if let Some(failure) = self.state.failure() {
+            return Err(failure);
+        }
+        let groups = lock(&self.groups).clone();
         for group in groups.iter().rev() {
-            group.finalize(self)?;
+            group.finalize(&self.state)?;
         }
         for group in groups.iter().rev() {
             group.destroy()?;
         }
-        lock(&self.ending).groups.clear();
+        lock(&self.groups).clear();
         Ok(())
-    }
-
-    /// The error about something that is not complete at the deadline.
-    pub fn late(&self, call: &dyn std::fmt::Display) -> Error {
-        Error::Deadline {
-            waiting: self.rank,
-            call: call.to_string(),
-            secs: self.deadline.as_secs_f64(),
-            missing: "NCCL cannot tell who".into(),
-            report: format!("  rank {}: {call}", self.rank),
-        }
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.fail(Error::Backend(format!("rank {} panicked", self.rank)));
+            self.fail(Error::Backend(format!("rank {} panicked", self.state.rank)));
         }
-        if self.failure().is_none()
+        if self.state.failure().is_none()
             && let Err(error) = self.close()
         {
             tracing::warn!(
                 "the run over NCCL did not end well on rank {}: {error}",
-                self.rank
+                self.state.rank
             );
         }
     }

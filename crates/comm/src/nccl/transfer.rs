@@ -7,7 +7,7 @@ use candle_core::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, ba
 
 use super::motion::{DataType, Memory, Motion, RedOp, grouped};
 use super::sys::Handle;
-use crate::local::element::{unsupported, with_element};
+use crate::element::{unsupported, with_element};
 use crate::{Error, ReduceOp};
 
 /// A step of an operation, between contiguous tensors of the group's GPU that have elements.
@@ -38,7 +38,7 @@ impl Transfer {
         })
     }
 
-    /// The tensors, to be kept until the operation is through.
+    /// The tensors, to be kept until the operation is complete.
     pub fn tensors(&self) -> Vec<Tensor> {
         match self {
             Self::AllReduce(_, xs, ys)

@@ -6,9 +6,31 @@ use candle_core::{Result, Tensor};
 
 use super::{ProcessGroup, dims, size_in_bytes};
 use crate::call_site::scope;
+use crate::communicator::own_slice;
 use crate::{Error, Pending, ReduceOp};
 
 impl ProcessGroup {
+    /// Starts an [`all_reduce`](Self::all_reduce) whose result overwrites `xs`, and is `xs`, which must not be read or written to
+    /// before the wait.
+    ///
+    /// # Shapes
+    /// `(..)`, contiguous -> the same
+    ///
+    /// # Errors
+    /// Values that are not contiguous; everything else comes from the wait.
+    #[track_caller]
+    pub fn start_all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
+        check_contiguous("all_reduce in place", xs)?;
+        if self.is_single() || xs.elem_count() == 0 {
+            return Ok(Pending::ready(xs.detach()));
+        }
+        self.count("all_reduce", 2, size_in_bytes(xs));
+        let xs = xs.detach();
+        scope(Location::caller(), || {
+            self.comm.all_reduce_in_place(&xs, op)
+        })
+    }
+
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0 whose result overwrites this rank's slice of `xs`, and is a
     /// view of it. The other slices keep their values. `xs` must not be read or written to before the wait.
     ///
@@ -27,7 +49,7 @@ impl ProcessGroup {
         dims::check_divides(operation, xs, 0, self.world_size())?;
         check_contiguous(operation, xs)?;
         if self.is_single() || xs.elem_count() == 0 {
-            return self.nothing_to_move(xs);
+            return Ok(Pending::ready(own_slice(&*self.comm, &xs.detach())?));
         }
         self.count("reduce_scatter", 1, size_in_bytes(xs));
         let xs = xs.detach();
@@ -55,13 +77,6 @@ impl ProcessGroup {
         self.count("all_gather", 1, size_in_bytes(xs));
         let xs = xs.detach();
         scope(Location::caller(), || self.comm.all_gather_in_place(&xs))
-    }
-
-    /// This rank's slice as it is.
-    fn nothing_to_move(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let len = xs.dim(0)? / self.world_size();
-        let slice = xs.detach().narrow(0, self.rank() * len, len)?;
-        Ok(Pending::ready(slice))
     }
 }
 

@@ -19,7 +19,7 @@ macro_rules! conformance {
 }
 
 for_each_conformance!(conformance);
-conformance!(large);
+conformance!(large, background);
 
 #[test]
 fn with_delays() -> Result<()> {
@@ -32,6 +32,7 @@ fn with_delays() -> Result<()> {
         conformance::many_in_flight(&threads)?;
         conformance::message_order(&threads)?;
         conformance::independent_results(&threads)?;
+        conformance::background(&threads)?;
     }
     Ok(())
 }

@@ -1,10 +1,12 @@
 //! The MPI backend passes the conformance suite, gives the bits of the local backend, and fails with everybody.
 
+use std::net::TcpListener;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use candle_comm::{MpiConfig, P2p, ProcessGroup, ReduceOp, launch};
+use candle_comm::{MpiConfig, P2p, ProcessGroup, RankEnv, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_launch::{Control, ControlConfig};
 
 use crate::conformance;
 use crate::determinism;
@@ -20,7 +22,8 @@ fn conforms(world: &ProcessGroup) -> Result<()> {
         };
     }
     for_each_conformance!(each);
-    conformance::large(mpi)
+    conformance::large(mpi)?;
+    conformance::background(mpi)
 }
 
 #[test]
@@ -233,6 +236,59 @@ fn a_late_rank_is_named() {
         // The end of the run waits for rank 1 no longer than the deadline either, so it may fail or not.
         let said = said(&output);
         assert!(!said.contains("should say"), "{said}");
+    }
+}
+
+/// Several operations are in flight on two groups when a rank is late at the first of one, and all ranks are told so.
+#[test]
+fn a_late_rank_is_named_with_several_operations_in_flight() {
+    const TEST: &str = "mpi::a_late_rank_is_named_with_several_operations_in_flight";
+    let output = output(TEST, 3, Duration::from_secs(60), |world| {
+        let listener = (world.rank() == 0).then(|| TcpListener::bind("127.0.0.1:0"));
+        let listener = listener.transpose()?;
+        let port = match &listener {
+            Some(listener) => listener.local_addr()?.port(),
+            None => 0,
+        };
+        let ports = world.all_gather(&Tensor::new(&[u32::from(port)], &Device::Cpu)?, 0)?;
+        let config = ControlConfig {
+            deadline: Duration::from_secs(1),
+            is_one_host: true,
+            ..ControlConfig::at(
+                &RankEnv::from_env().map_err(candle_core::Error::wrap)?,
+                ("127.0.0.1".into(), ports.to_vec1::<u32>()?[0] as u16),
+            )
+        };
+        let control = match listener {
+            Some(listener) => Control::join_at(&config, listener),
+            None => Control::join(&config),
+        };
+        let control = control.map_err(candle_core::Error::wrap)?;
+        let world = world.watched(&control, false)?;
+        let others = world.split(usize::from(world.rank() == 2), 0)?;
+        if world.rank() < 2 {
+            let xs = zeros(&[200_000])?;
+            let first = world.start_all_reduce(&xs, ReduceOp::Sum)?;
+            let second = world.start_all_reduce(&xs, ReduceOp::Sum)?;
+            let other = others.start_all_reduce(&xs, ReduceOp::Sum)?;
+            // In another order on each rank.
+            match world.rank() {
+                0 => first.wait()?,
+                _ => second.wait()?,
+            };
+            other.wait()?;
+        }
+        sleep(Duration::from_secs(20));
+        Ok(())
+    });
+    if let Some(output) = output {
+        let said = said(&output);
+        let expected = " of group [0, 1, 2], which rank 2 did not call";
+        assert!(said.contains(expected), "{said}");
+        assert!(
+            said.contains(" more in flight, the oldest all_reduce(sum) of f32 [200000] at "),
+            "{said}"
+        );
     }
 }
 

@@ -1,11 +1,13 @@
 //! What becomes of ranks over NCCL when one of them is missing, fails or calls something else, and who is refused.
 
-use std::sync::Arc;
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 
 use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, message_of};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_launch::{Control, ControlConfig};
 
 use crate::cuda::{gpus, open};
 use crate::nccl::{Board, devices, each, may_share};
@@ -82,6 +84,72 @@ fn a_missing_rank_ends_in_the_deadline() {
         late.contains("remote process") || late.contains("is not complete"),
         "{late}"
     );
+}
+
+/// Runs ranks that the run's control plane watches, and returns its report of the end and what each rank's own error was.
+fn watched(
+    world_size: usize,
+    run: impl Fn(ProcessGroup) -> Result<()> + Sync,
+) -> Option<(String, Vec<String>)> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let listener = Mutex::new(Some(listener));
+    let results = each(world_size, short(), |world| {
+        let config = ControlConfig {
+            rank: world.rank(),
+            world_size,
+            host: "here".into(),
+            master: ("127.0.0.1".into(), port),
+            is_one_host: true,
+            token: "secret".into(),
+            fingerprint: Vec::new(),
+            join_timeout: LONG,
+            deadline: short(),
+            ends_process: false,
+        };
+        let control = match world.rank() {
+            0 => Control::join_at(&config, listener.lock().unwrap().take().unwrap()),
+            _ => Control::join(&config),
+        };
+        let control = control.map_err(candle_core::Error::wrap)?;
+        let error = run(world.watched(&control, false)?).unwrap_err();
+        let error = message_of(&error);
+        control.fail(&error);
+        Ok((control.failure().unwrap().message, error))
+    });
+    let (reports, errors): (Vec<_>, Vec<_>) = results.into_iter().map(Result::unwrap).unzip();
+    Some((reports.into_iter().next()?, errors))
+}
+
+/// The host waits for a copy, with two reductions on the GPU, of which all but one rank have come to the first.
+#[test]
+fn the_late_rank_is_named_with_several_operations_in_flight() {
+    let run = |world: ProcessGroup| {
+        let xs = ones(&world)?;
+        let before = world.all_reduce(&xs, ReduceOp::Sum)?;
+        before.to_vec1::<f32>()?;
+        if world.rank() == 1 {
+            sleep(3 * short());
+        }
+        let first = world.start_all_reduce(&xs, ReduceOp::Sum)?;
+        let second = world.start_all_reduce(&xs, ReduceOp::Sum)?;
+        let ys = (first.wait()? + second.wait()?)?;
+        ys.to_vec1::<f32>()?;
+        world.check()
+    };
+    let Some((report, errors)) = watched(2, run) else {
+        return;
+    };
+    let place = report.lines().next().unwrap();
+    let expected = "the deadline, in operation number 1 of group [0, 1], which rank 1 did not call";
+    assert!(place.ends_with(expected), "{report}");
+    assert!(
+        report.contains("operation number 1); 1 more in flight, the oldest all_reduce"),
+        "{report}"
+    );
+    for error in errors {
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]

@@ -1,16 +1,20 @@
-//! What a rank is doing: its operations in flight and its step.
+//! What a rank is doing: its operations in flight, how far it is in each group, and its step.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::Operation;
+use super::{Operation, RankGroup};
 
 /// What this rank is doing. Times are those of the run clock.
 #[derive(Default)]
 pub(super) struct Activity {
     step: Option<(u64, &'static str)>,
+    /// Operations in flight, in the order in which they began.
     open: Vec<Open>,
+    /// By group id: how many of its numbered operations have begun.
+    begun: BTreeMap<String, u64>,
     /// The operation that began last, once it has ended, and when it did.
     ended: Option<(Operation, Duration)>,
     next_id: u64,
@@ -20,8 +24,10 @@ struct Open {
     id: u64,
     operation: Operation,
     begun: Duration,
-    /// Since when the rank cannot go on before the operation does.
+    /// Since when the rank, or its device, cannot go on before the operation does.
     blocked: Option<Duration>,
+    /// The rank's device has not come to it.
+    is_queued: bool,
 }
 
 impl Activity {
@@ -29,24 +35,39 @@ impl Activity {
         self.step = Some((step, phase));
     }
 
-    /// An operation begins, and the rank is blocked in it.
-    pub(super) fn begin(&mut self, operation: Operation, now: Duration) -> u64 {
+    /// An operation begins, and the rank is blocked in it. Returns its id, and whether it is the first of its group.
+    pub(super) fn begin(&mut self, operation: Operation, now: Duration) -> (u64, bool) {
         let id = self.next_id;
         self.next_id += 1;
-        let blocked = Some(now);
+        let group = &operation.group.id;
+        let is_new = !self.begun.contains_key(group);
+        let begun = self.begun.entry(group.clone()).or_default();
+        if let Some(seq) = operation.seq {
+            *begun = (*begun).max(seq + 1);
+        }
         self.open.push(Open {
             id,
             operation,
             begun: now,
-            blocked,
+            blocked: Some(now),
+            is_queued: false,
         });
-        id
+        (id, is_new)
     }
 
     /// The rank is blocked in the operation from now on, or no longer.
     pub(super) fn set_blocked(&mut self, id: u64, blocked: Option<Duration>) {
         if let Some(open) = self.open.iter_mut().find(|open| open.id == id) {
             open.blocked = blocked;
+            open.is_queued = false;
+        }
+    }
+
+    /// The operation is behind others on the rank's device.
+    pub(super) fn set_queued(&mut self, id: u64) {
+        if let Some(open) = self.open.iter_mut().find(|open| open.id == id) {
+            open.blocked = None;
+            open.is_queued = true;
         }
     }
 
@@ -62,29 +83,39 @@ impl Activity {
 
     /// The operation in which the rank has been blocked for the longest, and for how long.
     pub(super) fn longest_block(&self, now: Duration) -> Option<(&Operation, Duration)> {
-        let blocked = self.open.iter().filter_map(|open| {
-            let since = open.blocked?;
-            Some((&open.operation, now.saturating_sub(since)))
-        });
-        blocked.max_by_key(|(_, time)| *time)
+        let open = self.longest_blocked()?;
+        Some((&open.operation, now.saturating_sub(open.blocked?)))
+    }
+
+    fn longest_blocked(&self) -> Option<&Open> {
+        let blocked = self.open.iter().filter(|open| open.blocked.is_some());
+        blocked.min_by_key(|open| open.blocked)
     }
 
     /// What to tell the other ranks.
     pub(super) fn snapshot(&self, now: Duration) -> Snapshot {
-        let (operation, state, time) = match (self.longest_block(now), self.open.last()) {
-            (Some((operation, time)), _) => (Some(operation), State::Waits, time),
-            (None, Some(open)) if open.id + 1 == self.next_id => (
+        let newest = (self.open.last()).filter(|open| open.id + 1 == self.next_id);
+        let (shown, operation, state, since) = match (self.longest_blocked(), newest, &self.ended) {
+            (Some(open), ..) => (
+                Some(open.id),
                 Some(&open.operation),
-                State::Started,
-                now.saturating_sub(open.begun),
+                State::Waits,
+                open.blocked.unwrap_or(now),
             ),
-            _ => match &self.ended {
-                Some((operation, ended)) => {
-                    (Some(operation), State::Finished, now.saturating_sub(*ended))
-                }
-                None => (None, State::Finished, Duration::ZERO),
-            },
+            (None, Some(open), _) => {
+                let state = match open.is_queued {
+                    true => State::Queued,
+                    false => State::Started,
+                };
+                (Some(open.id), Some(&open.operation), state, open.begun)
+            }
+            (None, None, Some((operation, ended))) => {
+                (None, Some(operation), State::Finished, *ended)
+            }
+            (None, None, None) => (None, None, State::Finished, now),
         };
+        let mut others = self.open.iter().filter(|open| Some(open.id) != shown);
+        let oldest = others.next();
         Snapshot {
             step: self.step.map(|(step, phase)| (step, phase.to_string())),
             operation: operation.map(|operation| LastOperation {
@@ -92,8 +123,33 @@ impl Activity {
                 group: operation.group.id.clone(),
                 seq: operation.seq,
                 state,
-                secs: time.as_secs_f64(),
+                secs: now.saturating_sub(since).as_secs_f64(),
             }),
+            others: oldest.map(|oldest| (1 + others.count(), oldest.operation.to_string())),
+            groups: self
+                .begun
+                .iter()
+                .map(|(id, begun)| self.progress(id, *begun))
+                .collect(),
+        }
+    }
+
+    fn progress(&self, id: &str, begun: u64) -> GroupProgress {
+        let numbers = |queued_only: bool| {
+            let here = self
+                .open
+                .iter()
+                .filter(|open| open.operation.group.id == id);
+            let here = here.filter(move |open| open.is_queued || !queued_only);
+            here.filter_map(|open| open.operation.seq)
+                .min()
+                .unwrap_or(begun)
+        };
+        GroupProgress {
+            id: id.to_string(),
+            begun,
+            reached: numbers(true),
+            completed: numbers(false),
         }
     }
 }
@@ -103,6 +159,19 @@ impl Activity {
 pub(super) struct Snapshot {
     step: Option<(u64, String)>,
     operation: Option<LastOperation>,
+    /// How many more are in flight, and the oldest of them.
+    others: Option<(usize, String)>,
+    groups: Vec<GroupProgress>,
+}
+
+/// How far a rank is in a group: the number of the first operation that has not begun, that its device has not come to, that is
+/// not complete.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct GroupProgress {
+    id: String,
+    pub begun: u64,
+    pub reached: u64,
+    pub completed: u64,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -117,6 +186,7 @@ struct LastOperation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum State {
     Waits,
+    Queued,
     Started,
     Finished,
 }
@@ -124,26 +194,38 @@ enum State {
 impl Snapshot {
     /// In words, `age` after it was taken.
     pub(super) fn describe(&self, age: Duration) -> String {
-        let operation = match &self.operation {
+        let mut words = match &self.operation {
             None => "no operation yet".to_string(),
             Some(last) => {
                 let (text, secs) = (&last.text, last.secs + age.as_secs_f64());
                 match last.state {
                     State::Waits => format!("for {secs:.1} s in {text}"),
+                    State::Queued => {
+                        format!("called {text} {secs:.1} s ago, its GPU has not come to it")
+                    }
                     State::Started => format!("started {text} {secs:.1} s ago, not waited for yet"),
                     State::Finished => format!("finished {text} {secs:.1} s ago, nothing since"),
                 }
             }
         };
-        match &self.step {
-            Some((step, phase)) => format!("{operation}; step {step}, {phase}"),
-            None => operation,
+        if let Some((num_others, oldest)) = &self.others {
+            words += &format!("; {num_others} more in flight, the oldest {oldest}");
         }
+        if let Some((step, phase)) = &self.step {
+            words += &format!("; step {step}, {phase}");
+        }
+        words
     }
 
-    /// Group and number of the operation that the rank has begun and not ended.
-    pub(super) fn in_flight(&self) -> Option<(&str, Option<u64>)> {
+    /// How far the rank is in a group.
+    pub(super) fn progress(&self, group: &RankGroup) -> GroupProgress {
+        let progress = self.groups.iter().find(|progress| progress.id == group.id);
+        progress.cloned().unwrap_or_default()
+    }
+
+    /// Id of the group, and number, of the operation in which the rank is blocked.
+    pub(super) fn blocked_in(&self) -> Option<(&str, Option<u64>)> {
         let last = self.operation.as_ref()?;
-        (last.state != State::Finished).then_some((last.group.as_str(), last.seq))
+        (last.state == State::Waits).then_some((last.group.as_str(), last.seq))
     }
 }

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::activity::{Activity, Snapshot};
 use super::clock::RunClock;
-use super::death::{DIED_HINT, SILENT_HINT, died, silent};
+use super::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, Failure, FailureKind, SILENCE, beat_interval, ending};
+use super::{ControlConfig, Failure, FailureKind, Operation, SILENCE, beat_interval, ending};
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
@@ -109,6 +109,16 @@ impl Link {
 
     pub(super) fn failure(&self) -> Option<Failure> {
         self.lock().failure.clone()
+    }
+
+    /// Notes an operation that begins, and returns its id.
+    pub(super) fn begin(&self, operation: Operation) -> u64 {
+        let group = operation.group.clone();
+        let (id, is_new) = self.update(|activity, now| activity.begin(operation, now));
+        if is_new {
+            self.tell(&FromRank::Group((*group).clone()));
+        }
+        id
     }
 
     /// Changes what this rank says that it does.

@@ -3,13 +3,15 @@
 use serde::{Deserialize, Serialize};
 
 use super::activity::Snapshot;
-use super::{Failure, FailureKind, RankGroup, Verdict};
+use super::{Failure, FailureKind, RankGroup};
 
 /// From a rank to the server, after its `Hello`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum FromRank {
     /// "I am alive", and doing this.
     Beat(Snapshot),
+    /// "I am in this group": what `Beat` and `Late` say of it is by its id.
+    Group(RankGroup),
     /// A question; the rank waits for the answer with this id. The body belongs to it.
     Ask { id: u64, question: Question },
     /// "I have failed", or been told to end.
@@ -81,4 +83,25 @@ pub(super) enum Answer {
     Verdict(Verdict),
     /// This rank has left the run, so there will be no answer.
     Left { rank: usize },
+}
+
+/// What [`Control::check`](super::Control::check) found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Verdict {
+    /// All members of the group made the same call.
+    Agree,
+    /// Two members, as world ranks, and what each of them called, where.
+    Differ {
+        /// The lowest rank of the group.
+        first: (usize, String),
+        /// The lowest rank that called something else.
+        second: (usize, String),
+    },
+    /// A member has left the run without making the call.
+    Left {
+        /// The member, as a world rank.
+        rank: usize,
+        /// The last operation of each rank of the run.
+        report: String,
+    },
 }

@@ -3,6 +3,7 @@
 mod deaths;
 mod exchange;
 mod hosts;
+mod in_flight;
 mod processes;
 mod ranks;
 mod rendezvous;

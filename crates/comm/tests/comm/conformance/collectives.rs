@@ -69,6 +69,14 @@ pub fn in_place(launch: &impl Launch) -> Result<()> {
         let around = |xs: &Tensor| Tensor::cat(&[xs, xs, xs], 0);
         for op in OPS {
             let all = inputs(11, n, &dims, dtype)?;
+            let what = format!("all_reduce({op}) in place {dims:?}");
+            let buffer = on(world, &around(&all[rank])?)?;
+            let mine = buffer.narrow(0, dims[0], dims[0])?;
+            let got = world.start_all_reduce_in_place(&mine, op)?.wait()?;
+            let expected = reduce(&all, op)?;
+            assert_same(&what, &got, &expected)?;
+            let expected = cat(&[all[rank].clone(), expected, all[rank].clone()], 0)?;
+            assert_same(&what, &buffer, &expected)?;
             let what = format!("reduce_scatter({op}) in place {dims:?}");
             let buffer = on(world, &around(&all[rank])?)?;
             let mine = buffer.narrow(0, dims[0], dims[0])?;
@@ -161,7 +169,18 @@ pub fn large(launch: &impl Launch) -> Result<()> {
                 .map(|xs| part(xs, 0, rank, n))
                 .collect::<Result<Vec<_>>>()?;
             assert_same("all_to_all", &world.all_to_all(mine, 0)?, &cat(&parts, 0)?)?;
-            assert_same("broadcast", &world.broadcast(mine, n - 1)?, &all[n - 1])
+            assert_same("broadcast", &world.broadcast(mine, n - 1)?, &all[n - 1])?;
+            let whole = &mine.force_contiguous()?;
+            world
+                .start_all_reduce_in_place(whole, ReduceOp::Sum)?
+                .wait()?;
+            assert_same("all_reduce in place", whole, &sum)?;
+            let whole = &mine.force_contiguous()?;
+            let slice = world.start_reduce_scatter_in_place(whole, ReduceOp::Sum)?;
+            let slice = slice.wait()?;
+            assert_same("reduce_scatter in place", &slice, &part(&sum, 0, rank, n)?)?;
+            world.start_all_gather_in_place(whole)?.wait()?;
+            assert_same("all_gather in place", whole, &sum)
         })?;
     }
     Ok(())

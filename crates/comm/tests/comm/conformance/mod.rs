@@ -1,5 +1,6 @@
 //! What every backend must pass: each operation against its naive reference, as functions over a way to run ranks.
 
+mod background;
 mod collectives;
 mod groups;
 mod messages;
@@ -7,6 +8,7 @@ mod messages;
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Result};
 
+pub use background::*;
 pub use collectives::*;
 pub use groups::*;
 pub use messages::*;
@@ -47,7 +49,7 @@ pub(super) fn for_all(
     Ok(())
 }
 
-/// Passes the names of all functions that every backend must pass, but [`large`], to a macro.
+/// Passes the names of all functions that every backend must pass, but [`large`] and [`background`], to a macro.
 macro_rules! for_each_conformance {
     ($then:ident) => {
         $then!(

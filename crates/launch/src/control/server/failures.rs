@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::hub::{Hub, State};
 use super::{report, spawn};
-use crate::control::death::{DIED_HINT, SILENT_HINT, died, silent};
+use crate::control::activity::GroupProgress;
+use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
 use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
 
@@ -28,6 +29,71 @@ impl State {
         }
         self.broadcast(&ToRank::Failed(failure.clone()));
         self.failure = Some(failure);
+    }
+
+    /// An operation that is not complete and what it waits for, in words: the members that have not come to it and, as long as
+    /// these are blocked in another operation that has not been `seen`, what that one waits for.
+    fn obstacle(
+        &self,
+        group: &RankGroup,
+        seq: Option<u64>,
+        seen: &mut Vec<(String, u64)>,
+    ) -> String {
+        let Some(seq) = seq else {
+            return format!("an operation of {group}");
+        };
+        let place = format!("operation number {seq} of {group}");
+        let members_where = |is_so: &dyn Fn(&GroupProgress) -> bool| -> Vec<usize> {
+            let peer = |rank: usize| self.peers.get(rank).and_then(Option::as_ref);
+            let progress = |rank| peer(rank).map(|peer| peer.snapshot.progress(group));
+            let members = group.members.iter().copied();
+            members
+                .filter(|rank| is_so(&progress(*rank).unwrap_or_default()))
+                .collect()
+        };
+        let not_called = members_where(&|progress| progress.begun <= seq);
+        let not_reached = members_where(&|progress| progress.reached <= seq);
+        let absent = match (not_called.is_empty(), not_reached.is_empty()) {
+            (false, _) => not_called,
+            (true, false) => {
+                let ranks = report::rank_list(&not_reached);
+                return format!("{place}, to which the GPU of {ranks} has not come");
+            }
+            (true, true) => {
+                let past = members_where(&|progress| progress.completed > seq);
+                return match past.as_slice() {
+                    [] => format!("{place}, in which all its ranks are"),
+                    past => format!("{place}, which is over on {}", report::rank_list(past)),
+                };
+            }
+        };
+        let called = absent.iter().filter_map(|rank| {
+            let peer = self.peers[*rank].as_ref()?;
+            Some(peer.snapshot.progress(group).begun)
+        });
+        let earlier = match called.min() {
+            Some(first) if first < seq => format!(", nor number {first} before it"),
+            _ => String::new(),
+        };
+        let ranks = report::rank_list(&absent);
+        let place = format!("{place}, which {ranks} did not call{earlier}");
+        seen.push((group.id.clone(), seq));
+        let blocked_in = |rank: &usize| {
+            let (id, seq) = self.peers[*rank].as_ref()?.snapshot.blocked_in()?;
+            Some((*rank, self.groups.get(id)?, seq))
+        };
+        let elsewhere: Option<Vec<_>> = absent.iter().map(blocked_in).collect();
+        match elsewhere.as_deref() {
+            Some([(rank, group, next), ..])
+                if !next.is_some_and(|next| seen.contains(&(group.id.clone(), next))) =>
+            {
+                format!(
+                    "{place}: rank {rank} is in {}",
+                    self.obstacle(group, *next, seen)
+                )
+            }
+            _ => place,
+        }
     }
 }
 
@@ -122,34 +188,11 @@ impl Hub {
         group: &RankGroup,
         seq: Option<u64>,
     ) {
-        let there = |member: &usize| {
-            let peer = state.peers.get(*member).and_then(Option::as_ref);
-            peer.and_then(|peer| peer.snapshot.in_flight()) == Some((group.id.as_str(), seq))
-        };
-        let place = match seq {
-            Some(seq) => format!("operation number {seq} of {group}"),
-            None => format!("an operation of {group}"),
-        };
-        let absent: Vec<usize> = match seq {
-            Some(_) => group
-                .members
-                .iter()
-                .copied()
-                .filter(|member| !there(member))
-                .collect(),
-            None => Vec::new(),
-        };
-        let absent = match absent.as_slice() {
-            [] => String::new(),
-            ranks => format!(
-                ", which {} did not reach or has passed",
-                report::rank_list(ranks)
-            ),
-        };
         let message = format!(
-            "rank {rank} is blocked for more than {secs} s, the deadline, in {place}{absent}\n{}\n\
+            "rank {rank} is blocked for more than {secs} s, the deadline, in {}\n{}\n\
              hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
              deadline",
+            state.obstacle(group, seq, &mut Vec::new()),
             report::all(&state.peers, self.clock.now())
         );
         state.announce(Failure {

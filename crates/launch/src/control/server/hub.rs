@@ -1,6 +1,6 @@
 //! What the server knows of the ranks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::net::TcpStream;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use super::exchange::{Exchange, Reply};
 use super::report;
-use crate::control::Failure;
 use crate::control::activity::Snapshot;
 use crate::control::clock::RunClock;
 use crate::control::hello::Hello;
 use crate::control::message::{FromRank, ToRank};
 use crate::control::wire;
+use crate::control::{Failure, RankGroup};
 
 /// What the server knows of the ranks, under one lock. Nothing is written or read under it, only queued.
 pub(super) struct Hub {
@@ -27,6 +27,8 @@ pub(super) struct Hub {
 
 pub(super) struct State {
     pub peers: Vec<Option<Peer>>,
+    /// The groups that ranks are in, by id.
+    pub groups: HashMap<String, RankGroup>,
     /// Whether all ranks have come.
     pub started: bool,
     /// Why the run does not start, and the ranks that have been told.
@@ -126,6 +128,7 @@ impl Hub {
     pub(super) fn new(own: Hello, join_timeout: Duration) -> Self {
         let state = State {
             peers: (0..own.world_size).map(|_| None).collect(),
+            groups: HashMap::new(),
             started: false,
             refusal: None,
             told: BTreeSet::new(),
@@ -164,6 +167,7 @@ impl Hub {
         peer.heard = now;
         match message {
             FromRank::Beat(snapshot) => peer.snapshot = snapshot,
+            FromRank::Group(group) => drop(state.groups.insert(group.id.clone(), group)),
             FromRank::Ask { id, question } => {
                 let replies = (state.exchange).ask((rank, id), question, body, self.world_size());
                 state.reply(replies);

@@ -90,11 +90,11 @@ fn a_rank_of_another_version_is_named_on_all_ranks() {
         let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
         let hello = r#"{"token": "secret", "rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
         let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        stream.write_all(&words(2, hello)).unwrap();
+        stream.write_all(&words(3, hello)).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         let answer = String::from_utf8_lossy(&answer);
-        let expected = "rank 1 on host b: it speaks version 2 of the control protocol, expected 1 as on rank 0";
+        let expected = "rank 1 on host b: it speaks version 3 of the control protocol, expected 2 as on rank 0";
         assert!(answer.contains(expected), "{answer:?}");
         assert!(zero.join().unwrap().to_string().contains(expected));
     });

@@ -21,7 +21,7 @@ fn slow_rank(port: u16) -> TcpStream {
     let hello = format!(
         r#"{{"token": "secret", "rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
     );
-    stream.write_all(b"\x89candle\n\x01\0\0\0").unwrap();
+    stream.write_all(b"\x89candle\n\x02\0\0\0").unwrap();
     stream.write_all(&frame(&hello)).unwrap();
     stream.read_exact(&mut [0; 8]).unwrap();
     for id in 0..100 {
@@ -68,8 +68,10 @@ fn a_rank_that_does_not_read_stalls_nobody() {
             "{:?}",
             begun.elapsed()
         );
-        slow.write_all(&frame(r#"{"Leave": {"step": null, "operation": null}}"#))
-            .unwrap();
+        slow.write_all(&frame(
+            r#"{"Leave": {"step": null, "operation": null, "others": null, "groups": []}}"#,
+        ))
+        .unwrap();
         fast[1].leave().unwrap();
         fast[0].leave().unwrap();
     });

@@ -12,8 +12,8 @@
 
 use candle_core::Shape;
 
-use super::call::Operation;
 use crate::ReduceOp;
+use crate::call::Operation;
 
 /// Reduces ranges of the inputs into ranges of the outputs, all of `len` elements.
 pub(crate) struct Piece {

@@ -16,7 +16,7 @@ pub(super) const MAX_BYTES: usize = 8 + 2 * TEXT_BYTES + INLINE_BYTES;
 
 /// What a rank says when it starts an operation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(super) struct Header {
     /// The operation and what it is called on, on which ranks must agree.
     pub call: String,
     /// Where it was called.
@@ -25,7 +25,7 @@ pub(super) struct Hello {
     pub data: Vec<u8>,
 }
 
-impl Hello {
+impl Header {
     /// As bytes, at most [`MAX_BYTES`] if the data are at most [`INLINE_BYTES`].
     pub fn encode(&self) -> Vec<u8> {
         let (call, site) = (shorten(&self.call), shorten(&self.site));
@@ -80,28 +80,28 @@ mod tests {
 
     #[test]
     fn there_and_back() {
-        let hello = Hello {
+        let header = Header {
             call: "all_reduce(sum) of f32 [2, 3]".into(),
             site: "src/step.rs:7:9".into(),
             data: vec![7; INLINE_BYTES],
         };
-        assert_eq!(Hello::decode(&hello.encode()), Some(hello.clone()));
-        let bytes = hello.encode();
-        assert_eq!(Hello::decode(&bytes[..20]), None);
-        assert_eq!(Hello::decode(&[]), None);
+        assert_eq!(Header::decode(&header.encode()), Some(header.clone()));
+        let bytes = header.encode();
+        assert_eq!(Header::decode(&bytes[..20]), None);
+        assert_eq!(Header::decode(&[]), None);
     }
 
     #[test]
     fn long_texts_fit() {
-        let hello = Hello {
+        let header = Header {
             call: "ä".repeat(4000),
             site: format!("{}x/end.rs:1:1", "ö".repeat(900)),
             data: vec![1; INLINE_BYTES],
         };
-        let bytes = hello.encode();
+        let bytes = header.encode();
         assert!(bytes.len() <= MAX_BYTES, "{}", bytes.len());
-        let got = Hello::decode(&bytes).unwrap();
+        let got = Header::decode(&bytes).unwrap();
         assert!(got.site.ends_with("x/end.rs:1:1") && got.site.contains(".."));
-        assert_eq!(got.data, hello.data);
+        assert_eq!(got.data, header.data);
     }
 }

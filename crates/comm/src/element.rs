@@ -1,11 +1,11 @@
 //! The element types that ranks exchange, and how their values are combined.
 
-use candle_core::{DType, Device, Result, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor, WithDType};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::call::Operation;
-use super::devices;
+use crate::call::Operation;
+use crate::device::name as device_name;
 use crate::{Error, ReduceOp};
 
 /// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
@@ -17,6 +17,7 @@ pub(crate) trait Element: WithDType {
     type Acc: Copy + Default;
     /// Zeroed memory, lazily where the system can.
     fn zeros(len: usize) -> Vec<Self>;
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     fn widen(self) -> Self::Acc;
     fn round(acc: Self::Acc) -> Self;
     fn plus(a: Self::Acc, b: Self::Acc) -> Self::Acc;
@@ -24,11 +25,17 @@ pub(crate) trait Element: WithDType {
 }
 
 macro_rules! element {
-    ($ty:ty, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $max:expr) => {
+    ($ty:ty, $variant:ident, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $max:expr) => {
         impl Element for $ty {
             type Acc = $acc;
             fn zeros(len: usize) -> Vec<Self> {
                 $zeros(len)
+            }
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
             }
             #[inline(always)]
             fn widen(self) -> $acc {
@@ -48,12 +55,13 @@ macro_rules! element {
             }
         }
     };
-    (float $ty:ident) => {
-        element!($ty, $ty, |len| vec![0.0; len], |x| x, |x| x, |a, b| a + b, max_or_nan!($ty));
+    (float $ty:ident $variant:ident) => {
+        element!($ty, $variant, $ty, |len| vec![0.0; len], |x| x, |x| x, |a, b| a + b, max_or_nan!($ty));
     };
-    (half $ty:ident) => {
+    (half $ty:ident $variant:ident) => {
         element!(
             $ty,
+            $variant,
             f32,
             |len| vec![0u16; len].reinterpret_into::<$ty>(),
             $ty::to_f32,
@@ -62,8 +70,8 @@ macro_rules! element {
             max_or_nan!(f32)
         );
     };
-    (integer $($ty:ident),*) => {
-        $(element!($ty, $ty, |len| vec![0; len], |x| x, |x| x, $ty::wrapping_add, Ord::max);)*
+    (integer $($ty:ident $variant:ident),*) => {
+        $(element!($ty, $variant, $ty, |len| vec![0; len], |x| x, |x| x, $ty::wrapping_add, Ord::max);)*
     };
 }
 
@@ -74,11 +82,11 @@ macro_rules! max_or_nan {
     };
 }
 
-element!(float f32);
-element!(float f64);
-element!(half bf16);
-element!(half f16);
-element!(integer u8, u32, i16, i32, i64);
+element!(float f32 F32);
+element!(float f64 F64);
+element!(half bf16 BF16);
+element!(half f16 F16);
+element!(integer u8 U8, u32 U32, i16 I16, i32 I32, i64 I64);
 
 /// Calls `$run::<T>($arg, ..)` with the element type of `$dtype`.
 macro_rules! with_element {
@@ -93,7 +101,7 @@ macro_rules! with_element {
             candle_core::DType::I16 => $run::<i16>($($arg),*),
             candle_core::DType::I32 => $run::<i32>($($arg),*),
             candle_core::DType::I64 => $run::<i64>($($arg),*),
-            dtype => Err($crate::local::element::unsupported(dtype)),
+            dtype => Err($crate::element::unsupported(dtype)),
         }
     };
 }
@@ -113,7 +121,7 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
         Ok(())
     }
     if !xs.device().same_device(device) {
-        let (own, got) = (devices::name(device), devices::name(xs.device()));
+        let (own, got) = (device_name(device), device_name(xs.device()));
         let other = match own == got {
             true => " opened a second time, with another stream",
             false => "",
@@ -150,6 +158,33 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
         .into());
     }
     Ok(())
+}
+
+/// Overwrites the elements of `xs` from `first` on. The storage is locked only meanwhile: it may be part of a larger one, which
+/// others use.
+pub(crate) fn write<T: Element>(xs: &Tensor, first: usize, values: &[T]) -> Result<()> {
+    xs.inplace_op1(&Write { first, values })
+}
+
+struct Write<'a, T> {
+    first: usize,
+    values: &'a [T],
+}
+
+impl<T: Element> InplaceOp1 for Write<'_, T> {
+    fn name(&self) -> &'static str {
+        "write"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let start = layout.start_offset() + self.first;
+        let all = T::slice_mut(storage);
+        match all.and_then(|all| all.get_mut(start..start + self.values.len())) {
+            Some(place) => place.copy_from_slice(self.values),
+            None => candle_core::bail!("a result does not fit into the tensor that it is to be in"),
+        }
+        Ok(())
+    }
 }
 
 /// Reduces the sources, in their order, into every destination. All have the same length. One source is copied bit by

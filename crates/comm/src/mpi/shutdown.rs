@@ -6,7 +6,7 @@ use super::context::Context;
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
-use crate::local::report;
+use crate::error::rank_list;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -16,8 +16,8 @@ const GRACE: Duration = Duration::from_secs(1);
 /// How often to look for operations that need a rank that has left.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// The goodbyes said and heard.
-pub(super) struct Goodbyes {
+/// Who has said goodbye, and to whom.
+pub(super) struct Shutdown {
     /// By world rank; none from this rank itself.
     receives: Vec<Option<Transfer<Vec<u8>>>>,
     sends: Vec<Transfer<Vec<u8>>>,
@@ -26,12 +26,12 @@ pub(super) struct Goodbyes {
     last_report: Instant,
 }
 
-impl Goodbyes {
+impl Shutdown {
     pub fn new(ctx: &Context) -> Result<Self> {
         let world = &ctx.groups[0];
         let receive = |rank| {
             let transfer =
-                Transfer::receive(&ctx.mpi, world.comm, rank, tags::GOODBYE, vec![0u8; 1])?;
+                Transfer::receive(&ctx.mpi, world.comm, rank, tags::SHUTDOWN, vec![0u8; 1])?;
             Ok(Some(transfer))
         };
         let ranks = 0..world.members.len();
@@ -57,7 +57,7 @@ impl Goodbyes {
         }
         let world = &ctx.groups[0];
         for rank in world.others() {
-            let goodbye = Transfer::send(&ctx.mpi, world.comm, rank, tags::GOODBYE, vec![0u8; 1])?;
+            let goodbye = Transfer::send(&ctx.mpi, world.comm, rank, tags::SHUTDOWN, vec![0u8; 1])?;
             self.sends.push(goodbye);
         }
         Ok(())
@@ -110,8 +110,8 @@ impl Goodbyes {
             waiting: ctx.world_rank,
             call: "the end of the run".into(),
             secs: ctx.deadline.as_secs_f64(),
-            missing: report::rank_list(&missing),
-            report: ctx.heard.report(),
+            missing: rank_list(&missing),
+            report: ctx.last_calls.report(),
         }
     }
 }

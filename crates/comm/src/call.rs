@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Shape};
 
-use crate::ReduceOp;
+use crate::{P2p, ReduceOp};
 
 /// An operation and the arguments that all ranks must agree on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,4 +68,28 @@ impl std::fmt::Display for Call {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} at {}", self.what(), self.site)
     }
+}
+
+/// A batch in words, with world ranks.
+pub(crate) fn describe(ops: &[P2p<'_>], members: &[usize]) -> String {
+    let entries: Vec<String> = ops
+        .iter()
+        .map(|op| match op {
+            P2p::Send { xs, dst } => format!(
+                "send {} {:?} to rank {}",
+                xs.dtype().as_str(),
+                xs.dims(),
+                members[*dst]
+            ),
+            P2p::Recv { shape, dtype, src } => {
+                format!(
+                    "receive {} {:?} from rank {}",
+                    dtype.as_str(),
+                    shape.dims(),
+                    members[*src]
+                )
+            }
+        })
+        .collect();
+    entries.join(", ")
 }
