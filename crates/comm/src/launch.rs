@@ -26,7 +26,7 @@ pub use crate::nccl::nccl;
 /// names it, its last operation and its training step.
 ///
 /// # Errors
-/// Those of [`threads_with`](threads_with), and whatever keeps the ranks from meeting.
+/// Those of [`threads_with`], and whatever keeps the ranks from meeting.
 pub fn run<T: Send>(
     config: &RunConfig,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,

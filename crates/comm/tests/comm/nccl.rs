@@ -4,7 +4,7 @@
 //! Where there is no GPU these tests say so and pass; with `CANDLE_TRAIN_REQUIRE_CUDA=1` they fail. World sizes that
 //! need more GPUs than there are run with several ranks on a GPU if `NCCL_MULTI_RANK_GPU_ENABLE=1` allows it, else not at all.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -59,15 +59,19 @@ pub fn devices(world_size: usize) -> Vec<Device> {
     devices[..world_size].to_vec()
 }
 
+/// Keeps other runs away: two at once on the same streams could wait for each other.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ONE_RUN: Mutex<()> = Mutex::new(());
+    ONE_RUN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Runs `run` on ranks that are threads, whatever becomes of the others; nothing if there are too few GPUs.
 pub fn each<T: Send>(
     world_size: usize,
     deadline: Duration,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
-    // Two runs at once on the same streams could wait for each other.
-    static ONE_RUN: Mutex<()> = Mutex::new(());
-    let _alone = ONE_RUN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let board = Arc::new(Board::default());
     thread::scope(|scope| {
         let ranks = devices(world_size)
