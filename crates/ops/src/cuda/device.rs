@@ -1,14 +1,14 @@
 //! Opening a GPU the way training needs it.
 
 use super::library::missing_library;
-use super::loaded::load_all;
+use super::loaded::{load_all, load_those_of_candle};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::sys::{cublasMath_t, cublasSetMathMode};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Device, Result, bail};
 
 /// Opens GPU `ordinal`: one stream shared by all threads, freed memory kept, no events per tensor,
-/// products of bf16 summed in f32, all kernels of this crate loaded.
+/// products of bf16 summed in f32, kernels loaded.
 ///
 /// # Errors
 /// When a library could not be loaded, there is no such GPU, or it fails to start.
@@ -27,6 +27,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     keep_freed_memory(cuda)?;
     sum_in_f32(cuda)?;
     load_all(cuda.cuda_stream().context())?;
+    load_those_of_candle(cuda)?;
     // SAFETY: tensors of this device are used on its one stream, which orders them. The default costs two events for each
     // allocation; work on a second stream must record and wait for events of its own.
     unsafe { cuda.disable_event_tracking() };

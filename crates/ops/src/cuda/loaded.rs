@@ -7,7 +7,8 @@ use super::kernel_files::{KERNEL_FILES, KernelFile, Replacements};
 use crate::GpuSettings;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, DriverError};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::{Error, Result, bail};
+use candle_core::cuda_backend::kernels;
+use candle_core::{CudaDevice, Error, Result, bail};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,6 +33,55 @@ pub(super) fn loaded(context: &Arc<CudaContext>, kernel: &str) -> Result<CudaFun
         Some(function) => Ok(function.clone()),
         None => bail!("there is no kernel {kernel}"),
     })
+}
+
+/// Kernels of candle that steps of training use, by the files that have them: those that tests of training on an emulated GPU
+/// asked for. candle keeps files, and finds kernels in them by name.
+const OF_CANDLE: [(&kernels::Module, &[&str]); 5] = [
+    (
+        &kernels::FILL,
+        &[
+            "const_set_f32",
+            "const_set_bf16",
+            "const_set_f64",
+            "copy2d_f32",
+            "copy2d_bf16",
+            "copy2d_f64",
+        ],
+    ),
+    (&kernels::UNARY, &["ucopy_f32", "ucopy_bf16"]),
+    (
+        &kernels::BINARY,
+        &["badd_f32", "badd_bf16", "badd_f64", "bmul_f32", "bmul_bf16"],
+    ),
+    (
+        &kernels::AFFINE,
+        &["affine_f32", "affine_bf16", "affine_f64"],
+    ),
+    (
+        &kernels::CAST,
+        &[
+            "cast_bf16_f32",
+            "cast_f32_bf16",
+            "cast_f32_f64",
+            "cast_f64_f32",
+            "cast_bf16_f64",
+        ],
+    ),
+];
+
+/// Loads kernels of candle.
+///
+/// # Errors
+/// When one cannot be loaded.
+pub(super) fn load_those_of_candle(device: &CudaDevice) -> Result<()> {
+    for (file, names) in OF_CANDLE {
+        for name in names {
+            let loaded = device.get_or_load_func(name, file);
+            loaded.map_err(|err| err.context(format!("candle's kernel {name}")))?;
+        }
+    }
+    Ok(())
 }
 
 fn with_functions<R>(

@@ -185,6 +185,24 @@ pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
     }
 }
 
+#[test]
+fn one_wrong_row_or_value_among_many_is_seen() -> Result<()> {
+    let (rows, row_len) = (4096, 64);
+    let want = vec![1f64; rows * row_len];
+    let is_seen = |wrong: std::ops::Range<usize>, by: f32| -> Result<bool> {
+        let mut values = vec![1f32; want.len()];
+        values[wrong].iter_mut().for_each(|x| *x += by);
+        let got = Tensor::from_vec(values, (rows, row_len), &Device::Cpu)?;
+        let compare = std::panic::AssertUnwindSafe(|| assert_close("", &got, &want, 0.02));
+        Ok(std::panic::catch_unwind(compare).is_err())
+    };
+    // The norm of the error is at most 1/64 of the whole.
+    assert!(is_seen(7 * row_len..8 * row_len, 1.0)?);
+    assert!(is_seen(500..501, 0.5)?);
+    assert!(!is_seen(0..want.len(), 0.01)?);
+    Ok(())
+}
+
 /// Runs `f` in pools of 1 and 3 threads, on the CPU in the latter twice, and compares every bit of what it returns.
 pub fn assert_same_bits(what: &str, f: impl Fn() -> Result<Vec<Tensor>> + Sync) -> Result<()> {
     let device = device();
