@@ -48,7 +48,7 @@ class Runs(unittest.TestCase):
         (bundle / "says.xz").write_bytes(lzma.compress(b"#!/bin/sh\necho '{\"said\": \"'$1'\"}'\n"))
         work = self.path / "work"
         work.mkdir()
-        return Runner(True, work, budget, bundle)
+        return Runner(False, work, budget, bundle)
 
     def test_programs_are_unpacked_when_asked_for_and_logs_packed(self):
         run = self.runner()
