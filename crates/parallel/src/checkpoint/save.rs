@@ -92,7 +92,7 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 /// # Errors
 /// Weights that are NaN or infinite, ranks whose copies of a weight differ, and files that cannot be written.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
-    params.check_copies(&mesh.tp, "when it was to be saved", |index| {
+    params.check_copies(mesh, "when it was to be saved", |index| {
         params.get(index).values()
     })?;
     let plan = SavePlan::new(params, save.dtype, save.max_file_bytes)?;

@@ -117,10 +117,14 @@ impl Gradients {
     }
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {
+        // Updated weights may still pass through the buffer.
+        let block = self.params.layout().buckets[bucket].block;
+        self.params.pending().wait_for_block(block)?;
         if self.reductions.has_started(bucket) {
             bail!(
                 "the gradient of parameter {} is read or written after its reduction over the ranks has begun\nhint: \
-                 no block may do so after the last micro-batch's backward pass has left the blocks that use it",
+                 a step has one call of forward_backward, and no block writes gradients after its backward pass; to read \
+                 gradients before they are reduced use DataParallel {{ overlap: false, .. }}",
                 self.params.get(index).name
             );
         }

@@ -35,9 +35,9 @@ pub struct DataParallel {
     /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
     /// under the next forward pass. The bits are the same without.
     ///
-    /// Then weights change until a [`Stage`](crate::Stage) has run the block that uses them, or
-    /// [`Param::values`](crate::Param::values) has given them: code that runs layers outside of a stage and updates them with a
-    /// [`DistributedOptimizer`](crate::DistributedOptimizer) needs `overlap: false`.
+    /// With it, weights that other replicas updated arrive after the update has returned. A [`Stage`](crate::Stage) waits for those
+    /// of a block before it runs the block, and [`Param::values`](crate::Param::values) waits for all. Code that runs layers or reads
+    /// their tensors outside of a stage calls [`Parameters::wait_for_updates`](crate::Parameters::wait_for_updates) first.
     pub overlap: bool,
 }
 
@@ -101,7 +101,7 @@ impl Reductions {
 impl Gradients {
     /// Tells that the last micro-batch's backward pass has left block `block`: what only it and later blocks add to is complete.
     pub(crate) fn block_done(&mut self, block: usize) -> Result<()> {
-        if !self.config.overlap {
+        if !self.config.overlap || self.mesh.dp.world_size() == 1 {
             return Ok(());
         }
         let params = self.params.clone();
@@ -143,9 +143,10 @@ impl Gradients {
         }
         if let Some(checksums) = self.reductions.checksums.take() {
             let when = "in the first step";
-            checksums.compare(&self.params, &self.mesh.tp, "gradient", when)?;
+            self.clear();
+            checksums.compare(&self.mesh, "gradient", when)?;
             self.params
-                .check_copies(&self.mesh.tp, when, |index| params.get(index).values())?;
+                .check_copies(&self.mesh, when, |index| params.get(index).values())?;
         }
         self.clear();
         let [squares, loss_sum, num_targets] = self.sums(squares, zero, report)?;
@@ -163,6 +164,12 @@ impl Gradients {
             params: self.params.clone(),
             mesh: self.mesh.clone(),
             buckets: reduced,
+            whole: self
+                .buckets
+                .iter()
+                .map(|bucket| bucket.tensor().clone())
+                .collect(),
+            clip: 1.0,
             scale: 1.0 / num_targets,
             norm: squares.sqrt() / num_targets,
             loss,
@@ -214,7 +221,7 @@ impl Gradients {
         }
         let dp = &self.mesh.dp;
         self.reductions.started[index] = Some(match self.config.zero {
-            ZeroStage::Zero => dp.start_all_reduce(flat.tensor(), ReduceOp::Sum)?,
+            ZeroStage::Zero => dp.start_all_reduce_in_place(flat.tensor(), ReduceOp::Sum)?,
             ZeroStage::One => dp.start_reduce_scatter_in_place(flat.tensor(), ReduceOp::Sum)?,
         });
         Ok(())
@@ -226,10 +233,7 @@ impl Gradients {
         let Some(started) = self.reductions.started[index].take() else {
             bail!("the reduction of bucket {index} was not started");
         };
-        let sum = started.wait()?;
-        if self.config.zero == ZeroStage::Zero && self.mesh.dp.world_size() > 1 {
-            flat.write(0, &sum)?;
-        }
+        started.wait()?;
         let bucket = &self.params.layout().buckets[index];
         let own = self.config.own_range(bucket, &self.mesh);
         FlatBuffer::new(flat.view(own.start, own.len())?)

@@ -15,8 +15,12 @@ pub struct ReducedGradients {
     /// The part of each bucket that is here.
     pub(super) own: Vec<Range<usize>>,
     pub(super) buckets: Vec<FlatBuffer>,
-    /// What the buckets' values are multiplied by to be the gradients.
+    /// The buffers that they are parts of.
+    pub(super) whole: Vec<Tensor>,
+    /// One over the number of targets.
     pub(super) scale: f64,
+    /// What clipping asks for.
+    pub(super) clip: f64,
     pub(super) norm: f64,
     pub(super) loss: ReducedLoss,
 }
@@ -43,7 +47,12 @@ impl ReducedGradients {
 
     /// What [`Self::bucket`]'s values are multiplied by to be the gradients.
     pub(crate) fn scale(&self) -> f64 {
-        self.scale
+        self.scale * self.clip
+    }
+
+    /// The buffer of a whole bucket, of which only this rank's part holds what is needed.
+    pub(crate) fn whole_bucket(&self, index: usize) -> &Tensor {
+        &self.whole[index]
     }
 
     /// The part of bucket `index` that is here, and its values.
@@ -53,7 +62,7 @@ impl ReducedGradients {
 
     /// Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_` does.
     pub fn clip(&mut self, max_norm: f64) {
-        self.scale *= (max_norm / (self.norm + 1e-6)).min(1.0);
+        self.clip = (max_norm / (self.norm + 1e-6)).min(1.0);
     }
 
     /// An error on every rank if the loss or the norm is not finite; it names the first parameter, in name order, that has a
@@ -122,7 +131,7 @@ impl ReducedGradients {
             for slot in &bucket.slots {
                 let grad = whole.narrow(0, slot.range.start, slot.range.len())?;
                 let shape = self.params.get(slot.param).local_shape();
-                grads.insert(slot.param, (grad.reshape(shape)? * self.scale)?);
+                grads.insert(slot.param, (grad.reshape(shape)? * self.scale())?);
             }
         }
         Ok(grads)

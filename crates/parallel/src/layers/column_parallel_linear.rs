@@ -90,7 +90,15 @@ pub fn column_parallel_backward(
         .map(|(layer, dy)| (*dy, &layer.weight))
         .collect();
     let partial = linear_input_grad_sum(&terms)?;
-    let is_summed_here = layers.iter().all(|(layer, _)| layer.sums_input_grad);
+    let is_summed_here = layers.iter().any(|(layer, _)| layer.sums_input_grad);
+    if layers
+        .iter()
+        .any(|(layer, _)| layer.sums_input_grad != is_summed_here)
+    {
+        bail!(
+            "layers that share an input are partly inside a region and partly not\nhint: make all of them inside_region, or none"
+        );
+    }
     let started = match is_summed_here {
         true => tp.start_all_reduce(&partial, ReduceOp::Sum)?,
         false => Pending::ready(partial),

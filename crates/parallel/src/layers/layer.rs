@@ -65,9 +65,18 @@ where
     let weights: Vec<Tensor> = weights.filter(|w| w.track_op()).cloned().collect();
     let grads = GraphGradients::new(&weights);
     let layer = layer.clone();
+    let needs_grad = xs.track_op() && !xs.is_variable();
     let backward = {
         let grads = grads.clone();
-        move |dy: &Tensor| layer.backward(saved.clone(), dy, &mut grads.clone())
+        move |dy: &Tensor| {
+            // What a backward pass that failed has left.
+            grads.lock().iter_mut().for_each(|(_, grad)| *grad = None);
+            let dx = layer.backward(saved.clone(), dy, &mut grads.clone())?;
+            if needs_grad && dx.is_none() {
+                bail!("a layer gave no gradient of its input, which the graph before it needs")
+            }
+            Ok(dx)
+        }
     };
     let join = grads.join(&weights)?;
     match join {
@@ -112,11 +121,14 @@ impl GraphGradients {
         let mut join: Option<Tensor> = None;
         for (slot, weight) in weights.iter().enumerate() {
             let (grads, like) = (self.clone(), weight.detach());
-            let pick_up = move || {
-                let taken = grads.lock()[slot].1.take();
-                taken
-                    .map(|grad| grad.reshape(like.dims())?.to_dtype(like.dtype()))
-                    .transpose()
+            let is_variable = weight.is_variable();
+            let pick_up = move || match grads.lock()[slot].1.take() {
+                Some(grad) => grad.reshape(like.dims())?.to_dtype(like.dtype()).map(Some),
+                None if is_variable => Ok(None),
+                None => bail!(
+                    "a layer wrote no gradient of a weight of shape {:?}, which the graph before it needs",
+                    like.shape()
+                ),
             };
             let zero = scalar(weight.device())?;
             join = Some(match join {

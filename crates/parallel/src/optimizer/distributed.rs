@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, Var, bail};
 
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
@@ -144,19 +144,21 @@ impl DistributedOptimizer {
         if let Some(max_norm) = max_norm {
             reduced.clip(max_norm);
         }
-        self.apply(&reduced, lr)?;
-        Ok(StepReport {
+        let report = StepReport {
             loss: reduced.loss(),
             grad_norm: reduced.norm(),
-        })
+        };
+        self.apply(reduced, lr)?;
+        Ok(report)
     }
 
-    /// Updates the parameters from reduced gradients.
+    /// Updates the parameters from reduced gradients, and fetches what other replicas updated. With
+    /// [`DataParallel::overlap`] that goes on after the return: see there who waits for it.
     ///
     /// # Errors
     /// Gradients that were reduced in another way than this optimizer expects. After any other error some parameters are updated
     /// and others are not: the run cannot go on.
-    pub fn apply(&mut self, reduced: &ReducedGradients, lr: f64) -> Result<()> {
+    pub fn apply(&mut self, reduced: ReducedGradients, lr: f64) -> Result<()> {
         // Weights that nobody asked for since the last update are still on their way.
         self.params.pending().wait_for_all()?;
         let params = self.params.clone();
@@ -165,18 +167,18 @@ impl DistributedOptimizer {
         let gathers = self.config.zero == ZeroStage::One && self.mesh.dp.world_size() > 1;
         for index in layout.in_forward_order() {
             let bucket = &layout.buckets[index];
-            self.update(index, reduced, (number, lr)).map_err(|err| {
+            self.update(index, &reduced, (number, lr)).map_err(|err| {
                 let first = bucket.slots.first();
                 let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
                 err.context(format!("updating the parameters from {name} on"))
             })?;
             if gathers {
-                let weights = self.bucket_weights(index);
+                let weights = self.bucket_weights(index, &reduced)?;
                 params.pending().gather(weights, &self.mesh.dp)?;
             }
-        }
-        if !self.config.overlap {
-            params.pending().wait_for_all()?;
+            if !self.config.overlap {
+                params.pending().wait_for_all()?;
+            }
         }
         self.num_steps = number;
         Ok(())
@@ -239,18 +241,24 @@ impl DistributedOptimizer {
     }
 
     /// A bucket's weights, of which this rank's slice is up to date.
-    fn bucket_weights(&self, index: usize) -> BucketWeights {
+    fn bucket_weights(&self, index: usize, reduced: &ReducedGradients) -> Result<BucketWeights> {
         let bucket = &self.params.layout().buckets[index];
         let weights = bucket.slots.iter();
         let weights = weights.map(|slot| {
             let var = self.params.get(slot.param).var().clone();
             (var, slot.range.clone())
         });
-        BucketWeights {
+        let weights: Vec<(Var, Range<usize>)> = weights.collect();
+        let gradients = reduced.whole_bucket(index);
+        let dtype = weights.first().map_or(DType::F32, |(var, _)| var.dtype());
+        Ok(BucketWeights {
             block: bucket.block,
-            len: bucket.len,
+            whole: match dtype == gradients.dtype() {
+                true => gradients.clone(),
+                false => Tensor::zeros(bucket.len, dtype, gradients.device())?,
+            },
             own: self.own_range(index),
-            weights: weights.collect(),
-        }
+            weights,
+        })
     }
 }

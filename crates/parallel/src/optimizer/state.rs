@@ -28,7 +28,7 @@ struct Run {
 }
 
 impl DistributedOptimizer {
-    /// The state that this rank keeps, in name order. Over a replica each value of a parameter has its state on at least one
+    /// The state that this rank keeps, in name order. Over the mesh each value of a parameter has its state on at least one
     /// rank; values that several ranks hold have the same on each.
     ///
     /// # Errors

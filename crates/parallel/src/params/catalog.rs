@@ -187,7 +187,40 @@ impl Announcements {
         entries.collect()
     }
 
+    /// An error unless every tensor-parallel rank of a stage with the parameter has it, and the stages hold the same parts.
+    fn check_placement(&self, param: &Announcement, first_stage: usize) -> Result<()> {
+        let name = param.name.as_str();
+        let parts = |stage: usize| -> Vec<&Range<usize>> {
+            self.held(name, stage).map(|param| &param.held).collect()
+        };
+        let num_ranks = |stage: usize| {
+            let ranks = self.0.iter();
+            let ranks = ranks.filter(|rank| rank.stage == stage && rank.replica == 0);
+            ranks.count()
+        };
+        let stages = self.stages();
+        for &stage in stages.get(name).into_iter().flatten() {
+            let (parts, of_first) = (parts(stage), parts(first_stage));
+            if parts.len() != num_ranks(stage) {
+                bail!(
+                    "parameter {name} is on {} of the {} tensor-parallel ranks of stage {stage}\nhint: every rank asks for \
+                     every parameter, with a Shard of its own part, which may be empty",
+                    parts.len(),
+                    num_ranks(stage)
+                );
+            }
+            if parts != of_first {
+                bail!(
+                    "parameter {name} is divided into {of_first:?} on stage {first_stage} and into {parts:?} on stage \
+                     {stage}\nhint: stages that share a parameter divide it alike"
+                );
+            }
+        }
+        Ok(())
+    }
+
     fn entry(&self, param: &Announcement, stage: usize) -> Result<CatalogEntry> {
+        self.check_placement(param, stage)?;
         let holds = |rank: &RankAnnouncement| {
             let mut params = rank.params.iter();
             rank.stage == stage && rank.replica == 0 && params.any(|held| held.name == param.name)

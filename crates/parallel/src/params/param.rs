@@ -42,6 +42,7 @@ impl Param {
 
     /// What layers compute with: the variable itself, or a constant if the parameter is frozen, so that no gradient is
     /// computed for it.
+    /// Unlike [`Self::values`] this does not wait for updates.
     pub fn tensor(&self) -> Tensor {
         if self.trainable {
             self.var.as_tensor().clone()

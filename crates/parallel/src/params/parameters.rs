@@ -147,6 +147,14 @@ impl Parameters {
         &self.inner.pending
     }
 
+    /// Waits for weights that other replicas updated and that are on their way: see [`DataParallel::overlap`](crate::DataParallel::overlap).
+    ///
+    /// # Errors
+    /// An update does not arrive.
+    pub fn wait_for_updates(&self) -> Result<()> {
+        self.inner.pending.wait_for_all()
+    }
+
     /// Frees the values of the parameters that block `block` uses and no block of `others` does; they stay in their place, and
     /// every read of them is an error, until [`Self::refill`].
     ///
@@ -160,7 +168,7 @@ impl Parameters {
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
-    /// and device.
+    /// and device. An optimizer that keeps f32 masters of narrower weights does not take them over.
     ///
     /// # Errors
     /// Values that do not fit the parameter.

@@ -11,8 +11,8 @@ use super::placement::{intersect, offset_by};
 
 /// The gathers of an update, in the order in which a forward pass needs them.
 ///
-/// All are under way from the update on: whether and when a rank waits for one concerns no other rank. Until then a
-/// bucket's weights exist twice, at a time at which there are no activations.
+/// All are under way from the update on: whether and when a rank waits for one concerns no other rank. Weights in f32 pass through
+/// the buffers of the gradients, which hold nothing then; others exist twice until they are waited for.
 #[derive(Debug, Default)]
 pub(crate) struct PendingWeights(Mutex<VecDeque<Gather>>);
 
@@ -29,8 +29,8 @@ struct Gather {
 pub(crate) struct BucketWeights {
     /// The first block that uses them.
     pub block: usize,
-    /// Number of values of the bucket.
-    pub len: usize,
+    /// A buffer for the whole bucket, whose values are not needed any more, of the weights' type.
+    pub whole: Tensor,
     /// This rank's slice of it, whose weights are up to date.
     pub own: Range<usize>,
     /// The weights, of one type, and their places in the bucket.
@@ -39,24 +39,20 @@ pub(crate) struct BucketWeights {
 
 impl BucketWeights {
     /// Starts to gather what the ranks of `dp` have.
-    fn start(self, dp: &ProcessGroup) -> Result<Option<Gather>> {
-        let Some((first, _)) = self.weights.first() else {
-            return Ok(None);
-        };
-        let whole = Tensor::zeros(self.len, first.dtype(), first.device())?;
+    fn start(self, dp: &ProcessGroup) -> Result<Gather> {
         for (var, range) in &self.weights {
             let mine = intersect(range, &self.own);
             if !mine.is_empty() {
                 let values = flat_part(var, &offset_by(&mine, range.start))?;
-                whole.slice_set(&values, 0, mine.start)?;
+                self.whole.slice_set(&values, 0, mine.start)?;
             }
         }
-        Ok(Some(Gather {
+        Ok(Gather {
             block: self.block,
-            whole: dp.start_all_gather_in_place(&whole)?,
+            whole: dp.start_all_gather_in_place(&self.whole)?,
             own: self.own,
             weights: self.weights,
-        }))
+        })
     }
 }
 
@@ -87,7 +83,7 @@ impl PendingWeights {
     /// Starts to gather a bucket's weights from the ranks of `dp`; buckets come in the order in which they are needed.
     pub fn gather(&self, bucket: BucketWeights, dp: &ProcessGroup) -> Result<()> {
         let started = bucket.start(dp)?;
-        self.lock().extend(started);
+        self.lock().push_back(started);
         Ok(())
     }
 

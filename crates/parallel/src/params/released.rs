@@ -44,6 +44,7 @@ impl Param {
                 values.device().location()
             );
         }
+        self.pending.wait_for_all()?;
         // A storage of its own, without what a view leaves out.
         let own = values.force_contiguous()?;
         let take = Exchange::new(None);

@@ -272,13 +272,12 @@ impl Stage {
                 ),
             };
             is_output = false;
+            let backward = (backward, num_writes.as_slice());
             upstream = self
-                .block_backward(
-                    block,
-                    (backward, &num_writes),
-                    (grad, tape.loss_scale),
-                    gradients,
-                )
+                .prepare(block)
+                .and_then(|()| {
+                    self.block_backward(block, backward, (grad, tape.loss_scale), gradients)
+                })
                 .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
             if is_last_micro_batch {
                 gradients.block_done(block.index)?;

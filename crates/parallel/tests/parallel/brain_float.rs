@@ -194,7 +194,7 @@ fn trained(
         let local = reduced.local_gradients()?;
         let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
         reduced.clip(1.0);
-        optimizer.apply(&reduced, 0.01)?;
+        optimizer.apply(reduced, 0.01)?;
         Ok((grads, local_bits(&stage)))
     });
     let mut all = ranks.into_iter();

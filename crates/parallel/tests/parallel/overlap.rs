@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use candle_comm::Mesh;
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Optimizer, OptimizerState,
     ParamSlice, ParamStore, Pipeline, Schedule, UpdateStep, ZeroStage,
 };
 
 use crate::chain::{Chain, local_bits};
-use crate::check::on_mesh_with_delays;
+use crate::check::{assert_says, message, on_mesh_with_delays};
 
 const STEPS: u64 = 3;
 
@@ -100,4 +100,66 @@ fn tied_copies_have_the_same_bits_on_every_stage_and_replica() {
             }
         }
     }
+}
+
+#[test]
+fn reductions_and_gathers_run_before_anybody_waits_for_them() {
+    for overlap in [false, true] {
+        on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
+            let chain = Chain::default();
+            let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+            let zero = ZeroStage::One;
+            let replicas = DataParallel { zero, overlap };
+            let config = AdamWConfig::default();
+            let mut optimizer =
+                DistributedOptimizer::adamw(stage.params(), &mesh, replicas, config)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+            let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+            let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
+            mesh.dp.reset_counters();
+            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            let num_started = mesh.dp.counters().calls("reduce_scatter");
+            assert_eq!(num_started, if overlap { 5 } else { 0 });
+            let bits = |values: Tensor| -> Result<Vec<f32>> { values.flatten_all()?.to_vec1() };
+            let before = local_bits(&stage);
+            optimizer.step(&mut gradients, &passes, 0.01, None)?;
+            // Without a wait the other replica's part is still as it was.
+            let mut num_old = 0;
+            for param in stage.params().iter() {
+                let now: Vec<u32> = bits(param.tensor().detach())?
+                    .iter()
+                    .map(|x| x.to_bits())
+                    .collect();
+                let both = now.iter().zip(&before[&param.name]);
+                num_old += both.filter(|(now, before)| now == before).count();
+            }
+            assert_eq!(num_old > 50, overlap, "{num_old}");
+            stage.params().wait_for_updates()?;
+            for param in stage.params().iter() {
+                let now: Vec<u32> = bits(param.tensor().detach())?
+                    .iter()
+                    .map(|x| x.to_bits())
+                    .collect();
+                assert_eq!(now, local_bits(&stage)[&param.name]);
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn gradients_are_not_touched_once_their_reduction_has_begun() {
+    on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let batches = chain.micro_batches(1, 1)?;
+        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let words = ["reduction over the ranks has begun", "overlap: false"];
+        assert_says(&message(gradients.get(0)), &words);
+        let again = pipeline.forward_backward(&stage, &batches, &mut gradients);
+        assert_says(&message(again), &words);
+        Ok(())
+    });
 }

@@ -148,3 +148,18 @@ fn values_that_do_not_fit_are_refused() -> Result<()> {
     );
     Ok(())
 }
+
+#[test]
+fn a_weight_that_was_released_before_the_backward_pass_is_named_there() -> Result<()> {
+    let (stage, mesh) = (stage(DType::F32)?.0, single_mesh());
+    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+    let batch = Chain::default().micro_batches(1, 1)?.remove(0);
+    let (_, tape) = stage.forward(None, &batch, &mut gradients, 1.0)?;
+    stage.params().release(3, &[])?;
+    let said = message(stage.backward(tape, None, &mut gradients, true));
+    assert_says(
+        &said,
+        &["backward pass of block 3", "layers.2.down", "released"],
+    );
+    Ok(())
+}
