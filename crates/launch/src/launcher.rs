@@ -3,6 +3,9 @@
 //! Two layers, the same for one host and for many. The *front*, which the user starts, starts one *agent* per host,
 //! directly or through ssh; an agent starts the ranks of its host, and no process below it outlives it.
 //!
+//! Both layers are the program that calls [`launch`]: as `PROGRAM agent` it calls [`run_agent`], as
+//! `PROGRAM rank AGENT_PID PROGRAM ARGS` [`become_rank`].
+//!
 //! | who dies | what ends the rest |
 //! |---|---|
 //! | a rank | the front tells all agents to stop |
