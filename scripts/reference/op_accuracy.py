@@ -88,7 +88,7 @@ def cross_entropy(a):
     return {"row_max": peak, "sum_exp": sum_exp, "loss": loss, "dlogits": back(loss, a["grad"], [logits])[0]}
 
 
-OPS = [rms_norm, layer_norm, rope, swiglu, causal_attention, linear, embedding, cross_entropy]
+OPS = [rms_norm, rope, swiglu, causal_attention, linear, embedding, cross_entropy, layer_norm]
 
 
 def errors(got, want):

@@ -73,10 +73,6 @@ impl Run {
         self.rms_norm(1024, 512)?;
         self.rms_norm(127, 515)?;
         self.rms_norm(8192, 64)?;
-        self.layer_norm(1024, 512, 0.0)?;
-        self.layer_norm(127, 515, 0.0)?;
-        self.layer_norm(8192, 64, 0.0)?;
-        self.layer_norm(127, 515, 100.0)?;
         self.rope(4, 256, 8, 64)?;
         self.rope(1, 127, 3, 48)?;
         self.swiglu(1024, 1376)?;
@@ -90,7 +86,11 @@ impl Run {
         self.embedding(8192, 512, 1024)?;
         self.embedding(97, 48, 1000)?;
         self.cross_entropy(1024, 8192)?;
-        self.cross_entropy(127, 32001)
+        self.cross_entropy(127, 32001)?;
+        self.layer_norm(1024, 512, 0.0)?;
+        self.layer_norm(127, 515, 0.0)?;
+        self.layer_norm(8192, 64, 0.0)?;
+        self.layer_norm(127, 515, 100.0)
     }
 
     /// Normally distributed values.

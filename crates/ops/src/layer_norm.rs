@@ -12,8 +12,8 @@ const NAME: &str = "layer_norm";
 /// Takes from each row of `xs` its mean, divides it by its standard deviation, and scales it by `weight`; adds `bias`.
 ///
 /// The variance is that of the population: the mean of the squares, not `h / (h - 1)` times it. The gradients of `weight`
-/// and `bias` are computed only if they are tracked. A mean far from zero costs no accuracy; errors against f64 are in
-/// `docs/accuracy.md`.
+/// and `bias` are computed only if they are tracked. Relative error against f64 about 6e-8, that of the gradients of `weight`
+/// and `bias` 1e-7, and a mean far from zero costs none of it: see `docs/accuracy.md`.
 ///
 /// # Shapes
 /// `xs (.., h)`, `weight (h)`, `bias (h)` -> `(.., h)`; one dtype.
