@@ -43,6 +43,7 @@ impl Deadline {
     }
 
     /// Sleeps.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub fn sleep(&mut self, sleep: Duration) {
         let asleep = Instant::now();
         std::thread::sleep(sleep);
