@@ -26,7 +26,7 @@ fn with_the_trainer(
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]
 fn with_a_loop_of_ones_own(
-    pipeline: &Pipeline, stage: Stage, micro_batches: &[MicroBatch], mut gradients: Gradients,
+    pipeline: &Pipeline, stage: Stage, micro_batches: Vec<MicroBatch>, mut gradients: Gradients,
     mut optimizer: DistributedOptimizer, learning_rate: f64,
 ) -> Result<f64> {
     let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
