@@ -214,6 +214,23 @@ fn a_mean_far_from_zero_costs_no_accuracy() {
     assert_close("y", &y.read(), &want, 16.0);
 }
 
+/// Of long ones the mean is far off: what is then left of the variance is rounding, which must not pass as negative.
+#[test]
+fn long_rows_of_equal_values_stay_finite() {
+    let (rows, cols) = (10, 50_021);
+    let values = random::<f32>(&mut rng(8), rows, 1e12);
+    let x: Vec<f32> = values.iter().flat_map(|x| vec![*x; cols]).collect();
+    let (xs, y) = (Buffer::from_slice(&x), Buffer::<f32>::new(x.len()));
+    let weight = Buffer::from_slice(&vec![1.0; cols]);
+    let (n, c, at) = (rows as i64, cols as i32, launch(0, 0));
+    launch!(
+        at,
+        layer_norm_forward_f32(y.ptr(), xs.ptr(), weight.ptr(), null_mut(), n, c, 1e-12)
+    )
+    .unwrap();
+    assert!(y.read().iter().all(|y| y.is_finite()));
+}
+
 #[test]
 fn f32_forward_equals_the_reference() {
     check_forward(layer_norm_forward_f32);
