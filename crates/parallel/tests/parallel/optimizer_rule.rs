@@ -224,7 +224,8 @@ fn state_of_another_model_is_refused() -> Result<()> {
         ("embed.weight", "exp_avg")
     );
     let num_values = state.values.len();
-    state.offsets = [1..num_values + 1].into();
+    state.offsets.clear();
+    state.offsets.push(1..num_values + 1);
     let words = ["exp_avg of embed.weight", "[13, 6]", "ends at 78", "hint"];
     assert_says(&message(optimizer.load_state(&state)), &words);
     state.values.pop();
