@@ -27,6 +27,7 @@
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
+//! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
 //!
 //! The shape of Llama-3.1-8B with everything frozen but the norms:
 //! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
@@ -413,6 +414,7 @@ fn print(
         "forward_secs": mean(|t| t.forward_secs),
         "backward_secs": mean(|t| t.backward_secs),
         "communication_secs": mean(|t| t.communication_secs),
+        "hidden_communication_secs": mean(|t| t.hidden_communication_secs),
         "optimizer_secs": mean(|t| t.optimizer_secs),
     });
     if let Some(profile) = &measured.profile {

@@ -58,7 +58,7 @@ pub use mesh::{Degrees, Mesh};
 pub use mpi::MpiConfig;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
-pub use pending::{Pending, waited};
+pub use pending::{Pending, hidden, waited};
 pub use process_group::ProcessGroup;
 pub use run_config::RunConfig;
 pub use watched::Watched;

@@ -7,6 +7,11 @@ use candle_core::Result;
 
 /// What a backend keeps for an operation in flight.
 pub(crate) trait Work<T>: Send {
+    /// When the operation was complete; `None` if it is not, or if nobody knows.
+    fn completed(&self) -> Option<Instant> {
+        None
+    }
+
     /// Blocks until the operation is complete.
     fn wait(self: Box<Self>) -> Result<T>;
 
@@ -32,7 +37,8 @@ pub struct Pending<T> {
 
 enum Inner<T> {
     Ready(Result<T>),
-    Working(Box<dyn Work<T>>),
+    /// Since when.
+    Working(Box<dyn Work<T>>, Mark),
 }
 
 impl<T> Pending<T> {
@@ -53,7 +59,15 @@ impl<T> Pending<T> {
 
     pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
         Self {
-            work: Some(Inner::Working(work)),
+            work: Some(Inner::Working(work, Mark::now())),
+        }
+    }
+
+    /// When the operation was complete, if it is and the backend knows.
+    pub(crate) fn completed(&self) -> Option<Instant> {
+        match &self.work {
+            Some(Inner::Working(work, _)) => work.completed(),
+            _ => None,
         }
     }
 
@@ -63,6 +77,9 @@ impl<T> Pending<T> {
     /// All that can go wrong with an operation: it does not match those of the other ranks, a rank failed, panicked or
     /// left, or the deadline passed.
     pub fn wait(self) -> Result<T> {
+        if let Some(Inner::Working(work, started)) = &self.work {
+            count_hidden(*started, work.completed());
+        }
         counted(|| self.wait_uncounted())
     }
 
@@ -70,7 +87,7 @@ impl<T> Pending<T> {
     pub(crate) fn wait_uncounted(mut self) -> Result<T> {
         match self.work.take() {
             Some(Inner::Ready(value)) => value,
-            Some(Inner::Working(work)) => work.wait(),
+            Some(Inner::Working(work, _)) => work.wait(),
             None => candle_core::bail!("this operation has been waited for already"),
         }
     }
@@ -78,7 +95,7 @@ impl<T> Pending<T> {
 
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(Inner::Working(work)) = self.work.take() {
+        if let Some(Inner::Working(work, _)) = self.work.take() {
             work.abandon();
         }
     }
@@ -104,6 +121,44 @@ impl<T, F: FnOnce() -> Result<T> + Send> Work<T> for F {
 
 thread_local! {
     static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    static HIDDEN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// Up to when hidden communication has been counted.
+    static COUNTED: Cell<Option<Mark>> = const { Cell::new(None) };
+}
+
+/// A moment, and what the thread had waited until then.
+#[derive(Clone, Copy)]
+struct Mark {
+    at: Instant,
+    waited: Duration,
+}
+
+impl Mark {
+    fn now() -> Self {
+        Self {
+            at: Instant::now(),
+            waited: WAITED.get(),
+        }
+    }
+}
+
+/// Time in which the calling thread, since it started, had operations in flight and did not wait: the part of communication that
+/// is hidden under computation. Moments with several operations in flight count once. On GPUs, where operations are in flight on
+/// streams of their own, it does not tell.
+pub fn hidden() -> Duration {
+    HIDDEN.get()
+}
+
+/// Counts what an operation that is about to be waited for had hidden since `started`.
+fn count_hidden(started: Mark, completed: Option<Instant>) {
+    let counted = COUNTED.get().filter(|mark| mark.at > started.at);
+    let from = counted.unwrap_or(started);
+    let now = Mark::now();
+    let end = completed.map_or(now.at, |at| at.min(now.at));
+    let in_flight = end.saturating_duration_since(from.at);
+    let waited = now.waited.saturating_sub(from.waited);
+    HIDDEN.set(HIDDEN.get() + in_flight.saturating_sub(waited));
+    COUNTED.set(Some(now));
 }
 
 /// Time that the calling thread has spent waiting for operations since it started; differences of it tell what part of a

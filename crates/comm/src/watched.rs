@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use candle_core::{Device, Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
@@ -163,6 +164,10 @@ struct WatchedWork<T> {
 }
 
 impl<T: Send> Work<T> for WatchedWork<T> {
+    fn completed(&self) -> Option<Instant> {
+        self.pending.completed()
+    }
+
     fn wait(self: Box<Self>) -> Result<T> {
         self.ticket.waits();
         self.pending.wait_uncounted()

@@ -15,6 +15,9 @@ pub struct StepTimes {
     pub backward_secs: f64,
     /// Waiting for collectives and messages, wherever in the step.
     pub communication_secs: f64,
+    /// Communication that was under way while the rank did not wait, since the step before ended: hidden under computation. Not on
+    /// GPUs, whose streams hide it where the host does not see.
+    pub hidden_communication_secs: f64,
     /// Reduction, norm, clipping and update.
     pub optimizer_secs: f64,
 }

@@ -93,6 +93,7 @@ impl Trainer {
         // What an earlier step that failed on the way has left.
         self.gradients.clear();
         let waited = candle_comm::waited();
+        let hidden = candle_comm::hidden();
         self.world.set_step(self.step, "forward and backward pass");
         let passes =
             self.pipeline
@@ -115,6 +116,7 @@ impl Trainer {
             forward_secs: passes.forward_secs,
             backward_secs: passes.backward_secs,
             communication_secs: candle_comm::waited().saturating_sub(waited).as_secs_f64(),
+            hidden_communication_secs: candle_comm::hidden().saturating_sub(hidden).as_secs_f64(),
             optimizer_secs: optimizer_start
                 .elapsed()
                 .saturating_sub(in_optimizer)

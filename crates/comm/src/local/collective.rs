@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 use candle_core::{Device, Result, Tensor};
 
@@ -234,6 +235,12 @@ fn world_ranks(members: &[usize], group_ranks: Vec<usize>) -> Vec<usize> {
 }
 
 impl Work<Tensor> for InFlight {
+    fn completed(&self) -> Option<Instant> {
+        let state = self.world.lock();
+        let slot = state.groups[self.group].slots.get(&self.seq);
+        slot.and_then(Slot::finished)
+    }
+
     fn wait(self: Box<Self>) -> Result<Tensor> {
         match self.wait_for_output()? {
             Output::Tensor(xs) => Ok(xs),

@@ -1,6 +1,7 @@
 //! One collective operation of a group, from the first rank's arrival to the last one's departure.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use candle_core::{Result, Tensor};
 
@@ -62,6 +63,8 @@ pub(super) struct Slot {
     outputs: Vec<Option<Output>>,
     /// Ranks that want nothing more from this slot.
     released: Vec<bool>,
+    /// When the outputs came.
+    finished: Option<Instant>,
 }
 
 impl Slot {
@@ -72,6 +75,7 @@ impl Slot {
             deposits: (0..world_size).map(|_| None).collect(),
             outputs: (0..world_size).map(|_| None).collect(),
             released: vec![false; world_size],
+            finished: None,
         }
     }
 
@@ -122,6 +126,7 @@ impl Slot {
 
     /// Sets the outputs, one per rank in rank order, or the error that all ranks get.
     pub fn finish(&mut self, outputs: std::result::Result<Vec<Output>, Error>) {
+        self.finished = Some(Instant::now());
         match outputs {
             Ok(outputs) => {
                 for ((slot, output), released) in
@@ -133,6 +138,11 @@ impl Slot {
             }
             Err(error) => self.phase = Phase::Failed(error),
         }
+    }
+
+    /// When the outputs came, if they have.
+    pub fn finished(&self) -> Option<Instant> {
+        self.finished
     }
 
     /// The group ranks that have not arrived.

@@ -1,7 +1,7 @@
 //! An operation in flight: what the thread that computes and MPI's thread share.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{Storage, Tensor};
 
@@ -39,6 +39,7 @@ struct State<T> {
     is_over: bool,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,
+    completed: Option<Instant>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -62,6 +63,7 @@ impl<T> InFlight<T> {
                 outcome: None,
                 is_over: false,
                 missing: Vec::new(),
+                completed: None,
             }),
             changed: Condvar::new(),
         })
@@ -139,6 +141,7 @@ impl<T> InFlight<T> {
         let mut state = lock(&self.state);
         if !state.is_over {
             state.is_over = true;
+            state.completed = Some(Instant::now());
             state.outcome = Some(outcome);
             self.changed.notify_all();
         }
@@ -178,6 +181,10 @@ impl<T> InFlight<T> {
 }
 
 impl<T: Send> Work<T> for Arc<InFlight<T>> {
+    fn completed(&self) -> Option<Instant> {
+        lock(&self.state).completed
+    }
+
     fn wait(self: Box<Self>) -> candle_core::Result<T> {
         Ok(InFlight::wait(&self)?)
     }
