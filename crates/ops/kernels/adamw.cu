@@ -1,30 +1,30 @@
 // AdamW (arXiv:1711.05101) over flat fp32 buffers, one pass, with weight decay apart from the gradient:
-// m <- m + (g - m)(1 - b1), v <- v b2 + g^2 (1 - b2), x <- x shrink - step_size m / (sqrt(v) correction + eps).
+// m <- m + (g - m)(1 - b1), v <- v b2 + g^2 (1 - b2), x <- x decay_factor - step_size m / (sqrt(v) correction + eps).
 //
 // The constants come from the host, computed in f64 and rounded: step_size = lr / (1 - b1^t),
-// correction = 1 / sqrt(1 - b2^t), shrink = 1 - lr * weight_decay, rest1 = 1 - b1, rest2 = 1 - b2.
+// correction = 1 / sqrt(1 - b2^t), decay_factor = 1 - lr * weight_decay, one_minus_beta1 = 1 - b1, one_minus_beta2 = 1 - b2.
 // Each operation is rounded by itself (the .._rn intrinsics are never fused), in the order of the CPU's update: same bits.
 #include "pack.cuh"
 
 struct AdamW {
-    float step_size, correction, shrink, rest1, beta2, rest2, eps;
+    float step_size, correction, decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps;
 };
 
 __device__ inline void update(float& x, float& m, float& v, float g, const AdamW& c) {
-    m = __fadd_rn(m, __fmul_rn(__fsub_rn(g, m), c.rest1));
-    v = __fadd_rn(__fmul_rn(v, c.beta2), __fmul_rn(__fmul_rn(g, g), c.rest2));
+    m = __fadd_rn(m, __fmul_rn(__fsub_rn(g, m), c.one_minus_beta1));
+    v = __fadd_rn(__fmul_rn(v, c.beta2), __fmul_rn(__fmul_rn(g, g), c.one_minus_beta2));
     float root = __fadd_rn(__fmul_rn(__fsqrt_rn(v), c.correction), c.eps);
-    x = __fsub_rn(__fmul_rn(x, c.shrink), __fdiv_rn(__fmul_rn(c.step_size, m), root));
+    x = __fsub_rn(__fmul_rn(x, c.decay_factor), __fdiv_rn(__fmul_rn(c.step_size, m), root));
 }
 
 // At most as many tensors in one launch; `src/cuda/adamw_slots.rs` says the same.
 #define ADAMW_SLOTS 16
 
-// A tensor of weights and its values' place in the flat buffers. `shrink` is 1 where there is no weight decay.
+// A tensor of weights and its values' place in the flat buffers. `decay_factor` is 1 where there is no weight decay.
 struct AdamWSlot {
     void* weights;
     i64 start, len;
-    float shrink;
+    float decay_factor;
     int unused;
 };
 
@@ -35,7 +35,7 @@ struct AdamWSlots {
 // Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `master` is flat as the other buffers are,
 // and the weights get its values rounded to bf16; without it the weights are the fp32 values themselves.
 extern "C" __global__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                 float step_size, float correction, float rest1, float beta2, float rest2, float eps,
+                                 float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2, float eps,
                                  float scale) {
     const AdamWSlot& slot = slots.slots[blockIdx.y];
     float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
@@ -43,7 +43,7 @@ extern "C" __global__ void adamw(float* master, float* exp_avg, float* exp_avg_s
     exp_avg += slot.start;
     exp_avg_sq += slot.start;
     grad += slot.start;
-    AdamW constants = {step_size, correction, slot.shrink, rest1, beta2, rest2, eps};
+    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
     bool packed = aligned(x_at, exp_avg, exp_avg_sq, rounded, grad);
     for_each_pack_of_grid<PACK<float>>(slot.len, packed, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;

@@ -1,6 +1,6 @@
 //! AdamW over the flat buffers of many weights, one pass, with weight decay apart from the gradient (Loshchilov and Hutter 2019,
 //! arXiv:1711.05101): `m = m + (g - m)(1 - b1)`, `v = v b2 + g^2 (1 - b2)`,
-//! `x = x shrink - step_size m / (sqrt(v) correction + eps)`. The same bits on every device.
+//! `x = x decay_factor - step_size m / (sqrt(v) correction + eps)`. The same bits on every device.
 
 use crate::brain_float::round_into;
 use crate::dispatch::on_cuda;
@@ -25,13 +25,13 @@ pub struct AdamWConstants {
     /// `1 / sqrt(1 - beta2^t)`.
     pub correction: f32,
     /// `1 - lr * weight_decay`, the factor of weights that decay.
-    pub shrink: f32,
+    pub decay_factor: f32,
     /// `1 - beta1`.
-    pub rest1: f32,
+    pub one_minus_beta1: f32,
     /// beta2.
     pub beta2: f32,
     /// `1 - beta2`.
-    pub rest2: f32,
+    pub one_minus_beta2: f32,
     /// Added to the root of the second moment.
     pub eps: f32,
     /// Factor of the gradients.
@@ -56,9 +56,9 @@ impl AdamWSlot<'_> {
     }
 
     /// Factor of the weights.
-    pub(crate) fn shrink(&self, constants: &AdamWConstants) -> f32 {
+    pub(crate) fn decay_factor(&self, constants: &AdamWConstants) -> f32 {
         match self.decays {
-            true => constants.shrink,
+            true => constants.decay_factor,
             false => 1.0,
         }
     }
@@ -94,7 +94,7 @@ pub fn adamw(
     on_cuda!(buffers.exp_avg => crate::cuda::adamw(buffers, slots, constants));
     for slot in slots {
         let constants = AdamWConstants {
-            shrink: slot.shrink(constants),
+            decay_factor: slot.decay_factor(constants),
             ..*constants
         };
         buffers.part(slot)?.step(slot, &constants)?;
@@ -227,8 +227,8 @@ fn step(
 fn update([x, m, v]: [&mut [f32]; 3], grad: &[f32], c: &AdamWConstants) {
     for (((x, m), v), g) in x.iter_mut().zip(m).zip(v).zip(grad) {
         let g = g * c.scale;
-        *m += (g - *m) * c.rest1;
-        *v = *v * c.beta2 + g * g * c.rest2;
-        *x = *x * c.shrink - c.step_size * *m / (v.sqrt() * c.correction + c.eps);
+        *m += (g - *m) * c.one_minus_beta1;
+        *v = *v * c.beta2 + g * g * c.one_minus_beta2;
+        *x = *x * c.decay_factor - c.step_size * *m / (v.sqrt() * c.correction + c.eps);
     }
 }

@@ -5,7 +5,7 @@ use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
 use candle_parallel::{DistributedOptimizer, Gradients, Stage};
 
-/// How the driver, cuBLAS and cuDNN call it in their names of errors, or in words.
+/// What errors of the driver, cuBLAS and cuDNN about missing memory contain.
 const OUT_OF_MEMORY: [&str; 4] = [
     "OUT_OF_MEMORY",
     "ALLOC_FAILED",

@@ -170,10 +170,10 @@ fn parameters(kernels: &Kernels, len: usize) -> Result<()> {
     let constants = AdamWConstants {
         step_size: 1e-4,
         correction: 1.0,
-        shrink: 1.0,
-        rest1: 0.1,
+        decay_factor: 1.0,
+        one_minus_beta1: 0.1,
         beta2: 0.95,
-        rest2: 0.05,
+        one_minus_beta2: 0.05,
         eps: 1e-8,
         scale: 1.0,
     };

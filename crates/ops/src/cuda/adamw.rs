@@ -49,8 +49,8 @@ fn with_weights<T: CudaDType + WithDType + DeviceRepr>(
         return then(raw);
     };
     gpu.write::<T>("weights", slot.weights, |weights| {
-        let shrink = slot.shrink(constants);
-        raw.set(next, weights, [slot.start, slot.len()], shrink);
+        let decay_factor = slot.decay_factor(constants);
+        raw.set(next, weights, [slot.start, slot.len()], decay_factor);
         with_weights::<T>(gpu, slots, constants, (next + 1, raw), then)
     })
 }
@@ -86,9 +86,9 @@ fn launch_update(
                         raw,
                         c.step_size,
                         c.correction,
-                        c.rest1,
+                        c.one_minus_beta1,
                         c.beta2,
-                        c.rest2,
+                        c.one_minus_beta2,
                         c.eps,
                         c.scale,
                     )

@@ -12,7 +12,7 @@ struct RawSlot {
     weights: CUdeviceptr,
     start: i64,
     len: i64,
-    shrink: f32,
+    decay_factor: f32,
     unused: i32,
 }
 
@@ -34,13 +34,13 @@ impl AdamWSlots {
         index: usize,
         weights: Out<T>,
         [start, len]: [usize; 2],
-        shrink: f32,
+        decay_factor: f32,
     ) {
         self.slots[index] = RawSlot {
             weights: weights.address(),
             start: start as i64,
             len: len as i64,
-            shrink,
+            decay_factor,
             unused: 0,
         };
     }

@@ -9,7 +9,7 @@ macro_rules! for_each_kernel {
         $expand! {
             "adamw" {
                 adamw(master: OptOut<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
-                    step_size: f32, correction: f32, rest1: f32, beta2: f32, rest2: f32, eps: f32, scale: f32);
+                    step_size: f32, correction: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, eps: f32, scale: f32);
             }
             "add_into" {
                 add_into[T](dst: Out<f32>, src: In<T>, len: i64);

@@ -10,10 +10,10 @@ use candle_ops::{
 const CONSTANTS: AdamWConstants = AdamWConstants {
     step_size: 3e-3,
     correction: 2.5,
-    shrink: 0.999,
-    rest1: 0.1,
+    decay_factor: 0.999,
+    one_minus_beta1: 0.1,
     beta2: 0.95,
-    rest2: 0.05,
+    one_minus_beta2: 0.05,
     eps: 1e-8,
     scale: 0.5,
 };
@@ -21,13 +21,15 @@ const CONSTANTS: AdamWConstants = AdamWConstants {
 /// The update of one value, in f64.
 fn updated([x, m, v, g]: [f64; 4], decays: bool) -> [f64; 3] {
     let c = CONSTANTS;
-    let [step_size, correction, shrink] = [c.step_size, c.correction, c.shrink].map(f64::from);
-    let [rest1, beta2, rest2] = [c.rest1, c.beta2, c.rest2].map(f64::from);
-    let shrink = if decays { shrink } else { 1.0 };
+    let [step_size, correction, decay_factor] =
+        [c.step_size, c.correction, c.decay_factor].map(f64::from);
+    let [one_minus_beta1, beta2, one_minus_beta2] =
+        [c.one_minus_beta1, c.beta2, c.one_minus_beta2].map(f64::from);
+    let decay_factor = if decays { decay_factor } else { 1.0 };
     let g = g * f64::from(c.scale);
-    let m = m + (g - m) * rest1;
-    let v = v * beta2 + g * g * rest2;
-    let x = x * shrink - step_size * m / (v.sqrt() * correction + f64::from(c.eps));
+    let m = m + (g - m) * one_minus_beta1;
+    let v = v * beta2 + g * g * one_minus_beta2;
+    let x = x * decay_factor - step_size * m / (v.sqrt() * correction + f64::from(c.eps));
     [x, m, v]
 }
 

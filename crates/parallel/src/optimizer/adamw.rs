@@ -103,10 +103,10 @@ impl AdamWConfig {
         AdamWConstants {
             step_size: (lr / (1.0 - beta1.powi(number))) as f32,
             correction: (1.0 / (1.0 - beta2.powi(number)).sqrt()) as f32,
-            shrink: (1.0 - lr * weight_decay) as f32,
-            rest1: (1.0 - beta1) as f32,
+            decay_factor: (1.0 - lr * weight_decay) as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
-            rest2: (1.0 - beta2) as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
             eps: eps as f32,
             scale: step.grad_scale as f32,
         }

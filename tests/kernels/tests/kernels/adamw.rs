@@ -12,7 +12,7 @@ struct Slot {
     weights: *mut c_void,
     start: i64,
     len: i64,
-    shrink: f32,
+    decay_factor: f32,
     unused: i32,
 }
 
@@ -30,9 +30,9 @@ unsafe extern "C" {
         slots: Slots,
         step_size: f32,
         correction: f32,
-        rest1: f32,
+        one_minus_beta1: f32,
         beta2: f32,
-        rest2: f32,
+        one_minus_beta2: f32,
         eps: f32,
         scale: f32,
     );
@@ -45,7 +45,7 @@ const WEIGHT_DECAY: f64 = 0.1;
 
 const SHRINK: f32 = (1.0 - LR * WEIGHT_DECAY) as f32;
 
-/// step_size, correction, rest1, beta2, rest2, eps of step `step`.
+/// step_size, correction, one_minus_beta1, beta2, one_minus_beta2, eps of step `step`.
 fn constants(step: i32) -> [f32; 6] {
     [
         LR / (1.0 - BETAS[0].powi(step)),
@@ -64,7 +64,7 @@ fn slots<T>(weights: &[(*mut T, usize)]) -> Slots {
         weights: std::ptr::null_mut(),
         start: 0,
         len: 0,
-        shrink: f32::NAN,
+        decay_factor: f32::NAN,
         unused: 0,
     };
     let (mut slots, mut start) = (Slots([none; 16]), 0);
@@ -73,7 +73,7 @@ fn slots<T>(weights: &[(*mut T, usize)]) -> Slots {
             weights: weights.cast(),
             start,
             len: *len as i64,
-            shrink: shrink(i),
+            decay_factor: decay_factor(i),
             unused: 0,
         };
         start += *len as i64;
@@ -81,17 +81,24 @@ fn slots<T>(weights: &[(*mut T, usize)]) -> Slots {
     slots
 }
 
-fn shrink(slot: usize) -> f32 {
+fn decay_factor(slot: usize) -> f32 {
     if slot.is_multiple_of(2) { SHRINK } else { 1.0 }
 }
 
 /// The CPU optimizer's arithmetic, in f32.
-fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, (shrink, scale): (f32, f32)) {
-    let [step_size, correction, rest1, beta2, rest2, eps] = constants(step);
+fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, (decay_factor, scale): (f32, f32)) {
+    let [
+        step_size,
+        correction,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        eps,
+    ] = constants(step);
     let g = g * scale;
-    *m += (g - *m) * rest1;
-    *v = *v * beta2 + g * g * rest2;
-    *x = *x * shrink - step_size * *m / (v.sqrt() * correction + eps);
+    *m += (g - *m) * one_minus_beta1;
+    *v = *v * beta2 + g * g * one_minus_beta2;
+    *x = *x * decay_factor - step_size * *m / (v.sqrt() * correction + eps);
 }
 
 #[test]
@@ -149,7 +156,7 @@ fn both_types_of_weights_give_the_bits_of_the_cpu() {
             )
             .unwrap();
             for (i, g) in grad.iter().enumerate() {
-                let factors = (shrink(slot_of[i]), 0.37);
+                let factors = (decay_factor(slot_of[i]), 0.37);
                 cpu_update([&mut x[i], &mut m[i], &mut v[i]], *g, step, factors);
             }
             for state in [&f32_state, &bf16_state] {
