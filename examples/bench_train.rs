@@ -145,6 +145,9 @@ struct Measured {
     profile: Option<Profile>,
 }
 
+#[global_allocator]
+static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+
 fn main() -> ExitCode {
     keep_freed_memory();
     tracing_subscriber::fmt()

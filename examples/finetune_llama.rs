@@ -19,6 +19,9 @@ const DATA: FlagDefault = FlagDefault {
     description: "the bundled text",
 };
 
+#[global_allocator]
+static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+
 fn main() -> ExitCode {
     run_with_defaults::<Finetune>("finetune_llama", &[MODEL, DATA])
 }

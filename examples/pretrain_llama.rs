@@ -13,6 +13,9 @@ const DATA: FlagDefault = FlagDefault {
     description: "the bundled plays of Shakespeare",
 };
 
+#[global_allocator]
+static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+
 fn main() -> ExitCode {
     run_with_defaults::<Pretrain>("pretrain_llama", &[DATA])
 }

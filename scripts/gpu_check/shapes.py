@@ -43,7 +43,8 @@ def ours(run, what, arguments, batch_size, deadline):
             line = bench_train(run, what, ["--dtype", "bf16", *arguments, "--micro-batch-size", str(size)], deadline,
                                attention_must_be_cudnn(run))
         except Failed as error:
-            if "OUT_OF_MEMORY" not in str(error) or size == 1:
+            is_out_of_memory = any(words in str(error) for words in ("OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED"))
+            if not is_out_of_memory or size == 1:
                 raise
             short.append(size)
             size //= 2

@@ -1,15 +1,14 @@
-//! The allocator of every example program.
+//! The allocator of the programs, which each of them declares: a library must not choose one for others.
 //!
 //! Training frees and allocates the same large buffers each step. The system's allocator gives such memory back at once and
 //! the next step pays a page fault for every page of it; this one keeps it.
 
 #![allow(unsafe_code)]
 
-use mimalloc::MiMalloc;
 use std::ffi::c_long;
 
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+/// For `#[global_allocator]`.
+pub use mimalloc::MiMalloc;
 
 /// `mi_option_purge_delay` in `mi_option_e` of mimalloc.h, versions 2 and 3.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
@@ -25,7 +24,10 @@ pub fn keep_freed_memory() {
 
 #[cfg(test)]
 mod tests {
-    use super::{NEVER, PURGE_DELAY, keep_freed_memory};
+    use super::{MiMalloc, NEVER, PURGE_DELAY, keep_freed_memory};
+
+    #[global_allocator]
+    static ALLOCATOR: MiMalloc = MiMalloc;
 
     /// The option's number is not in the bindings: find it by the default that mimalloc documents.
     #[test]

@@ -22,7 +22,7 @@ mod samples;
 mod training_args;
 mod training_run;
 
-pub use allocator::keep_freed_memory;
+pub use allocator::{MiMalloc, keep_freed_memory};
 pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
 pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;

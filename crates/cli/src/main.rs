@@ -2,6 +2,9 @@
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+
 fn main() -> ExitCode {
     candle_train_cli::candle_train()
 }

@@ -72,6 +72,9 @@ pub fn threads<T: Send>(
 /// Each rank runs inside a rayon pool of its own, so that ranks do not queue behind each other and parallel iterators cost
 /// a rank with one thread nothing. A rank must not communicate from inside a rayon job that it starts.
 ///
+/// With several ranks, the first call in a process that still has one thread switches off candle's own pool for elementwise
+/// operations, for the rest of the process: ranks would queue for it. `CANDLE_NUM_THREADS` decides otherwise.
+///
 /// # Errors
 /// Devices that ranks cannot have. If ranks fail: the error of the first one that failed by itself, as `rank N failed: ..`. A panic counts as a failure
 /// with the panic's message. The others, which notice within milliseconds, are not reported.

@@ -1,6 +1,6 @@
 //! The result of an operation that has been started, and how long ranks wait for results.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use candle_core::Result;
@@ -38,7 +38,7 @@ pub struct Pending<T> {
 enum Inner<T> {
     Ready(Result<T>),
     /// Since when.
-    Working(Box<dyn Work<T>>, Mark),
+    Working(Box<dyn Work<T>>, Instant),
 }
 
 impl<T> Pending<T> {
@@ -59,7 +59,7 @@ impl<T> Pending<T> {
 
     pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
         Self {
-            work: Some(Inner::Working(work, Mark::now())),
+            work: Some(Inner::Working(work, Instant::now())),
         }
     }
 
@@ -122,43 +122,7 @@ impl<T, F: FnOnce() -> Result<T> + Send> Work<T> for F {
 thread_local! {
     static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     static HIDDEN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// Up to when hidden communication has been counted.
-    static COUNTED: Cell<Option<Mark>> = const { Cell::new(None) };
-}
-
-/// A moment, and what the thread had waited until then.
-#[derive(Clone, Copy)]
-struct Mark {
-    at: Instant,
-    waited: Duration,
-}
-
-impl Mark {
-    fn now() -> Self {
-        Self {
-            at: Instant::now(),
-            waited: WAITED.get(),
-        }
-    }
-}
-
-/// Time in which the calling thread, since it started, had operations in flight and did not wait: the part of communication that
-/// is hidden under computation. Moments with several operations in flight count once. On GPUs, where operations are in flight on
-/// streams of their own, it does not tell.
-pub fn hidden() -> Duration {
-    HIDDEN.get()
-}
-
-/// Counts what an operation that is about to be waited for had hidden since `started`.
-fn count_hidden(started: Mark, completed: Option<Instant>) {
-    let counted = COUNTED.get().filter(|mark| mark.at > started.at);
-    let from = counted.unwrap_or(started);
-    let now = Mark::now();
-    let end = completed.map_or(now.at, |at| at.min(now.at));
-    let in_flight = end.saturating_duration_since(from.at);
-    let waited = now.waited.saturating_sub(from.waited);
-    HIDDEN.set(HIDDEN.get() + in_flight.saturating_sub(waited));
-    COUNTED.set(Some(now));
+    static COVERED: RefCell<Covered> = const { RefCell::new(Covered(Vec::new())) };
 }
 
 /// Time that the calling thread has spent waiting for operations since it started; differences of it tell what part of a
@@ -167,10 +131,87 @@ pub fn waited() -> Duration {
     WAITED.get()
 }
 
+/// Time in which the calling thread, since it started, had operations in flight and did not wait: the part of communication that
+/// is hidden under computation. Moments with several operations in flight count once; an operation counts when it is waited for.
+/// On GPUs, where operations are in flight on streams of their own, it does not tell.
+pub fn hidden() -> Duration {
+    HIDDEN.get()
+}
+
 /// Runs `wait` and counts its time.
 fn counted<T>(wait: impl FnOnce() -> T) -> T {
     let start = Instant::now();
     let value = wait();
-    WAITED.set(WAITED.get() + start.elapsed());
+    let end = Instant::now();
+    WAITED.set(WAITED.get() + (end - start));
+    COVERED.with_borrow_mut(|covered| covered.add(start, end));
     value
+}
+
+/// Counts what an operation that is about to be waited for has hidden since it was started.
+fn count_hidden(started: Instant, completed: Option<Instant>) {
+    let now = Instant::now();
+    let end = completed.map_or(now, |at| at.min(now));
+    let new = COVERED.with_borrow_mut(|covered| covered.add(started, end));
+    HIDDEN.set(HIDDEN.get() + new);
+}
+
+/// Spans of time, disjoint and in order, in which the thread waited or had operations in flight that have been counted.
+struct Covered(Vec<(Instant, Instant)>);
+
+/// More spans than a step has. The oldest are forgotten.
+const MAX_SPANS: usize = 4096;
+
+impl Covered {
+    /// Adds a span; how much of it was not covered before.
+    fn add(&mut self, from: Instant, to: Instant) -> Duration {
+        if to <= from {
+            return Duration::ZERO;
+        }
+        let spans = &mut self.0;
+        // The spans that touch it.
+        let first = spans.partition_point(|span| span.1 < from);
+        let end = spans.partition_point(|span| span.0 <= to);
+        let touched = &spans[first..end];
+        let known = touched.iter().map(|span| span.1.min(to) - span.0.max(from));
+        let known: Duration = known.sum();
+        let joined = touched.iter().fold((from, to), |joined, span| {
+            (joined.0.min(span.0), joined.1.max(span.1))
+        });
+        spans.splice(first..end, [joined]);
+        if spans.len() > MAX_SPANS {
+            spans.drain(..MAX_SPANS / 2);
+        }
+        (to - from) - known
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Covered;
+    use std::time::{Duration, Instant};
+
+    /// What spans, in milliseconds, add one after the other.
+    fn added(spans: &[(u64, u64)]) -> Vec<u64> {
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        let mut covered = Covered(Vec::new());
+        let add = |(from, to): &(u64, u64)| covered.add(at(*from), at(*to)).as_millis() as u64;
+        spans.iter().map(add).collect()
+    }
+
+    #[test]
+    fn a_moment_counts_once_in_whatever_order_spans_come() {
+        // Operations that are waited for from the last to the first.
+        assert_eq!(added(&[(20, 30), (10, 28), (0, 25)]), [10, 10, 10]);
+        assert_eq!(added(&[(0, 25), (10, 28), (20, 30)]), [25, 3, 2]);
+        // One during which others were waited for.
+        assert_eq!(added(&[(10, 12), (20, 22), (0, 30)]), [2, 2, 26]);
+        assert_eq!(
+            added(&[(0, 30), (10, 12), (30, 30), (35, 31)]),
+            [30, 0, 0, 0]
+        );
+        // Apart, then joined.
+        assert_eq!(added(&[(0, 1), (4, 5), (1, 4), (0, 6)]), [1, 1, 3, 1]);
+    }
 }

@@ -50,6 +50,8 @@ impl Sampler {
             top_p,
             seed,
         } = config;
+        // The processor computes in f32, in which a smaller number would be 0.
+        let top_p = top_p.max(f64::from(f32::MIN_POSITIVE));
         let processor = LogitsProcessor::new(seed, Some(temperature), Some(top_p));
         Ok(Self(processor))
     }

@@ -1,4 +1,7 @@
 //! Started collectives whose result takes the place of what this rank holds of it. They act on dim 0.
+//!
+//! Until the wait nothing in the storage of the tensor may be read or written, its other views included; after a wait that ended
+//! in an error, what the storage holds may still change.
 
 use std::panic::Location;
 

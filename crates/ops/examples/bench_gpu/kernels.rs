@@ -12,7 +12,7 @@ use candle_ops::{
     swiglu_backward, swiglu_forward, upload,
 };
 
-/// Rows of logits that the head works on at once in training on a GPU.
+/// Rows of logits that the head works on at once in training on a GPU, at least.
 const LOGIT_ROWS: usize = 4096;
 const EPS: f64 = 1e-5;
 
