@@ -1,14 +1,14 @@
 #!/bin/bash
 # Builds the examples and what scripts/gpu-check.sh runs with CUDA, on a machine that needs neither a GPU nor a driver, and packs
 # them to be carried to one that has both. The programs load NVIDIA's libraries when they first use them, so they start anywhere.
-# usage: scripts/cuda-build.sh [EXAMPLE...]        the examples alone; default: all of them, and the tests
+# usage: scripts/cuda-build.sh [EXAMPLE...]        these examples alone; default: those that gpu-check.sh runs, and the tests
 # leaves target/cuda/bundle/PROGRAM.xz; needs rustup's cargo, gcc, g++, python3 with pip, xz
 # environment: CUDA_HOME, a toolkit to use instead of one from PyPI (its own libraries are then linked as usual);
 #   CUDA_COMPUTE_CAP, the oldest GPU that candle's own kernels run on (80)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 examples=("${@:-finetune_llama}")
-[ $# -gt 0 ] || examples+=(pretrain_llama bench_train bench_gpu)
+[ $# -gt 0 ] || examples+=(bench_train bench_gpu)
 target=$PWD/target/cuda
 # 64 MiB are carried, of which the repository takes 11.
 max_bundle_bytes=$((50 << 20))
