@@ -34,8 +34,9 @@ def gpu_of(parts):
 
 def name_of_gpu():
     try:
-        done = subprocess.run(["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
-    except OSError:
+        done = subprocess.run(["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True,
+                              timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
 

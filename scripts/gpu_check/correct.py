@@ -124,13 +124,18 @@ def sanitizer(run):
     found = shutil.which("compute-sanitizer", path=":".join([run.environment["PATH"], *map(str, homes)]))
     if not found and not run.smoke:
         raise Failed("compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin")
-    tests, said = ["--test-threads=1", *SANITIZED], []
+    tests, said, failed = ["--test-threads=1", *SANITIZED], [], []
     for tool in ("memcheck", "racecheck"):
         launcher = [found, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"] if found else []
-        said.append(f"{tool}: {run.tests(f'sanitizer {tool}', 'test_ops', 120, *tests, launcher=launcher)['result']}")
-        if tool == "memcheck":
-            arguments = ["--device", "cuda:0", "--dtype", "bf16", *flags(TINY)]
-            run.ours("sanitizer step", "bench_train", arguments, 60, launcher=launcher)
+        try:
+            said.append(f"{tool}: {run.tests(f'sanitizer {tool}', 'test_ops', 120, *tests, launcher=launcher)['result']}")
+            if tool == "memcheck":
+                arguments = ["--device", "cuda:0", "--dtype", "bf16", *flags(TINY)]
+                run.ours("sanitizer step", "bench_train", arguments, 60, launcher=launcher)
+        except Failed as error:  # what one tool finds is told beside what the other found
+            failed.append(f"{tool}: {error}")
+    if failed:
+        raise Failed("; ".join(said + failed))
     return {"result": "; ".join(said) + ("" if found else "; without compute-sanitizer, which is not here")}
 
 

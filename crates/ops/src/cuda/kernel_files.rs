@@ -48,6 +48,9 @@ pub(super) struct Replacements(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
 /// The endings of what nvcc compiles for a GPU.
 const ENDINGS: [&str; 2] = ["cubin", "fatbin"];
 
+/// How these begin: the driver reads on without looking.
+const MAGIC: [&[u8]; 2] = [b"\x7fELF", &[0x50, 0xed, 0x55, 0xba]];
+
 impl Replacements {
     /// Those of a folder: every cubin or fatbin in it.
     ///
@@ -80,6 +83,13 @@ impl Replacements {
                 )
             };
             let bytes = std::fs::read(&path).map_err(|err| failed(&path, err))?;
+            if !MAGIC.iter().any(|magic| bytes.starts_with(magic)) {
+                bail!(
+                    "CANDLE_TRAIN_KERNELS: {} of {} bytes is no output of nvcc: it begins neither as a cubin nor as a fatbin",
+                    path.display(),
+                    bytes.len()
+                )
+            }
             if let Some((other, _)) = found.insert(file.name, (path.clone(), bytes)) {
                 bail!(
                     "CANDLE_TRAIN_KERNELS: both {} and {} replace {}",
@@ -120,15 +130,23 @@ impl Replacements {
 
 #[cfg(test)]
 mod tests {
-    use super::{KERNEL_FILES, Replacements};
+    use super::{KERNEL_FILES, MAGIC, Replacements};
     use candle_core::Result;
 
-    /// Files of a folder that is removed again, and what comes of it.
+    /// A file that looks like a cubin.
+    fn content(file: &str) -> Vec<u8> {
+        [MAGIC[0], file.as_bytes()].concat()
+    }
+
+    /// Files of a folder that is removed again, and what comes of it; an empty file is called empty.
     fn of(name: &str, files: &[&str]) -> Result<Replacements> {
         let folder = std::env::temp_dir().join(format!("kernels-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
         for file in files {
-            std::fs::write(folder.join(file), file)?;
+            match file.strip_prefix("empty ") {
+                Some(file) => std::fs::write(folder.join(file), "")?,
+                None => std::fs::write(folder.join(file), content(file))?,
+            }
         }
         let replacements = Replacements::of(&folder);
         std::fs::remove_dir_all(&folder)?;
@@ -142,8 +160,8 @@ mod tests {
         for file in KERNEL_FILES {
             let (bytes, what) = replaced.compiled(file);
             match file.name {
-                "rope" => assert_eq!(&*bytes, b"rope.cubin"),
-                "adamw" => assert_eq!(&*bytes, b"adamw.fatbin"),
+                "rope" => assert_eq!(*bytes, *content("rope.cubin")),
+                "adamw" => assert_eq!(*bytes, *content("adamw.fatbin")),
                 _ => assert!(bytes == file.compiled && what.contains(file.name), "{what}"),
             }
         }
@@ -159,6 +177,7 @@ mod tests {
                 "ropes.cubin replaces nothing; expected a name of adamw",
             ),
             (&["rope.cubin", "rope.fatbin"], "replace rope"),
+            (&["empty rope.cubin"], "rope.cubin of 0 bytes is no output"),
         ] {
             let error = of("wrong", files).err().map(|err| err.to_string());
             let error = error.unwrap_or_default();
