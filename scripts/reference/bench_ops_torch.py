@@ -91,8 +91,8 @@ def check(device, file):
     q, k, v, grad = (held[name].transpose(1, 2).requires_grad_() for name in ("q", "k", "v", "grad"))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT / q.shape[-1] ** 0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).triu(1)
-    out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).tril().triu(1 - int(held["window"]))
+    out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
     expected |= {name: tensor.detach().transpose(1, 2) for name, tensor in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
     print(json.dumps({name: float((held[name] - want).norm() / want.norm()) for name, want in expected.items()}))

@@ -57,11 +57,12 @@ def causal_attention(a):
     q, k, v = tracked(a, "q", "k", "v")
     heads = (x.transpose(1, 2) for x in (q, k, v))
     scale = float(a["scale"])
-    y = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(1 - int(a["window"]))
+    mask = {"is_causal": True} if seen[-1, 0] else {"attn_mask": seen}
+    y = F.scaled_dot_product_attention(*heads, **mask, scale=scale, enable_gqa=True).transpose(1, 2)
     dq, dk, dv = back(y, a["dy"], [q, k, v])
     scores = q.transpose(1, 2) @ k.repeat_interleave(q.shape[2] // k.shape[2], 2).permute(0, 2, 3, 1) * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    lse = scores.masked_fill(future, float("-inf")).logsumexp(-1)
+    lse = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
     return {"y": y, "log-sum-exp": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

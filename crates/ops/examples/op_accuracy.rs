@@ -9,11 +9,12 @@
 
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_ops::{
-    AttentionGrad, HeadGroups, attention_backward, attention_forward, cross_entropy_grad,
-    embedding_forward, embedding_grad_into, layer_norm_backward, layer_norm_forward,
-    linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
-    linear_weight_grad, linear_weight_grad_into, rms_norm_backward, rms_norm_forward, rope,
-    rope_in_place, row_max, sum_exp_and_target_logit, swiglu_backward, swiglu_forward,
+    AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
+    cross_entropy_grad, embedding_forward, embedding_grad_into, layer_norm_backward,
+    layer_norm_forward, linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad,
+    linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into, rms_norm_backward,
+    rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit, swiglu_backward,
+    swiglu_forward,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -77,8 +78,9 @@ impl Run {
         self.rope(1, 127, 3, 48)?;
         self.swiglu(1024, 1376)?;
         self.swiglu(127, 97)?;
-        self.attention((4, 256, 8, 4, 64))?;
-        self.attention((1, 1000, 3, 1, 48))?;
+        self.attention((4, 256, 8, 4, 64), None)?;
+        self.attention((1, 1000, 3, 1, 48), None)?;
+        self.attention((1, 1000, 3, 1, 48), Some(100))?;
         self.linear(1024, 512, 1376)?;
         self.linear(1024, 1376, 512)?;
         self.linear(127, 97, 515)?;
@@ -221,7 +223,11 @@ impl Run {
         Ok(())
     }
 
-    fn attention(&mut self, (b, t, hq, hkv, d): (usize, usize, usize, usize, usize)) -> Result<()> {
+    fn attention(
+        &mut self,
+        (b, t, hq, hkv, d): (usize, usize, usize, usize, usize),
+        window: Option<usize>,
+    ) -> Result<()> {
         // Scaled scores with a deviation of 2: far from uniform.
         let (q, k) = (
             self.normal(0.0, 2.0, (b, t, hq, d))?,
@@ -231,8 +237,12 @@ impl Run {
             self.normal(0.0, 1.0, (b, t, hkv, d))?,
             self.normal(0.0, 1.0, (b, t, hq, d))?,
         );
-        let (scale, groups) = (1.0 / (d as f32).sqrt(), HeadGroups::new(hq / hkv));
-        let (y, lse) = attention_forward(&q, &k, &v, scale, groups)?;
+        let spec = AttentionSpec {
+            scale: 1.0 / (d as f32).sqrt(),
+            groups: HeadGroups::new(hq / hkv),
+            window,
+        };
+        let (y, lse) = attention_forward(&q, &k, &v, spec)?;
         let pass = AttentionGrad {
             q: &q,
             k: &k,
@@ -241,15 +251,20 @@ impl Run {
             log_sum_exp: &lse,
             grad: &dy,
         };
-        let (dq, dk, dv) = attention_backward(&pass, scale, groups)?;
+        let (dq, dk, dv) = attention_backward(&pass, spec)?;
+        let said = window.map_or(String::new(), |window| format!(", window {window}"));
         self.keep(
-            &format!("causal_attention {b} x {t} x {hq} ({hkv} kv) x {d}"),
+            &format!("causal_attention {b} x {t} x {hq} ({hkv} kv) x {d}{said}"),
             &[
                 ("q", &q),
                 ("k", &k),
                 ("v", &v),
                 ("dy", &dy),
-                ("scale", &Tensor::new(scale, &Device::Cpu)?),
+                ("scale", &Tensor::new(spec.scale, &Device::Cpu)?),
+                (
+                    "window",
+                    &Tensor::new(window.unwrap_or(t) as u32, &Device::Cpu)?,
+                ),
             ],
             &[
                 ("y", &y),

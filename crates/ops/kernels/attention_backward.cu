@@ -30,7 +30,7 @@ struct Scores {
 __device__ inline Scores scores(const float* queries, const float* grads, int i, int query, const float* keys,
                                 const float* values, int j, int key, int head, const float* log_sum_exp,
                                 const float* delta, const Attention& a) {
-    if (query >= a.t || key > query) {
+    if (query >= a.t || !a.sees(query, key)) {
         return {0.0f, 0.0f};
     }
     i64 row = a.row_index(head, query);
@@ -56,7 +56,7 @@ __device__ void attention_backward_q(T* dq, const T* q, const T* k, const T* v, 
     load_tile(grads, grad, first, head, a.heads, a);
 
     float owned[OWNED] = {};
-    for (int key = 0; key <= first; key += TILE) {
+    for (int key = a.first_key(first); key <= first; key += TILE) {
         __syncthreads(); // the tile before is used up
         load_tile(keys, k, key, kv_head, a.kv_heads, a);
         load_tile(values, v, key, kv_head, a.kv_heads, a);
@@ -82,7 +82,7 @@ __device__ void attention_backward_kv(T* dk, T* dv, const T* q, const T* k, cons
     int row = row_in_tile();
     int lane = lane_in_row();
     int kv_head = (int)blockIdx.y;
-    // The first tiles are seen by most queries, and blocks start in this order.
+    // The first tiles are seen by most queries, up to the window, and blocks start in this order.
     int first = (int)blockIdx.x * TILE;
     load_tile(keys, k, first, kv_head, a.kv_heads, a);
     load_tile(values, v, first, kv_head, a.kv_heads, a);
@@ -90,7 +90,7 @@ __device__ void attention_backward_kv(T* dk, T* dv, const T* q, const T* k, cons
     float owned_k[OWNED] = {};
     float owned_v[OWNED] = {};
     for (int head = a.first_head(kv_head); head < a.first_head(kv_head + 1); ++head) {
-        for (int query = first; query < a.t; query += TILE) {
+        for (int query = first; a.tile_sees(query, first); query += TILE) {
             __syncthreads(); // the tile before is used up
             load_tile(queries, q, query, head, a.heads, a);
             load_tile(grads, grad, query, head, a.heads, a);
@@ -122,31 +122,31 @@ extern "C" __global__ void attention_delta_bf16(float* delta, const bf16* o, con
 extern "C" __global__ void attention_backward_q_f32(float* dq, const float* q, const float* k, const float* v,
                                                     const float* grad, const float* log_sum_exp, const float* delta,
                                                     int t, int heads, int kv_heads, int d, int group_size,
-                                                    int group_offset, float scale) {
+                                                    int group_offset, int window, float scale) {
     attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {t, heads, kv_heads, d, group_size, group_offset, scale});
+                         {t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_q_bf16(bf16* dq, const bf16* q, const bf16* k, const bf16* v,
                                                      const bf16* grad, const float* log_sum_exp, const float* delta,
                                                      int t, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, float scale) {
+                                                     int group_offset, int window, float scale) {
     attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {t, heads, kv_heads, d, group_size, group_offset, scale});
+                         {t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_kv_f32(float* dk, float* dv, const float* q, const float* k,
                                                      const float* v, const float* grad, const float* log_sum_exp,
                                                      const float* delta, int t, int heads, int kv_heads, int d,
-                                                     int group_size, int group_offset, float scale) {
+                                                     int group_size, int group_offset, int window, float scale) {
     attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {t, heads, kv_heads, d, group_size, group_offset, scale});
+                          {t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_kv_bf16(bf16* dk, bf16* dv, const bf16* q, const bf16* k, const bf16* v,
                                                       const bf16* grad, const float* log_sum_exp, const float* delta,
                                                       int t, int heads, int kv_heads, int d, int group_size,
-                                                      int group_offset, float scale) {
+                                                      int group_offset, int window, float scale) {
     attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {t, heads, kv_heads, d, group_size, group_offset, scale});
+                          {t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }

@@ -1,5 +1,5 @@
-// Tiles of TILE rows for causal attention with grouped heads. A block has TILE * TILE threads: thread (row, lane) owns
-// the score of one query and one key, and the elements lane, lane + TILE, .. of one row of the result.
+// Tiles of TILE rows for causal attention with grouped heads and a window. A block has TILE * TILE threads: thread
+// (row, lane) owns the score of one query and one key, and the elements lane, lane + TILE, .. of one row of the result.
 #pragma once
 
 #include "bf16.cuh"
@@ -12,10 +12,25 @@ constexpr int OWNED = MAX_HEAD_DIM / TILE;
 // Row length of a tile of scores; one more than TILE, so that a column's elements lie in different banks.
 constexpr int SCORES_STRIDE = TILE + 1;
 
-// Sizes of q (b, t, heads, d) and k, v (b, t, kv_heads, d): query head h reads head (group_offset + h) / group_size.
+// Sizes of q (b, t, heads, d) and k, v (b, t, kv_heads, d): query head h reads head (group_offset + h) / group_size, query i
+// the keys j with i - window < j <= i.
 struct Attention {
-    int t, heads, kv_heads, d, group_size, group_offset;
+    int t, heads, kv_heads, d, group_size, group_offset, window;
     float scale;
+
+    __device__ bool sees(int query, int key) const {
+        return key <= query && query - key < window;
+    }
+
+    // Where the first tile of keys starts that a query of the tile from `first` on sees.
+    __device__ int first_key(int first) const {
+        return first < window ? 0 : (first - window + 1) / TILE * TILE;
+    }
+
+    // Whether a query of the tile from `query` on sees a key of the tile from `key` on, which is not after it.
+    __device__ bool tile_sees(int query, int key) const {
+        return query < t && query - (key + TILE - 1) < window;
+    }
 
     __device__ int kv_head(int head) const {
         return (group_offset + head) / group_size;

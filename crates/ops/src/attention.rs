@@ -1,4 +1,5 @@
-//! Causal softmax attention with grouped heads: `o_i = sum over j <= i of softmax_j(scale q_i . k_j) v_j`.
+//! Causal softmax attention with grouped heads: `o_i = sum over j <= i of softmax_j(scale q_i . k_j) v_j`, with a window of `w`
+//! positions over `i - w < j <= i`.
 //!
 //! Never more than one block of rows of scores per thread: see [`crate::attention_blocks`].
 
@@ -7,12 +8,13 @@ use crate::dispatch::on_cuda;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::with_backward::with_backward3_of_result;
-use crate::{AttentionCode, HeadGroups, OpOutput};
+use crate::{AttentionCode, AttentionSpec, OpOutput};
 use candle_core::{Device, Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
 
-/// Attention of each position to itself and the positions before it.
+/// Attention of each position to itself and the positions before it, all of them or those in the window of `spec`: what lies
+/// outside is not computed, so time is that of `t * window` scores.
 ///
 /// Local query head `h` reads local key/value head `(groups.offset + h) / groups.size`. Key/value heads that no query
 /// head reads get a gradient of zeros. Relative error against f64 about 5e-7, forward and backward, for scores of some
@@ -24,15 +26,9 @@ const NAME: &str = "causal_attention";
 /// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
-pub fn causal_attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale: f32,
-    groups: HeadGroups,
-) -> Result<Tensor> {
-    let (out, log_sum_exp) = forward(q, k, v, scale, groups)?;
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<Tensor> {
+    let (out, log_sum_exp) = forward(q, k, v, spec)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
     let tracked = [q, k, v].map(Tensor::track_op);
     with_backward3_of_result(q, k, v, out, NAME, move |out, grad| {
@@ -44,7 +40,7 @@ pub fn causal_attention(
             log_sum_exp: &log_sum_exp,
             grad,
         };
-        let (dq, dk, dv) = attention_backward(&pass, scale, groups)?;
+        let (dq, dk, dv) = attention_backward(&pass, spec)?;
         Ok((
             tracked[0].then_some(dq),
             tracked[1].then_some(dk),
@@ -60,15 +56,14 @@ pub fn causal_attention(
 /// dtype, and `(b, hq, t)` in f32.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
 pub fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<(Tensor, Tensor)> {
-    let (out, log_sum_exp) = forward(q, k, v, scale, groups)?;
+    let (out, log_sum_exp) = forward(q, k, v, spec)?;
     Ok((out.into_tensor(), log_sum_exp))
 }
 
@@ -92,11 +87,10 @@ pub struct AttentionGrad<'a> {
 /// Gradients of `q`, `k` and `v`, in their shapes and dtype; outside any graph.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
 pub fn attention_backward(
     pass: &AttentionGrad<'_>,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let AttentionGrad {
         q,
@@ -106,7 +100,7 @@ pub fn attention_backward(
         log_sum_exp,
         grad,
     } = *pass;
-    let blocks = blocks(q, k, v, scale, groups)?;
+    let blocks = blocks(q, k, v, spec)?;
     let rows = [blocks.b, blocks.hq, blocks.t];
     for (what, tensor, dims) in [
         ("the output", out, q.dims()),
@@ -117,7 +111,7 @@ pub fn attention_backward(
             bail!("{NAME}: expected {what} {dims:?}, got {:?}", tensor.dims())
         }
     }
-    on_cuda!(q => crate::cuda::attention_backward(pass, scale, groups));
+    on_cuda!(q => crate::cuda::attention_backward(pass, spec));
     AttentionCode::Cpu.note();
     let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
         .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
@@ -138,15 +132,9 @@ pub fn attention_backward(
 }
 
 /// The output, and the log-sum-exp.
-fn forward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale: f32,
-    groups: HeadGroups,
-) -> Result<(OpOutput, Tensor)> {
-    let blocks = blocks(q, k, v, scale, groups)?;
-    on_cuda!(q => crate::cuda::attention_forward(q, k, v, scale, groups));
+fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<(OpOutput, Tensor)> {
+    let blocks = blocks(q, k, v, spec)?;
+    on_cuda!(q => crate::cuda::attention_forward(q, k, v, spec));
     AttentionCode::Cpu.note();
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;
@@ -159,13 +147,7 @@ fn forward(
 }
 
 /// Sizes of inputs that fit.
-fn blocks(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale: f32,
-    groups: HeadGroups,
-) -> Result<AttentionBlocks> {
+fn blocks(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<AttentionBlocks> {
     let (b, t, hq, hkv, d) = match (q.dims(), k.dims(), v.dims()) {
         (&[b, t, hq, d], &[kb, kt, hkv, kd], v) if [b, t, d] == [kb, kt, kd] && v == k.dims() => {
             (b, t, hq, hkv, d)
@@ -174,14 +156,13 @@ fn blocks(
             "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {q:?}, k {k:?}, v {v:?}"
         ),
     };
-    groups.validate(hq, hkv)?;
+    spec.validate(hq, hkv)?;
     Ok(AttentionBlocks {
         b,
         t,
         hq,
         hkv,
         d,
-        scale,
-        groups,
+        spec,
     })
 }

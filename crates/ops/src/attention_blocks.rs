@@ -1,19 +1,20 @@
 //! Causal attention by blocks of query rows, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 //!
-//! A thread holds the scores of one block only, the backward recomputes them from the log-sum-exp of each row, and
+//! A thread holds the scores of one block only, of the keys that some row of it sees, the backward recomputes them from the log-sum-exp of each row, and
 //! key/value heads are read where they are by each query head of their group. With `p` the probabilities and
 //! `g = do v^T`: `dv = p^T do`, `ds = p (g - sum_j p_j g_j)`, `dq = scale ds k`, `dk = scale ds^T q`.
 
 #![allow(unsafe_code)]
 
-use crate::HeadGroups;
+use crate::AttentionSpec;
 use crate::chunks::{for_each_chunk, for_each_index, rows_per_chunk};
 use crate::filled::{filled, zeros};
 use crate::lanes;
 use crate::matrix::{Matrix, MatrixMut, SharedBuffer, product};
 use crate::vectorised::vectorised;
+use std::ops::Range;
 
-/// Query rows worked on at a time. More rows make better products, but more scores of the future to throw away.
+/// Query rows worked on at a time. More rows make better products, but more scores that only some of them see, to throw away.
 const BLOCK_ROWS: usize = 32;
 /// Positions transposed at a time: what is read of them stays in the first-level cache.
 const TRANSPOSED_ROWS: usize = 16;
@@ -28,11 +29,26 @@ pub(crate) struct AttentionBlocks {
     pub(crate) hq: usize,
     pub(crate) hkv: usize,
     pub(crate) d: usize,
-    pub(crate) scale: f32,
-    pub(crate) groups: HeadGroups,
+    pub(crate) spec: AttentionSpec,
 }
 
 impl AttentionBlocks {
+    /// The positions that the query at `position` sees.
+    fn seen(&self, position: usize) -> Range<usize> {
+        (position + 1).saturating_sub(self.spec.window_of(self.t))..position + 1
+    }
+
+    /// The positions that some query of the block of `rows` rows from `first` on sees.
+    fn seen_by_block(&self, first: usize, rows: usize) -> Range<usize> {
+        self.seen(first).start..first + rows
+    }
+
+    /// Which of the scores of such a block one of its rows counts: those before and after are not its own.
+    fn own(&self, first: usize, row: usize) -> Range<usize> {
+        let (block, own) = (self.seen(first), self.seen(first + row));
+        own.start - block.start..own.end - block.start
+    }
+
     /// Where head `head` of `heads` starts at position `t` of sequence `b`.
     fn start(&self, b: usize, t: usize, head: usize, heads: usize) -> usize {
         ((b * self.t + t) * heads + head) * self.d
@@ -68,20 +84,20 @@ impl AttentionBlocks {
         })
     }
 
-    /// The first `seen` positions of one head of what [`Self::transposed`] returned.
+    /// The positions `seen` of one head of what [`Self::transposed`] returned.
     fn transposed_head<'a>(
         &self,
         values: &'a [f32],
         (b, head): (usize, usize),
-        seen: usize,
+        seen: &Range<usize>,
     ) -> Matrix<'a> {
         let start = (b * self.hkv + head) * self.d * self.t;
-        Matrix::new(&values[start..], self.d, seen, self.t)
+        Matrix::new(&values[start..], self.d, self.t, self.t).columns(seen.start, seen.len())
     }
 
     /// Scores computed in one pass over all heads.
     fn num_scores(&self) -> usize {
-        self.b * self.hq * self.t * self.t
+        self.b * self.hq * self.t * self.spec.window_of(self.t)
     }
 
     /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
@@ -113,26 +129,25 @@ impl AttentionBlocks {
         mut out: MatrixMut<'_>,
         lse: &mut [f32],
     ) {
-        let kv = (self.groups.kv_head(head), self.hkv);
+        let kv = (self.spec.groups.kv_head(head), self.hkv);
         let rows = lse.len();
-        let seen = first + rows;
+        let seen = self.seen_by_block(first, rows);
         let q = self.head(q, (b, first, rows), (head, self.hq));
-        let mut weights = product(q, self.transposed_head(k_t, (b, kv.0), seen));
+        let mut weights = product(q, self.transposed_head(k_t, (b, kv.0), &seen));
         let mut inverse_sums = [0f32; BLOCK_ROWS];
         vectorised(
             #[inline(always)]
             || {
-                let rows = weights.chunks_exact_mut(seen).zip(&mut *lse);
+                let rows = weights.chunks_exact_mut(seen.len()).zip(&mut *lse);
                 for (row, ((weights, lse), inverse)) in rows.zip(&mut inverse_sums).enumerate() {
-                    let (past, future) = weights.split_at_mut(first + row + 1);
-                    let (max, sum) = exponentials(past, self.scale);
+                    let own = keep(weights, self.own(first, row));
+                    let (max, sum) = exponentials(own, self.spec.scale);
                     (*lse, *inverse) = (max + sum.ln(), 1.0 / sum);
-                    future.fill(0.0);
                 }
             },
         );
-        let weights = Matrix::new(&weights, rows, seen, seen);
-        out.set_product(weights, self.head(v, (b, 0, seen), kv));
+        let weights = Matrix::new(&weights, rows, seen.len(), seen.len());
+        out.set_product(weights, self.head(v, (b, seen.start, seen.len()), kv));
         out.scale_rows(&inverse_sums[..rows]);
     }
 
@@ -154,9 +169,10 @@ impl AttentionBlocks {
         let shared = [&mut dq, &mut dk, &mut dv].map(|x| SharedBuffer::new(x));
         for_each_index(parts * self.b * self.hkv, self.num_scores(), |i| {
             let (part, b, kv_head) = (i / self.hkv / self.b, i / self.hkv % self.b, i % self.hkv);
-            let kv_start = part * k.len() + self.start(b, 0, kv_head, self.hkv);
             for (head, first) in self.blocks_of(kv_head, part, parts) {
                 let rows = BLOCK_ROWS.min(self.t - first);
+                let seen = self.seen_by_block(first, rows);
+                let kv_start = part * k.len() + self.start(b, seen.start, kv_head, self.hkv);
                 let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
                 let q_start = self.start(b, first, head, self.hq);
                 let [dq, dk, dv] = &shared;
@@ -165,8 +181,8 @@ impl AttentionBlocks {
                 let grads = unsafe {
                     [
                         dq.matrix(q_start, rows, self.d, q_step),
-                        dk.matrix(kv_start, first + rows, self.d, kv_step),
-                        dv.matrix(kv_start, first + rows, self.d, kv_step),
+                        dk.matrix(kv_start, seen.len(), self.d, kv_step),
+                        dv.matrix(kv_start, seen.len(), self.d, kv_step),
                     ]
                 };
                 let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
@@ -178,14 +194,14 @@ impl AttentionBlocks {
     }
 
     /// `(query head, first row)` of each block that `part` of `parts` works on for one key/value head. Later blocks
-    /// are longer, so they are dealt to and fro.
+    /// are longer, up to the window, so they are dealt to and fro.
     fn blocks_of(
         &self,
         kv_head: usize,
         part: usize,
         parts: usize,
     ) -> impl Iterator<Item = (usize, usize)> {
-        let heads = self.groups.q_heads(kv_head, self.hq);
+        let heads = self.spec.groups.q_heads(kv_head, self.hq);
         let starts = (0..self.t).step_by(BLOCK_ROWS);
         let blocks = heads.flat_map(move |head| starts.clone().map(move |first| (head, first)));
         let is_dealt = move |i: usize| match i / parts % 2 {
@@ -207,23 +223,22 @@ impl AttentionBlocks {
         [mut dq, mut dk, mut dv]: [MatrixMut<'_>; 3],
     ) {
         let rows = lse.len();
-        let seen = first + rows;
-        let kv = (self.groups.kv_head(head), self.hkv);
+        let seen = self.seen_by_block(first, rows);
+        let kv = (self.spec.groups.kv_head(head), self.hkv);
         let q = self.head(q, (b, first, rows), (head, self.hq));
         let grad = self.head(grad, (b, first, rows), (head, self.hq));
-        let k = self.head(k, (b, 0, seen), kv);
-        let mut p = product(q, self.transposed_head(k_t, (b, kv.0), seen));
-        let mut ds = product(grad, self.transposed_head(v_t, (b, kv.0), seen));
+        let k = self.head(k, (b, seen.start, seen.len()), kv);
+        let mut p = product(q, self.transposed_head(k_t, (b, kv.0), &seen));
+        let mut ds = product(grad, self.transposed_head(v_t, (b, kv.0), &seen));
+        let seen = seen.len();
         vectorised(
             #[inline(always)]
             || {
                 let rows = p.chunks_exact_mut(seen).zip(ds.chunks_exact_mut(seen));
                 for (row, ((p, ds), lse)) in rows.zip(lse).enumerate() {
-                    let (p, p_future) = p.split_at_mut(first + row + 1);
-                    let (ds, ds_future) = ds.split_at_mut(first + row + 1);
-                    softmax_backward(p, ds, *lse, self.scale);
-                    p_future.fill(0.0);
-                    ds_future.fill(0.0);
+                    let own = self.own(first, row);
+                    let (p, ds) = (keep(p, own.clone()), keep(ds, own));
+                    softmax_backward(p, ds, *lse, self.spec.scale);
                 }
             },
         );
@@ -252,6 +267,14 @@ fn add_parts(mut parts: Vec<f32>, len: usize) -> Vec<f32> {
         parts.truncate(len);
     }
     parts
+}
+
+/// The `own` values of a row; 0 for the others.
+#[inline(always)]
+fn keep(row: &mut [f32], own: Range<usize>) -> &mut [f32] {
+    row[..own.start].fill(0.0);
+    row[own.end..].fill(0.0);
+    &mut row[own]
 }
 
 /// Turns scores into `exp(scale * score - max)` in place; returns `max`, that of the scaled scores, and their sum.

@@ -25,6 +25,7 @@ mod add_into;
 mod attention;
 mod attention_blocks;
 mod attention_code;
+mod attention_spec;
 #[cfg(target_arch = "x86_64")]
 mod avx512_product;
 mod brain_float;
@@ -68,6 +69,7 @@ pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
 pub use add_into::add_into;
 pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
 pub use attention_code::AttentionCode;
+pub use attention_spec::AttentionSpec;
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};

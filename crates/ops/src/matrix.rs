@@ -40,7 +40,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// `count` columns from `first` on.
-    fn columns(self, first: usize, count: usize) -> Self {
+    pub(crate) fn columns(self, first: usize, count: usize) -> Self {
         Self {
             data: self.data.get(first * self.col_stride..).unwrap_or_default(),
             cols: count,

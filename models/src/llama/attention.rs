@@ -5,7 +5,8 @@ use std::sync::Arc;
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_ops::{
-    AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward, rope_in_place,
+    AttentionGrad, AttentionSpec, RopeDirection, attention_backward, attention_forward,
+    rope_in_place,
 };
 use candle_parallel::{
     ColumnParallelLinear, GradientSink, HeadPartition, Layer, ParamBuilder, RowParallelLinear,
@@ -25,7 +26,7 @@ pub(super) struct Attention {
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
-    groups: HeadGroups,
+    spec: AttentionSpec,
     tp: ProcessGroup,
 }
 
@@ -63,13 +64,9 @@ impl Attention {
             num_heads: heads.query.len(),
             num_kv_heads: heads.key_value.len(),
             head_dim,
-            groups: heads.groups,
+            spec: AttentionSpec::new(1.0 / (head_dim as f32).sqrt(), heads.groups),
             tp: tp.clone(),
         })
-    }
-
-    fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
     }
 
     /// residual + attention(xs), all (b, t, hidden).
@@ -86,7 +83,7 @@ impl Attention {
         let q = rope(heads(&self.q_proj, self.num_heads)?)?;
         let k = rope(heads(&self.k_proj, self.num_kv_heads)?)?;
         let v = heads(&self.v_proj, self.num_kv_heads)?;
-        let (ys, lse) = attention_forward(&q, &k, &v, self.scale(), self.groups)?; // (b, t, num_heads, head_dim)
+        let (ys, lse) = attention_forward(&q, &k, &v, self.spec)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
         Ok((
@@ -130,7 +127,7 @@ impl Attention {
             log_sum_exp: &lse,
             grad: &dys,
         };
-        let (dq, dk, dv) = attention_backward(&pass, self.scale(), self.groups)?;
+        let (dq, dk, dv) = attention_backward(&pass, self.spec)?;
         let (cos, sin) = self.rotary.get(t)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let dq = unrope(dq)?.flatten_from(2)?; // (b, t, num_heads * head_dim)

@@ -1,12 +1,13 @@
 //! Causal attention, forward and backward apart.
 //!
-//! A forward pass counts 4 · sequences · heads · tokens² · head_dim / 2 operations (the causal half counts once), a backward
-//! pass 2.5 times as many, as FlashAttention's authors count (arXiv:2307.08691, section 4.1).
+//! A forward pass counts 4 · sequences · heads · head_dim · tokens² / 2 operations (the causal half counts once), with a window
+//! tokens · window - window² / 2 instead of tokens² / 2; a backward pass 2.5 times as many, as FlashAttention's authors count
+//! (arXiv:2307.08691, section 4.1).
 
 use crate::random;
 use crate::timer::secs_of_call;
 use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::{AttentionGrad, HeadGroups, attention_backward, attention_forward};
+use candle_ops::{AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward};
 
 /// What attention reads, of the sizes sequences, tokens, heads, key/value heads and head_dim.
 pub struct Inputs {
@@ -14,8 +15,7 @@ pub struct Inputs {
     pub k: Tensor,
     pub v: Tensor,
     pub grad: Tensor,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 }
 
 /// What it returns.
@@ -25,7 +25,11 @@ pub struct Outputs {
 }
 
 impl Inputs {
-    pub fn new(device: &Device, [b, t, heads, kv_heads, d]: [usize; 5]) -> Result<Self> {
+    pub fn new(
+        device: &Device,
+        [b, t, heads, kv_heads, d]: [usize; 5],
+        window: Option<usize>,
+    ) -> Result<Self> {
         if !heads.is_multiple_of(kv_heads) {
             bail!("expected HEADS to be a multiple of KV_HEADS, got {heads} and {kv_heads}")
         }
@@ -35,14 +39,16 @@ impl Inputs {
             k: of(kv_heads)?,
             v: of(kv_heads)?,
             grad: of(heads)?,
-            scale: 1.0 / (d as f32).sqrt(),
-            groups: HeadGroups::new(heads / kv_heads),
+            spec: AttentionSpec {
+                scale: 1.0 / (d as f32).sqrt(),
+                groups: HeadGroups::new(heads / kv_heads),
+                window,
+            },
         })
     }
 
     pub fn forward(&self) -> Result<Outputs> {
-        let (out, log_sum_exp) =
-            attention_forward(&self.q, &self.k, &self.v, self.scale, self.groups)?;
+        let (out, log_sum_exp) = attention_forward(&self.q, &self.k, &self.v, self.spec)?;
         Ok(Outputs { out, log_sum_exp })
     }
 
@@ -56,17 +62,19 @@ impl Inputs {
             log_sum_exp: &outputs.log_sum_exp,
             grad: &self.grad,
         };
-        attention_backward(&pass, self.scale, self.groups)
+        attention_backward(&pass, self.spec)
     }
 }
 
-pub fn measure(device: &Device, sizes: [usize; 5]) -> Result<()> {
-    let inputs = Inputs::new(device, sizes)?;
+pub fn measure(device: &Device, sizes: [usize; 5], window: Option<usize>) -> Result<()> {
+    let inputs = Inputs::new(device, sizes, window)?;
     let outputs = inputs.forward()?;
     let forward = secs_of_call(device, || inputs.forward().map(drop))?;
     let backward = secs_of_call(device, || inputs.backward(&outputs).map(drop))?;
     let [b, t, heads, _kv_heads, d] = sizes;
-    let flops = 2.0 * (b * heads * t * t * d) as f64;
+    let (rows, t) = ((b * heads * d) as f64, t as f64);
+    let window = window.map_or(t, |window| t.min(window as f64));
+    let flops = 4.0 * rows * window * (t - window / 2.0);
     for (pass, secs, flops) in [
         ("forward", forward, flops),
         ("backward", backward, 2.5 * flops),

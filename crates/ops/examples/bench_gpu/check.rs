@@ -10,9 +10,9 @@ const PRODUCT: [usize; 3] = [192, 256, 320];
 /// Sequences, tokens, heads, key/value heads, head_dim: cuDNN takes it, with a last block of queries that is not full.
 const ATTENTION: [usize; 5] = [2, 200, 4, 2, 64];
 
-pub fn save(device: &Device, file: &[String]) -> Result<()> {
+pub fn save(device: &Device, file: &[String], window: Option<usize>) -> Result<()> {
     let [file] = file else {
-        bail!("check: expected a FILE, got {} arguments", file.len())
+        bail!("check: expected a FILE")
     };
     let [rows, num_in, num_out] = PRODUCT;
     let (x, weight) = (
@@ -21,7 +21,8 @@ pub fn save(device: &Device, file: &[String]) -> Result<()> {
     );
     let y = linear_forward(&x, &weight, None)?;
     let dx = linear_input_grad(&y, &weight)?;
-    let inputs = Inputs::new(device, ATTENTION)?;
+    let inputs = Inputs::new(device, ATTENTION, window)?;
+    let window = window.unwrap_or(ATTENTION[1]) as u32;
     let outputs = inputs.forward()?;
     let (dq, dk, dv) = inputs.backward(&outputs)?;
     let Inputs { q, k, v, grad, .. } = inputs;
@@ -30,6 +31,7 @@ pub fn save(device: &Device, file: &[String]) -> Result<()> {
         ("weight", weight),
         ("y", y),
         ("dx", dx),
+        ("window", Tensor::new(window, &Device::Cpu)?),
         ("q", q),
         ("k", k),
         ("v", v),

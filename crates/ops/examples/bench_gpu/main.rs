@@ -6,10 +6,10 @@
 //!
 //! | part | sizes | what a line tells |
 //! |---|---|---|
-//! | `attention` | `SEQUENCES TOKENS HEADS KV_HEADS HEAD_DIM` | forward and backward apart, in TFLOP/s |
+//! | `attention` | `SEQUENCES TOKENS HEADS KV_HEADS HEAD_DIM [WINDOW]` | forward and backward apart, in TFLOP/s |
 //! | `products` | `ROWSxINxOUT`, one or more | a linear layer's forward pass, gradient of the input and of the weight, in TFLOP/s |
 //! | `kernels` | `ROWS HIDDEN INTERMEDIATE VOCAB HEADS` | bytes that each kernel must read and write, a second, and their share of what a copy reaches |
-//! | `check` | `FILE` | nothing measured: a product and an attention, forward and backward, with what went in, as safetensors |
+//! | `check` | `FILE [WINDOW]` | nothing measured: a product and an attention, forward and backward, with what went in, as safetensors |
 //!
 //! On a GPU a time is the GPU's own, by events around several calls.
 
@@ -32,10 +32,16 @@ fn main() -> Result<()> {
     let device = device.parse::<DeviceChoice>()?.open()?;
     let open_secs = start.elapsed().as_secs_f64();
     match part.as_str() {
-        "attention" => attention::measure(&device, numbers(part, sizes)?)?,
+        "attention" => {
+            let (sizes, window) = sizes.split_at(sizes.len().min(5));
+            attention::measure(&device, numbers(part, sizes)?, last(part, window)?)?;
+        }
         "products" => products::measure(&device, sizes)?,
         "kernels" => kernels::measure(&device, numbers(part, sizes)?)?,
-        "check" => check::save(&device, sizes)?,
+        "check" => {
+            let (file, window) = sizes.split_at(sizes.len().min(1));
+            check::save(&device, file, last(part, window)?)?;
+        }
         _ => bail!("expected attention, products, kernels or check, got {part}"),
     }
     let state = GpuState::of(&device)?;
@@ -58,6 +64,15 @@ fn numbers<const N: usize>(part: &str, sizes: &[String]) -> Result<[usize; N]> {
     sizes
         .try_into()
         .map_err(|_| Error::Msg(format!("{part}: expected {N} sizes, got {count}")))
+}
+
+/// A last size that may be left out.
+fn last(part: &str, sizes: &[String]) -> Result<Option<usize>> {
+    match sizes {
+        [] => Ok(None),
+        [size] => number(size).map(Some),
+        [_, more @ ..] => bail!("{part}: expected no more sizes, got {}", more.join(" ")),
+    }
 }
 
 fn number(size: impl AsRef<str>) -> Result<usize> {

@@ -4,7 +4,7 @@ use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use crate::host::detached;
-use crate::{AttentionCode, HeadGroups, OpOutput};
+use crate::{AttentionCode, AttentionSpec, OpOutput};
 use candle_core::{Result, Tensor, bail};
 
 pub(super) const NAME: &str = "causal_attention";
@@ -17,26 +17,21 @@ pub(crate) fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<(OpOutput, Tensor)> {
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
     #[cfg(feature = "cudnn")]
-    if let Some(done) = super::cudnn::attention_forward([&q, &k, &v], scale, groups)? {
+    if let Some(done) = super::cudnn::attention_forward([&q, &k, &v], spec)? {
         AttentionCode::Cudnn.note();
         return Ok(done);
     }
     AttentionCode::Own.note();
-    by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], scale, groups))
+    by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], spec))
 }
 
-fn forward<T: Element>(
-    [q, k, v]: [&Tensor; 3],
-    scale: f32,
-    groups: HeadGroups,
-) -> Result<(OpOutput, Tensor)> {
+fn forward<T: Element>([q, k, v]: [&Tensor; 3], spec: AttentionSpec) -> Result<(OpOutput, Tensor)> {
     let gpu = Gpu::of(NAME, q)?;
-    let s = Sizes::new(&gpu, q, k, groups)?;
+    let s = Sizes::new(&gpu, q, k, spec)?;
     let (q_in, k, v) = (
         gpu.read::<T>("q", q)?,
         gpu.read::<T>("k", k)?,
@@ -47,7 +42,7 @@ fn forward<T: Element>(
     if s.num_rows() > 0 {
         let launch = gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(2, 1))?;
         let [t, heads, kv_heads, d] = s.counts(&gpu)?;
-        let [group_size, group_offset] = s.groups(&gpu)?;
+        let [group_size, group_offset, window] = s.seen(&gpu)?;
         // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
         unsafe {
             launch::attention_forward(
@@ -63,7 +58,8 @@ fn forward<T: Element>(
                 d,
                 group_size,
                 group_offset,
-                scale,
+                window,
+                spec.scale,
             )
         }?;
     }
@@ -78,11 +74,11 @@ pub(super) struct Sizes {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     d: usize,
-    groups: HeadGroups,
+    pub(super) spec: AttentionSpec,
 }
 
 impl Sizes {
-    pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, groups: HeadGroups) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, spec: AttentionSpec) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
         let (_, _, kv_heads, _) = k.dims4()?;
         if d > 256 {
@@ -95,7 +91,7 @@ impl Sizes {
             heads,
             kv_heads,
             d,
-            groups,
+            spec,
         })
     }
 
@@ -129,7 +125,13 @@ impl Sizes {
         ])
     }
 
-    pub(super) fn groups(&self, gpu: &Gpu) -> Result<[i32; 2]> {
-        Ok([gpu.i32(self.groups.size)?, gpu.i32(self.groups.offset)?])
+    /// Group size and offset, and the window.
+    pub(super) fn seen(&self, gpu: &Gpu) -> Result<[i32; 3]> {
+        let groups = self.spec.groups;
+        Ok([
+            gpu.i32(groups.size)?,
+            gpu.i32(groups.offset)?,
+            gpu.i32(self.spec.window_of(self.t))?,
+        ])
     }
 }

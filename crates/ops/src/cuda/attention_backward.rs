@@ -7,7 +7,7 @@ use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::values::{Fresh, Values};
 use crate::host::detached;
-use crate::{AttentionCode, AttentionGrad, HeadGroups};
+use crate::{AttentionCode, AttentionGrad, AttentionSpec};
 use candle_core::{Result, Tensor};
 
 /// Gradients of q, k and v, in their shapes and dtype.
@@ -16,8 +16,7 @@ use candle_core::{Result, Tensor};
 /// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
 pub(crate) fn attention_backward(
     pass: &AttentionGrad<'_>,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let (q, k, v) = (detached(pass.q)?, detached(pass.k)?, detached(pass.v)?);
     let (out, grad) = (detached(pass.out)?, detached(pass.grad)?);
@@ -31,14 +30,14 @@ pub(crate) fn attention_backward(
         grad: &grad,
     };
     #[cfg(feature = "cudnn")]
-    if let Some(done) = super::cudnn::attention_backward(&pass, scale, groups)? {
+    if let Some(done) = super::cudnn::attention_backward(&pass, spec)? {
         AttentionCode::Cudnn.note();
         return Ok(done);
     }
     AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
-        let pass = Pass::new::<T>(&gpu, pass, scale, groups)?;
+        let pass = Pass::new::<T>(&gpu, pass, spec)?;
         let delta = pass.delta::<T>()?;
         let dq = pass.q_grad::<T>(&delta)?.into_tensor(q.shape());
         let (dk, dv) = pass.kv_grads::<T>(&delta)?;
@@ -50,7 +49,6 @@ pub(crate) fn attention_backward(
 struct Pass<'a> {
     gpu: &'a Gpu,
     sizes: Sizes,
-    scale: f32,
     q: Values<'a>,
     k: Values<'a>,
     v: Values<'a>,
@@ -60,12 +58,7 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new<T: Element>(
-        gpu: &'a Gpu,
-        pass: AttentionGrad<'a>,
-        scale: f32,
-        groups: HeadGroups,
-    ) -> Result<Self> {
+    fn new<T: Element>(gpu: &'a Gpu, pass: AttentionGrad<'a>, spec: AttentionSpec) -> Result<Self> {
         let AttentionGrad {
             q,
             k,
@@ -74,11 +67,10 @@ impl<'a> Pass<'a> {
             log_sum_exp,
             grad,
         } = pass;
-        let sizes = Sizes::new(gpu, q, k, groups)?;
+        let sizes = Sizes::new(gpu, q, k, spec)?;
         Ok(Self {
             gpu,
             sizes,
-            scale,
             q: gpu.read::<T>("q", q)?,
             k: gpu.read::<T>("k", k)?,
             v: gpu.read::<T>("v", v)?,
@@ -107,7 +99,7 @@ impl<'a> Pass<'a> {
     fn q_grad<T: Element>(&self, delta: &Fresh<f32>) -> Result<Fresh<T>> {
         let (gpu, s) = (self.gpu, &self.sizes);
         let [t, heads, kv_heads, d] = s.counts(gpu)?;
-        let [group_size, group_offset] = s.groups(gpu)?;
+        let [group_size, group_offset, window] = s.seen(gpu)?;
         let num_rows = s.num_rows();
         let dq = gpu.alloc::<T>(num_rows * d as usize)?;
         if num_rows > 0 && d > 0 {
@@ -128,7 +120,8 @@ impl<'a> Pass<'a> {
                     d,
                     group_size,
                     group_offset,
-                    self.scale,
+                    window,
+                    s.spec.scale,
                 )
             }?;
         }
@@ -139,7 +132,7 @@ impl<'a> Pass<'a> {
     fn kv_grads<T: Element>(&self, delta: &Fresh<f32>) -> Result<(Fresh<T>, Fresh<T>)> {
         let (gpu, s) = (self.gpu, &self.sizes);
         let [t, heads, kv_heads, d] = s.counts(gpu)?;
-        let [group_size, group_offset] = s.groups(gpu)?;
+        let [group_size, group_offset, window] = s.seen(gpu)?;
         let len = s.b * s.t * s.kv_heads * d as usize;
         let (dk, dv) = (gpu.alloc::<T>(len)?, gpu.alloc::<T>(len)?);
         if len > 0 {
@@ -161,7 +154,8 @@ impl<'a> Pass<'a> {
                     d,
                     group_size,
                     group_offset,
-                    self.scale,
+                    window,
+                    s.spec.scale,
                 )
             }?;
         }

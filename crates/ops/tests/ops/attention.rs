@@ -1,11 +1,14 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, at_most, doubles, floats, grads, on_each_device, random,
+    EXP_ROUNDINGS, assert_close, at_most, doubles, floats, grads, in_dtype, on_each_device, random,
     random_var, rounding_error,
 };
-use candle_core::{Result, Tensor, Var};
-use candle_ops::{HeadGroups, causal_attention};
+use candle_core::{DType, Result, Tensor, Var};
+use candle_ops::{
+    AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
+    causal_attention,
+};
 
 struct Case {
     b: usize,
@@ -14,6 +17,7 @@ struct Case {
     hkv: usize,
     d: usize,
     groups: HeadGroups,
+    window: Option<usize>,
 }
 
 const fn case(
@@ -32,10 +36,18 @@ const fn case(
         hkv,
         d,
         groups: HeadGroups { size, offset },
+        window: None,
     }
 }
 
-const CASES: [Case; 13] = [
+const fn windowed(window: usize, case: Case) -> Case {
+    Case {
+        window: Some(window),
+        ..case
+    }
+}
+
+const CASES: [Case; 23] = [
     case(1, 1, 1, 1, 16, 1, 0),
     case(2, 2, 2, 2, 48, 1, 0),
     case(1, 127, 4, 1, 64, 4, 0),
@@ -49,11 +61,29 @@ const CASES: [Case; 13] = [
     case(2, 1, 4, 1, 128, 4, 0),
     case(1, 2, 3, 1, 64, 3, 0),
     case(1, 5, 2, 3, 16, 1, 0),
+    windowed(1, case(1, 1, 1, 1, 16, 1, 0)),
+    windowed(1, case(2, 127, 4, 2, 32, 2, 0)),
+    windowed(2, case(1, 2, 3, 1, 64, 3, 0)),
+    windowed(2, case(1, 129, 3, 2, 48, 2, 1)),
+    windowed(16, case(1, 129, 2, 1, 128, 2, 0)),
+    windowed(33, case(2, 200, 4, 1, 64, 4, 0)),
+    windowed(64, case(1, 200, 5, 3, 16, 2, 1)),
+    windowed(100, case(1, 1000, 1, 1, 128, 1, 0)),
+    windowed(129, case(1, 1000, 3, 1, 16, 3, 0)),
+    windowed(usize::MAX, case(1, 127, 2, 2, 16, 1, 0)),
 ];
 
 impl Case {
     fn scale(&self) -> f64 {
         1.0 / (self.d as f64).sqrt()
+    }
+
+    fn spec(&self) -> AttentionSpec {
+        AttentionSpec {
+            scale: self.scale() as f32,
+            groups: self.groups,
+            window: self.window,
+        }
     }
 
     fn inputs(&self) -> Result<[Var; 3]> {
@@ -71,12 +101,13 @@ impl Case {
     }
 
     /// Scaled scores have a root mean square of 2: an error of theirs, that of a sum of d products, is one of the
-    /// probabilities. Values are sums over the positions, gradients over those of the blocks of each head too.
+    /// probabilities. Values are sums over the positions that are seen, gradients over those of the blocks of each head too.
     fn bounds(&self) -> [f64; 2] {
         let scores = 4 * self.d + EXP_ROUNDINGS;
-        let queries = self.t.max(32.min(self.t) * self.groups.size);
+        let seen = self.window.unwrap_or(self.t).min(self.t);
+        let queries = seen.max(32.min(seen) * self.groups.size);
         [
-            rounding_error(scores + self.t),
+            rounding_error(scores + seen),
             rounding_error(scores + self.d + queries),
         ]
     }
@@ -90,6 +121,7 @@ impl Case {
             hkv,
             d,
             groups,
+            window,
         } = *self;
         let (mut out, mut dq) = (vec![0.0; q.len()], vec![0.0; q.len()]);
         let (mut dk, mut dv) = (vec![0.0; k.len()], vec![0.0; k.len()]);
@@ -99,21 +131,26 @@ impl Case {
             let kv_head = (groups.offset + head) / groups.size;
             let at_q = ((b * t + i) * hq + head) * d;
             let at_kv = |j: usize| ((b * t + j) * hkv + kv_head) * d;
+            let seen = (i + 1).saturating_sub(window.unwrap_or(t))..i + 1;
             let (q_i, grad_i) = (&q[at_q..][..d], &grad[at_q..][..d]);
-            let exps: Vec<f64> = (0..=i)
+            let exps: Vec<f64> = seen
+                .clone()
                 .map(|j| (dot(q_i, &k[at_kv(j)..][..d]) * self.scale()).exp())
                 .collect();
             let sum: f64 = exps.iter().sum();
             let p: Vec<f64> = exps.iter().map(|x| x / sum).collect();
-            let dp: Vec<f64> = (0..=i).map(|j| dot(grad_i, &v[at_kv(j)..][..d])).collect();
+            let dp: Vec<f64> = seen
+                .clone()
+                .map(|j| dot(grad_i, &v[at_kv(j)..][..d]))
+                .collect();
             let along_p = dot(&p, &dp);
-            for j in 0..=i {
-                let ds = p[j] * (dp[j] - along_p) * self.scale();
+            for ((j, p), dp) in seen.zip(p).zip(dp) {
+                let ds = p * (dp - along_p) * self.scale();
                 for c in 0..d {
-                    out[at_q + c] += p[j] * v[at_kv(j) + c];
+                    out[at_q + c] += p * v[at_kv(j) + c];
                     dq[at_q + c] += ds * k[at_kv(j) + c];
                     dk[at_kv(j) + c] += ds * q_i[c];
-                    dv[at_kv(j) + c] += p[j] * grad_i[c];
+                    dv[at_kv(j) + c] += p * grad_i[c];
                 }
             }
         }
@@ -131,16 +168,19 @@ fn matches_the_reference() -> Result<()> {
             };
             let [q, k, v] = case.inputs()?;
             let grad = random(4, q.shape())?;
-            let out = causal_attention(&q, &k, &v, case.scale() as f32, case.groups)?;
+            let out = causal_attention(&q, &k, &v, case.spec())?;
             let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?, doubles(&grad)?];
             let want = case.reference([&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
-            let what = format!("t {} hq {} hkv {} d {}", case.t, case.hq, case.hkv, case.d);
+            let what = format!(
+                "t {} hq {} hkv {} d {} window {:?}",
+                case.t, case.hq, case.hkv, case.d, case.window
+            );
             let [out_bound, grad_bound] = case.bounds();
             assert_close(&format!("out, {what}"), &out, &want[0], out_bound);
             let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
             assert_close(&format!("dv, {what}"), &dv, &want[3], grad_bound);
-            // With one position the probability is 1 whatever the score: these gradients are rounding errors of 0.
-            if case.t > 1 {
+            // With one position that is seen the probability is 1 whatever the score: these gradients are rounding errors of 0.
+            if case.t > 1 && case.window != Some(1) {
                 assert_close(&format!("dq, {what}"), &dq, &want[1], grad_bound);
                 assert_close(&format!("dk, {what}"), &dk, &want[2], grad_bound);
             } else {
@@ -161,9 +201,7 @@ fn heads_of_views_that_are_not_contiguous() -> Result<()> {
     on_each_device(|| {
         let case = &CASES[3];
         let [q, k, v] = case.inputs()?;
-        let call = |q: &Tensor, k: &Tensor, v: &Tensor| {
-            causal_attention(q, k, v, case.scale() as f32, case.groups)
-        };
+        let call = |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, case.spec());
         let turned = q.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
         assert!(!turned.is_contiguous());
         assert_eq!(
@@ -179,15 +217,66 @@ fn scores_far_from_zero_stay_finite() -> Result<()> {
     on_each_device(|| {
         let case = &CASES[2];
         let [q, k, v] = case.inputs()?;
-        let out = causal_attention(&q, &k, &v, 1e4, case.groups)?;
-        let grad = out.ones_like()?.detach();
-        for tensor in [
-            vec![out.clone()],
-            grads(&out, &grad, [&q, &k, &v])?.to_vec(),
-        ]
-        .concat()
+        for window in [None, Some(5)] {
+            let spec = AttentionSpec {
+                scale: 1e4,
+                window,
+                ..case.spec()
+            };
+            let out = causal_attention(&q, &k, &v, spec)?;
+            let grad = out.ones_like()?.detach();
+            for tensor in [
+                vec![out.clone()],
+                grads(&out, &grad, [&q, &k, &v])?.to_vec(),
+            ]
+            .concat()
+            {
+                assert!(floats(&tensor)?.iter().all(|x| x.is_finite()));
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
+    on_each_device(|| {
+        for (t, dtype) in [1, 2, 127, 129, 200]
+            .into_iter()
+            .flat_map(|t| [(t, DType::F32), (t, DType::BF16)])
         {
-            assert!(floats(&tensor)?.iter().all(|x| x.is_finite()));
+            let case = case(1, t, 4, 2, 24, 2, 0);
+            let [q, k, v] = case.inputs()?;
+            let grad = random(4, q.shape())?;
+            let [q, k, v, grad] = [q.as_tensor(), &k, &v, &grad].map(|x| in_dtype(x, dtype));
+            let (q, k, v, grad) = (q?, k?, v?, grad?);
+            let bits = |window| -> Result<Vec<Vec<f32>>> {
+                let spec = AttentionSpec {
+                    window,
+                    ..case.spec()
+                };
+                let (out, log_sum_exp) = attention_forward(&q, &k, &v, spec)?;
+                let pass = AttentionGrad {
+                    q: &q,
+                    k: &k,
+                    v: &v,
+                    out: &out,
+                    log_sum_exp: &log_sum_exp,
+                    grad: &grad,
+                };
+                let (dq, dk, dv) = attention_backward(&pass, spec)?;
+                [&out, &log_sum_exp, &dq, &dk, &dv]
+                    .map(floats)
+                    .into_iter()
+                    .collect()
+            };
+            let all = bits(None)?;
+            for window in [t, t + 1, usize::MAX] {
+                assert!(bits(Some(window))? == all, "t {t} window {window}");
+            }
+            if t > 1 {
+                assert!(bits(Some(t - 1))? != all, "t {t}: the last query sees all");
+            }
         }
         Ok(())
     })

@@ -5,7 +5,7 @@ use crate::check::{
     assert_close, at_most, device, doubles, floats, grads, in_dtype, on_each_device, random,
 };
 use candle_core::{DType, Result, Tensor, Var};
-use candle_ops::{GpuSettings, GpuState, HeadGroups, causal_attention};
+use candle_ops::{AttentionSpec, GpuSettings, GpuState, HeadGroups, causal_attention};
 
 /// Probabilities and their gradients may be rounded to bf16 before the second product, as results are: to 2^-9 each.
 const OUT_BOUND: f64 = 8e-3;
@@ -29,7 +29,7 @@ fn bf16_is_f32_but_for_its_roundings() -> Result<()> {
         let gpu = GpuState::of(&device())?;
         if gpu.is_none_or(|gpu| gpu.total <= LARGE_GPU_BYTES) {
             let small = |(b, t, heads, kv_heads, d)| (b, at_most(70, t), heads, kv_heads, d);
-            return cases.into_iter().map(small).try_for_each(check);
+            return cases.into_iter().map(small).try_for_each(check_windows);
         }
         // Lengths that are no multiples of cuDNN's tiles, and the one at which training on a GPU is measured; the CPU, or a GPU
         // emulated by it, would take minutes.
@@ -37,14 +37,22 @@ fn bf16_is_f32_but_for_its_roundings() -> Result<()> {
             cases.extend([(2, t, 8, 2, 64), (2, t, 4, 4, 128)]);
         }
         cases.extend([(1, 4096, 32, 8, 128), (8, 2048, 32, 8, 64)]);
-        cases.into_iter().try_for_each(check)
+        cases.into_iter().try_for_each(check_windows)
     })
 }
 
+/// With all positions before each, and with a window that is no multiple of any tile.
+fn check_windows(case: Case) -> Result<()> {
+    let windows = [None, Some(case.1 / 3 + 1)];
+    windows
+        .into_iter()
+        .try_for_each(|window| check(case, window))
+}
+
 /// In the form of the backward pass that is usual, and in the one that gives the same bits in each run.
-fn check(case: Case) -> Result<()> {
+fn check(case: Case, window: Option<usize>) -> Result<()> {
     let (_, t, heads, kv_heads, d) = case;
-    let want = run(case, DType::F32)?;
+    let want = run(case, window, DType::F32)?;
     let forms: &[bool] = if device().is_cpu() {
         &[false]
     } else {
@@ -57,16 +65,20 @@ fn check(case: Case) -> Result<()> {
             ..GpuSettings::get()?
         };
         settings.set();
-        let got = run(case, DType::BF16)?;
+        let got = run(case, window, DType::BF16)?;
         let bounds = [OUT_BOUND, GRAD_BOUND, GRAD_BOUND, GRAD_BOUND];
         let names = ["out", "dq", "dk", "dv"];
         for (((name, bound), got), want) in names.iter().zip(bounds).zip(&got).zip(&want) {
-            let what = format!("{name}, t {t} heads {heads} on {kv_heads} of {d}");
+            let what =
+                format!("{name}, t {t} heads {heads} on {kv_heads} of {d}, window {window:?}");
             assert_close(&what, got, &doubles(want)?, bound);
         }
         if deterministic {
-            for (first, second) in got.iter().zip(&run(case, DType::BF16)?) {
-                assert!(floats(first)? == floats(second)?, "t {t}: other bits");
+            for (first, second) in got.iter().zip(&run(case, window, DType::BF16)?) {
+                assert!(
+                    floats(first)? == floats(second)?,
+                    "t {t} window {window:?}: other bits"
+                );
             }
         }
     }
@@ -74,7 +86,11 @@ fn check(case: Case) -> Result<()> {
 }
 
 /// The output, and the gradients of q, k and v.
-fn run((b, t, heads, kv_heads, d): Case, dtype: DType) -> Result<[Tensor; 4]> {
+fn run(
+    (b, t, heads, kv_heads, d): Case,
+    window: Option<usize>,
+    dtype: DType,
+) -> Result<[Tensor; 4]> {
     let (q, kv) = ((b, t, heads, d), (b, t, kv_heads, d));
     let values = [random(1, q)?, random(2, kv)?, random(3, kv)?, random(4, q)?];
     // In either dtype from values that bf16 has.
@@ -84,8 +100,12 @@ fn run((b, t, heads, kv_heads, d): Case, dtype: DType) -> Result<[Tensor; 4]> {
         Var::from_tensor(&of(1)?)?,
         Var::from_tensor(&of(2)?)?,
     );
-    let scale = 4.0 / (d as f32).sqrt();
-    let out = causal_attention(&q, &k, &v, scale, HeadGroups::new(heads / kv_heads))?;
+    let spec = AttentionSpec {
+        scale: 4.0 / (d as f32).sqrt(),
+        groups: HeadGroups::new(heads / kv_heads),
+        window,
+    };
+    let out = causal_attention(&q, &k, &v, spec)?;
     let [dq, dk, dv] = grads(&out, &of(3)?, [&q, &k, &v])?;
     Ok([out.detach(), dq, dk, dv])
 }

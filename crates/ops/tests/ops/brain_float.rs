@@ -4,13 +4,14 @@
 use crate::check::{assert_close, device, doubles, floats, on_each_device, random, random_ids};
 use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{
-    AttentionGrad, HeadGroups, RopeDirection, add_into, attention_backward, attention_forward,
-    causal_attention, cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place, embedding,
-    embedding_forward, embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward,
-    linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
-    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
-    rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place, round_into, row_max,
-    sum_exp_and_target_logit, swiglu, swiglu_backward, swiglu_forward,
+    AttentionGrad, AttentionSpec, HeadGroups, RopeDirection, add_into, attention_backward,
+    attention_forward, causal_attention, cross_entropy, cross_entropy_grad,
+    cross_entropy_grad_in_place, embedding, embedding_forward, embedding_grad_into, layer_norm,
+    layer_norm_backward, layer_norm_forward, linear, linear_bias_grad, linear_bias_grad_into,
+    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
+    rope, rope_in_place, round_into, row_max, sum_exp_and_target_logit, swiglu, swiglu_backward,
+    swiglu_forward,
 };
 
 /// Values that bf16 holds, as f32.
@@ -161,13 +162,19 @@ fn heads() -> Result<()> {
         let angles = random(5, (t, d / 2))?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
         let dtypes = [BF16, F32, BF16, BF16, BF16, BF16, BF16, BF16];
-        let lse = attention_forward(&inputs[0], &inputs[1], &inputs[2], 0.3, HeadGroups::new(2))?.1;
+        let lse = attention_forward(
+            &inputs[0],
+            &inputs[1],
+            &inputs[2],
+            AttentionSpec::new(0.3, HeadGroups::new(2)),
+        )?
+        .1;
         assert_rounded_once("heads", &inputs, &dtypes, |inputs| {
             let [q, k, v, grad] = inputs else {
                 unreachable!()
             };
             let groups = HeadGroups::new(hq / hkv);
-            let (out, own_lse) = attention_forward(q, k, v, 0.3, groups)?;
+            let (out, own_lse) = attention_forward(q, k, v, AttentionSpec::new(0.3, groups))?;
             let pass = AttentionGrad {
                 q,
                 k,
@@ -176,7 +183,7 @@ fn heads() -> Result<()> {
                 log_sum_exp: &lse,
                 grad,
             };
-            let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
+            let (dq, dk, dv) = attention_backward(&pass, AttentionSpec::new(0.3, groups))?;
             let turned = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Forward)?;
             let back = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Backward)?;
             let ys = [out, own_lse, dq, dk, dv, rope(q, &cos, &sin)?];
@@ -231,7 +238,12 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
         let xs = layer_norm(&xs, &norm, Some(&bias), 1e-5)?;
         let xs = linear(&xs, &weight, Some(&bias))?;
         let heads = rope(&xs.reshape((1, 12, 4, 4))?, &angles.cos()?, &angles.sin()?)?;
-        let heads = causal_attention(&heads, &heads, &heads, 0.5, HeadGroups::new(1))?;
+        let heads = causal_attention(
+            &heads,
+            &heads,
+            &heads,
+            AttentionSpec::new(0.5, HeadGroups::new(1)),
+        )?;
         let ys = swiglu(&heads.reshape((12, 16))?, &xs.reshape((12, 16))?)?;
         let targets = Tensor::new(random_ids(7, 12, 16), &device())?;
         let grads = cross_entropy(&ys, &targets)?.sum_all()?.backward()?;
@@ -268,7 +280,12 @@ fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
             layer_norm_backward(&x, &row, &x, 1e-5, Some(&x.to_dtype(BF16)?), [true; 2])
                 .map(|(dx, _)| dx),
             swiglu(&x, &x.to_dtype(BF16)?),
-            causal_attention(&heads, &narrow_heads, &heads, 1.0, HeadGroups::new(1)),
+            causal_attention(
+                &heads,
+                &narrow_heads,
+                &heads,
+                AttentionSpec::new(1.0, HeadGroups::new(1)),
+            ),
             linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(BF16)?, &narrow)]),
         ];
         for (i, failure) in failures.into_iter().enumerate() {

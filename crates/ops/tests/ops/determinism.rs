@@ -5,8 +5,8 @@ use crate::check::{
 };
 use candle_core::{Result, Tensor, Var};
 use candle_ops::{
-    HeadGroups, causal_attention, cross_entropy, embedding, layer_norm, linear, linear_bias_grad,
-    rms_norm, rope, swiglu,
+    AttentionSpec, HeadGroups, causal_attention, cross_entropy, embedding, layer_norm, linear,
+    linear_bias_grad, rms_norm, rope, swiglu,
 };
 
 /// The value and the gradients.
@@ -70,10 +70,16 @@ fn matrix_operations() -> Result<()> {
                 random_var(6, (b, t, hkv, d))?,
                 random_var(7, (b, t, hkv, d))?,
             );
-            assert_same_bits("causal_attention", || {
-                let out = causal_attention(&q, &k, &v, 0.2, HeadGroups::new(hq / hkv))?;
-                value_and_grads(out, [&q, &k, &v])
-            })?;
+            for window in [None, Some(77)] {
+                let spec = AttentionSpec {
+                    window,
+                    ..AttentionSpec::new(0.2, HeadGroups::new(hq / hkv))
+                };
+                assert_same_bits("causal_attention", || {
+                    let out = causal_attention(&q, &k, &v, spec)?;
+                    value_and_grads(out, [&q, &k, &v])
+                })?;
+            }
         }
         Ok(())
     })

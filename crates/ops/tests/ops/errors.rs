@@ -3,9 +3,9 @@
 use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad, embedding,
-    embedding_grad_into, layer_norm, layer_norm_backward, linear, linear_weight_grad, rms_norm,
-    rope, row_max, swiglu, with_backward1,
+    AttentionSpec, HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad,
+    embedding, embedding_grad_into, layer_norm, layer_norm_backward, linear, linear_weight_grad,
+    rms_norm, rope, row_max, swiglu, with_backward1,
 };
 
 #[track_caller]
@@ -69,7 +69,12 @@ fn shapes() -> Result<()> {
         assert_says(rope(&odd, &table, &table), &["rope", "even", "5"]);
         let other = random(1, (1, 3, 2, 6))?;
         assert_says(
-            causal_attention(&heads, &other, &other, 1.0, HeadGroups::new(1)),
+            causal_attention(
+                &heads,
+                &other,
+                &other,
+                AttentionSpec::new(1.0, HeadGroups::new(1)),
+            ),
             &["causal_attention", "[1, 4, 2, 6]", "[1, 3, 2, 6]"],
         );
         assert_says(
@@ -91,7 +96,12 @@ fn shapes() -> Result<()> {
             &["rope", "xs (b, t, h, d)", "[2, 3]"],
         );
         assert_says(
-            causal_attention(&x, &heads, &heads, 1.0, HeadGroups::new(1)),
+            causal_attention(
+                &x,
+                &heads,
+                &heads,
+                AttentionSpec::new(1.0, HeadGroups::new(1)),
+            ),
             &["causal_attention", "q [2, 3]"],
         );
         let ids = Tensor::new(&[1u32], &device())?;
@@ -113,7 +123,14 @@ fn shapes() -> Result<()> {
 fn head_groups() -> Result<()> {
     on_each_device(|| {
         let (q, k) = (random(1, (1, 4, 5, 6))?, random(2, (1, 4, 2, 6))?);
-        let call = |size, offset| causal_attention(&q, &k, &k, 1.0, HeadGroups { size, offset });
+        let call = |size, offset| {
+            causal_attention(
+                &q,
+                &k,
+                &k,
+                AttentionSpec::new(1.0, HeadGroups { size, offset }),
+            )
+        };
         assert_says(
             call(2, 0),
             &["query head 4 reads key/value head", "= 2", "there are 2"],
@@ -121,6 +138,22 @@ fn head_groups() -> Result<()> {
         assert_says(call(0, 0), &["at least 1, got 0"]);
         assert_says(call(3, 3), &["less than the group size 3, got 3"]);
         assert!(call(3, 1).is_ok());
+        Ok(())
+    })
+}
+
+#[test]
+fn a_window_of_nothing() -> Result<()> {
+    on_each_device(|| {
+        let x = random(1, (1, 4, 2, 6))?;
+        let spec = AttentionSpec {
+            window: Some(0),
+            ..AttentionSpec::new(1.0, HeadGroups::new(1))
+        };
+        assert_says(
+            causal_attention(&x, &x, &x, spec),
+            &["a window must be at least 1", "got 0", "hint: None"],
+        );
         Ok(())
     })
 }
@@ -194,7 +227,12 @@ fn tensors_on_two_devices() -> Result<()> {
         assert_says(swiglu(&half, &half), &["gate", "F16", "hint: "]);
         let wide = random(5, (1, 2, 1, 257))?;
         assert_says(
-            causal_attention(&wide, &wide, &wide, 1.0, HeadGroups::new(1)),
+            causal_attention(
+                &wide,
+                &wide,
+                &wide,
+                AttentionSpec::new(1.0, HeadGroups::new(1)),
+            ),
             &["heads of at most 256, got 257"],
         );
         Ok(())

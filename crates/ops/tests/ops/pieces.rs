@@ -7,13 +7,13 @@ use crate::check::{
 };
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{
-    AttentionGrad, HeadGroups, IGNORE_INDEX, RopeDirection, add_into, attention_backward,
-    attention_forward, causal_attention, cross_entropy_grad, cross_entropy_grad_in_place,
-    embedding, embedding_forward, embedding_grad_into, layer_norm, layer_norm_backward,
-    layer_norm_forward, linear_bias_grad, linear_bias_grad_into, linear_forward,
-    linear_forward_add, linear_input_grad, linear_input_grad_sum, linear_weight_grad,
-    linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
-    swiglu, swiglu_backward, swiglu_forward,
+    AttentionGrad, AttentionSpec, HeadGroups, IGNORE_INDEX, RopeDirection, add_into,
+    attention_backward, attention_forward, causal_attention, cross_entropy_grad,
+    cross_entropy_grad_in_place, embedding, embedding_forward, embedding_grad_into, layer_norm,
+    layer_norm_backward, layer_norm_forward, linear_bias_grad, linear_bias_grad_into,
+    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
+    rope, rope_in_place, swiglu, swiglu_backward, swiglu_forward,
 };
 
 fn sum(a: &Tensor, b: &Tensor) -> Result<Vec<f64>> {
@@ -132,9 +132,9 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
                 random_var(3, (b, t, hkv, d))?,
             );
             let (grad, groups) = (random(4, q.shape())?, HeadGroups::new(hq / hkv));
-            let want = causal_attention(&q, &k, &v, 0.3, groups)?;
+            let want = causal_attention(&q, &k, &v, AttentionSpec::new(0.3, groups))?;
             let want_grads = grads(&want, &grad, [&q, &k, &v])?;
-            let (out, lse) = attention_forward(&q, &k, &v, 0.3, groups)?;
+            let (out, lse) = attention_forward(&q, &k, &v, AttentionSpec::new(0.3, groups))?;
             assert_eq!(lse.dims(), &[b, hq, t]);
             assert_eq!(floats(&out)?, floats(&want)?);
             let pass = AttentionGrad {
@@ -145,7 +145,7 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
                 log_sum_exp: &lse,
                 grad: &grad,
             };
-            let (dq, dk, dv) = attention_backward(&pass, 0.3, groups)?;
+            let (dq, dk, dv) = attention_backward(&pass, AttentionSpec::new(0.3, groups))?;
             for (got, want) in [dq, dk, dv].iter().zip(&want_grads) {
                 assert_eq!(floats(got)?, floats(want)?);
             }
@@ -249,7 +249,8 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
         let (q, grad) = (random(5, (1, t, 4, 16))?, random(6, (1, t, 4, 16))?);
         let (k, v) = (random(7, (1, t, 1, 16))?, random(8, (1, t, 1, 16))?);
         assert_same_bits("attention pieces", || {
-            let (out, lse) = attention_forward(&q, &k, &v, 0.3, HeadGroups::new(4))?;
+            let (out, lse) =
+                attention_forward(&q, &k, &v, AttentionSpec::new(0.3, HeadGroups::new(4)))?;
             let pass = AttentionGrad {
                 q: &q,
                 k: &k,
@@ -258,7 +259,8 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
                 log_sum_exp: &lse,
                 grad: &grad,
             };
-            let (dq, dk, dv) = attention_backward(&pass, 0.3, HeadGroups::new(4))?;
+            let (dq, dk, dv) =
+                attention_backward(&pass, AttentionSpec::new(0.3, HeadGroups::new(4)))?;
             Ok(vec![out, lse, dq, dk, dv])
         })
     })

@@ -4,7 +4,7 @@
 use crate::check::{device, floats, grads, on_each_device, placed, random, random_var};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    AttentionGrad, HeadGroups, RopeDirection, attention_backward, attention_forward,
+    AttentionGrad, AttentionSpec, HeadGroups, RopeDirection, attention_backward, attention_forward,
     causal_attention, cross_entropy, cross_entropy_grad, embedding, embedding_forward,
     embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward, linear,
     linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad,
@@ -56,15 +56,21 @@ fn matrix_operations() -> Result<()> {
         (0, 3, 2, 1, 4),
         (2, 0, 2, 1, 4),
         (2, 3, 0, 0, 4),
-        (2, 3, 2, 1, 0),
+        (2, 40, 2, 1, 0),
     ] {
         let (q, k) = (
             random_var(1, (b, t, hq, d))?,
             random_var(2, (b, t, hkv, d))?,
         );
         let v = random_var(3, (b, t, hkv, d))?;
-        let out = causal_attention(&q, &k, &v, 1.0, HeadGroups::new(2))?;
-        check(out, &[b, t, hq, d], [&q, &k, &v])?;
+        for window in [None, Some(2)] {
+            let spec = AttentionSpec {
+                window,
+                ..AttentionSpec::new(1.0, HeadGroups::new(2))
+            };
+            let out = causal_attention(&q, &k, &v, spec)?;
+            check(out, &[b, t, hq, d], [&q, &k, &v])?;
+        }
     }
     Ok(())
 }
@@ -144,11 +150,14 @@ fn pieces_with_ids_and_heads() -> Result<()> {
             (2, 0, 2, 1, 4),
             (2, 3, 0, 0, 4),
             (2, 3, 0, 1, 4),
-            (2, 3, 2, 1, 0),
+            (2, 40, 2, 1, 0),
         ] {
             let (q, k) = (random(1, (b, t, hq, d))?, random(2, (b, t, hkv, d))?);
-            let groups = HeadGroups::new(2);
-            let (out, log_sum_exp) = attention_forward(&q, &k, &k, 1.0, groups)?;
+            let spec = AttentionSpec {
+                window: Some(2),
+                ..AttentionSpec::new(1.0, HeadGroups::new(2))
+            };
+            let (out, log_sum_exp) = attention_forward(&q, &k, &k, spec)?;
             assert_eq!(
                 (out.dims(), log_sum_exp.dims()),
                 (q.dims(), &[b, hq, t][..])
@@ -161,7 +170,7 @@ fn pieces_with_ids_and_heads() -> Result<()> {
                 log_sum_exp: &log_sum_exp,
                 grad: &q,
             };
-            let (dq, dk, dv) = attention_backward(&pass, 1.0, groups)?;
+            let (dq, dk, dv) = attention_backward(&pass, spec)?;
             assert_eq!(dq.dims(), q.dims());
             for grad in [dk, dv] {
                 assert_eq!(floats(&grad)?, vec![0.0; k.elem_count()]);

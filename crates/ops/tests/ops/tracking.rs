@@ -3,7 +3,8 @@
 use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{Result, Tensor};
 use candle_ops::{
-    HeadGroups, causal_attention, cross_entropy, embedding, linear, rms_norm, rope, swiglu,
+    AttentionSpec, HeadGroups, causal_attention, cross_entropy, embedding, linear, rms_norm, rope,
+    swiglu,
 };
 
 #[test]
@@ -15,7 +16,12 @@ fn untracked_inputs_make_no_graph() -> Result<()> {
             rms_norm(&x, &w, 1e-6)?,
             swiglu(&x, &x)?,
             rope(&heads, &table, &table)?,
-            causal_attention(&heads, &heads, &heads, 1.0, HeadGroups::new(1))?,
+            causal_attention(
+                &heads,
+                &heads,
+                &heads,
+                AttentionSpec::new(1.0, HeadGroups::new(1)),
+            )?,
             linear(&x, &x, Some(&random(5, 3)?))?,
             cross_entropy(&x, &ids)?,
             embedding(&x, &ids)?,
@@ -49,7 +55,8 @@ fn frozen_weights_get_no_gradient() -> Result<()> {
         assert!(grads.get(&x).is_some() && grads.get(&up).is_none());
 
         let (q, kv) = (random_var(6, (1, 3, 2, 4))?, random(7, (1, 3, 2, 4))?);
-        let grads = causal_attention(&q, &kv, &kv, 1.0, HeadGroups::new(1))?.backward()?;
+        let grads = causal_attention(&q, &kv, &kv, AttentionSpec::new(1.0, HeadGroups::new(1)))?
+            .backward()?;
         assert!(grads.get(&q).is_some() && grads.get(&kv).is_none());
         Ok(())
     })
@@ -59,12 +66,13 @@ fn frozen_weights_get_no_gradient() -> Result<()> {
 fn one_tensor_in_two_roles_gets_both_gradients() -> Result<()> {
     on_each_device(|| {
         let x = random_var(1, (1, 5, 2, 4))?;
-        let out = causal_attention(&x, &x, &x, 0.5, HeadGroups::new(1))?;
+        let out = causal_attention(&x, &x, &x, AttentionSpec::new(0.5, HeadGroups::new(1)))?;
         let together = out.backward()?;
         let (q, k, v) = (x.copy()?, x.copy()?, x.copy()?);
         let [q, k, v] = [q, k, v].map(|t| candle_core::Var::from_tensor(&t.detach()));
         let (q, k, v) = (q?, k?, v?);
-        let apart = causal_attention(&q, &k, &v, 0.5, HeadGroups::new(1))?.backward()?;
+        let apart = causal_attention(&q, &k, &v, AttentionSpec::new(0.5, HeadGroups::new(1)))?
+            .backward()?;
         let sum = [&q, &k, &v].map(|t| apart.get(t).expect("a gradient"));
         let sum = ((sum[0] + sum[1])? + sum[2])?;
         let difference = (together.get(&x).expect("a gradient") - sum)?

@@ -17,6 +17,7 @@ type Forward<T> = unsafe extern "C" fn(
     i32,
     i32,
     i32,
+    i32,
     f32,
 );
 type Delta<T> = unsafe extern "C" fn(*mut f32, *const T, *const T, i64, i32, i32, i32);
@@ -34,6 +35,7 @@ type BackwardQ<T> = unsafe extern "C" fn(
     i32,
     i32,
     i32,
+    i32,
     f32,
 );
 type BackwardKv<T> = unsafe extern "C" fn(
@@ -45,6 +47,7 @@ type BackwardKv<T> = unsafe extern "C" fn(
     *const T,
     *const f32,
     *const f32,
+    i32,
     i32,
     i32,
     i32,
@@ -70,6 +73,7 @@ macro_rules! declare {
                 d: i32,
                 group_size: i32,
                 group_offset: i32,
+                window: i32,
                 scale: f32,
             );
             fn $delta(
@@ -95,6 +99,7 @@ macro_rules! declare {
                 d: i32,
                 group_size: i32,
                 group_offset: i32,
+                window: i32,
                 scale: f32,
             );
             fn $kv(
@@ -112,6 +117,7 @@ macro_rules! declare {
                 d: i32,
                 group_size: i32,
                 group_offset: i32,
+                window: i32,
                 scale: f32,
             );
         }
@@ -137,7 +143,7 @@ const TILE: usize = 16;
 /// Roundings times the size of what cancels in a gradient: products of output gradients and values, times keys.
 const SUMMED: f64 = 8.0 * 16.0 * 4.0;
 
-fn sizes([b, t, heads, kv_heads, d, group_size, group_offset]: [usize; 7]) -> Sizes {
+fn sizes([b, t, heads, kv_heads, d, group_size, group_offset, window]: [usize; 8]) -> Sizes {
     let scale = f64::from((1.0 / (d as f64).sqrt()) as f32);
     Sizes {
         b,
@@ -147,24 +153,45 @@ fn sizes([b, t, heads, kv_heads, d, group_size, group_offset]: [usize; 7]) -> Si
         d,
         group_size,
         group_offset,
+        window,
         scale,
     }
 }
 
 fn cases() -> impl Iterator<Item = (usize, Sizes)> {
     [
-        [1, 1, 1, 1, 16, 1, 0],
-        [2, 2, 4, 2, 48, 2, 0],
-        [1, 127, 2, 1, 64, 2, 0],
-        [1, 33, 3, 3, 128, 1, 0],
-        [2, 16, 2, 1, 5, 2, 0],
-        [1, 17, 2, 1, 256, 2, 0],
+        [1, 1, 1, 1, 16, 1, 0, 1],
+        [2, 2, 4, 2, 48, 2, 0, 2],
+        [1, 127, 2, 1, 64, 2, 0, 127],
+        [1, 33, 3, 3, 128, 1, 0, 33],
+        [2, 16, 2, 1, 5, 2, 0, 16],
+        [1, 17, 2, 1, 256, 2, 0, 17],
         // Tensor parallelism cut the groups; nobody reads the last key/value head.
-        [1, 40, 5, 3, 16, 4, 3],
+        [1, 40, 5, 3, 16, 4, 3, 40],
+        // Windows of one position, shorter than a tile, as long, longer, and of all positions but one.
+        [1, 33, 2, 1, 16, 2, 0, 1],
+        [1, 50, 2, 1, 16, 2, 0, 2],
+        [1, 70, 2, 2, 32, 1, 0, 16],
+        [2, 65, 2, 1, 5, 2, 0, 17],
+        [1, 127, 5, 3, 16, 4, 3, 37],
+        [1, 33, 2, 1, 64, 2, 0, 32],
     ]
     .map(sizes)
     .into_iter()
     .enumerate()
+}
+
+fn arguments(s: Sizes) -> [i32; 7] {
+    [
+        s.t,
+        s.heads,
+        s.kv_heads,
+        s.d,
+        s.group_size,
+        s.group_offset,
+        s.window,
+    ]
+    .map(|x| x as i32)
 }
 
 /// A block per tile of the heads, with room for some tiles of rows and some of scores.
@@ -188,8 +215,7 @@ fn check_forward<T: Element>(kernel: Forward<T>) {
             Buffer::<T>::new(s.q_len()),
             Buffer::<f32>::new(lse_want.len()),
         );
-        let [t, h, kv, d, g, off] =
-            [s.t, s.heads, s.kv_heads, s.d, s.group_size, s.group_offset].map(|x| x as i32);
+        let [t, h, kv, d, g, off, window] = arguments(s);
         let (at, scale) = (launch(s, s.heads, 2, 1, seed), s.scale as f32);
         launch!(
             at,
@@ -205,6 +231,7 @@ fn check_forward<T: Element>(kernel: Forward<T>) {
                 d,
                 g,
                 off,
+                window,
                 scale
             )
         )
@@ -233,8 +260,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
             Buffer::from_slice(&from_f64::<f32>(&lse)),
         );
         let products = Buffer::<f32>::new(delta_want.len());
-        let [t, h, kv, d, g, off] =
-            [s.t, s.heads, s.kv_heads, s.d, s.group_size, s.group_offset].map(|x| x as i32);
+        let [t, h, kv, d, g, off, window] = arguments(s);
         let (rows, at) = (delta_want.len() as i64, Launch::new(3, 64, 0));
         launch!(
             at,
@@ -263,6 +289,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
                 d,
                 g,
                 off,
+                window,
                 scale
             )
         )
@@ -285,6 +312,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
                 d,
                 g,
                 off,
+                window,
                 scale
             )
         )

@@ -1,4 +1,4 @@
-//! Causal attention with grouped heads in f64, with whole rows of scores.
+//! Causal attention with grouped heads and a window in f64, with whole rows of scores.
 
 use std::ops::Range;
 
@@ -11,6 +11,7 @@ pub struct Sizes {
     pub d: usize,
     pub group_size: usize,
     pub group_offset: usize,
+    pub window: usize,
     pub scale: f64,
 }
 
@@ -34,6 +35,11 @@ impl Sizes {
         start..start + self.d
     }
 
+    /// The keys that a query sees.
+    fn seen(&self, query: usize) -> Range<usize> {
+        (query + 1).saturating_sub(self.window)..query + 1
+    }
+
     /// (sequence, head, position) of each number of (b, heads, t).
     pub fn rows(self) -> impl Iterator<Item = [usize; 3]> {
         (0..self.b * self.heads * self.t)
@@ -53,7 +59,8 @@ fn add(to: &mut [f64], factor: f64, x: &[f64]) {
 fn weights(s: Sizes, [q, k]: [&[f64]; 2], row: [usize; 3]) -> (Vec<f64>, f64) {
     let [sequence, head, position] = row;
     let key = |j| &k[s.kv_row([sequence, head, j])];
-    let scores: Vec<f64> = (0..=position)
+    let scores: Vec<f64> = s
+        .seen(position)
         .map(|j| s.scale * dot(&q[s.q_row(row)], key(j)))
         .collect();
     let lse = scores.iter().map(|x| x.exp()).sum::<f64>().ln();
@@ -65,7 +72,7 @@ pub fn forward(s: Sizes, [q, k, v]: [&[f64]; 3]) -> (Vec<f64>, Vec<f64>) {
     let mut o = vec![0.0; s.q_len()];
     let lse = s.rows().map(|row| {
         let (weights, lse) = weights(s, [q, k], row);
-        for (j, weight) in weights.iter().enumerate() {
+        for (j, weight) in s.seen(row[2]).zip(&weights) {
             add(
                 &mut o[s.q_row(row)],
                 *weight,
@@ -88,7 +95,7 @@ pub fn backward(s: Sizes, [q, k, v]: [&[f64]; 3], grad: &[f64], delta: &[f64]) -
     );
     for (row, delta) in s.rows().zip(delta) {
         let grad = &grad[s.q_row(row)];
-        for (j, weight) in weights(s, [q, k], row).0.into_iter().enumerate() {
+        for (j, weight) in s.seen(row[2]).zip(weights(s, [q, k], row).0) {
             let key = s.kv_row([row[0], row[1], j]);
             let ds = s.scale * weight * (dot(grad, &v[key.clone()]) - delta);
             add(&mut dq[s.q_row(row)], ds, &k[key.clone()]);
@@ -110,12 +117,13 @@ pub fn delta(s: Sizes, o: &[f64], grad: &[f64]) -> Vec<f64> {
 fn the_gradients_are_the_slopes_of_the_output() {
     let s = Sizes {
         b: 1,
-        t: 4,
+        t: 6,
         heads: 3,
         kv_heads: 2,
         d: 2,
         group_size: 2,
         group_offset: 1,
+        window: 4,
         scale: 0.7,
     };
     let mut rng = crate::element::rng(9);

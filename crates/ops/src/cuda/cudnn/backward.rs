@@ -30,7 +30,7 @@ pub(super) fn describe(graph: &mut Graph, pass: Pass) -> Result<()> {
     let scaled = graph.map2(MUL, product, scale)?;
     let log_sum_exp = graph.of_rows(LOG_SUM_EXP)?;
     let log_probabilities = graph.map2(SUB, scaled, log_sum_exp)?;
-    let seen = graph.causal(log_probabilities)?;
+    let seen = graph.seen(log_probabilities)?;
     let probabilities = graph.map(EXP, seen)?;
     describe_key_grad(graph, probabilities, grad, V_GRAD)?;
 

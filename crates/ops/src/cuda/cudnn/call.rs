@@ -5,13 +5,14 @@ use super::super::gpu::Gpu;
 use super::super::profile::{OpName, timed};
 use super::super::values::{Fresh, Values};
 use super::graph::{
-    ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, OUT, Q, Q_GRAD, Q_SUMS, V, V_GRAD,
+    ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, ONE, OUT, Q, Q_GRAD, Q_SUMS, SCALE, UNSEEN, V,
+    V_GRAD, WINDOW,
 };
 use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::Plan;
 use super::plans::with_plans;
 use super::sizes::{Pass, Sizes};
-use crate::{AttentionCode, AttentionGrad, GpuSettings, HeadGroups, OpOutput};
+use crate::{AttentionCode, AttentionGrad, AttentionSpec, GpuSettings, OpOutput};
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 
@@ -21,10 +22,9 @@ type Argument = (i64, u64, usize);
 /// As `cuda::attention_forward`; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_forward(
     [q, k, v]: [&Tensor; 3],
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<Option<(OpOutput, Tensor)>> {
-    let Some((library, sizes)) = supported(q, k, groups, Pass::Forward)? else {
+    let Some((library, sizes)) = supported(q, k, spec, Pass::Forward)? else {
         return Ok(None);
     };
     let gpu = Gpu::of(NAME, q)?;
@@ -34,7 +34,7 @@ pub(in super::super) fn attention_forward(
     let mut arguments: Vec<Argument> = inputs.iter().map(|(_, argument)| *argument).collect();
     arguments.push((OUT, o.out().address(), bytes_each(q, sizes.b)));
     arguments.push(of_rows(LOG_SUM_EXP, &log_sum_exp, sizes));
-    if !run(&gpu, library, sizes, &arguments, scale)? {
+    if !run(&gpu, library, sizes, &arguments, spec.scale)? {
         return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     let log_sum_exp = log_sum_exp.into_tensor((sizes.b, sizes.heads, sizes.t));
@@ -44,8 +44,7 @@ pub(in super::super) fn attention_forward(
 /// As `cuda::attention_backward`; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_backward(
     pass: &AttentionGrad<'_>,
-    scale: f32,
-    groups: HeadGroups,
+    spec: AttentionSpec,
 ) -> Result<Option<(Tensor, Tensor, Tensor)>> {
     let AttentionGrad {
         q,
@@ -59,7 +58,7 @@ pub(in super::super) fn attention_backward(
         true => Pass::DeterministicBackward,
         false => Pass::Backward,
     };
-    let Some((library, sizes)) = supported(q, k, groups, pass)? else {
+    let Some((library, sizes)) = supported(q, k, spec, pass)? else {
         return Ok(None);
     };
     let gpu = Gpu::of(NAME, q)?;
@@ -83,7 +82,7 @@ pub(in super::super) fn attention_backward(
     for ((number, like), grad) in grads.into_iter().zip([&dq, &dk, &dv]) {
         arguments.push((number, grad.out().address(), bytes_each(like, sizes.b)));
     }
-    if !run(&gpu, library, sizes, &arguments, scale)? {
+    if !run(&gpu, library, sizes, &arguments, spec.scale)? {
         return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     Ok(Some((
@@ -101,11 +100,12 @@ const MIN_TOKENS: usize = 128;
 fn supported(
     q: &Tensor,
     k: &Tensor,
-    groups: HeadGroups,
+    spec: AttentionSpec,
     pass: Pass,
 ) -> Result<Option<(&'static Library, Sizes)>> {
     let (b, t, heads, d) = q.dims4()?;
     let (_, _, kv_heads, _) = k.dims4()?;
+    let groups = spec.groups;
     if q.elem_count() == 0 || k.elem_count() == 0 {
         return Ok(None);
     }
@@ -140,6 +140,7 @@ fn supported(
                 heads,
                 kv_heads,
                 d,
+                window: spec.window.filter(|window| *window < t),
             };
             Ok(Some((library, sizes)))
         }
@@ -271,12 +272,14 @@ unsafe fn run_calls(
         Pass::Backward => "attention_backward_cudnn",
         Pass::DeterministicBackward => "attention_backward_deterministic_cudnn",
     };
+    let mut values = vec![(SCALE, scale), (ONE, 1.0), (UNSEEN, f32::NEG_INFINITY)];
+    values.extend(sizes.window.map(|window| (WINDOW, window as f32)));
     for first in (0..sizes.b).step_by(call.b) {
         let at = |(number, address, bytes): &Argument| (*number, address + (first * bytes) as u64);
         let tensors: Vec<(i64, u64)> = arguments.iter().map(at).collect();
         // SAFETY: the caller's promise; the sequences of a call divide all.
         timed(OpName::Kernel(name), &gpu.device.cuda_stream(), || unsafe {
-            plan.run(handle, &tensors, workspace, scale)
+            plan.run(handle, &tensors, workspace, &values)
         })?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The forward pass: `o = softmax(causal(scale q k^T)) v`, and the log-sum-exp of each row of scores.
+//! The forward pass: `o = softmax(seen(scale q k^T)) v`, and the log-sum-exp of each row of scores.
 
 use super::graph::{
     ADD, BFLOAT16, DIV, EXP, FLOAT, Graph, K, LOG, LOG_SUM_EXP, MAX, MUL, OUT, Q, SCALE, SUB, SUM,
@@ -17,7 +17,7 @@ pub(super) fn describe(graph: &mut Graph) -> Result<()> {
     let product = graph.product(q, k, product)?;
     let scale = graph.number(SCALE)?;
     let scaled = graph.map2(MUL, product, scale)?;
-    let seen = graph.causal(scaled)?;
+    let seen = graph.seen(scaled)?;
     let max = graph.between(FLOAT, rows)?;
     let max = graph.reduction(MAX, seen, max)?;
     let below_max = graph.map2(SUB, seen, max)?;

@@ -23,6 +23,7 @@ pub(super) const SUB: c_int = 9;
 pub(super) const EXP: c_int = 13;
 pub(super) const LOG: c_int = 15;
 pub(super) const IDENTITY: c_int = 21;
+const CMP_GT: c_int = 302;
 const CMP_GE: c_int = 303;
 const GEN_INDEX: c_int = 501;
 const BINARY_SELECT: c_int = 601;
@@ -42,12 +43,14 @@ pub(super) const Q_GRAD: i64 = 7;
 pub(super) const K_GRAD: i64 = 8;
 pub(super) const V_GRAD: i64 = 9;
 pub(super) const DELTA: i64 = 10;
-/// Three numbers that the call brings along: the scale of the scores, 1, and the score of a key that is not seen.
+/// Numbers that the call brings along: the scale of the scores, 1, and the score of a key that is not seen.
 pub(super) const SCALE: i64 = 11;
 pub(super) const ONE: i64 = 12;
 pub(super) const UNSEEN: i64 = 13;
 /// The queries' gradient in f32, where it is added up in memory.
 pub(super) const Q_SUMS: i64 = 14;
+/// One more of those numbers: how many positions a query sees.
+pub(super) const WINDOW: i64 = 15;
 const FIRST_VIRTUAL: i64 = 100;
 
 /// Bytes to whose multiples tensors in memory are aligned.
@@ -251,19 +254,41 @@ impl Graph {
         self.pointwise(mode, &[], &[(751, x.raw), (752, other.raw)], y)
     }
 
-    /// The scores, with those of keys after their query replaced.
-    pub(super) fn causal(&mut self, scores: Node) -> Result<Node> {
+    /// The scores, with those of keys replaced that their query does not see: of keys after it, and of those before its window.
+    /// In two steps, with the window in f32, as cuDNN knows it (cudnn-frontend, `diagonal_band_mask.h`).
+    pub(super) fn seen(&mut self, scores: Node) -> Result<Node> {
         let unseen = self.number(UNSEEN)?;
-        let index = |graph: &mut Self, dim: i64| {
-            let y = graph.between(INT32, scores.dims)?;
-            let dim = (9, Value::Ints(std::slice::from_ref(&dim)));
-            graph.pointwise(GEN_INDEX, &[dim], &[(751, scores.raw)], y)
-        };
-        let (row, column) = (index(self, 2)?, index(self, 3)?);
-        let seen = self.between(BOOLEAN, scores.dims)?;
-        self.pointwise(CMP_GE, &[], &[(751, row.raw), (752, column.raw)], seen)?;
+        let (row, column) = (self.index(scores, 2)?, self.index(scores, 3)?);
+        let past = self.where_true(CMP_GE, [row, column], scores, unseen)?;
+        if self.sizes.window.is_none() {
+            return Ok(past);
+        }
+        let window = self.number(WINDOW)?;
+        let (row, column) = (self.index(past, 2)?, self.index(past, 3)?);
+        let window_end = self.map2(ADD, column, window)?;
+        self.where_true(CMP_GT, [window_end, row], past, unseen)
+    }
+
+    /// The positions of the scores along a dimension.
+    fn index(&mut self, scores: Node, dim: i64) -> Result<Node> {
+        let y = self.between(INT32, scores.dims)?;
+        let dim = (9, Value::Ints(std::slice::from_ref(&dim)));
+        self.pointwise(GEN_INDEX, &[dim], &[(751, scores.raw)], y)
+    }
+
+    /// The scores where the comparison holds, elsewhere `other`.
+    fn where_true(
+        &mut self,
+        comparison: c_int,
+        [left, right]: [Node; 2],
+        scores: Node,
+        other: Node,
+    ) -> Result<Node> {
+        let is_true = self.between(BOOLEAN, scores.dims)?;
+        let compared = [(751, left.raw), (752, right.raw)];
+        self.pointwise(comparison, &[], &compared, is_true)?;
         let y = self.between(FLOAT, scores.dims)?;
-        let inputs = [(751, scores.raw), (752, unseen.raw), (758, seen.raw)];
+        let inputs = [(751, scores.raw), (752, other.raw), (758, is_true.raw)];
         self.pointwise(BINARY_SELECT, &[], &inputs, y)
     }
 
@@ -274,7 +299,10 @@ impl Graph {
         inputs: &[(c_int, Opaque)],
         y: Node,
     ) -> Result<Node> {
-        let precision = if mode == CMP_GE { BOOLEAN } else { FLOAT };
+        let precision = match mode {
+            CMP_GT | CMP_GE => BOOLEAN,
+            _ => FLOAT,
+        };
         let mut attributes = vec![
             (0, Value::PointwiseMode(mode)),
             (1, Value::DataType(precision)),

@@ -1,7 +1,6 @@
 //! A graph's kernel that is ready to run.
 
 use super::descriptor::{Descriptor, Value};
-use super::graph::{ONE, SCALE, UNSEEN};
 use super::library::{Library, Opaque};
 use candle_core::Result;
 use std::ffi::c_void;
@@ -24,29 +23,29 @@ impl Plan {
         })
     }
 
-    /// Puts the pass on the handle's stream; `tensors` are their numbers in the graph and addresses on the GPU.
+    /// Puts the pass on the handle's stream; `tensors` are their numbers in the graph and addresses on the GPU, `values` the
+    /// numbers that the call brings along, by theirs.
     ///
     /// # Safety
-    /// The tensors must be all that the graph reads or writes in memory, of its sizes and aligned, the workspace as large as
+    /// The tensors and values must be all that the graph reads or writes in memory, of its sizes and aligned, the workspace as large as
     /// the plan says, and the handle that of the plan's GPU, used by nobody else meanwhile.
     pub(super) unsafe fn run(
         &self,
         handle: Opaque,
         tensors: &[(i64, u64)],
         workspace: u64,
-        scale: f32,
+        values: &[(i64, f32)],
     ) -> Result<()> {
-        let numbers = [(SCALE, scale), (ONE, 1.0), (UNSEEN, f32::NEG_INFINITY)];
         let ids: Vec<i64> = tensors
             .iter()
             .map(|(id, _)| *id)
-            .chain(numbers.iter().map(|(id, _)| *id))
+            .chain(values.iter().map(|(id, _)| *id))
             .collect();
         let pointers: Vec<*mut c_void> = tensors
             .iter()
             .map(|(_, address)| *address as *mut c_void)
             .chain(
-                numbers
+                values
                     .iter()
                     .map(|(_, value)| (&raw const *value).cast_mut().cast()),
             )
@@ -61,7 +60,7 @@ impl Plan {
                 (1003, Value::Pointers(&workspace)),
             ],
         )?;
-        // SAFETY: the caller's promise; the three numbers are read during the call.
+        // SAFETY: the caller's promise; the values are read during the call.
         let status = unsafe { (self.library.execute)(handle, self.plan.raw(), arguments.raw()) };
         self.library.check(status, "attention")
     }
@@ -104,7 +103,7 @@ mod tests {
         }
         let library = Library::get().map_err(candle_core::Error::msg)?;
         println!(
-            "| GPU | pass | b | t | heads | d | sequences a call | workspace MiB | sums MiB | configurations |"
+            "| GPU | pass | b | t | heads | d | window | sequences a call | workspace MiB | sums MiB | configurations |"
         );
         for gpu in gpus() {
             let properties =
@@ -123,7 +122,12 @@ mod tests {
                 ]
                 .map(|sizes| (heads, sizes))
             }) {
-                for pass in [Pass::Forward, Pass::Backward, Pass::DeterministicBackward] {
+                let passes = [Pass::Forward, Pass::Backward, Pass::DeterministicBackward];
+                let windows = [None, Some(1), Some(t / 3 + 1)];
+                for (pass, window) in passes
+                    .into_iter()
+                    .flat_map(|pass| windows.map(|window| (pass, window)))
+                {
                     let all = Sizes {
                         pass,
                         b,
@@ -131,6 +135,7 @@ mod tests {
                         heads,
                         kv_heads,
                         d,
+                        window,
                     };
                     let planned = |sizes: Sizes| -> Result<usize> {
                         let plans = PlansOfSizes::new(library, target, sizes, None);
@@ -143,7 +148,7 @@ mod tests {
                     let (workspace, sums) = (mib(bytes), mib(4 * call.num_sums()));
                     let mut configurations = Configurations::new(library, target, call)?;
                     println!(
-                        "| {name} | {pass:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {} | {workspace:.1} | {sums:.1} | {} |",
+                        "| {name} | {pass:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {sums:.1} | {} |",
                         call.b,
                         configurations.count()?
                     );

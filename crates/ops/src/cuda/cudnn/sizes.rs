@@ -32,6 +32,8 @@ pub(super) struct Sizes {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) d: usize,
+    /// Positions that a query sees, where they are fewer than all.
+    pub(super) window: Option<usize>,
 }
 
 /// Most bytes that a call may take beside its tensors, but for a single sequence that needs more.
@@ -79,6 +81,7 @@ mod tests {
         heads: 32,
         kv_heads: 8,
         d: 64,
+        window: None,
     };
 
     #[test]
