@@ -80,7 +80,6 @@ impl Run {
         self.swiglu(127, 97)?;
         self.attention((4, 256, 8, 4, 64), None)?;
         self.attention((1, 1000, 3, 1, 48), None)?;
-        self.attention((1, 1000, 3, 1, 48), Some(100))?;
         self.linear(1024, 512, 1376)?;
         self.linear(1024, 1376, 512)?;
         self.linear(127, 97, 515)?;
@@ -92,7 +91,8 @@ impl Run {
         self.layer_norm(1024, 512, 0.0)?;
         self.layer_norm(127, 515, 0.0)?;
         self.layer_norm(8192, 64, 0.0)?;
-        self.layer_norm(127, 515, 100.0)
+        self.layer_norm(127, 515, 100.0)?;
+        self.attention((1, 1000, 3, 1, 48), Some(100))
     }
 
     /// Normally distributed values.

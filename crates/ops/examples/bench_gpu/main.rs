@@ -71,7 +71,10 @@ fn last(part: &str, sizes: &[String]) -> Result<Option<usize>> {
     match sizes {
         [] => Ok(None),
         [size] => number(size).map(Some),
-        [_, more @ ..] => bail!("{part}: expected no more sizes, got {}", more.join(" ")),
+        [size, more @ ..] => bail!(
+            "{part}: expected nothing after {size}, got {}",
+            more.join(" ")
+        ),
     }
 }
 

@@ -123,7 +123,7 @@ mod tests {
                 .map(|sizes| (heads, sizes))
             }) {
                 let passes = [Pass::Forward, Pass::Backward, Pass::DeterministicBackward];
-                let windows = [None, Some(1), Some(t / 3 + 1)];
+                let windows = [None, Some(t / 3 + 1)];
                 for (pass, window) in passes
                     .into_iter()
                     .flat_map(|pass| windows.map(|window| (pass, window)))
