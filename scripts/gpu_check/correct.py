@@ -49,17 +49,28 @@ def preflight(run):
     missing = [f"{name} ({row['libraries'][name]})" for name in NEEDED if row["libraries"][name].startswith("missing")]
     if missing and not run.smoke:
         raise Failed(f"libraries that cannot be loaded: {', '.join(missing)}")
-    file = run.folder / "check.safetensors"
-    row["opened"] = json_lines(run.ours("check", "bench_gpu", ["cuda:0", "check", file], 40, attention_must_be_cudnn(run)))[-1]
-    check_attention(run, row["opened"])
-    errors = json_lines(run.torch("check torch", "bench_ops_torch.py", [torch_device(run), "check", file], 60))[-1]
+    row |= compared_operations(run, "check", [])
+    return row | {"result": f"{row['opened']['device']}, open in {row['opened']['open_secs']:.1f} s, {row['result']}"}
+
+
+def window(run):
+    """Attention that sees a sliding window, by cuDNN: no multiple of its tiles."""
+    return compared_operations(run, "window", ["70"])
+
+
+def compared_operations(run, what, arguments):
+    """A product and an attention against PyTorch's."""
+    file = run.folder / f"{what}.safetensors"
+    opened = json_lines(run.ours(what, "bench_gpu", ["cuda:0", "check", file, *arguments], 40, attention_must_be_cudnn(run)))[-1]
+    check_attention(run, opened)
+    errors = json_lines(run.torch(f"{what} torch", "bench_ops_torch.py", [torch_device(run), "check", file], 60))[-1]
     bounds = {name: PRODUCT_BOUND if name in ("y", "dx") else ATTENTION_BOUND for name in errors}
     wrong = [f"{name} by {errors[name]:.1e}" for name in errors if not errors[name] <= bounds[name]]
     if wrong:
         raise Failed(f"not what PyTorch computes: {', '.join(wrong)}")
     worst = max(errors, key=lambda name: errors[name] / bounds[name])
-    return row | {"errors": errors, "result": f"{row['opened']['device']}, open in {row['opened']['open_secs']:.1f} s, "
-                  f"attention by {row['opened']['attention']}, farthest from PyTorch: {worst} {errors[worst]:.1e}"}
+    return {"opened": opened, "errors": errors,
+            "result": f"attention by {opened['attention']}, farthest from PyTorch: {worst} {errors[worst]:.1e}"}
 
 
 def check_attention(run, line):

@@ -26,6 +26,7 @@ PARTS = {
     "attention": Part("first", 60, speed.attention),
     "products": Part("first", 45, speed.products),
     "kernels": Part("first", 15, speed.kernels),
+    "window": Part("first", 20, correct.window),
     "operations": Part("first", 60, correct.operations),
     "sanitizer": Part("first", 120, correct.sanitizer),
     "full": Part("second", 330, speed.full),

@@ -39,6 +39,7 @@ ROWS = [
     ("products of a step against `torch.matmul`", "none: it shows what is left", lambda parts: f"{parts['products']['value']:.2f} of its speed"),
     ("bf16 against f32 on the bundled checkpoint, 200 steps", "last loss within 1%", lambda parts: f"{parts['bf16']['value']:.2%}"),
     ("every operation, forward and backward, against f64 (`operations`)", "all pass", result_of("operations")),
+    ("attention that sees a sliding window, by cuDNN (`window`)", "as PyTorch computes it, to the roundings of bf16", result_of("window")),
     ("training against PyTorch's numbers, and layouts against one rank (`parity`)", "all pass", result_of("parity")),
     ("our kernels under memcheck and racecheck (`sanitizer`)", "nothing found", result_of("sanitizer")),
     ("NCCL, every operation with one rank (`nccl`)", "as on the CPU, to the bit", result_of("nccl")),
