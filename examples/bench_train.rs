@@ -51,7 +51,7 @@ use candle_train_cli::{
 use candle_train_examples::{
     flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
-use candle_train_models::llama::{Llama, LlamaConfig, RopeKind};
+use candle_train_models::{CausalLm, ModelConfig, RopeKind};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -159,7 +159,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args, flags: Flags) -> Result<()> {
     let config = match &args.model {
-        Some(dir) => LlamaConfig::from_file(dir.join("config.json"))?,
+        Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args),
     };
     let degrees = Degrees {
@@ -170,7 +170,7 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     };
     let mut ranks = args.ranks.config(degrees)?;
     config.validate()?;
-    Llama::check_degrees(&config, &degrees)?;
+    CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.dp)?;
     if args.threads > MAX_THREADS {
@@ -207,8 +207,8 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     print(args, &batch_config, num_devices, &mut first)
 }
 
-fn model_config(args: &Args) -> LlamaConfig {
-    LlamaConfig {
+fn model_config(args: &Args) -> ModelConfig {
+    ModelConfig {
         vocab_size: args.vocab_size,
         hidden_size: args.hidden_size,
         intermediate_size: args.intermediate_size,
@@ -251,7 +251,7 @@ fn batch_config(args: &Args) -> Result<BatchConfig> {
 
 fn bench(
     args: &Args,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     batch_config: &BatchConfig,
     degrees: Degrees,
     world: ProcessGroup,
@@ -264,7 +264,7 @@ fn bench(
     };
     let store = args.freeze.apply(store);
     let vb = store.builder(dtype, mesh.world.device());
-    let stage = Llama::stage(config, &mesh, &vb)
+    let stage = CausalLm::stage(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
     args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();

@@ -1,7 +1,7 @@
 //! The floating-point operations that training needs, to compare with what a GPU could do.
 
 use candle_parallel::Parameters;
-use candle_train_models::llama::LlamaConfig;
+use candle_train_models::ModelConfig;
 
 /// Operations per token of a step over sequences of `seq_len` tokens, as model FLOPs are counted (arXiv:2204.02311, appendix B):
 /// 6 for each weight of a matrix product, 2 forward, 2 for the gradient of its input and 2 for its own, and
@@ -9,7 +9,7 @@ use candle_train_models::llama::LlamaConfig;
 ///
 /// A frozen weight has no gradient of its own: it counts 4. The embedding is a lookup and counts as the head only, if it is tied.
 /// Nothing counts that is computed a second time.
-pub fn flops_per_token(config: &LlamaConfig, params: &Parameters, seq_len: usize) -> f64 {
+pub fn flops_per_token(config: &ModelConfig, params: &Parameters, seq_len: usize) -> f64 {
     let is_lookup = |name: &str| name.contains("embed_tokens") && !config.tie_word_embeddings;
     let products = params
         .catalog()

@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{linear_forward, linear_input_grad, linear_weight_grad_into};
-use candle_train_models::llama::LlamaConfig;
+use candle_train_models::ModelConfig;
 
 /// Runs of each product; the fastest counts.
 const RUNS: usize = 3;
 
 /// Seconds that the linear layers of one training step on `num_tokens` tokens take alone: forward, gradient of the input and
 /// gradient of the weight, each product timed on the threads of the current pool. Attention's products are not in it.
-pub fn product_floor_secs(config: &LlamaConfig, num_tokens: usize, dtype: DType) -> Result<f64> {
+pub fn product_floor_secs(config: &ModelConfig, num_tokens: usize, dtype: DType) -> Result<f64> {
     let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
     let heads = config.num_attention_heads * config.head_dim;
     let kv_heads = config.num_key_value_heads * config.head_dim;

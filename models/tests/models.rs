@@ -3,14 +3,14 @@
 #[path = "models/in_graph.rs"]
 mod in_graph;
 
-use candle_train_models::llama::{LlamaConfig, RopeKind};
+use candle_train_models::{ModelConfig, RopeKind};
 
 const SMALL: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4"#;
 
 /// A small configuration with `fields` added; a field that is given twice has its last value.
-fn read(fields: &str) -> candle_core::Result<LlamaConfig> {
-    LlamaConfig::from_json(&format!("{SMALL}, {fields}}}"))
+fn read(fields: &str) -> candle_core::Result<ModelConfig> {
+    ModelConfig::from_json(&format!("{SMALL}, {fields}}}"))
 }
 
 #[track_caller]
@@ -72,7 +72,7 @@ fn a_written_configuration_is_read_again() {
     .unwrap();
     assert_eq!(config.eos_token_ids, [1, 2]);
     let text = config.to_json().unwrap();
-    assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
+    assert_eq!(ModelConfig::from_json(&text).unwrap(), config);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_field_of_the_wrong_kind_is_named() {
         assert_error(fields, &[got, &format!(", expected {expected}")]);
     }
     assert_error(r#""vocab_size": null"#, &["missing field `vocab_size`"]);
-    let message = LlamaConfig::from_json("[]").unwrap_err().to_string();
+    let message = ModelConfig::from_json("[]").unwrap_err().to_string();
     assert!(message.contains("expected a JSON object"), "{message}");
 }
 

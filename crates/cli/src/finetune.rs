@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::llama::LlamaConfig;
+use candle_train_models::ModelConfig;
 use clap::Parser;
 
 use crate::choices::StorageChoice;
@@ -41,7 +41,7 @@ impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<()> {
         let ranks = self.training.run_config()?;
         let model = resolve_model(&self.model)?;
-        let config = LlamaConfig::from_file(model.join("config.json"))?;
+        let config = ModelConfig::from_file(model.join("config.json"))?;
         self.training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         TrainingRun {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::llama::{LlamaConfig, RopeKind};
+use candle_train_models::{ModelConfig, RopeKind};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
@@ -101,7 +101,7 @@ impl Pretrain {
     fn sidecars(
         &self,
         tokenizer: &Tokenizer,
-        config: &LlamaConfig,
+        config: &ModelConfig,
     ) -> Result<Vec<(String, Vec<u8>)>> {
         let mut files = match &self.tokenizer {
             Some(dir) => sidecar_files(dir)?,
@@ -118,7 +118,7 @@ impl Pretrain {
 }
 
 impl ModelArgs {
-    fn config(&self, tokenizer: &Tokenizer, seq_len: usize) -> Result<LlamaConfig> {
+    fn config(&self, tokenizer: &Tokenizer, seq_len: usize) -> Result<ModelConfig> {
         let (hidden_size, heads) = (self.hidden_size, self.heads);
         // The heads share the residual stream's width.
         if !hidden_size.is_multiple_of(heads) {
@@ -127,7 +127,7 @@ impl ModelArgs {
                 hidden_size % heads
             );
         }
-        let config = LlamaConfig {
+        let config = ModelConfig {
             vocab_size: tokenizer.vocab_size(),
             hidden_size,
             intermediate_size: self.intermediate_size,

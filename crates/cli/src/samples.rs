@@ -6,7 +6,7 @@ use candle_comm::Mesh;
 use candle_core::{Result, bail};
 use candle_parallel::Stage;
 use candle_train::{GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
-use candle_train_models::llama::LlamaConfig;
+use candle_train_models::ModelConfig;
 use clap::Args;
 
 use crate::number::{real, whole};
@@ -33,7 +33,7 @@ pub struct SampleArgs {
 
 impl SampleArgs {
     /// An error if the model cannot continue the prompt.
-    pub(crate) fn check(&self, tokenizer: &Tokenizer, config: &LlamaConfig) -> Result<()> {
+    pub(crate) fn check(&self, tokenizer: &Tokenizer, config: &ModelConfig) -> Result<()> {
         if self.sample_tokens == 0 {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
-use candle_train_models::llama::{Llama, LlamaConfig};
+use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
 use crate::choices::{DTypeChoice, ScheduleChoice};
@@ -163,8 +163,8 @@ impl TrainingArgs {
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
-    pub(crate) fn check_model(&self, config: &LlamaConfig) -> Result<()> {
-        Llama::check_degrees(config, &self.layout.degrees())?;
+    pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
+        CausalLm::check_degrees(config, &self.layout.degrees())?;
         let (seq_len, max) = (self.batches.seq_len, config.max_position_embeddings);
         if seq_len > max {
             bail!("--seq-len {seq_len} is longer than the model's max_position_embeddings ({max})");

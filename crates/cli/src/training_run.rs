@@ -9,7 +9,7 @@ use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
 };
-use candle_train_models::llama::{Llama, LlamaConfig};
+use candle_train_models::{CausalLm, ModelConfig};
 
 use crate::config_dtype::with_config_dtype;
 use crate::fingerprint::fingerprint;
@@ -22,7 +22,7 @@ use crate::training_args::TrainingArgs;
 pub(crate) struct TrainingRun<'a> {
     pub training: &'a TrainingArgs,
     pub samples: &'a SampleArgs,
-    pub config: LlamaConfig,
+    pub config: ModelConfig,
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
@@ -84,7 +84,7 @@ impl TrainingRun<'_> {
         };
         let store = training.optimizer.freeze.apply(store);
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
-        let stage = Llama::stage(&self.config, &mesh, &vb)
+        let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         training.optimizer.freeze.check(stage.params())?;
         let is_first = mesh.world.rank() == 0;

@@ -7,13 +7,13 @@ use candle_comm::launch::threads;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
 use candle_parallel::{Layer, ParamStore, in_graph};
-use candle_train_models::llama::{DecoderLayer, LlamaConfig, RotaryTable};
+use candle_train_models::{DecoderLayer, ModelConfig, RotaryTable};
 
 const B: usize = 2;
 const T: usize = 5;
 
-fn config() -> LlamaConfig {
-    LlamaConfig::from_json(
+fn config() -> ModelConfig {
+    ModelConfig::from_json(
         r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 20,
         "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "attention_bias": true}"#,
     )

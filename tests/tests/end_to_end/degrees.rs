@@ -3,17 +3,17 @@
 use candle_comm::{Mesh, launch};
 use candle_core::{DType, Device, Result};
 use candle_parallel::ParamStore;
-use candle_train_models::llama::{Llama, LlamaConfig};
+use candle_train_models::{CausalLm, ModelConfig};
 
 use crate::fixture::{Fixture, Run};
 use crate::run::{Layout, train};
 
 /// The message of building a model on a layout that it does not fit.
-fn refused(config: &LlamaConfig, layout: Layout) -> String {
+fn refused(config: &ModelConfig, layout: Layout) -> String {
     let built = launch::threads(layout.world_size(), |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
         let vb = ParamStore::init(1).builder(DType::F32, &Device::Cpu);
-        Llama::stage(config, &mesh, &vb).map(|_| ())
+        CausalLm::stage(config, &mesh, &vb).map(|_| ())
     });
     message(built)
 }
@@ -31,8 +31,8 @@ fn assert_says(said: &str, words: &[&str]) {
     }
 }
 
-fn config() -> LlamaConfig {
-    LlamaConfig::from_file(Fixture::new("gqa").model_dir().join("config.json")).unwrap()
+fn config() -> ModelConfig {
+    ModelConfig::from_file(Fixture::new("gqa").model_dir().join("config.json")).unwrap()
 }
 
 #[test]
@@ -45,13 +45,13 @@ fn more_stages_than_layers() {
 fn more_tensor_parallel_ranks_than_heads_or_features_or_tokens() {
     let said = refused(&config(), Layout::new(1, 1, 5));
     assert_says(&said, &["tp(5)", "num_attention_heads(4)", "tp <= 4"]);
-    let narrow = LlamaConfig {
+    let narrow = ModelConfig {
         intermediate_size: 3,
         ..config()
     };
     let said = refused(&narrow, Layout::new(1, 1, 4));
     assert_says(&said, &["tp(4)", "intermediate_size(3)", "tp <= 3"]);
-    let few = LlamaConfig {
+    let few = ModelConfig {
         vocab_size: 2,
         ..config()
     };

@@ -7,16 +7,16 @@ use candle_core::{DType, Device, Result};
 use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
 use candle_parallel::{DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline, Stage};
 use candle_train::{Batches, TrainConfig, Trainer};
-use candle_train_models::llama::{Llama, LlamaConfig};
+use candle_train_models::{CausalLm, ModelConfig};
 
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]
 fn with_the_trainer(
-    world: ProcessGroup, dir: &Path, config: LlamaConfig, train_config: TrainConfig, batches: Batches,
+    world: ProcessGroup, dir: &Path, config: ModelConfig, train_config: TrainConfig, batches: Batches,
 ) -> Result<()> {
     let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, cp: 1, tp: 2 })?;
     let store = ParamStore::from_pretrained(dir)?;
-    let stage = Llama::stage(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
+    let stage = CausalLm::stage(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
     let mut trainer = Trainer::new(train_config, &mesh, stage)?;
     trainer.train(&batches, |step| { println!("{} {}", step.step, step.loss); Ok(()) })?;
     save_hf(trainer.stage().params(), &mesh, &HfSave::new("out", sidecar_files(dir)?))?;

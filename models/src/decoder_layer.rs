@@ -6,11 +6,11 @@ use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_parallel::{GradientSink, Layer, ParamBuilder};
 
-use super::attention::{self, Attention};
-use super::config::LlamaConfig;
-use super::mlp::{self, Mlp};
-use super::norm::Norm;
-use super::rotary::RotaryTable;
+use crate::attention::{self, Attention};
+use crate::config::ModelConfig;
+use crate::mlp::{self, Mlp};
+use crate::norm::Norm;
+use crate::rotary::RotaryTable;
 
 /// A decoder layer; a [`Layer`] from (b, t, hidden) to (b, t, hidden).
 #[derive(Clone)]
@@ -36,7 +36,7 @@ impl DecoderLayer {
     /// # Errors
     /// Parameters that are missing or do not fit, and more ranks than heads.
     pub fn new(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         rotary: Arc<RotaryTable>,
         tp: &ProcessGroup,
         vb: ParamBuilder,

@@ -8,8 +8,8 @@ use candle_parallel::{
     Shard, WEIGHT_INIT, linear_cross_entropy, vocab_parallel_cross_entropy,
 };
 
-use super::config::LlamaConfig;
-use super::norm::Norm;
+use crate::config::ModelConfig;
+use crate::norm::Norm;
 
 /// Final norm and language-model head; a [`Block`] from (b, t, hidden) to the sum of the losses or the logits.
 #[derive(Clone)]
@@ -21,7 +21,7 @@ pub struct Head {
 }
 
 impl Head {
-    pub(super) fn new(config: &LlamaConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &ModelConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
         let shard = Shard::even(0, config.vocab_size, tp)?;
         let weight = match config.tie_word_embeddings {
             true => vb.pp("model.embed_tokens"),

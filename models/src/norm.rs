@@ -5,16 +5,16 @@ use candle_nn::Init;
 use candle_ops::{add_into, rms_norm_backward, rms_norm_forward};
 use candle_parallel::{GradientSink, ParamBuilder};
 
-use super::config::LlamaConfig;
+use crate::config::ModelConfig;
 
 #[derive(Clone)]
-pub(super) struct Norm {
+pub(crate) struct Norm {
     weight: Tensor,
     eps: f64,
 }
 
 impl Norm {
-    pub fn new(config: &LlamaConfig, vb: ParamBuilder) -> Result<Self> {
+    pub fn new(config: &ModelConfig, vb: ParamBuilder) -> Result<Self> {
         Ok(Self {
             weight: vb.get(config.hidden_size, "weight", Init::Const(1.0))?,
             eps: config.rms_norm_eps,

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::config::{LlamaConfig, RopeKind};
+use crate::config::{ModelConfig, RopeKind};
 
 /// Cosines and sines of all positions, made for the longest sequence seen so far.
 pub struct RotaryTable {
@@ -16,7 +16,7 @@ pub struct RotaryTable {
 
 impl RotaryTable {
     /// The table of this configuration's angles, on `device`.
-    pub fn new(config: &LlamaConfig, device: &Device) -> Self {
+    pub fn new(config: &ModelConfig, device: &Device) -> Self {
         Self {
             inv_freq: inv_freq(config),
             max_positions: config.max_position_embeddings,
@@ -58,7 +58,7 @@ impl RotaryTable {
 }
 
 /// Frequency of each pair of a head, in radians per position.
-fn inv_freq(config: &LlamaConfig) -> Vec<f32> {
+fn inv_freq(config: &ModelConfig) -> Vec<f32> {
     let base = |pair: usize| {
         let exponent = (2 * pair) as f32 / config.head_dim as f32;
         (1.0 / config.rope_theta.powf(f64::from(exponent))) as f32

@@ -13,11 +13,11 @@ use candle_parallel::{
     column_parallel_backward, column_parallel_linear_shard, row_parallel_linear_shard,
 };
 
-use super::config::LlamaConfig;
-use super::rotary::RotaryTable;
+use crate::config::ModelConfig;
+use crate::rotary::RotaryTable;
 
 #[derive(Clone)]
-pub(super) struct Attention {
+pub(crate) struct Attention {
     q_proj: ColumnParallelLinear,
     k_proj: ColumnParallelLinear,
     v_proj: ColumnParallelLinear,
@@ -33,7 +33,7 @@ pub(super) struct Attention {
 /// What the backward pass needs: the input if weights that read it are trained, q and k after rotation, v, the heads' output
 /// and its log-sum-exp.
 #[derive(Clone)]
-pub(super) struct Saved {
+pub(crate) struct Saved {
     xs: Option<Tensor>,
     q: Tensor,
     k: Tensor,
@@ -44,7 +44,7 @@ pub(super) struct Saved {
 
 impl Attention {
     pub fn new(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         rotary: Arc<RotaryTable>,
         tp: &ProcessGroup,
         vb: ParamBuilder,

@@ -8,10 +8,10 @@ use candle_parallel::{
     column_parallel_backward, column_parallel_linear, row_parallel_linear,
 };
 
-use super::config::LlamaConfig;
+use crate::config::ModelConfig;
 
 #[derive(Clone)]
-pub(super) struct Mlp {
+pub(crate) struct Mlp {
     gate_proj: ColumnParallelLinear,
     up_proj: ColumnParallelLinear,
     down_proj: RowParallelLinear,
@@ -21,7 +21,7 @@ pub(super) struct Mlp {
 /// What the backward pass needs: gate and up, and if weights that read them are trained, the input and what the last
 /// projection gets.
 #[derive(Clone)]
-pub(super) struct Saved {
+pub(crate) struct Saved {
     xs: Option<Tensor>,
     gate: Tensor,
     up: Tensor,
@@ -29,7 +29,7 @@ pub(super) struct Saved {
 }
 
 impl Mlp {
-    pub fn new(config: &LlamaConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
+    pub fn new(config: &ModelConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
         let (hidden, intermediate, bias) = (
             config.hidden_size,
             config.intermediate_size,

@@ -1,4 +1,4 @@
-//! A Llama model as a chain of blocks, of which each pipeline stage builds its own.
+//! A causal language model as a chain of blocks, of which each pipeline stage builds its own.
 
 use std::sync::Arc;
 
@@ -8,19 +8,19 @@ use candle_parallel::{
     Block, ParamBuilder, Stage, layer_block, stage_blocks, vocab_parallel_embedding,
 };
 
-use super::config::LlamaConfig;
-use super::decoder_layer::DecoderLayer;
-use super::head::Head;
-use super::rotary::RotaryTable;
+use crate::config::ModelConfig;
+use crate::decoder_layer::DecoderLayer;
+use crate::head::Head;
+use crate::rotary::RotaryTable;
 
-/// The Llama family.
-pub struct Llama;
+/// A causal language model: embedding, decoder layers, head with loss.
+pub struct CausalLm;
 
-impl Llama {
+impl CausalLm {
     /// This rank's stage of the model: its pipeline stage's blocks, with its tensor-parallel part of their parameters.
     ///
     /// Degrees that do not fit the model are errors with the numbers, before any weight is read.
-    pub fn stage(config: &LlamaConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
+    pub fn stage(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
         config.validate()?;
         Self::check_degrees(config, &mesh.degrees)?;
         let store = vb.store();
@@ -36,7 +36,7 @@ impl Llama {
     }
 
     fn block(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         index: usize,
         rotary: &Arc<RotaryTable>,
         tp: &ProcessGroup,
@@ -62,7 +62,7 @@ impl Llama {
     }
 
     /// An error with the numbers if these degrees do not fit the model.
-    pub fn check_degrees(config: &LlamaConfig, degrees: &Degrees) -> Result<()> {
+    pub fn check_degrees(config: &ModelConfig, degrees: &Degrees) -> Result<()> {
         stage_blocks(config.num_hidden_layers + 2, 0, degrees.pp.max(1))?;
         let widths = [
             ("num_attention_heads", config.num_attention_heads),

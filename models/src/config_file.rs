@@ -4,12 +4,12 @@ use candle_core::{Error, Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::config::{LlamaConfig, RopeKind};
+use crate::config::{ModelConfig, RopeKind};
 
 /// The fields of `config.json` that say something about the computation. Others are ignored and `null` counts as absent, as in
 /// `transformers`.
 #[derive(Deserialize)]
-pub(super) struct ConfigFile {
+pub(crate) struct ConfigFile {
     model_type: Option<String>,
     #[serde(default)]
     architectures: Vec<String>,
@@ -75,7 +75,7 @@ impl ConfigFile {
         serde_path_to_error::deserialize(value).map_err(Error::msg)
     }
 
-    pub fn into_config(self) -> Result<LlamaConfig> {
+    pub fn into_config(self) -> Result<ModelConfig> {
         self.check_supported()?;
         let (rope_theta, rope) = self.rope()?;
         let (hidden_size, num_heads) = (self.hidden_size, self.num_attention_heads);
@@ -87,7 +87,7 @@ impl ConfigFile {
                 "hidden_size({hidden_size}) is not a multiple of num_attention_heads({num_heads}) and there is no head_dim"
             ),
         };
-        Ok(LlamaConfig {
+        Ok(ModelConfig {
             vocab_size: self.vocab_size,
             hidden_size,
             intermediate_size: self.intermediate_size,
@@ -157,7 +157,7 @@ impl ConfigFile {
         Ok((theta, kind))
     }
 
-    pub fn text_of(config: &LlamaConfig) -> Result<String> {
+    pub fn text_of(config: &ModelConfig) -> Result<String> {
         let write = || {
             let mut file = serde_json::to_value(config)?;
             let mut rope = serde_json::to_value(config.rope)?;

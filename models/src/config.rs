@@ -1,11 +1,11 @@
-//! The hyper-parameters of a Llama model.
+//! The hyper-parameters of a model.
 
 use std::path::Path;
 
 use candle_core::{Result, bail};
 use serde::Serialize;
 
-use super::config_file::ConfigFile;
+use crate::config_file::ConfigFile;
 
 /// Largest of most sizes.
 const MAX_SIZE: usize = 1 << 31;
@@ -16,9 +16,9 @@ const MAX_LAYERS: usize = 1 << 16;
 /// Most values in all weights: their bytes, in any type, are a number that 64 bits hold.
 const MAX_VALUES: u128 = 1 << 48;
 
-/// Everything about a Llama model that is not a weight.
+/// Everything about a model that is not a weight.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LlamaConfig {
+pub struct ModelConfig {
     /// Number of tokens.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -79,7 +79,7 @@ pub enum RopeKind {
     },
 }
 
-impl LlamaConfig {
+impl ModelConfig {
     /// Reads a `config.json` in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
     ///
     /// What this crate does not implement is an error that names the field, its value and what is supported.
