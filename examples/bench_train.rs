@@ -51,7 +51,7 @@ use candle_train_cli::{
 use candle_train_examples::{
     flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
-use candle_train_models::{CausalLm, ModelConfig, RopeKind};
+use candle_train_models::{CausalLm, LLAMA, ModelConfig, RopeKind};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -209,6 +209,7 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
 
 fn model_config(args: &Args) -> ModelConfig {
     ModelConfig {
+        family: &LLAMA,
         vocab_size: args.vocab_size,
         hidden_size: args.hidden_size,
         intermediate_size: args.intermediate_size,
@@ -221,8 +222,11 @@ fn model_config(args: &Args) -> ModelConfig {
         rope: RopeKind::Default,
         max_position_embeddings: args.seq_len.max(2048),
         tie_word_embeddings: args.tie,
-        attention_bias: false,
+        qkv_bias: false,
+        o_bias: false,
         mlp_bias: false,
+        qk_norm: false,
+        windows: Vec::new(),
         bos_token_id: None,
         eos_token_ids: Vec::new(),
     }

@@ -1,4 +1,5 @@
-//! Grouped-query self-attention, its heads divided over tensor-parallel ranks, with an explicit backward pass.
+//! Grouped-query self-attention, its heads divided over tensor-parallel ranks, with an explicit backward pass. Families differ in
+//! which projections have biases, in norms of each query and key head, and in windows.
 
 use std::sync::Arc;
 
@@ -9,11 +10,13 @@ use candle_ops::{
     rope_in_place,
 };
 use candle_parallel::{
-    ColumnParallelLinear, GradientSink, HeadPartition, Layer, ParamBuilder, RowParallelLinear,
-    column_parallel_backward, column_parallel_linear_shard, row_parallel_linear_shard,
+    ColumnParallelLinear, Gradient, GradientSink, HeadPartition, Layer, ParamBuilder,
+    RowParallelLinear, column_parallel_backward, column_parallel_linear_shard,
+    row_parallel_linear_shard,
 };
 
 use crate::config::ModelConfig;
+use crate::norm::Norm;
 use crate::rotary::RotaryTable;
 
 #[derive(Clone)]
@@ -22,6 +25,8 @@ pub(crate) struct Attention {
     k_proj: ColumnParallelLinear,
     v_proj: ColumnParallelLinear,
     o_proj: RowParallelLinear,
+    /// Norms of the heads of q and k.
+    head_norms: Option<(Norm, Norm)>,
     rotary: Arc<RotaryTable>,
     num_heads: usize,
     num_kv_heads: usize,
@@ -30,11 +35,12 @@ pub(crate) struct Attention {
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs: the input if weights that read it are trained, q and k after rotation, v, the heads' output
-/// and its log-sum-exp.
+/// What the backward pass needs: the input if weights that read it are trained, q and k before their norms if there are norms,
+/// q and k after rotation, v, the heads' output and its log-sum-exp.
 #[derive(Clone)]
 pub(crate) struct Saved {
     xs: Option<Tensor>,
+    unnormed: Option<(Tensor, Tensor)>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,26 +51,52 @@ pub(crate) struct Saved {
 impl Attention {
     pub fn new(
         config: &ModelConfig,
+        layer: usize,
         rotary: Arc<RotaryTable>,
         tp: &ProcessGroup,
         vb: ParamBuilder,
     ) -> Result<Self> {
         let heads = HeadPartition::new(config.num_attention_heads, config.num_key_value_heads, tp)?;
-        let (hidden, head_dim, bias) = (config.hidden_size, config.head_dim, config.attention_bias);
-        let column =
-            |name: &str, shard| column_parallel_linear_shard(hidden, shard, bias, tp, vb.pp(name));
+        let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+        let column = |name: &str, shard| {
+            column_parallel_linear_shard(hidden, shard, config.qkv_bias, tp, vb.pp(name))
+        };
+        // Ranks have different heads.
+        let norm = |name: &str| {
+            Norm::new(
+                head_dim,
+                config.rms_norm_eps,
+                Gradient::Partial,
+                vb.pp(name),
+            )
+        };
+        let head_norms = match config.qk_norm {
+            true => Some((norm("q_norm")?, norm("k_norm")?)),
+            false => None,
+        };
         let query = heads.query.scaled(head_dim);
         let key_value = heads.key_value.scaled(head_dim);
         Ok(Self {
-            o_proj: row_parallel_linear_shard(query.clone(), hidden, bias, tp, vb.pp("o_proj"))?,
+            o_proj: row_parallel_linear_shard(
+                query.clone(),
+                hidden,
+                config.o_bias,
+                tp,
+                vb.pp("o_proj"),
+            )?,
             q_proj: column("q_proj", query)?,
             k_proj: column("k_proj", key_value.clone())?,
             v_proj: column("v_proj", key_value)?,
+            head_norms,
             rotary,
             num_heads: heads.query.len(),
             num_kv_heads: heads.key_value.len(),
             head_dim,
-            spec: AttentionSpec::new(1.0 / (head_dim as f32).sqrt(), heads.groups),
+            spec: AttentionSpec {
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                groups: heads.groups,
+                window: config.window(layer),
+            },
             tp: tp.clone(),
         })
     }
@@ -78,11 +110,16 @@ impl Attention {
             kept = kept.take().or(xs);
             ys.reshape((b, t, num_heads, self.head_dim))
         };
+        let q = heads(&self.q_proj, self.num_heads)?;
+        let k = heads(&self.k_proj, self.num_kv_heads)?;
+        let v = heads(&self.v_proj, self.num_kv_heads)?;
+        let (q, k, unnormed) = match &self.head_norms {
+            Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?, Some((q, k))),
+            None => (q, k, None),
+        };
         let (cos, sin) = self.rotary.get(t)?;
         let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
-        let q = rope(heads(&self.q_proj, self.num_heads)?)?;
-        let k = rope(heads(&self.k_proj, self.num_kv_heads)?)?;
-        let v = heads(&self.v_proj, self.num_kv_heads)?;
+        let (q, k) = (rope(q)?, rope(k)?);
         let (ys, lse) = attention_forward(&q, &k, &v, self.spec)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
@@ -90,6 +127,7 @@ impl Attention {
             out,
             Saved {
                 xs: kept,
+                unnormed,
                 q,
                 k,
                 v,
@@ -108,6 +146,7 @@ impl Attention {
     ) -> Result<Tensor> {
         let Saved {
             xs,
+            unnormed,
             q,
             k,
             v,
@@ -130,8 +169,13 @@ impl Attention {
         let (dq, dk, dv) = attention_backward(&pass, self.spec)?;
         let (cos, sin) = self.rotary.get(t)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
-        let dq = unrope(dq)?.flatten_from(2)?; // (b, t, num_heads * head_dim)
-        let dk = unrope(dk)?.flatten_from(2)?;
+        let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
+        if let (Some((q_norm, k_norm)), Some((q, k))) = (&self.head_norms, &unnormed) {
+            dq = q_norm.backward(q, &dq, None, gradients)?;
+            dk = k_norm.backward(k, &dk, None, gradients)?;
+        }
+        let dq = dq.flatten_from(2)?; // (b, t, num_heads * head_dim)
+        let dk = dk.flatten_from(2)?;
         let dv = dv.flatten_from(2)?;
         let layers = [
             (&self.q_proj, &dq),
@@ -144,6 +188,8 @@ impl Attention {
     pub fn weights(&self) -> Vec<&Tensor> {
         let column = [&self.q_proj, &self.k_proj, &self.v_proj];
         let column = column.into_iter().flat_map(Layer::weights);
-        column.chain(self.o_proj.weights()).collect()
+        let norms = self.head_norms.iter().flat_map(|(q, k)| [q, k]);
+        let norms = norms.map(Norm::weight);
+        column.chain(self.o_proj.weights()).chain(norms).collect()
     }
 }

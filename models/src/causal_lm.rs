@@ -49,13 +49,10 @@ impl CausalLm {
                 vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?;
             Ok(layer_block(embedding))
         } else if index <= config.num_hidden_layers {
-            let vb = model.pp("layers").pp(index - 1);
-            Ok(layer_block(DecoderLayer::new(
-                config,
-                rotary.clone(),
-                tp,
-                vb,
-            )?))
+            let layer = index - 1;
+            let vb = model.pp("layers").pp(layer);
+            let layer = DecoderLayer::new(config, layer, rotary.clone(), tp, vb)?;
+            Ok(layer_block(layer))
         } else {
             Ok(Box::new(Head::new(config, tp, vb)?))
         }

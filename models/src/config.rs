@@ -6,6 +6,8 @@ use candle_core::{Result, bail};
 use serde::Serialize;
 
 use crate::config_file::ConfigFile;
+use crate::family::Family;
+use crate::rope_kind::RopeKind;
 
 /// Largest of most sizes.
 const MAX_SIZE: usize = 1 << 31;
@@ -16,9 +18,13 @@ const MAX_LAYERS: usize = 1 << 16;
 /// Most values in all weights: their bytes, in any type, are a number that 64 bits hold.
 const MAX_VALUES: u128 = 1 << 48;
 
-/// Everything about a model that is not a weight.
+/// Everything about a model that is not a weight: what the computation depends on, and the family in whose words `config.json`
+/// says it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ModelConfig {
+    /// Whose `config.json` it is; the computation does not depend on it.
+    #[serde(skip)]
+    pub family: &'static Family,
     /// Number of tokens.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -40,43 +46,30 @@ pub struct ModelConfig {
     /// How the rotary frequencies are scaled.
     #[serde(skip)]
     pub rope: RopeKind,
-    /// Longest sequence.
+    /// Longest sequence, but for scaled frequencies that say otherwise: see [`Self::max_seq_len`].
     pub max_position_embeddings: usize,
     /// Whether the head uses the embedding's weight.
     pub tie_word_embeddings: bool,
-    /// Whether q, k, v and o have a bias.
-    pub attention_bias: bool,
+    /// Whether q, k and v have a bias.
+    #[serde(skip)]
+    pub qkv_bias: bool,
+    /// Whether attention's output projection has a bias.
+    #[serde(skip)]
+    pub o_bias: bool,
     /// Whether gate, up and down have a bias.
+    #[serde(skip)]
     pub mlp_bias: bool,
+    /// Whether each head of q and k is normalised.
+    #[serde(skip)]
+    pub qk_norm: bool,
+    /// How many tokens each layer's attention sees, a token itself included; `None`: it and all before. Empty: no layer has a window.
+    #[serde(skip)]
+    pub windows: Vec<Option<usize>>,
     /// First token of a text, if the model has one.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a text.
     #[serde(skip)]
     pub eos_token_ids: Vec<u32>,
-}
-
-/// Scaling of the rotary frequencies, by its name in config.json.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(tag = "rope_type", rename_all = "lowercase")]
-pub enum RopeKind {
-    /// None.
-    Default,
-    /// All frequencies divided by `factor`.
-    Linear {
-        /// How many times longer the context is.
-        factor: f64,
-    },
-    /// Low frequencies divided by `factor`, high ones kept, those between interpolated.
-    Llama3 {
-        /// How many times longer the context is.
-        factor: f64,
-        /// The original context divided by this is the shortest wavelength that is fully scaled.
-        low_freq_factor: f64,
-        /// The original context divided by this is the longest wavelength that is kept.
-        high_freq_factor: f64,
-        /// Context length before scaling.
-        original_max_position_embeddings: usize,
-    },
 }
 
 impl ModelConfig {
@@ -93,14 +86,36 @@ impl ModelConfig {
 
     /// Like [`Self::from_file`], from the file's text.
     pub fn from_json(text: &str) -> Result<Self> {
-        let config = ConfigFile::parse(text)?.into_config()?;
+        let config = ConfigFile::read(text)?;
         config.validate()?;
         Ok(config)
     }
 
     /// The text of a `config.json` that `transformers` reads.
+    ///
+    /// # Errors
+    /// A configuration that the family's `config.json` has no words for.
     pub fn to_json(&self) -> Result<String> {
-        ConfigFile::text_of(self)
+        let text = ConfigFile::text_of(self)?;
+        let read = Self::from_json(&text)?;
+        if read != *self {
+            let family = self.family.model_type;
+            bail!(
+                "a config.json of model_type {family:?} cannot say {self:?}: it would be read as {read:?}"
+            );
+        }
+        Ok(text)
+    }
+
+    /// How many tokens the attention of layer `index` sees, if not all.
+    pub fn window(&self, index: usize) -> Option<usize> {
+        self.windows.get(index).copied().flatten()
+    }
+
+    /// Longest sequence: YaRN's factor times the original context, if that is more than `max_position_embeddings`, and any with
+    /// dynamic frequencies.
+    pub fn max_seq_len(&self) -> usize {
+        self.rope.max_seq_len(self.max_position_embeddings)
     }
 
     /// An error with names and numbers if the sizes are out of range or do not fit each other.
@@ -123,7 +138,8 @@ impl ModelConfig {
             );
         }
         self.check_num_values()?;
-        self.check_rope()?;
+        self.rope.check(self.rope_theta)?;
+        self.check_windows()?;
         if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
             bail!(
                 "rms_norm_eps is {}; expected a number >= 0",
@@ -190,36 +206,15 @@ impl ModelConfig {
         Ok(())
     }
 
-    fn check_rope(&self) -> Result<()> {
-        let factors = match self.rope {
-            RopeKind::Default => vec![],
-            RopeKind::Linear { factor } => vec![("factor", factor)],
-            RopeKind::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => {
-                if low_freq_factor == high_freq_factor {
-                    bail!(
-                        "rope low_freq_factor and high_freq_factor are both {low_freq_factor}; expected two numbers"
-                    );
-                }
-                vec![
-                    ("factor", factor),
-                    ("low_freq_factor", low_freq_factor),
-                    ("high_freq_factor", high_freq_factor),
-                    (
-                        "original_max_position_embeddings",
-                        original_max_position_embeddings as f64,
-                    ),
-                ]
-            }
-        };
-        for (name, value) in factors.into_iter().chain([("rope_theta", self.rope_theta)]) {
-            if !(value > 0.0 && value.is_finite()) {
-                bail!("rope {name} is {value}; expected a positive number");
-            }
+    fn check_windows(&self) -> Result<()> {
+        let (num_windows, num_layers) = (self.windows.len(), self.num_hidden_layers);
+        if num_windows != 0 && num_windows != num_layers {
+            bail!(
+                "there are {num_windows} windows; expected one for each of num_hidden_layers({num_layers}), or none"
+            );
+        }
+        if self.windows.contains(&Some(0)) {
+            bail!("sliding_window is 0; expected at least 1");
         }
         Ok(())
     }

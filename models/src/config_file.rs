@@ -2,17 +2,17 @@
 
 use candle_core::{Error, Result, bail};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::config::{ModelConfig, RopeKind};
+use crate::config::ModelConfig;
+use crate::family::Family;
+use crate::rope_fields::RopeFields;
+use crate::rope_kind::RopeKind;
 
-/// The fields of `config.json` that say something about the computation. Others are ignored and `null` counts as absent, as in
+/// The fields of `config.json` that a computation here depends on, of all families. `null` counts as absent, as in
 /// `transformers`.
 #[derive(Deserialize)]
 pub(crate) struct ConfigFile {
-    model_type: Option<String>,
-    #[serde(default)]
-    architectures: Vec<String>,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -20,63 +20,96 @@ pub(crate) struct ConfigFile {
     num_attention_heads: usize,
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
-    hidden_act: Option<String>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
     rope_scaling: Option<RopeFields>,
     rope_parameters: Option<RopeFields>,
-    partial_rotary_factor: Option<f64>,
-    max_position_embeddings: Option<usize>,
-    tie_word_embeddings: Option<bool>,
-    attention_bias: Option<bool>,
-    mlp_bias: Option<bool>,
-    attention_dropout: Option<f64>,
-    quantization_config: Option<Value>,
-    dtype: Option<Value>,
-    torch_dtype: Option<Value>,
+    original_max_position_embeddings: Option<f64>,
+    max_position_embeddings: usize,
+    #[serde(default)]
+    tie_word_embeddings: bool,
     bos_token_id: Option<u32>,
     #[serde(default)]
     eos_token_id: Vec<u32>,
+    // What only some families read.
+    #[serde(default)]
+    pub attention_bias: bool,
+    #[serde(default)]
+    pub mlp_bias: bool,
+    #[serde(default)]
+    pub use_sliding_window: bool,
+    pub sliding_window: Option<usize>,
+    pub max_window_layers: Option<usize>,
+    pub layer_types: Option<Vec<String>>,
 }
 
-/// `rope_scaling` of transformers 4, `rope_parameters` of 5.
 #[derive(Deserialize)]
-#[serde(expecting = "an object")]
-struct RopeFields {
-    rope_type: Option<String>,
-    r#type: Option<String>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<f64>,
+struct Names {
+    model_type: Option<String>,
+    architectures: Option<Vec<String>>,
+}
+
+/// Fields that change the computation, with all values that they may have besides `null`; a family that reads one checks it itself.
+/// Others are ignored.
+fn supported_values() -> [(&'static str, Value); 31] {
+    let dtypes = || json!(["float32", "float16", "bfloat16", "auto"]);
+    [
+        ("hidden_act", json!(["silu", "swish"])),
+        ("dtype", dtypes()),
+        ("torch_dtype", dtypes()),
+        ("quantization_config", json!([])),
+        ("attention_dropout", json!([0])),
+        ("attention_bias", json!([false])),
+        ("mlp_bias", json!([false])),
+        ("sliding_window", json!([])),
+        ("layer_types", json!([])),
+        ("per_layer_config", json!([])),
+        ("partial_rotary_factor", json!([1])),
+        ("no_rope_layers", json!([])),
+        ("use_mrope", json!([false])),
+        ("is_causal", json!([true])),
+        ("use_bidirectional_attention", json!([false])),
+        ("use_parallel_residual", json!([false])),
+        ("use_qk_norm", json!([false])),
+        ("qk_layernorm", json!([false])),
+        ("query_pre_attn_scalar", json!([])),
+        ("attn_logit_softcapping", json!([])),
+        ("final_logit_softcapping", json!([])),
+        ("attention_multiplier", json!([1])),
+        ("embedding_multiplier", json!([1])),
+        ("residual_multiplier", json!([1])),
+        ("logits_scaling", json!([1])),
+        ("logit_scale", json!([1])),
+        ("num_experts", json!([0])),
+        ("num_local_experts", json!([0])),
+        ("n_routed_experts", json!([0])),
+        ("num_experts_per_tok", json!([0])),
+        ("moe_intermediate_size", json!([0])),
+    ]
 }
 
 impl ConfigFile {
-    pub fn parse(text: &str) -> Result<Self> {
+    /// The configuration that a file's text describes.
+    pub fn read(text: &str) -> Result<ModelConfig> {
         let mut value: Value = serde_json::from_str(text)
             .map_err(|err| Error::msg(format!("not a JSON file: {err}")))?;
-        let Value::Object(fields) = &mut value else {
-            bail!("not a Llama configuration: expected a JSON object");
+        let names: Names = match value.is_object() {
+            true => serde_path_to_error::deserialize(&value).map_err(Error::msg)?,
+            false => bail!("not a model's configuration: expected a JSON object"),
         };
-        fields.retain(|_, value| !value.is_null());
-        let model_type = fields.get("model_type").and_then(Value::as_str);
-        if let Some(other) = model_type.filter(|model_type| *model_type != "llama") {
-            bail!("model_type is {other:?}; supported: \"llama\"");
+        let architectures = names.architectures.unwrap_or_default();
+        let family = Family::find(names.model_type.as_deref(), &architectures)?;
+        if let Value::Object(fields) = &mut value {
+            fill(fields, family)?;
         }
-        if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {
-            fields.remove("rope_scaling");
-        }
-        // One id or a list of them.
-        if let Some(id) = fields.get_mut("eos_token_id").filter(|ids| !ids.is_array()) {
-            *id = json!([id.take()]);
-        }
-        serde_path_to_error::deserialize(value).map_err(Error::msg)
+        let file: Self = serde_path_to_error::deserialize(value).map_err(Error::msg)?;
+        let mut config = file.common(family)?;
+        (family.read)(&file, &mut config)?;
+        Ok(config)
     }
 
-    pub fn into_config(self) -> Result<ModelConfig> {
-        self.check_supported()?;
+    /// What is the same in all families.
+    fn common(&self, family: &'static Family) -> Result<ModelConfig> {
         let (rope_theta, rope) = self.rope()?;
         let (hidden_size, num_heads) = (self.hidden_size, self.num_attention_heads);
         let head_dim = match (self.head_dim, hidden_size.checked_rem(num_heads)) {
@@ -88,6 +121,7 @@ impl ConfigFile {
             ),
         };
         Ok(ModelConfig {
+            family,
             vocab_size: self.vocab_size,
             hidden_size,
             intermediate_size: self.intermediate_size,
@@ -98,65 +132,32 @@ impl ConfigFile {
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope_theta,
             rope,
-            max_position_embeddings: self.max_position_embeddings.unwrap_or(2048),
-            tie_word_embeddings: self.tie_word_embeddings.unwrap_or(false),
-            attention_bias: self.attention_bias.unwrap_or(false),
-            mlp_bias: self.mlp_bias.unwrap_or(false),
+            max_position_embeddings: self.max_position_embeddings,
+            tie_word_embeddings: self.tie_word_embeddings,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            windows: Vec::new(),
             bos_token_id: self.bos_token_id,
-            eos_token_ids: self.eos_token_id,
+            eos_token_ids: self.eos_token_id.clone(),
         })
     }
 
-    fn check_supported(&self) -> Result<()> {
-        if self.model_type.is_none() && self.architectures.is_empty() {
-            bail!("neither model_type nor architectures is given; supported: model_type \"llama\"");
-        }
-        let mut names = self.architectures.iter();
-        if let Some(other) = names.find(|name| *name != "LlamaForCausalLM") {
-            bail!("architectures names {other:?}; supported: \"LlamaForCausalLM\"");
-        }
-        if let Some(act) = self.hidden_act.as_deref()
-            && !matches!(act, "silu" | "swish")
-        {
-            bail!("hidden_act is {act:?}; supported: \"silu\"");
-        }
-        if let Some(dropout) = self.attention_dropout.filter(|dropout| *dropout != 0.0) {
-            bail!("attention_dropout is {dropout}; supported: 0");
-        }
-        if let Some(factor) = self.partial_rotary_factor.filter(|factor| *factor != 1.0) {
-            bail!("partial_rotary_factor is {factor}; supported: 1");
-        }
-        if let Some(config) = &self.quantization_config {
-            let method = config.get("quant_method").unwrap_or(config);
-            bail!("quantization_config is {method}; supported: weights that are not quantised");
-        }
-        for (field, dtype) in [("dtype", &self.dtype), ("torch_dtype", &self.torch_dtype)] {
-            let name = dtype.as_ref().and_then(Value::as_str);
-            if let Some(other) = name
-                && !matches!(other, "float32" | "float16" | "bfloat16" | "auto")
-            {
-                bail!("{field} is {other:?}; supported: \"float32\", \"float16\", \"bfloat16\"");
-            }
-        }
-        Ok(())
-    }
-
-    /// As `transformers` does: the older `rope_scaling` wins. The base is the chosen object's own, else that of
-    /// `rope_parameters`, else that of the file.
+    /// As `transformers` does: the older `rope_scaling` wins, and the base is that object's own, else that of the file.
     fn rope(&self) -> Result<(f64, RopeKind)> {
-        let scaling = self.rope_scaling.as_ref();
-        let parameters = self.rope_parameters.as_ref();
-        let theta = [scaling, parameters].into_iter().flatten();
-        let theta = theta.filter_map(|rope| rope.rope_theta).next();
-        let theta = theta.or(self.rope_theta).unwrap_or(10000.0);
-        let kind = match (scaling, parameters) {
-            (Some(rope), _) => rope.kind("rope_scaling")?,
-            (None, Some(rope)) => rope.kind("rope_parameters")?,
-            (None, None) => RopeKind::Default,
+        let (name, rope) = match (&self.rope_scaling, &self.rope_parameters) {
+            (Some(rope), _) => ("rope_scaling", rope),
+            (None, Some(rope)) => ("rope_parameters", rope),
+            (None, None) => return Ok((self.rope_theta.unwrap_or(10000.0), RopeKind::Default)),
         };
+        let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10000.0);
+        let original = self.original_max_position_embeddings;
+        let kind = rope.kind(name, original, self.max_position_embeddings)?;
         Ok((theta, kind))
     }
 
+    /// The text of a file that describes `config`.
     pub fn text_of(config: &ModelConfig) -> Result<String> {
         let write = || {
             let mut file = serde_json::to_value(config)?;
@@ -173,42 +174,56 @@ impl ConfigFile {
                 [id] => json!(id),
                 ids => json!(ids),
             };
-            file["model_type"] = json!("llama");
-            file["architectures"] = json!(["LlamaForCausalLM"]);
+            file["model_type"] = json!(config.family.model_type);
+            file["architectures"] = json!([config.family.architecture]);
             file["hidden_act"] = json!("silu");
             file["attention_dropout"] = json!(0.0);
+            if let (Value::Object(file), Value::Object(own)) =
+                (&mut file, (config.family.write)(config))
+            {
+                file.extend(own);
+            }
             serde_json::to_string_pretty(&file)
         };
         write().map_err(Error::msg)
     }
 }
 
-impl RopeFields {
-    fn kind(&self, field: &str) -> Result<RopeKind> {
-        if let Some(factor) = self.partial_rotary_factor.filter(|factor| *factor != 1.0) {
-            bail!("{field}.partial_rotary_factor is {factor}; supported: 1");
-        }
-        let number = |name: &str, number: Option<f64>| {
-            number.ok_or_else(|| Error::msg(format!("{field} has no {name}; expected a number")))
+/// Refuses what is not supported, and makes of the fields what [`ConfigFile`] reads: the family's defaults are there, and nothing
+/// that is `null`.
+fn fill(fields: &mut Map<String, Value>, family: &Family) -> Result<()> {
+    let Value::Object(defaults) = (family.defaults)() else {
+        bail!("the defaults of {:?} are no object", family.model_type);
+    };
+    fields.retain(|name, value| !value.is_null() || defaults.contains_key(name));
+    for (name, supported) in supported_values() {
+        let Some(value) = fields.get(name).filter(|_| !defaults.contains_key(name)) else {
+            continue;
         };
-        let kind = self.rope_type.as_deref().or(self.r#type.as_deref());
-        match kind.unwrap_or("default") {
-            "default" => Ok(RopeKind::Default),
-            "linear" => Ok(RopeKind::Linear {
-                factor: number("factor", self.factor)?,
-            }),
-            "llama3" => Ok(RopeKind::Llama3 {
-                factor: number("factor", self.factor)?,
-                low_freq_factor: number("low_freq_factor", self.low_freq_factor)?,
-                high_freq_factor: number("high_freq_factor", self.high_freq_factor)?,
-                original_max_position_embeddings: number(
-                    "original_max_position_embeddings",
-                    self.original_max_position_embeddings,
-                )? as usize,
-            }),
-            other => bail!(
-                "{field}.rope_type is {other:?}; supported: \"default\", \"linear\", \"llama3\""
-            ),
+        let is_same =
+            |other: &Value| other == value || other.is_number() && other.as_f64() == value.as_f64();
+        let supported = supported.as_array().cloned().unwrap_or_default();
+        if !supported.iter().any(is_same) {
+            let value = value.get("quant_method").unwrap_or(value);
+            let names: Vec<String> = supported.iter().map(Value::to_string).collect();
+            let names = match names.as_slice() {
+                [] => "no such field, or null".to_string(),
+                names => names.join(", "),
+            };
+            bail!("{name} is {value}; supported: {names}");
         }
     }
+    for (name, default) in defaults {
+        fields.entry(name).or_insert(default);
+    }
+    // `null` where a default is stands for none.
+    fields.retain(|_, value| !value.is_null());
+    if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {
+        fields.remove("rope_scaling");
+    }
+    // One id or a list of them.
+    if let Some(id) = fields.get_mut("eos_token_id").filter(|ids| !ids.is_array()) {
+        *id = json!([id.take()]);
+    }
+    Ok(())
 }

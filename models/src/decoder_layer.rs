@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_parallel::{GradientSink, Layer, ParamBuilder};
+use candle_parallel::{Gradient, GradientSink, Layer, ParamBuilder};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -31,20 +31,23 @@ pub struct Saved {
 }
 
 impl DecoderLayer {
-    /// The layer with the parameters below `vb`, its heads and its MLP divided over `tp`.
+    /// Layer `index` of a model, with the parameters below `vb`, its heads and its MLP divided over `tp`.
     ///
     /// # Errors
     /// Parameters that are missing or do not fit, and more ranks than heads.
     pub fn new(
         config: &ModelConfig,
+        index: usize,
         rotary: Arc<RotaryTable>,
         tp: &ProcessGroup,
         vb: ParamBuilder,
     ) -> Result<Self> {
+        let (width, eps) = (config.hidden_size, config.rms_norm_eps);
+        let norm = |name| Norm::new(width, eps, Gradient::Complete, vb.pp(name));
         Ok(Self {
-            input_layernorm: Norm::new(config, vb.pp("input_layernorm"))?,
-            self_attn: Attention::new(config, rotary, tp, vb.pp("self_attn"))?,
-            post_attention_layernorm: Norm::new(config, vb.pp("post_attention_layernorm"))?,
+            input_layernorm: norm("input_layernorm")?,
+            self_attn: Attention::new(config, index, rotary, tp, vb.pp("self_attn"))?,
+            post_attention_layernorm: norm("post_attention_layernorm")?,
             mlp: Mlp::new(config, tp, vb.pp("mlp"))?,
         })
     }

@@ -4,8 +4,8 @@ use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::regions::gather_parts;
 use candle_parallel::{
-    Backward, Block, ColumnParallelLinear, GradientSink, Layer, MicroBatch, ParamBuilder, Pass,
-    Shard, WEIGHT_INIT, linear_cross_entropy, vocab_parallel_cross_entropy,
+    Backward, Block, ColumnParallelLinear, Gradient, GradientSink, Layer, MicroBatch, ParamBuilder,
+    Pass, Shard, WEIGHT_INIT, linear_cross_entropy, vocab_parallel_cross_entropy,
 };
 
 use crate::config::ModelConfig;
@@ -29,8 +29,10 @@ impl Head {
         };
         let shape = (config.vocab_size, config.hidden_size);
         let weight = weight.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
+        let (width, eps) = (config.hidden_size, config.rms_norm_eps);
+        let norm = Norm::new(width, eps, Gradient::Complete, vb.pp("model.norm"))?;
         Ok(Self {
-            norm: Norm::new(config, vb.pp("model.norm"))?,
+            norm,
             lm_head: ColumnParallelLinear::new(weight, None, tp.clone()),
             shard,
             tp: tp.clone(),

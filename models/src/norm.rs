@@ -1,11 +1,9 @@
-//! RMS norm (arXiv:1910.07467) with an explicit backward pass; every tensor-parallel rank has all of it.
+//! RMS norm (arXiv:1910.07467) of the last dim, with an explicit backward pass; every tensor-parallel rank has all of its weight.
 
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{add_into, rms_norm_backward, rms_norm_forward};
-use candle_parallel::{GradientSink, ParamBuilder};
-
-use crate::config::ModelConfig;
+use candle_parallel::{Gradient, GradientSink, ParamBuilder, Placement};
 
 #[derive(Clone)]
 pub(crate) struct Norm {
@@ -14,14 +12,14 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    pub fn new(config: &ModelConfig, vb: ParamBuilder) -> Result<Self> {
-        Ok(Self {
-            weight: vb.get(config.hidden_size, "weight", Init::Const(1.0))?,
-            eps: config.rms_norm_eps,
-        })
+    /// A norm of `width` values; `gradient` says whether the ranks use it on the same.
+    pub fn new(width: usize, eps: f64, gradient: Gradient, vb: ParamBuilder) -> Result<Self> {
+        let placement = Placement::Replicated(gradient);
+        let weight = vb.get_placed(width, "weight", placement, Init::Const(1.0))?;
+        Ok(Self { weight, eps })
     }
 
-    /// (.., hidden) -> (.., hidden)
+    /// (.., width) -> (.., width)
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         rms_norm_forward(xs, &self.weight, self.eps)
     }

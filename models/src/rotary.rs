@@ -1,90 +1,82 @@
-//! Rotary position embeddings (arXiv:2104.09864): angle(p, i) = p·θ^(−2i/d), scaled as config.json says.
+//! Rotary position embeddings (arXiv:2104.09864): cosines and sines of each position's angles.
 
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use crate::config::{ModelConfig, RopeKind};
+use crate::config::ModelConfig;
+use crate::rope_kind::RopeKind;
 
-/// Cosines and sines of all positions, made for the longest sequence seen so far.
+/// Cosines and sines of all positions, made for the longest sequence seen so far, or for the last one where they depend on its
+/// length.
 pub struct RotaryTable {
-    inv_freq: Vec<f32>,
+    kind: RopeKind,
+    theta: f64,
+    head_dim: usize,
     max_positions: usize,
     device: Device,
-    cached: Mutex<Option<(Tensor, Tensor)>>,
+    cached: Mutex<Option<Cached>>,
+}
+
+struct Cached {
+    frequencies: Vec<f32>,
+    cos: Tensor,
+    sin: Tensor,
 }
 
 impl RotaryTable {
     /// The table of this configuration's angles, on `device`.
     pub fn new(config: &ModelConfig, device: &Device) -> Self {
         Self {
-            inv_freq: inv_freq(config),
+            kind: config.rope,
+            theta: config.rope_theta,
+            head_dim: config.head_dim,
             max_positions: config.max_position_embeddings,
             device: device.clone(),
             cached: Mutex::new(None),
         }
     }
 
-    /// (cos, sin) of positions 0..t, each (t, head_dim / 2).
+    /// (cos, sin) of positions 0..t in a sequence of `t` tokens, each (t, head_dim / 2).
     ///
     /// # Errors
     /// More positions than the configuration allows.
     pub fn get(&self, t: usize) -> Result<(Tensor, Tensor)> {
-        if t > self.max_positions {
+        let longest = self.kind.max_seq_len(self.max_positions);
+        if t > longest {
             bail!(
-                "a sequence of {t} tokens is longer than max_position_embeddings ({})\nhint: use a shorter --seq-len",
-                self.max_positions
+                "a sequence of {t} tokens is longer than the {longest} that max_position_embeddings and rope_type allow\nhint: use a shorter --seq-len"
             );
         }
+        let (kind, max) = (self.kind, self.max_positions);
+        let frequencies = kind.frequencies(self.theta, self.head_dim, t, max);
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((cos, sin)) = &*cached
+        if let Some(Cached {
+            frequencies: known,
+            cos,
+            sin,
+        }) = &*cached
+            && *known == frequencies
             && cos.dim(0)? >= t
         {
             return Ok((cos.narrow(0, 0, t)?, sin.narrow(0, 0, t)?));
         }
         // The product is rounded to f32 as transformers does, the functions are not.
         let angles =
-            || (0..t).flat_map(|p| self.inv_freq.iter().map(move |f| f64::from(p as f32 * f)));
+            || (0..t).flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
         let table = |of: fn(f64) -> f64| -> Result<Tensor> {
-            let values: Vec<f32> = angles().map(|angle| of(angle) as f32).collect();
+            let factor = kind.attention_factor();
+            let values: Vec<f32> = angles().map(|angle| of(angle) as f32 * factor).collect();
             let bytes = 4 * values.len();
-            Tensor::from_vec(values, (t, self.inv_freq.len()), &self.device)
+            Tensor::from_vec(values, (t, frequencies.len()), &self.device)
                 .map_err(|err| err.context(format!("a table of {t} positions of {bytes} bytes")))
         };
-        let made = (table(f64::cos)?, table(f64::sin)?);
-        *cached = Some(made.clone());
-        Ok(made)
+        let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
+        *cached = Some(Cached {
+            cos: cos.clone(),
+            sin: sin.clone(),
+            frequencies,
+        });
+        Ok((cos, sin))
     }
-}
-
-/// Frequency of each pair of a head, in radians per position.
-fn inv_freq(config: &ModelConfig) -> Vec<f32> {
-    let base = |pair: usize| {
-        let exponent = (2 * pair) as f32 / config.head_dim as f32;
-        (1.0 / config.rope_theta.powf(f64::from(exponent))) as f32
-    };
-    let scale = |freq: f32| match config.rope {
-        RopeKind::Default => freq,
-        RopeKind::Linear { factor } => freq / factor as f32,
-        RopeKind::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_position_embeddings,
-        } => {
-            let context = original_max_position_embeddings as f64;
-            let frequency = f64::from(freq);
-            let wavelength = 2.0 * std::f64::consts::PI / frequency;
-            if wavelength < context / high_freq_factor {
-                freq
-            } else if wavelength > context / low_freq_factor {
-                (frequency / factor) as f32
-            } else {
-                let smooth =
-                    (context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                ((1.0 - smooth) * frequency / factor + smooth * frequency) as f32
-            }
-        }
-    };
-    (0..config.head_dim / 2).map(base).map(scale).collect()
 }

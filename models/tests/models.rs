@@ -1,9 +1,13 @@
 //! Tests of the models' configurations.
 
+#[path = "models/families.rs"]
+mod families;
 #[path = "models/in_graph.rs"]
 mod in_graph;
+#[path = "models/rope.rs"]
+mod rope;
 
-use candle_train_models::{ModelConfig, RopeKind};
+use candle_train_models::ModelConfig;
 
 const SMALL: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4"#;
@@ -21,44 +25,6 @@ fn assert_error(fields: &str, parts: &[&str]) {
     };
     for part in parts {
         assert!(message.contains(part), "{part:?} is not in: {message}");
-    }
-}
-
-#[test]
-fn rope_scaling_goes_before_rope_parameters() {
-    let rope = |fields: &str| read(fields).map(|c| (c.rope_theta, c.rope)).unwrap();
-    let linear = |factor| RopeKind::Linear { factor };
-    let parameters =
-        r#""rope_parameters": {"rope_type": "linear", "factor": 4, "rope_theta": 500}"#;
-    let top = r#""rope_theta": 70"#;
-    for (fields, expected) in [
-        (r#""x": 0"#.to_string(), (10000.0, RopeKind::Default)),
-        (top.to_string(), (70.0, RopeKind::Default)),
-        (format!("{top}, {parameters}"), (500.0, linear(4.0))),
-        (
-            format!(r#"{top}, {parameters}, "rope_scaling": {{"type": "linear", "factor": 2}}"#),
-            (500.0, linear(2.0)),
-        ),
-        (
-            format!(
-                r#"{parameters}, "rope_scaling": {{"type": "linear", "factor": 2, "rope_theta": 9}}"#
-            ),
-            (9.0, linear(2.0)),
-        ),
-        (
-            format!(r#"{top}, "rope_scaling": {{"type": "linear", "factor": 2}}"#),
-            (70.0, linear(2.0)),
-        ),
-        (
-            format!(r#"{parameters}, "rope_scaling": null"#),
-            (500.0, linear(4.0)),
-        ),
-        (
-            format!(r#"{parameters}, "rope_scaling": {{}}"#),
-            (500.0, linear(4.0)),
-        ),
-    ] {
-        assert_eq!(rope(&fields), expected, "{fields}");
     }
 }
 

@@ -2,12 +2,12 @@
 """Check one fixture folder: every parameter has a gradient and a trained weight, all finite, and the loss went down."""
 import json, pathlib, sys
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 def main():
     fixture = pathlib.Path(sys.argv[1])
-    model = LlamaForCausalLM.from_pretrained(fixture / "model")
+    model = AutoModelForCausalLM.from_pretrained(fixture / "model")
     shapes = {name: w.shape for name, w in model.named_parameters()}
     grads = load_file(fixture / "reference/grads.safetensors")
     weights = load_file(fixture / "reference/weights.safetensors")

@@ -10,12 +10,12 @@ import argparse, pathlib, sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def load(path):
     """Returns the model in its stored type and the list of problems with its keys."""
-    model, info = LlamaForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager", output_loading_info=True)
     return model, [f"{kind}: {sorted(map(str, info[kind]))}" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]]
 
 

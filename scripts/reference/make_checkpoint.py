@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a small, randomly initialised Hugging Face Llama checkpoint with a real BPE tokenizer.
+"""Write a small, randomly initialised Hugging Face checkpoint of any family with a real BPE tokenizer.
 
 Needs PyTorch (the CPU is enough): pip install torch==2.11.0 transformers==5.23.0 tokenizers safetensors numpy
 The files are written by transformers' own save_pretrained, so their layout is what a user downloads.
@@ -7,7 +7,7 @@ The files are written by transformers' own save_pretrained, so their layout is w
 import argparse, json, pathlib
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -20,20 +20,20 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", required=True)
     p.add_argument("--text", required=True, help="text file the BPE tokenizer is trained on")
-    p.add_argument("--vocab-size", type=int, default=512)
+    p.add_argument("--model-type", default="llama", help="the family, by its model_type in transformers")
+    p.add_argument("--vocab-size", type=int, default=512, help="below 261 the tokenizer knows the bytes of the text only")
     p.add_argument("--hidden-size", type=int, default=64)
     p.add_argument("--intermediate-size", type=int, default=172)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--heads", type=int, default=4)
     p.add_argument("--kv-heads", type=int, default=2)
     p.add_argument("--head-dim", type=int, default=None)
-    p.add_argument("--rope", choices=["default", "linear", "llama3"], default="default")
     p.add_argument("--rope-theta", type=float, default=10000.0)
     p.add_argument("--rms-norm-eps", type=float, default=1e-6)
     p.add_argument("--tie", action="store_true", help="tie_word_embeddings")
-    p.add_argument("--attention-bias", action="store_true")
-    p.add_argument("--mlp-bias", action="store_true")
-    p.add_argument("--old-config", action="store_true", help="config.json in the spelling of transformers 4: rope_theta, rope_scaling, torch_dtype, no head_dim unless it was given")
+    p.add_argument("--set", nargs=2, action="append", default=[], metavar=("FIELD", "JSON"), help="any other field of config.json")
+    p.add_argument("--rope", type=json.loads, default={}, metavar="JSON", help="what rope_parameters has besides rope_theta")
+    p.add_argument("--old-config", action="store_true", help="config.json in the spelling of transformers 4: rope_theta, rope_scaling, torch_dtype, no layer_types, no head_dim unless it was given")
     p.add_argument("--shard-size", default="50GB", help="max_shard_size, e.g. 200KB for several files and an index")
     p.add_argument("--dtype", choices=["f32", "bf16", "f16"], default="f32", help="type of the stored weights")
     p.add_argument("--init-std", type=float, default=0.02, help="standard deviation of the initial weights; at 0.02 a very narrow model attends almost uniformly and hides mistakes")
@@ -46,25 +46,22 @@ def main():
     tok.decoder = decoders.ByteLevel()
     tok.train([a.text], trainers.BpeTrainer(
         vocab_size=a.vocab_size, special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if a.vocab_size >= 261 else [], show_progress=False))
     vocab = tok.get_vocab_size()
     fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=specials[0], eos_token=specials[1])
     fast.chat_template = CHAT_TEMPLATE
 
-    rope = {"rope_type": "default", "rope_theta": a.rope_theta}
-    if a.rope == "llama3":
-        rope = {"rope_type": "llama3", "rope_theta": a.rope_theta, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    elif a.rope == "linear":
-        rope = {"rope_type": "linear", "rope_theta": a.rope_theta, "factor": 4.0}
     torch.manual_seed(a.seed)
-    cfg = LlamaConfig(
-        vocab_size=vocab, hidden_size=a.hidden_size, intermediate_size=a.intermediate_size,
-        num_hidden_layers=a.layers, num_attention_heads=a.heads, num_key_value_heads=a.kv_heads,
-        head_dim=a.head_dim, max_position_embeddings=2048, tie_word_embeddings=a.tie, rope_parameters=rope,
-        attention_bias=a.attention_bias, mlp_bias=a.mlp_bias, bos_token_id=0, eos_token_id=1,
-        initializer_range=a.init_std, rms_norm_eps=a.rms_norm_eps)
-    model = LlamaForCausalLM(cfg)
+    fields = {
+        "vocab_size": vocab, "hidden_size": a.hidden_size, "intermediate_size": a.intermediate_size,
+        "num_hidden_layers": a.layers, "num_attention_heads": a.heads, "num_key_value_heads": a.kv_heads,
+        "max_position_embeddings": 2048, "tie_word_embeddings": a.tie, "bos_token_id": 0, "eos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": a.rope_theta} | a.rope,
+        "initializer_range": a.init_std, "rms_norm_eps": a.rms_norm_eps}
+    if a.head_dim is not None:
+        fields["head_dim"] = a.head_dim
+    fields |= {name: json.loads(value) for name, value in a.set}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(a.model_type, **fields))
     with torch.no_grad():  # norms away from 1 and biases from 0, so that an ignored one shows
         for n, w in model.named_parameters():
             if "norm" in n or n.endswith("bias"):
@@ -80,6 +77,7 @@ def main():
         c["rope_theta"] = r.pop("rope_theta")
         c["rope_scaling"] = None if r["rope_type"] == "default" else r
         c["torch_dtype"] = c.pop("dtype")
+        c.pop("layer_types", None)
         if a.head_dim is None:
             c.pop("head_dim", None)
         path.write_text(json.dumps(c, indent=2) + "\n")

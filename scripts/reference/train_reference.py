@@ -20,7 +20,7 @@ import argparse, json, math, pathlib
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main():
@@ -43,7 +43,7 @@ def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     tok = AutoTokenizer.from_pretrained(a.model)
-    model = LlamaForCausalLM.from_pretrained(a.model, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32, attn_implementation="eager")
     ids = tok(open(a.data, encoding="utf-8").read(), add_special_tokens=False)["input_ids"] + [tok.eos_token_id]
     t, g = a.seq_len, a.global_batch_size
     n = (len(ids) - 1) // t

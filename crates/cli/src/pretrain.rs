@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::{ModelConfig, RopeKind};
+use candle_train_models::{LLAMA, ModelConfig, RopeKind};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
@@ -128,6 +128,7 @@ impl ModelArgs {
             );
         }
         let config = ModelConfig {
+            family: &LLAMA,
             vocab_size: tokenizer.vocab_size(),
             hidden_size,
             intermediate_size: self.intermediate_size,
@@ -140,8 +141,11 @@ impl ModelArgs {
             rope: RopeKind::Default,
             max_position_embeddings: self.max_positions.max(seq_len),
             tie_word_embeddings: !self.untied,
-            attention_bias: false,
+            qkv_bias: false,
+            o_bias: false,
             mlp_bias: false,
+            qk_norm: false,
+            windows: Vec::new(),
             bos_token_id: tokenizer.bos_id(),
             eos_token_ids: vec![tokenizer.eos_id()],
         };

@@ -58,7 +58,7 @@ impl TrainingRun<'_> {
         let prompt = tokenizer.encode(&args.prompt)?;
         let limits = GenerateConfig {
             vocab_size: config.vocab_size,
-            max_context: config.max_position_embeddings,
+            max_context: config.max_seq_len(),
             max_new_tokens: args.sample_tokens,
             eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
         };

@@ -141,7 +141,7 @@ fn ours(
     candle_core::safetensors::save(&tensors, dir.path().join("model.safetensors"))?;
     let vb = ParamStore::from_pretrained(dir.path())?.builder(DType::F32, &Device::Cpu);
     let rotary = Arc::new(RotaryTable::new(&config, &Device::Cpu));
-    let layer = DecoderLayer::new(&config, rotary, tp, vb)?;
+    let layer = DecoderLayer::new(&config, 0, rotary, tp, vb)?;
     // Plain operations before and after.
     let leaf = Var::from_tensor(&(x.to_dtype(DType::F32)? * 0.5)?)?;
     let y = in_graph(&layer, &(leaf.as_tensor() * 2.0)?)?;
