@@ -9,7 +9,17 @@ use serde::Deserialize;
 use crate::run::Layout;
 use crate::tensors::{Tensors, read_tensors};
 
-pub const ALL: [&str; 5] = ["gqa", "wide", "tied_bias", "bf16_sharded", "f16_tied"];
+pub const ALL: [&str; 9] = [
+    "gqa",
+    "wide",
+    "tied_bias",
+    "bf16_sharded",
+    "f16_tied",
+    "mistral",
+    "mistral_dynamic",
+    "qwen2",
+    "qwen3",
+];
 
 pub struct Fixture {
     dir: PathBuf,
