@@ -32,7 +32,7 @@ fn assert_says(said: &str, words: &[&str]) {
 }
 
 fn config() -> ModelConfig {
-    ModelConfig::from_file(Fixture::new("gqa").model_dir().join("config.json")).unwrap()
+    Fixture::new("gqa").config()
 }
 
 #[test]

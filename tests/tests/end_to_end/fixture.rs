@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_parallel::AdamWConfig;
 use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
+use candle_train_models::ModelConfig;
 use serde::Deserialize;
 
 use crate::run::Layout;
@@ -67,6 +68,10 @@ impl Fixture {
 
     pub fn model_dir(&self) -> PathBuf {
         self.dir.join("model")
+    }
+
+    pub fn config(&self) -> ModelConfig {
+        ModelConfig::from_file(self.model_dir().join("config.json")).unwrap()
     }
 
     pub fn metrics(&self) -> Vec<ReferenceStep> {

@@ -1,6 +1,7 @@
 //! Every layout against one rank.
 
 use candle_parallel::{Schedule, ZeroStage};
+use candle_train_models::CausalLm;
 
 use crate::fixture::{ALL, Fixture, Run};
 use crate::run::{Layout, Outcome, train};
@@ -63,18 +64,22 @@ fn run_for(fixture: &Fixture, dp: usize) -> Run {
 
 #[test]
 fn every_layout_equals_one_rank() {
-    let fixture = Fixture::new("wide");
-    for layout in layouts() {
-        let run = run_for(&fixture, layout.dp);
-        let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
-        for (zero, schedule) in KINDS {
-            let layout = Layout {
-                zero,
-                schedule,
-                ..layout
-            };
-            let ours = train(&fixture, &run, layout).unwrap();
-            assert_same(&ours, &one_rank, &format!("{layout:?}"));
+    for name in ["wide", "mistral", "mistral_dynamic", "qwen2", "qwen3"] {
+        let fixture = Fixture::new(name);
+        let config = fixture.config();
+        let fits = |layout: &Layout| CausalLm::check_degrees(&config, &layout.degrees()).is_ok();
+        for layout in layouts().into_iter().filter(fits) {
+            let run = run_for(&fixture, layout.dp);
+            let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
+            for (zero, schedule) in KINDS {
+                let layout = Layout {
+                    zero,
+                    schedule,
+                    ..layout
+                };
+                let ours = train(&fixture, &run, layout).unwrap();
+                assert_same(&ours, &one_rank, &format!("{name} {layout:?}"));
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{Gradients, MicroBatch, ParamStore, Pipeline, Schedule, Stage, ZeroStage};
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::CausalLm;
 
 use crate::device::devices;
 use crate::fixture::{Fixture, Run, text_file};
@@ -201,10 +201,9 @@ pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
 }
 
 fn load_variant(fixture: &Fixture, mesh: &Mesh, variant: Variant) -> Result<Stage> {
-    let config = ModelConfig::from_file(fixture.model_dir().join("config.json"))?;
     let store = ParamStore::from_pretrained(fixture.model_dir())?.freeze(variant.is_frozen);
     CausalLm::stage(
-        &config,
+        &fixture.config(),
         mesh,
         &store.builder(variant.dtype, mesh.world.device()),
     )
