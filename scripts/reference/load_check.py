@@ -3,8 +3,12 @@
 
 Prints missing, unexpected and mismatched keys, the number of parameters, the stored type and, with --text, the mean
 next-token loss in f32. --against compares every parameter with another checkpoint folder or one .safetensors file,
-and the tokenizer with that of the folder. Exits with 1 if a key is missing, unexpected or mismatched, a value is not
-finite, or a comparison fails.
+and the tokenizer with that of the folder. --logits compares the logits of the last of some tokens with a file's. Exits with
+1 if a key is missing, unexpected or mismatched, a value is not finite, or a comparison fails.
+
+All fixtures, trained and saved:
+    CANDLE_TRAIN_SAVED=$PWD/saved cargo test -p candle-train-tests --test end_to_end -- --ignored saved_for_transformers
+    for d in saved/*; do for m in model written; do python3 scripts/reference/load_check.py $d/$m --logits $d/logits.safetensors; done; done
 """
 import argparse, pathlib, sys
 import torch
@@ -49,6 +53,7 @@ def main():
     p.add_argument("dir", type=pathlib.Path)
     p.add_argument("--against", type=pathlib.Path, help="checkpoint folder or .safetensors file with the same tensors")
     p.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference allowed by --against")
+    p.add_argument("--logits", type=pathlib.Path, help="safetensors file with ids (t) and the logits (vocab) of the last of them, in f32")
     p.add_argument("--text", type=pathlib.Path, help="text file to compute the loss on")
     p.add_argument("--seq-len", type=int, default=64)
     a = p.parse_args()
@@ -74,6 +79,14 @@ def main():
         problems += compare(params, load_file(a.against), a.tolerance)
     if a.text:
         print(f"loss {mean_loss(model.float(), ids, a.seq_len):.6f} on {len(ids)} tokens, windows of {a.seq_len}")
+    if a.logits:
+        expected = load_file(a.logits)
+        with torch.no_grad():
+            logits = model.float()(input_ids=expected["ids"][None], use_cache=False).logits[0, -1]
+        error = ((logits - expected["logits"]).norm() / logits.norm()).item()
+        print(f"logits of {type(model).__name__} after {len(expected['ids'])} tokens: off by {error:.1e} (relative L2)")
+        if not error <= 1e-5:
+            problems.append("the logits differ by more than 1e-5")
     print("\n".join(problems) if problems else "ok")
     sys.exit(1 if problems else 0)
 

@@ -52,7 +52,7 @@ family() {
 family mistral --seed 6 --hidden-size 16 --intermediate-size 24 --set sliding_window 5
 family mistral_dynamic --seed 7 --hidden-size 16 --intermediate-size 24 --set sliding_window null \
     --set max_position_embeddings 6 --rope '{"rope_type": "dynamic", "factor": 4.0}'
-family qwen2 --seed 8 --hidden-size 24 --intermediate-size 24 --tie --old-config \
+family qwen2 --seed 8 --hidden-size 24 --intermediate-size 24 --tie --old-config --set vocab_size 83 \
     --set use_sliding_window true --set sliding_window 6 --set max_window_layers 1 \
     --rope-theta 1000 --rope '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}'
 family qwen3 --seed 9 --hidden-size 16 --intermediate-size 24 --head-dim 8 --rope-theta 1000000 \

@@ -1,7 +1,8 @@
 //! Saved checkpoints: an untrained one is what was loaded, a trained one is what candle's own Llama computes with.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
@@ -14,7 +15,7 @@ use candle_transformers::models::llama;
 use safetensors::Dtype;
 use tempfile::tempdir;
 
-use crate::fixture::{ALL, Fixture};
+use crate::fixture::{ALL, Fixture, Run};
 use crate::run::{Layout, batches, launch, load};
 
 type Raw = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
@@ -91,7 +92,7 @@ fn candle_logits(dir: &Path, ids: &[u32]) -> Result<Vec<f32>> {
     let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
     let config: llama::LlamaConfig = serde_json::from_str(&text).unwrap();
     let config = config.into_config(false);
-    let mut tensors = std::collections::HashMap::new();
+    let mut tensors = HashMap::new();
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "safetensors") {
@@ -105,6 +106,70 @@ fn candle_logits(dir: &Path, ids: &[u32]) -> Result<Vec<f32>> {
     model.forward(&ids, 0, &mut cache)?.squeeze(0)?.to_vec1()
 }
 
+/// Trains three steps on two stages of two ranks and saves what comes out; the logits for `ids` on each rank before it.
+fn train_and_save(
+    fixture: &Fixture,
+    ids: &[u32],
+    to: &Path,
+    max_file_bytes: usize,
+) -> Vec<Vec<f32>> {
+    let layout = Layout::new(2, 1, 2);
+    let run = Run {
+        steps: 3,
+        ..fixture.run.clone()
+    };
+    let logits = Mutex::new(Vec::new());
+    launch(layout, |world| {
+        let mesh = Mesh::new(world, layout.degrees())?;
+        let config = run.train_config(layout);
+        let mut trainer = Trainer::new(config, &mesh, load(fixture, &mesh)?)?;
+        trainer.train(&batches(fixture, &run, &mesh)?, |_| Ok(()))?;
+        let vocab_size = fixture.config().vocab_size;
+        let ours = our_logits(trainer.stage(), &mesh, ids, vocab_size)?;
+        logits.lock().unwrap().push(ours);
+        save(fixture, trainer.stage(), &mesh, to, max_file_bytes)
+    })
+    .unwrap();
+    logits.into_inner().unwrap()
+}
+
+/// Folders for `scripts/reference/load_check.py`: `NAME/model` as it is saved after training, with the files of the original beside the
+/// weights; in `NAME/written` the same with a `config.json` that this library wrote; `NAME/logits.safetensors` is what this library computes.
+#[test]
+#[ignore = "needs CANDLE_TRAIN_SAVED, a folder to write to"]
+fn trained_checkpoints_are_saved_for_transformers() {
+    let to = PathBuf::from(std::env::var("CANDLE_TRAIN_SAVED").unwrap());
+    let ids: Vec<u32> = (0..24).map(|i| (i * 29 + 3) % 80).collect();
+    for name in ALL {
+        let fixture = Fixture::new(name).moved_to(&to.join(name));
+        let (model, written) = (fixture.model_dir(), to.join(name).join("written"));
+        train_and_save(&Fixture::new(name), &ids, &model, 60_000);
+        std::fs::create_dir_all(&written).unwrap();
+        for entry in std::fs::read_dir(&model).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, written.join(path.file_name().unwrap())).unwrap();
+        }
+        let config = fixture.config().to_json().unwrap();
+        std::fs::write(written.join("config.json"), config).unwrap();
+        let layout = Layout::new(1, 1, 1);
+        launch(layout, |world| {
+            let mesh = Mesh::new(world, layout.degrees())?;
+            let stage = load(&fixture, &mesh)?;
+            let logits = our_logits(&stage, &mesh, &ids, fixture.config().vocab_size)?;
+            let tensors = [
+                (
+                    "ids",
+                    Tensor::new(ids.as_slice(), &Device::Cpu)?.to_dtype(DType::I64)?,
+                ),
+                ("logits", Tensor::new(logits, &Device::Cpu)?),
+            ];
+            let tensors: HashMap<_, _> = tensors.into_iter().collect();
+            candle_core::safetensors::save(&tensors, to.join(name).join("logits.safetensors"))
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn a_trained_checkpoint_gives_the_same_logits_in_candle_transformers() {
     let ids = [0u32, 17, 250, 33, 99, 4, 4, 180, 71];
@@ -113,29 +178,7 @@ fn a_trained_checkpoint_gives_the_same_logits_in_candle_transformers() {
         let fixture = Fixture::new(name);
         let before = candle_logits(&fixture.model_dir(), &ids).unwrap();
         let output = tempdir().unwrap();
-        let layout = Layout::new(2, 1, 2);
-        let run = crate::fixture::Run {
-            steps: 3,
-            ..fixture.run.clone()
-        };
-        let ours = std::sync::Mutex::new(Vec::new());
-        launch(layout, |world| {
-            let mesh = Mesh::new(world, layout.degrees())?;
-            let config = run.train_config(layout);
-            let mut trainer = Trainer::new(config, &mesh, load(&fixture, &mesh)?)?;
-            trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
-            let logits = our_logits(trainer.stage(), &mesh, &ids, vocab_size)?;
-            ours.lock().unwrap().push(logits);
-            save(
-                &fixture,
-                trainer.stage(),
-                &mesh,
-                output.path(),
-                max_file_bytes,
-            )
-        })
-        .unwrap();
-        let ours = ours.into_inner().unwrap();
+        let ours = train_and_save(&fixture, &ids, output.path(), max_file_bytes);
         assert_eq!(ours.len(), 4);
         let theirs = candle_logits(output.path(), &ids).unwrap();
         assert_eq!(theirs.len(), vocab_size);
