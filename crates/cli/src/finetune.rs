@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::hub::resolve_model;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::ModelConfig;
+use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
@@ -16,11 +16,10 @@ use crate::samples::SampleArgs;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
-/// Fine-tune a Hugging Face Llama checkpoint on text
+/// Fine-tune a Hugging Face checkpoint on text
 #[derive(Parser, Debug)]
 pub struct Finetune {
-    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
-    #[arg(long, value_name = "DIR|REPO")]
+    #[arg(long, value_name = "DIR|REPO", help = model_help())]
     model: String,
     /// Text file (.txt, one document), or a folder of them
     #[arg(long, value_name = "FILE|DIR")]
@@ -35,6 +34,13 @@ pub struct Finetune {
     training: TrainingArgs,
     #[command(flatten)]
     samples: SampleArgs,
+}
+
+fn model_help() -> String {
+    format!(
+        "Checkpoint folder, or org/name[@revision] on the Hugging Face hub; of a model_type of {}",
+        Family::names()
+    )
 }
 
 impl TrainingCommand for Finetune {

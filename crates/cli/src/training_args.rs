@@ -165,9 +165,11 @@ impl TrainingArgs {
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
     pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
         CausalLm::check_degrees(config, &self.layout.degrees())?;
-        let (seq_len, max) = (self.batches.seq_len, config.max_position_embeddings);
+        let (seq_len, max) = (self.batches.seq_len, config.max_seq_len());
         if seq_len > max {
-            bail!("--seq-len {seq_len} is longer than the model's max_position_embeddings ({max})");
+            bail!(
+                "--seq-len {seq_len} is longer than the {max} tokens that the model's max_position_embeddings and rope_type allow"
+            );
         }
         Ok(())
     }

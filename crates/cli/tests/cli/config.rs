@@ -57,8 +57,11 @@ fn a_configuration_that_is_missing_or_damaged_is_named() {
 #[test]
 fn another_architecture_is_named_with_what_is_supported() {
     refuses_config(
-        |config| config["model_type"] = json!("qwen2"),
-        &["model_type is \"qwen2\"", "\"llama\""],
+        |config| config["model_type"] = json!("gemma"),
+        &[
+            "model_type is \"gemma\"",
+            "\"llama\", \"mistral\", \"qwen2\", \"qwen3\"",
+        ],
     );
     refuses_config(
         |config| config["architectures"] = json!(["MistralForCausalLM"]),
@@ -73,10 +76,10 @@ fn another_architecture_is_named_with_what_is_supported() {
         &["hidden_act is \"gelu\"", "\"silu\""],
     );
     refuses_config(
-        |config| config["rope_parameters"]["rope_type"] = json!("yarn"),
+        |config| config["rope_parameters"]["rope_type"] = json!("longrope"),
         &[
-            "rope_parameters.rope_type is \"yarn\"",
-            "\"default\", \"linear\", \"llama3\"",
+            "rope_parameters.rope_type is \"longrope\"",
+            "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\"",
         ],
     );
 }

@@ -103,7 +103,7 @@ fn finetune_explains_its_flags() {
     for (flag, parts) in TRAINING {
         assert_says(&help, flag, parts);
     }
-    assert_says(&help, "--model", &["org/name[@revision]"]);
+    assert_says(&help, "--model", &["org/name[@revision]", "\"qwen3\""]);
     assert_says(&help, "--data", &["FILE|DIR"]);
     assert_says(&help, "--output", &["[default: finetuned]"]);
     assert_says(

@@ -1,5 +1,7 @@
 //! Degrees and batch sizes that do not fit the model, the data or each other.
 
+use serde_json::json;
+
 use super::workspace::Workspace;
 
 #[test]
@@ -58,7 +60,11 @@ fn degrees_and_sizes_that_do_not_fit_are_named_with_their_numbers() {
 fn sequences_are_not_longer_than_the_model_allows() {
     let workspace = Workspace::new();
     workspace.edit_config(|config| config["max_position_embeddings"] = 12.into());
-    let parts = ["--seq-len 16", "max_position_embeddings (12)"];
+    let parts = ["--seq-len 16", "12 tokens", "max_position_embeddings"];
     workspace.refuses(&workspace.finetune(), &parts);
     workspace.finetune().flag("--seq-len", 12).succeeds();
+    workspace.edit_config(|config| {
+        config["rope_parameters"] = json!({"rope_type": "dynamic", "factor": 2})
+    });
+    workspace.finetune().succeeds();
 }

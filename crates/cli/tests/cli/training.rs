@@ -312,3 +312,18 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     assert!(workspace.output().join("model.safetensors").is_file());
 }
+
+#[test]
+fn every_family_is_fine_tuned_by_the_same_command() {
+    for name in ["mistral", "mistral_dynamic", "qwen2", "qwen3"] {
+        let workspace = Workspace::with_model(name);
+        let outcome = workspace.finetune().flag("--sample-tokens", 4).succeeds();
+        assert!(outcome.stdout.contains("--- after\nThe"), "{name}");
+        let [input, output] = [workspace.path("model"), workspace.output()];
+        let config = |dir: &Path| read_json(&dir.join("config.json"));
+        assert_eq!(config(&output), config(&input), "{name}");
+        let (before, after) = (read_checkpoint(&input), read_checkpoint(&output));
+        assert!(before.keys().eq(after.keys()), "{name}");
+        assert!(before != after, "{name}: nothing was trained");
+    }
+}
