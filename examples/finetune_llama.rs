@@ -1,5 +1,5 @@
-//! Fine-tunes a Hugging Face Llama checkpoint on text, with tensor, pipeline and data parallel ranks: threads of this process, or
-//! processes that a launcher started. It is `candle-train finetune` where `--model` and `--data` need not be given.
+//! Fine-tunes a Hugging Face checkpoint on text, Llama's or another family's, with tensor, pipeline and data parallel ranks: threads of
+//! this process, or processes that a launcher started. It is `candle-train finetune` where `--model` and `--data` need not be given.
 //!
 //! Without arguments it fine-tunes a small bundled model, pre-trained on Shakespeare, on Alice in Wonderland.
 

@@ -51,41 +51,40 @@ struct Names {
 
 /// Fields that change the computation, with all values that they may have besides `null`; a family that reads one checks it itself.
 /// Others are ignored.
-fn supported_values() -> [(&'static str, Value); 31] {
-    let dtypes = || json!(["float32", "float16", "bfloat16", "auto"]);
-    [
-        ("hidden_act", json!(["silu", "swish"])),
-        ("dtype", dtypes()),
-        ("torch_dtype", dtypes()),
-        ("quantization_config", json!([])),
-        ("attention_dropout", json!([0])),
-        ("attention_bias", json!([false])),
-        ("mlp_bias", json!([false])),
-        ("sliding_window", json!([])),
-        ("layer_types", json!([])),
-        ("per_layer_config", json!([])),
-        ("partial_rotary_factor", json!([1])),
-        ("no_rope_layers", json!([])),
-        ("use_mrope", json!([false])),
-        ("is_causal", json!([true])),
-        ("use_bidirectional_attention", json!([false])),
-        ("use_parallel_residual", json!([false])),
-        ("use_qk_norm", json!([false])),
-        ("qk_layernorm", json!([false])),
-        ("query_pre_attn_scalar", json!([])),
-        ("attn_logit_softcapping", json!([])),
-        ("final_logit_softcapping", json!([])),
-        ("attention_multiplier", json!([1])),
-        ("embedding_multiplier", json!([1])),
-        ("residual_multiplier", json!([1])),
-        ("logits_scaling", json!([1])),
-        ("logit_scale", json!([1])),
-        ("num_experts", json!([0])),
-        ("num_local_experts", json!([0])),
-        ("n_routed_experts", json!([0])),
-        ("num_experts_per_tok", json!([0])),
-        ("moe_intermediate_size", json!([0])),
-    ]
+fn supported_values() -> Value {
+    json!({
+        "hidden_act": ["silu", "swish"],
+        "dtype": ["float32", "float16", "bfloat16", "auto"],
+        "torch_dtype": ["float32", "float16", "bfloat16", "auto"],
+        "quantization_config": [],
+        "attention_dropout": [0],
+        "attention_bias": [false],
+        "mlp_bias": [false],
+        "sliding_window": [],
+        "layer_types": [],
+        "per_layer_config": [],
+        "partial_rotary_factor": [1],
+        "no_rope_layers": [],
+        "use_mrope": [false],
+        "is_causal": [true],
+        "use_bidirectional_attention": [false],
+        "use_parallel_residual": [false],
+        "use_qk_norm": [false],
+        "qk_layernorm": [false],
+        "query_pre_attn_scalar": [],
+        "attn_logit_softcapping": [],
+        "final_logit_softcapping": [],
+        "attention_multiplier": [1],
+        "embedding_multiplier": [1],
+        "residual_multiplier": [1],
+        "logits_scaling": [1],
+        "logit_scale": [1],
+        "num_experts": [0],
+        "num_local_experts": [0],
+        "n_routed_experts": [0],
+        "num_experts_per_tok": [0],
+        "moe_intermediate_size": [0]
+    })
 }
 
 impl ConfigFile {
@@ -192,31 +191,25 @@ impl ConfigFile {
 /// Refuses what is not supported, and makes of the fields what [`ConfigFile`] reads: the family's defaults are there, and nothing
 /// that is `null`.
 fn fill(fields: &mut Map<String, Value>, family: &Family) -> Result<()> {
-    let Value::Object(defaults) = (family.defaults)() else {
+    let (Value::Object(defaults), Value::Object(supported)) =
+        ((family.defaults)(), supported_values())
+    else {
         bail!("the defaults of {:?} are no object", family.model_type);
     };
-    fields.retain(|name, value| !value.is_null() || defaults.contains_key(name));
-    for (name, supported) in supported_values() {
-        let Some(value) = fields.get(name).filter(|_| !defaults.contains_key(name)) else {
-            continue;
-        };
-        let is_same =
-            |other: &Value| other == value || other.is_number() && other.as_f64() == value.as_f64();
-        let supported = supported.as_array().cloned().unwrap_or_default();
-        if !supported.iter().any(is_same) {
-            let value = value.get("quant_method").unwrap_or(value);
-            let names: Vec<String> = supported.iter().map(Value::to_string).collect();
-            let names = match names.as_slice() {
-                [] => "no such field, or null".to_string(),
-                names => names.join(", "),
-            };
-            bail!("{name} is {value}; supported: {names}");
+    for (name, supported) in supported {
+        let value = fields.get(&name).unwrap_or(&Value::Null);
+        if !value.is_null() && !defaults.contains_key(&name) {
+            check(
+                &name,
+                value,
+                supported.as_array().map_or(&[], Vec::as_slice),
+            )?;
         }
     }
     for (name, default) in defaults {
         fields.entry(name).or_insert(default);
     }
-    // `null` where a default is stands for none.
+    // `null` in place of a default stands for none.
     fields.retain(|_, value| !value.is_null());
     if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {
         fields.remove("rope_scaling");
@@ -226,4 +219,20 @@ fn fill(fields: &mut Map<String, Value>, family: &Family) -> Result<()> {
         *id = json!([id.take()]);
     }
     Ok(())
+}
+
+/// An error if `value` is not one of those supported.
+fn check(name: &str, value: &Value, supported: &[Value]) -> Result<()> {
+    let is_same =
+        |other: &Value| other == value || other.is_number() && other.as_f64() == value.as_f64();
+    if supported.iter().any(is_same) {
+        return Ok(());
+    }
+    let value = value.get("quant_method").unwrap_or(value);
+    let names: Vec<String> = supported.iter().map(Value::to_string).collect();
+    let names = match names.as_slice() {
+        [] => "no such field, or null".to_string(),
+        names => names.join(", "),
+    };
+    bail!("{name} is {value}; supported: {names}")
 }

@@ -11,7 +11,7 @@ use crate::qwen2::QWEN2;
 use crate::qwen3::QWEN3;
 
 /// Every family there is.
-pub static FAMILIES: [&Family; 4] = [&LLAMA, &MISTRAL, &QWEN2, &QWEN3];
+pub static FAMILIES: &[&Family] = &[&LLAMA, &MISTRAL, &QWEN2, &QWEN3];
 
 /// What `config.json` says in one family otherwise than in another. What that means for the computation is in [`ModelConfig`].
 #[derive(Debug)]
@@ -61,8 +61,10 @@ impl Family {
 
     /// Every `model_type` there is, in words.
     pub fn names() -> String {
-        let names = FAMILIES.map(|family| format!("{:?}", family.model_type));
-        names.join(", ")
+        let names = FAMILIES
+            .iter()
+            .map(|family| format!("{:?}", family.model_type));
+        names.collect::<Vec<_>>().join(", ")
     }
 }
 
