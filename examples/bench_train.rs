@@ -45,7 +45,7 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    DTypeChoice, Flags, FreezeArgs, RankArgs, exit_with, fingerprint_of_program, keep_freed_memory,
+    DTypeChoice, Flags, FreezeArgs, RankArgs, RecomputeChoice, exit_with, fingerprint_of_program, keep_freed_memory,
     parse,
 };
 use candle_train_examples::{
@@ -113,6 +113,9 @@ struct Args {
     /// Data-parallel degree
     #[arg(long, default_value_t = 1)]
     dp: usize,
+    /// What to compute again in the backward pass
+    #[arg(long, default_value = "none")]
+    recompute: RecomputeChoice,
     /// Communicate between data-parallel ranks only when nothing is computed
     #[arg(long)]
     no_overlap: bool,
@@ -270,6 +273,7 @@ fn bench(
     let vb = store.builder(dtype, mesh.world.device());
     let stage = CausalLm::stage(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+    let stage = stage.with_recompute(|_| args.recompute.into());
     args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();
     let num_trainable_parameters = stage.params().num_trainable_values();

@@ -2,10 +2,10 @@
 """Training speed of this project, on its own layouts and against PyTorch, as a Markdown table.
 
     cargo build --release --example bench_train
-    scripts/bench_train.py [--python PYTHON] [--turns N] [--steps N]
+    scripts/bench_train.py [--python PYTHON] [--before PROGRAM] [--turns N] [--steps N]
 
-PYTHON is an interpreter with torch and transformers; without it the columns about PyTorch are left out. The programs run in
-turns, so that what else the machine does hits both, and the best median step of each is taken.
+PYTHON is an interpreter with torch and transformers, PROGRAM this benchmark built from another commit; the columns about
+what is not given are left out. The programs run in turns, so that what else the machine does hits both, and the best median step of each is taken.
 """
 import argparse
 import json
@@ -44,39 +44,52 @@ def best_of(turns, commands):
     return {name: min(results, key=lambda result: result["step_secs"]) for name, results in runs.items()}
 
 
+def beside(ours, others):
+    """For each of the other programs: its tokens/s, and ours over it in speed and in memory."""
+    cells = ""
+    for other in others:
+        speed = ours["tokens_per_sec"] / other["tokens_per_sec"]
+        memory = ours["peak_rss_bytes"] / other["peak_rss_bytes"]
+        cells += f" {other['tokens_per_sec']:.0f} | **{speed:.2f}** | {memory:.2f} |"
+    return cells
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--python", help="an interpreter with torch and transformers")
+    p.add_argument("--before", metavar="PROGRAM", help="bench_train of another commit, to compare with")
     p.add_argument("--turns", type=int, default=2)
     p.add_argument("--steps", type=int, default=6)
     a = p.parse_args()
     steps = ["--steps", str(a.steps)]
-    torch = [a.python, TORCH] if a.python else None
+    others = {"PyTorch": [a.python, TORCH] if a.python else None, "before": [a.before] if a.before else None}
+    others = {name: command for name, command in others.items() if command}
 
-    print("| case | tokens/s | step / products alone | page faults a step |" + (" PyTorch | ratio | memory, ratio |" if torch else ""))
-    print("|---|---|---|---|" + ("---|---|---|" if torch else ""))
+    def header(columns, others):
+        columns = columns + [column for name in others for column in (name, "ratio", "memory, ratio")]
+        print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+
+    header(["case", "tokens/s", "step / products alone", "page faults a step"], others)
     for name, flags in CASES.items():
-        commands = {"ours": [OURS, *flags, *steps]}
-        if torch:
-            commands["torch"] = [*torch, *flags, *steps]
-        best = best_of(a.turns, commands)
-        ours = best["ours"]
+        commands = {other: [*command, *flags, *steps] for other, command in others.items()}
+        best = best_of(a.turns, {"ours": [OURS, *flags, *steps], **commands})
+        ours = best.pop("ours")
         above_floor = ours["step_secs"] / ours["product_floor_secs"]
         row = f"| {name} | {ours['tokens_per_sec']:.0f} | {above_floor:.2f} | {ours['page_faults_per_step']} |"
-        if torch:
-            theirs = best["torch"]
-            speed = ours["tokens_per_sec"] / theirs["tokens_per_sec"]
-            memory = ours["peak_rss_bytes"] / theirs["peak_rss_bytes"]
-            row += f" {theirs['tokens_per_sec']:.0f} | **{speed:.2f}** | {memory:.2f} |"
-        print(row, flush=True)
+        print(row + beside(ours, best.values()), flush=True)
 
-    print("\n| layout, default case | tokens/s | ratio to one rank | forward | backward | communication | optimizer |")
-    print("|---|---|---|---|---|---|---|")
-    best = best_of(a.turns, {name: [OURS, *flags, *steps] for name, flags in LAYOUTS.items()})
-    for name, result in best.items():
-        ratio = result["tokens_per_sec"] / best["one rank"]["tokens_per_sec"]
-        parts = [f"{result[part + '_secs']:.3f} s" for part in ("forward", "backward", "communication", "optimizer")]
-        print(f"| {name} | {result['tokens_per_sec']:.0f} | {ratio:.2f} | " + " | ".join(parts) + " |", flush=True)
+    print()
+    others.pop("PyTorch", None)
+    header(["layout, default case", "tokens/s", "ratio to one rank", "forward", "backward", "communication", "optimizer"], others)
+    programs = {"ours": [OURS], **others}
+    best = best_of(a.turns, {(name, program): [*command, *flags, *steps]
+                             for name, flags in LAYOUTS.items() for program, command in programs.items()})
+    for name in LAYOUTS:
+        ours = best[name, "ours"]
+        ratio = ours["tokens_per_sec"] / best["one rank", "ours"]["tokens_per_sec"]
+        parts = [f"{ours[part + '_secs']:.3f} s" for part in ("forward", "backward", "communication", "optimizer")]
+        row = f"| {name} | {ours['tokens_per_sec']:.0f} | {ratio:.2f} | " + " | ".join(parts) + " |"
+        print(row + beside(ours, [best[name, other] for other in others]), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ mod layouts;
 mod memory;
 #[path = "end_to_end/readme.rs"]
 mod readme;
+#[path = "end_to_end/recompute.rs"]
+mod recompute;
 #[path = "end_to_end/reference.rs"]
 mod reference;
 #[path = "end_to_end/saving.rs"]

@@ -1,7 +1,7 @@
 //! Values of flags that are names.
 
 use candle_core::DType;
-use candle_parallel::Schedule;
+use candle_parallel::{Recompute, Schedule};
 use clap::ValueEnum;
 
 /// `--schedule`
@@ -20,6 +20,27 @@ impl From<ScheduleChoice> for Schedule {
         match choice {
             ScheduleChoice::OneForwardOneBackward => Schedule::OneForwardOneBackward,
             ScheduleChoice::GPipe => Schedule::GPipe,
+        }
+    }
+}
+
+/// `--recompute`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum RecomputeChoice {
+    /// Keep what the backward pass reads, but for what takes next to no time to compute again
+    None,
+    /// Keep the results of matrix products and of attention
+    Selective,
+    /// Keep the input of each layer and run its forward pass again
+    Full,
+}
+
+impl From<RecomputeChoice> for Recompute {
+    fn from(choice: RecomputeChoice) -> Self {
+        match choice {
+            RecomputeChoice::None => Recompute::None,
+            RecomputeChoice::Selective => Recompute::Selective,
+            RecomputeChoice::Full => Recompute::Full,
         }
     }
 }

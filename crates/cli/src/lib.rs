@@ -23,7 +23,7 @@ mod training_args;
 mod training_run;
 
 pub use allocator::{MiMalloc, keep_freed_memory};
-pub use choices::{DTypeChoice, ScheduleChoice, StorageChoice};
+pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};
 pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};

@@ -10,7 +10,7 @@ use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfi
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
-use crate::choices::{DTypeChoice, ScheduleChoice};
+use crate::choices::{DTypeChoice, RecomputeChoice, ScheduleChoice};
 use crate::freeze::FreezeArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
@@ -55,6 +55,9 @@ pub(crate) struct LayoutArgs {
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b")]
     pub schedule: ScheduleChoice,
+    /// What to compute again in the backward pass instead of keeping it since the forward pass: less memory, the same bits
+    #[arg(long, default_value = "none")]
+    pub recompute: RecomputeChoice,
     /// Type of weights and activations while training
     #[arg(long, default_value = "f32")]
     pub dtype: DTypeChoice,

@@ -86,6 +86,7 @@ impl TrainingRun<'_> {
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        let stage = stage.with_recompute(|_| training.layout.recompute.into());
         training.optimizer.freeze.check(stage.params())?;
         let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {

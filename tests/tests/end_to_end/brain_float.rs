@@ -10,6 +10,7 @@ use crate::tensors::Tensors;
 const BF16: Variant = Variant {
     dtype: DType::BF16,
     is_frozen: |_| false,
+    recompute: Recompute::None,
 };
 
 /// The root mean square error of a rounding to bf16: at most half of the last of 8 bits, evenly spread.

@@ -8,7 +8,7 @@ use crate::tensors::Tensors;
 
 /// Every number of a run, bit by bit.
 #[derive(PartialEq)]
-struct Bits {
+pub struct Bits {
     metrics: Vec<(u64, u64)>,
     gradients: Vec<(String, Vec<u32>)>,
     weights: Vec<(String, Vec<u32>)>,
@@ -22,7 +22,7 @@ fn bits_of(tensors: &Tensors) -> Vec<(String, Vec<u32>)> {
         .collect()
 }
 
-fn bits(outcome: &Outcome) -> Bits {
+pub fn bits(outcome: &Outcome) -> Bits {
     let metrics = outcome.metrics.iter();
     Bits {
         metrics: metrics

@@ -7,7 +7,7 @@ use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
-use candle_parallel::{Gradients, MicroBatch, ParamStore, Pipeline, Schedule, Stage, ZeroStage};
+use candle_parallel::{Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage, ZeroStage};
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::CausalLm;
 
@@ -59,6 +59,7 @@ impl Layout {
 pub struct Variant {
     pub dtype: DType,
     pub is_frozen: fn(&str) -> bool,
+    pub recompute: Recompute,
 }
 
 impl Default for Variant {
@@ -66,6 +67,7 @@ impl Default for Variant {
         Self {
             dtype: DType::F32,
             is_frozen: |_| false,
+            recompute: Recompute::None,
         }
     }
 }
@@ -202,11 +204,8 @@ pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
 
 fn load_variant(fixture: &Fixture, mesh: &Mesh, variant: Variant) -> Result<Stage> {
     let store = ParamStore::from_pretrained(fixture.model_dir())?.freeze(variant.is_frozen);
-    CausalLm::stage(
-        &fixture.config(),
-        mesh,
-        &store.builder(variant.dtype, mesh.world.device()),
-    )
+    let vb = store.builder(variant.dtype, mesh.world.device());
+    Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
 
 pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {

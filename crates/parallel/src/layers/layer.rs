@@ -35,6 +35,10 @@ pub trait Layer {
     /// Inputs of the wrong shape, and what operations and collectives return.
     fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)>;
 
+    /// Drops from `saved` what [`Self::backward`] can compute again from the rest without a matrix product, attention or a
+    /// collective: called under [`crate::Recompute::Selective`]. A layer that has nothing of the kind leaves it out.
+    fn forget(&self, _saved: &mut Self::Saved) {}
+
     /// The gradient of the input from that of the output, `dy`; `None` for inputs that have none, as tokens. The gradients of
     /// the layer's weights are written to `gradients`.
     ///

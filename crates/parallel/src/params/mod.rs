@@ -23,5 +23,5 @@ pub(crate) use parameters::Tie;
 pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
-pub(crate) use replicas::Checksums;
+pub(crate) use replicas::{Checksums, checksum};
 pub use store::ParamStore;

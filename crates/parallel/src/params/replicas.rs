@@ -96,7 +96,7 @@ impl Parameters {
 }
 
 /// The bits of all values; -0 and 0 are the same, and so are all NaNs, of which others tell.
-fn checksum(values: &Tensor) -> Result<u64> {
+pub(crate) fn checksum(values: &Tensor) -> Result<u64> {
     let values = values
         .flatten_all()?
         .to_dtype(DType::F32)?

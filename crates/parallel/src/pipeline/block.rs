@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor, Var};
 
 use super::micro_batch::MicroBatch;
+use super::recompute::Recompute;
 use crate::layers::{GradientSink, Layer};
 
 /// A training pass of one micro-batch, as a block sees it.
@@ -14,6 +15,8 @@ pub struct Pass<'a> {
     /// The gradient of the loss, the last block's output. The engine trains on the sum of the losses, so it is 1 but for types
     /// whose small gradients vanish.
     pub loss_scale: f64,
+    /// What to keep for the backward pass. [`Recompute::Full`] is the engine's work, not the block's.
+    pub recompute: Recompute,
 }
 
 /// What a block hands to the tape for its backward pass.
@@ -93,8 +96,11 @@ where
     L: Layer + Clone + Send + Sync + 'static,
     L::Saved: 'static,
 {
-    fn forward(&self, xs: &Tensor, _pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
-        let (out, saved) = self.0.forward_saving(xs)?;
+    fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
+        let (out, mut saved) = self.0.forward_saving(xs)?;
+        if pass.recompute == Recompute::Selective {
+            self.0.forget(&mut saved);
+        }
         let layer = self.0.clone();
         let backward = move |dy: Tensor, gradients: &mut dyn GradientSink| {
             layer.backward(saved, &dy, gradients)

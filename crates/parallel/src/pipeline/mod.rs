@@ -6,12 +6,15 @@ mod micro_batch;
 mod pass_report;
 #[expect(clippy::module_inception, reason = "the pipeline among its parts")]
 mod pipeline;
+mod recompute;
 mod schedule;
+mod segment;
 mod stage;
 
 pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
 pub use micro_batch::MicroBatch;
 pub use pass_report::PassReport;
 pub use pipeline::Pipeline;
+pub use recompute::Recompute;
 pub use schedule::{Instruction, Schedule};
 pub use stage::{Stage, Tape, stage_blocks};

@@ -3,17 +3,14 @@
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{DType, Device, Result, Tensor, Var, bail};
-use candle_ops::with_backward1;
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::block::{Backward, Block, Pass};
+use super::block::Block;
 use super::micro_batch::MicroBatch;
+use super::recompute::Recompute;
+use super::segment::{BatchPass, Segment, StageBlock};
 use crate::gradients::Gradients;
 use crate::params::{ParamBuilder, Parameters, part};
-
-/// What users run into.
-const CUTTING: &str = "candle_nn's RmsNorm, LayerNorm, rope and softmax_last_dim cut the graph; candle_ops has rms_norm, layer_norm and rope \
-    that do not";
 
 /// This rank's blocks, in order, and their parameters.
 pub struct Stage {
@@ -25,25 +22,12 @@ pub struct Stage {
     params: Parameters,
 }
 
-struct StageBlock {
-    index: usize,
-    block: Box<dyn Block>,
-    params: Vec<usize>,
-}
-
 /// What the backward pass of a micro-batch needs: one segment a block.
 ///
 /// The tape carries gradients from one segment to the one before it and drops each when it is done.
 pub struct Tape {
     segments: Vec<Segment>,
-    loss_scale: f64,
-}
-
-struct Segment {
-    /// `None`: nothing at or before this block is trained; the backward pass ends after it.
-    backward: Option<Backward>,
-    /// How often the block's forward pass wrote each of its parameters' gradients.
-    num_writes: Vec<usize>,
+    pass: BatchPass,
 }
 
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
@@ -86,13 +70,7 @@ impl Stage {
         let params = vb.store().seal(mesh)?;
         let blocks = blocks
             .into_iter()
-            .map(|(index, block)| StageBlock {
-                index,
-                block,
-                params: (0..params.len())
-                    .filter(|&param| params.get(param).blocks.contains(&index))
-                    .collect(),
-            })
+            .map(|(index, block)| StageBlock::new(index, block, &params))
             .collect();
         Ok(Self {
             blocks,
@@ -102,6 +80,17 @@ impl Stage {
             device: vb.device().clone(),
             params,
         })
+    }
+
+    /// The stage with activations recomputed: `of_block` tells what to keep of the block with an index. Every rank of the mesh
+    /// must be told the same.
+    pub fn with_recompute(mut self, of_block: impl Fn(usize) -> Recompute) -> Self {
+        let between = 1..self.num_blocks - 1;
+        let blocks = self.blocks.iter_mut();
+        for block in blocks.filter(|block| between.contains(&block.index)) {
+            block.recompute = of_block(block.index);
+        }
+        self
     }
 
     /// The parameters of this stage.
@@ -155,32 +144,17 @@ impl Stage {
         let mut segments = Vec::with_capacity(self.blocks.len());
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
         let num_frozen = self.num_frozen_blocks();
+        let pass = BatchPass {
+            batch: batch.clone(),
+            loss_scale,
+        };
         for (position, block) in self.blocks.iter().enumerate() {
             let mut run = || {
                 self.prepare(block)?;
                 if position < num_frozen {
-                    let segment = Segment {
-                        backward: None,
-                        num_writes: Vec::new(),
-                    };
-                    return Ok((block.block.infer(&xs, batch)?, segment));
+                    return Ok((block.block.infer(&xs, batch)?, Segment::Frozen));
                 }
-                let before = gradients.num_writes(&block.params);
-                let mut pass = Pass {
-                    batch,
-                    gradients: &mut *gradients,
-                    loss_scale,
-                };
-                let (output, backward) = block.block.forward(&xs, &mut pass)?;
-                let after = gradients.num_writes(&block.params).into_iter();
-                let segment = Segment {
-                    backward: Some(backward),
-                    num_writes: after
-                        .zip(before)
-                        .map(|(after, before)| after - before)
-                        .collect(),
-                };
-                Ok((output, segment))
+                block.forward(&xs, &pass, gradients)
             };
             let (output, segment) = run().map_err(|err: candle_core::Error| {
                 err.context(format!("forward pass of block {}", block.index))
@@ -191,11 +165,7 @@ impl Stage {
         if segments.is_empty() {
             bail!("a pipeline stage without blocks");
         }
-        let tape = Tape {
-            segments,
-            loss_scale,
-        };
-        Ok((xs, tape))
+        Ok((xs, Tape { segments, pass }))
     }
 
     /// Waits for updates of the block's parameters; an error if some are not in memory.
@@ -256,13 +226,9 @@ impl Stage {
         let mut upstream = upstream;
         let mut is_output = true;
         for (block, segment) in self.blocks.iter().zip(tape.segments).rev() {
-            let Segment {
-                backward: Some(backward),
-                num_writes,
-            } = segment
-            else {
+            if let Segment::Frozen = segment {
                 return Ok(None);
-            };
+            }
             let grad = match upstream.take() {
                 Some(grad) => Some(grad),
                 None if is_output && self.is_last() => None,
@@ -272,12 +238,9 @@ impl Stage {
                 ),
             };
             is_output = false;
-            let backward = (backward, num_writes.as_slice());
             upstream = self
                 .prepare(block)
-                .and_then(|()| {
-                    self.block_backward(block, backward, (grad, tape.loss_scale), gradients)
-                })
+                .and_then(|()| block.backward(segment, &tape.pass, grad, &self.params, gradients))
                 .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
             if is_last_micro_batch {
                 gradients.block_done(block.index)?;
@@ -285,97 +248,4 @@ impl Stage {
         }
         Ok(upstream)
     }
-
-    fn block_backward(
-        &self,
-        block: &StageBlock,
-        (backward, num_writes): (Backward, &[usize]),
-        (upstream, loss_scale): (Option<Tensor>, f64),
-        gradients: &mut Gradients,
-    ) -> Result<Option<Tensor>> {
-        let of_loss = |output: &Tensor| {
-            Tensor::full(loss_scale, (), output.device())?.to_dtype(output.dtype())
-        };
-        let before = gradients.num_writes(&block.params);
-        let grad = match backward {
-            Backward::Graph { input, output } => {
-                let upstream = upstream.map_or_else(|| of_loss(&output), Ok)?;
-                return self.graph_backward(block, input, &output, upstream, gradients);
-            }
-            Backward::Loss(backward) => backward(gradients)?,
-            Backward::Explicit(backward) => match upstream {
-                Some(upstream) => backward(upstream, gradients)?,
-                None => bail!(
-                    "the last block has an explicit backward pass that waits for the gradient of the loss\nhint: return \
-                     Backward::Loss, whose gradients have the factor Pass::loss_scale"
-                ),
-            },
-        };
-        let after = gradients.num_writes(&block.params);
-        for (slot, &index) in block.params.iter().enumerate() {
-            let param = self.params.get(index);
-            let is_missing = num_writes[slot] + after[slot] == before[slot];
-            if param.trainable && is_missing {
-                bail!(
-                    "the trainable parameter {} got no gradient\nhint: the block's own backward pass must write one for \
-                     each micro-batch, or the parameter should be frozen",
-                    param.name
-                );
-            }
-        }
-        Ok(grad)
-    }
-
-    fn graph_backward(
-        &self,
-        block: &StageBlock,
-        input: Option<Var>,
-        output: &Tensor,
-        upstream: Tensor,
-        gradients: &mut Gradients,
-    ) -> Result<Option<Tensor>> {
-        let trainable = block.params.iter().copied();
-        let trainable = trainable.filter(|&index| self.params.get(index).trainable);
-        let mut grads = if output.track_op() {
-            seed(output, upstream)?.backward()?
-        } else {
-            Default::default()
-        };
-        let mut missing = Vec::new();
-        for index in trainable {
-            let param = self.params.get(index);
-            match grads.remove(param.var()) {
-                Some(grad) => gradients.accumulate(index, &grad)?,
-                None => missing.push(param.name.as_str()),
-            }
-        }
-        if let Some(first) = missing.first() {
-            bail!(
-                "{} trainable parameters got no gradient, the first is {first}\nhint: an operation of the block has no \
-                 backward ({CUTTING}), the parameter is not used, or it should be frozen",
-                missing.len()
-            );
-        }
-        let Some(input) = input else { return Ok(None) };
-        match grads.remove(&input) {
-            Some(grad) => Ok(Some(grad)),
-            None => bail!(
-                "the block's input got no gradient\nhint: an operation between the block's input and its output has \
-                 no backward ({CUTTING})"
-            ),
-        }
-    }
-}
-
-/// A scalar whose backward gives `output` the gradient `upstream`: candle's `backward` takes no gradient to start from.
-fn seed(output: &Tensor, upstream: Tensor) -> Result<Tensor> {
-    if output.dims() != upstream.dims() {
-        bail!(
-            "the gradient of the output has shape {:?}; expected that of the output, {:?}",
-            upstream.shape(),
-            output.shape()
-        );
-    }
-    let root = Tensor::zeros((), output.dtype(), output.device())?;
-    with_backward1(output, root, "seed", move |_| Ok(Some(upstream.clone())))
 }

@@ -1,0 +1,61 @@
+//! Recomputed activations give the bits of kept ones: losses, every gradient, weights.
+
+use candle_core::DType;
+use candle_parallel::{Recompute, Schedule, ZeroStage};
+
+use crate::determinism::bits;
+use crate::fixture::Fixture;
+use crate::run::{Layout, Variant, train_variant};
+
+const LAYOUTS: [(usize, usize, usize); 5] = [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (3, 1, 1)];
+
+#[test]
+fn every_mode_gives_the_same_bits() {
+    for (name, dtype) in [
+        ("gqa", DType::F32),
+        ("tied_bias", DType::F32),
+        ("bf16_sharded", DType::BF16),
+    ] {
+        let fixture = Fixture::new(name);
+        let mut run = fixture.run.clone();
+        (run.steps, run.seq_len, run.micro_batch_size, run.global_batch_size) = (2, 12, 1, 4);
+        for (pp, dp, tp) in LAYOUTS {
+            for (is_frozen, overlap, schedule) in [
+                (
+                    (|_| false) as fn(&str) -> bool,
+                    true,
+                    Schedule::OneForwardOneBackward,
+                ),
+                // The first blocks, at which the backward pass ends, and products between trained norms.
+                (
+                    |name| name.contains("embed") || name.contains("layers.0.") || name.contains("proj"),
+                    false,
+                    Schedule::GPipe,
+                ),
+            ] {
+                let layout = Layout {
+                    zero: ZeroStage::One,
+                    overlap,
+                    schedule,
+                    ..Layout::new(pp, dp, tp)
+                };
+                let train = |recompute, delays| {
+                    let variant = Variant {
+                        dtype,
+                        is_frozen,
+                        recompute,
+                    };
+                    let layout = Layout { delays, ..layout };
+                    bits(&train_variant(&fixture, &run, layout, variant).unwrap())
+                };
+                let kept = train(Recompute::None, None);
+                for (recompute, delays) in [(Recompute::Selective, None), (Recompute::Full, Some(3))] {
+                    assert!(
+                        train(recompute, delays) == kept,
+                        "{name} {layout:?} {recompute:?}: other bits"
+                    );
+                }
+            }
+        }
+    }
+}
