@@ -45,8 +45,8 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    DTypeChoice, Flags, FreezeArgs, RankArgs, RecomputeChoice, exit_with, fingerprint_of_program, keep_freed_memory,
-    parse,
+    DTypeChoice, Flags, FreezeArgs, RankArgs, RecomputeChoice, exit_with, fingerprint_of_program,
+    keep_freed_memory, parse,
 };
 use candle_train_examples::{
     flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,

@@ -35,12 +35,10 @@ pub(crate) struct Attention {
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs: the input if weights that read it are trained, q and k before their norms if there are norms,
-/// q and k after rotation, v, the heads' output and its log-sum-exp.
+/// What the backward pass needs beside the input: q and k after rotation, or, if norms come before it, as the projections gave
+/// them; v, the heads' output and its log-sum-exp.
 #[derive(Clone)]
 pub(crate) struct Saved {
-    xs: Option<Tensor>,
-    unnormed: Option<(Tensor, Tensor)>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,66 +99,63 @@ impl Attention {
         })
     }
 
+    /// q and k, (b, t, heads, head_dim) each, as attention takes them: normed if the family does that, and rotated.
+    fn rotated(&self, q: Tensor, k: Tensor) -> Result<(Tensor, Tensor)> {
+        let (q, k) = match &self.head_norms {
+            Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?),
+            None => (q, k),
+        };
+        let (cos, sin) = self.rotary.get(q.dim(1)?)?;
+        let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
+        Ok((rope(q)?, rope(k)?))
+    }
+
     /// residual + attention(xs), all (b, t, hidden).
     pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
         let (b, t, _hidden) = xs.dims3()?;
-        let mut kept = None;
-        let mut heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let (ys, xs) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
-            kept = kept.take().or(xs);
+        let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
+            let (ys, _) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
             ys.reshape((b, t, num_heads, self.head_dim))
         };
         let q = heads(&self.q_proj, self.num_heads)?;
         let k = heads(&self.k_proj, self.num_kv_heads)?;
         let v = heads(&self.v_proj, self.num_kv_heads)?;
-        let (q, k, unnormed) = match &self.head_norms {
-            Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?, Some((q, k))),
-            None => (q, k, None),
-        };
-        let (cos, sin) = self.rotary.get(t)?;
-        let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
-        let (q, k) = (rope(q)?, rope(k)?);
+        let unnormed = self.head_norms.as_ref().map(|_| (q.clone(), k.clone()));
+        let (q, k) = self.rotated(q, k)?;
         let (ys, lse) = attention_forward(&q, &k, &v, self.spec)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
-        Ok((
-            out,
-            Saved {
-                xs: kept,
-                unnormed,
-                q,
-                k,
-                v,
-                ys,
-                lse,
-            },
-        ))
+        let (q, k) = unnormed.unwrap_or((q, k));
+        Ok((out, Saved { q, k, v, ys, lse }))
     }
 
-    /// The gradient of `xs` from that of the output; (b, t, hidden) both.
+    /// Whether [`Self::backward`] needs the input: a weight that reads it is trained.
+    pub fn reads_input(&self) -> bool {
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
+        layers.iter().any(|layer| layer.weight().track_op())
+    }
+
+    /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.
     pub fn backward(
         &self,
         saved: Saved,
+        xs: Option<Tensor>,
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved {
-            xs,
-            unnormed,
-            q,
-            k,
-            v,
-            ys,
-            lse,
-        } = saved;
+        let Saved { q, k, v, ys, lse } = saved;
+        let (rotated_q, rotated_k) = match &self.head_norms {
+            Some(_) => self.rotated(q.clone(), k.clone())?,
+            None => (q.clone(), k.clone()),
+        };
         let (_b, t, _num_heads, _head_dim) = q.dims4()?;
         let dys = self
             .o_proj
             .backward_linear(dy, Some(&ys), gradients)?
             .reshape(q.dims())?;
         let pass = AttentionGrad {
-            q: &q,
-            k: &k,
+            q: &rotated_q,
+            k: &rotated_k,
             v: &v,
             out: &ys.reshape(q.dims())?,
             log_sum_exp: &lse,
@@ -170,9 +165,9 @@ impl Attention {
         let (cos, sin) = self.rotary.get(t)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
-        if let (Some((q_norm, k_norm)), Some((q, k))) = (&self.head_norms, &unnormed) {
-            dq = q_norm.backward(q, &dq, None, gradients)?;
-            dk = k_norm.backward(k, &dk, None, gradients)?;
+        if let Some((q_norm, k_norm)) = &self.head_norms {
+            dq = q_norm.backward(&q, &dq, None, gradients)?;
+            dk = k_norm.backward(&k, &dk, None, gradients)?;
         }
         let dq = dq.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let dk = dk.flatten_from(2)?;

@@ -76,13 +76,22 @@ impl Layer for DecoderLayer {
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        let dnormed = self.mlp.backward(saved.mlp, dy, gradients)?;
+        // The outputs of the norms are as large as the input and take next to no time to compute again.
         let norm = &self.post_attention_layernorm;
+        let normed = self.mlp.reads_input().then(|| norm.forward(&saved.middle));
+        let dnormed = self
+            .mlp
+            .backward(saved.mlp, normed.transpose()?, dy, gradients)?;
         let dmiddle = norm.backward(&saved.middle, &dnormed, Some(dy), gradients)?;
+        let norm = &self.input_layernorm;
+        let normed = self
+            .self_attn
+            .reads_input()
+            .then(|| norm.forward(&saved.xs));
+        let normed = normed.transpose()?;
         let dnormed = self
             .self_attn
-            .backward(saved.attention, &dmiddle, gradients)?;
-        let norm = &self.input_layernorm;
+            .backward(saved.attention, normed, &dmiddle, gradients)?;
         norm.backward(&saved.xs, &dnormed, Some(&dmiddle), gradients)
             .map(Some)
     }

@@ -18,14 +18,11 @@ pub(crate) struct Mlp {
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs: gate and up, and if weights that read them are trained, the input and what the last
-/// projection gets.
+/// What the backward pass needs beside the input; SwiGLU's output is computed again.
 #[derive(Clone)]
 pub(crate) struct Saved {
-    xs: Option<Tensor>,
     gate: Tensor,
     up: Tensor,
-    ys: Option<Tensor>,
 }
 
 impl Mlp {
@@ -47,27 +44,30 @@ impl Mlp {
 
     /// residual + mlp(xs), all (b, t, hidden).
     pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
-        let (gate, gate_xs) = self.gate_proj.forward_saving(xs)?;
-        let (up, up_xs) = self.up_proj.forward_saving(xs)?;
+        let (gate, _) = self.gate_proj.forward_saving(xs)?;
+        let (up, _) = self.up_proj.forward_saving(xs)?;
         let ys = swiglu_forward(&gate, &up)?;
-        let (out, ys) = self.down_proj.forward_add(&ys, Some(residual))?;
-        let saved = Saved {
-            xs: gate_xs.or(up_xs),
-            gate,
-            up,
-            ys,
-        };
-        Ok((out, saved))
+        let (out, _) = self.down_proj.forward_add(&ys, Some(residual))?;
+        Ok((out, Saved { gate, up }))
     }
 
-    /// The gradient of `xs` from that of the output; (b, t, hidden) both.
+    /// Whether [`Self::backward`] needs the input: a weight that reads it is trained.
+    pub fn reads_input(&self) -> bool {
+        let layers = [&self.gate_proj, &self.up_proj];
+        layers.iter().any(|layer| layer.weight().track_op())
+    }
+
+    /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.
     pub fn backward(
         &self,
         saved: Saved,
+        xs: Option<Tensor>,
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { xs, gate, up, ys } = saved;
+        let Saved { gate, up } = saved;
+        let reads_ys = self.down_proj.weight().track_op();
+        let ys = reads_ys.then(|| swiglu_forward(&gate, &up)).transpose()?;
         let dys = self.down_proj.backward_linear(dy, ys.as_ref(), gradients)?;
         let (dgate, dup) = swiglu_backward(&gate, &up, &dys)?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];

@@ -27,11 +27,11 @@ impl From<ScheduleChoice> for Schedule {
 /// `--recompute`
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum RecomputeChoice {
-    /// Keep what the backward pass reads, but for what takes next to no time to compute again
+    /// Keep what the backward pass reads, but for what takes next to no time to compute again, as norms and activations
     None,
-    /// Keep the results of matrix products and of attention
+    /// Keep the results of matrix products and of attention only; for the model families of this program the same as none
     Selective,
-    /// Keep the input of each layer and run its forward pass again
+    /// Keep the input of each decoder layer and run its forward pass again
     Full,
 }
 

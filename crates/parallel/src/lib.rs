@@ -107,6 +107,6 @@ pub use params::{
     WEIGHT_INIT, part,
 };
 pub use pipeline::{
-    Backward, Block, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock, Recompute, Schedule,
-    Stage, Tape, layer_block, plain_block, stage_blocks,
+    Backward, Block, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock, Recompute,
+    Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
 };

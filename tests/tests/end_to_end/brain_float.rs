@@ -1,7 +1,7 @@
 //! Training in bf16: layouts against one rank, and one rank against f32.
 
 use candle_core::DType;
-use candle_parallel::{Schedule, ZeroStage};
+use candle_parallel::{Recompute, Schedule, ZeroStage};
 
 use crate::fixture::{ALL, Fixture, Run};
 use crate::run::{Layout, Outcome, Variant, train, train_variant};

@@ -36,7 +36,17 @@ fn frozen_parameters_stay_and_the_others_get_the_gradients_they_had() {
             let train = |is_frozen: fn(&str) -> bool, steps: usize| {
                 let mut run = run.clone();
                 run.steps = steps;
-                train_variant(&fixture, &run, layout, Variant { dtype, is_frozen, ..Variant::default() }).unwrap()
+                train_variant(
+                    &fixture,
+                    &run,
+                    layout,
+                    Variant {
+                        dtype,
+                        is_frozen,
+                        ..Variant::default()
+                    },
+                )
+                .unwrap()
             };
             let all = train(|_| false, 2);
             let before = train(|_| false, 0).final_weights;

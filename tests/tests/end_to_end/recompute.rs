@@ -18,7 +18,12 @@ fn every_mode_gives_the_same_bits() {
     ] {
         let fixture = Fixture::new(name);
         let mut run = fixture.run.clone();
-        (run.steps, run.seq_len, run.micro_batch_size, run.global_batch_size) = (2, 12, 1, 4);
+        (
+            run.steps,
+            run.seq_len,
+            run.micro_batch_size,
+            run.global_batch_size,
+        ) = (2, 12, 1, 4);
         for (pp, dp, tp) in LAYOUTS {
             for (is_frozen, overlap, schedule) in [
                 (
@@ -28,7 +33,11 @@ fn every_mode_gives_the_same_bits() {
                 ),
                 // The first blocks, at which the backward pass ends, and products between trained norms.
                 (
-                    |name| name.contains("embed") || name.contains("layers.0.") || name.contains("proj"),
+                    |name| {
+                        name.contains("embed")
+                            || name.contains("layers.0.")
+                            || name.contains("proj")
+                    },
                     false,
                     Schedule::GPipe,
                 ),
@@ -49,7 +58,9 @@ fn every_mode_gives_the_same_bits() {
                     bits(&train_variant(&fixture, &run, layout, variant).unwrap())
                 };
                 let kept = train(Recompute::None, None);
-                for (recompute, delays) in [(Recompute::Selective, None), (Recompute::Full, Some(3))] {
+                for (recompute, delays) in
+                    [(Recompute::Selective, None), (Recompute::Full, Some(3))]
+                {
                     assert!(
                         train(recompute, delays) == kept,
                         "{name} {layout:?} {recompute:?}: other bits"

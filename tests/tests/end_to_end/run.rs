@@ -7,7 +7,9 @@ use candle_comm::{Degrees, LocalConfig, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
-use candle_parallel::{Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage, ZeroStage};
+use candle_parallel::{
+    Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage, ZeroStage,
+};
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::CausalLm;
 

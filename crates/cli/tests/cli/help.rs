@@ -41,6 +41,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--dp", &["[default: 2]", "REPLICAS"]),
     ("--zero", &["[default: 1]"]),
     ("--no-overlap", &["same bits"]),
+    (
+        "--recompute",
+        &["[default: none]", "none", "selective", "full"],
+    ),
     ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
     (
         "--backend",

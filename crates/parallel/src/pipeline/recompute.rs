@@ -13,8 +13,8 @@ pub enum Recompute {
     /// All that the backward pass reads, but for what takes next to no time to compute again.
     #[default]
     None,
-    /// The results of matrix products and of attention; what is cheaper is computed again (arXiv:2205.05198, section 5): see
-    /// [`crate::Layer::forget`]. Blocks in plain candle keep all, as candle's graph does.
+    /// The results of matrix products and of attention (in the spirit of arXiv:2205.05198, section 5): what a layer's
+    /// [`crate::Layer::forget`] drops is computed again. Blocks in plain candle keep all, as candle's graph does.
     Selective,
     /// The block's input; the forward pass, collectives included, runs again before the backward pass (arXiv:1604.06174).
     Full,

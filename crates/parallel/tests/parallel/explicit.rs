@@ -1,6 +1,8 @@
 //! Blocks with an explicit backward pass against the same blocks under candle's: every mixture of the two, every layer.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Module, Result, Tensor};
@@ -8,8 +10,8 @@ use candle_ops::IGNORE_INDEX;
 use candle_parallel::regions::copy_to_tensor_parallel_region;
 use candle_parallel::{
     Backward, Block, ColumnParallelLinear, DataParallel, GradientSink, Gradients, Layer,
-    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, RowParallelLinear, Schedule,
-    Shard, Stage, ZeroStage, column_parallel_backward, column_parallel_linear, in_graph,
+    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, RowParallelLinear,
+    Schedule, Shard, Stage, ZeroStage, column_parallel_backward, column_parallel_linear, in_graph,
     layer_block, linear_cross_entropy, plain_block, row_parallel_linear,
     vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
@@ -197,11 +199,21 @@ fn micro_batches() -> Result<Vec<MicroBatch>> {
 type Passes = (f64, BTreeMap<String, Vec<f32>>);
 
 fn run(mesh: &Mesh, explicit: [bool; 4], frozen: &'static str) -> Result<Passes> {
+    run_recomputing(mesh, explicit, frozen, |_| Recompute::None)
+}
+
+fn run_recomputing(
+    mesh: &Mesh,
+    explicit: [bool; 4],
+    frozen: &'static str,
+    recompute: fn(usize) -> Recompute,
+) -> Result<Passes> {
     let store = ParamStore::init(5).freeze(move |name| !frozen.is_empty() && name.contains(frozen));
     let vb = store.builder(DType::F32, &device());
     let stage = Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         block(index, &mesh.tp, explicit, vb)
     })?;
+    let stage = stage.with_recompute(recompute);
     let mut gradients = Gradients::new(stage.params(), mesh, UNREDUCED)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     let batches = micro_batches()?;
@@ -251,6 +263,170 @@ fn frozen_weights_get_no_gradient_and_do_not_change_the_others() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn recomputed_blocks_of_every_kind_give_the_same_bits() {
+    let modes: [fn(usize) -> Recompute; 3] = [
+        |_| Recompute::Full,
+        |_| Recompute::Selective,
+        |index| match index {
+            2 => Recompute::Full,
+            _ => Recompute::None,
+        },
+    ];
+    for (pp, tp) in [(1, 1), (1, 3), (2, 2)] {
+        on_mesh((pp, 1, tp), |mesh| {
+            for frozen in ["", "0.weight", "left", "down"] {
+                for mixture in [0b0000, 0b1010, 0b0101, 0b1111] {
+                    let explicit = [0, 1, 2, 3].map(|bit| mixture >> bit & 1 == 1);
+                    let kept = run(&mesh, explicit, frozen)?;
+                    for mode in modes {
+                        assert!(run_recomputing(&mesh, explicit, frozen, mode)? == kept);
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// How many products were kept at a time at most, and how often the forward pass ran.
+#[derive(Default)]
+struct Counts {
+    kept: AtomicUsize,
+    most_kept: AtomicUsize,
+    forwards: AtomicUsize,
+}
+
+struct KeptProduct(Arc<Counts>, Tensor);
+
+impl KeptProduct {
+    fn new(counts: &Arc<Counts>, product: Tensor) -> Self {
+        let kept = counts.kept.fetch_add(1, Ordering::Relaxed) + 1;
+        counts.most_kept.fetch_max(kept, Ordering::Relaxed);
+        Self(counts.clone(), product)
+    }
+}
+
+impl Drop for KeptProduct {
+    fn drop(&mut self) {
+        self.0.kept.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// (xs * scale)², which keeps the product unless it is told to forget it.
+#[derive(Clone)]
+struct Squared(Tensor, Arc<Counts>);
+
+impl Layer for Squared {
+    type Saved = (Tensor, Option<KeptProduct>);
+
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
+        self.1.forwards.fetch_add(1, Ordering::Relaxed);
+        let product = xs.broadcast_mul(&self.0.detach())?;
+        let saved = KeptProduct::new(&self.1, product.clone());
+        Ok((product.sqr()?, (xs.clone(), Some(saved))))
+    }
+
+    fn forget(&self, saved: &mut Self::Saved) {
+        saved.1 = None;
+    }
+
+    fn backward(
+        &self,
+        (xs, kept): Self::Saved,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>> {
+        let scale = self.0.detach();
+        let product = match &kept {
+            Some(kept) => kept.1.clone(),
+            None => xs.broadcast_mul(&scale)?,
+        };
+        let dproduct = (dy * (product * 2.0)?)?;
+        let dscale = (&dproduct * xs)?.sum((0, 1))?;
+        gradients.write(&self.0, &mut |dst, add| {
+            candle_ops::add_into(dst, add, &dscale)
+        })?;
+        dproduct.broadcast_mul(&scale).map(Some)
+    }
+
+    fn weights(&self) -> Vec<&Tensor> {
+        vec![&self.0]
+    }
+}
+
+#[test]
+fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
+    on_mesh((1, 1, 1), |mesh| {
+        let run = |recompute: Recompute| {
+            let counts = Arc::new(Counts::default());
+            let vb = ParamStore::init(5).builder(DType::F32, &device());
+            let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+                1 | 2 => {
+                    let init = candle_nn::Init::Const(index as f64);
+                    let scale = vb.pp(index).get(HIDDEN, "scale", init)?;
+                    Ok(layer_block(Squared(scale, counts.clone())))
+                }
+                _ => block(index, &mesh.tp, [true; 4], vb),
+            })?;
+            let stage = stage.with_recompute(|_| recompute);
+            let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+            let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+            pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)?;
+            let values = (0..stage.params().len()).map(|index| floats(&gradients.get(index)?));
+            let [most_kept, forwards] =
+                [&counts.most_kept, &counts.forwards].map(|count| count.load(Ordering::Relaxed));
+            Ok::<_, candle_core::Error>((most_kept, forwards, values.collect::<Result<Vec<_>>>()?))
+        };
+        // Two blocks, two micro-batches, all forward passes first.
+        let (most_kept, forwards, kept) = run(Recompute::None)?;
+        assert_eq!((most_kept, forwards), (4, 4));
+        for (mode, want) in [(Recompute::Selective, (1, 4)), (Recompute::Full, (1, 8))] {
+            let (most_kept, forwards, gradients) = run(mode)?;
+            assert_eq!((most_kept, forwards), want, "{mode:?}");
+            assert!(gradients == kept, "{mode:?}: other bits");
+        }
+        Ok(())
+    });
+}
+
+/// Other values at each call.
+struct Dropout(Tensor);
+
+impl PlainBlock for Dropout {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        let mask = Tensor::rand(0f32, 1f32, xs.dims(), xs.device())?;
+        xs.broadcast_mul(&self.0)?.mul(&mask)
+    }
+}
+
+#[test]
+fn a_block_that_draws_other_numbers_when_it_runs_again_is_an_error_with_its_index() {
+    on_mesh((1, 1, 1), |mesh| {
+        let run = |recompute: fn(usize) -> Recompute| {
+            let vb = ParamStore::init(5).builder(DType::F32, &device());
+            let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+                2 => {
+                    let weight = vb.get(HIDDEN, "scale", candle_nn::Init::Const(1.0))?;
+                    Ok(plain_block(Dropout(weight)))
+                }
+                _ => block(index, &mesh.tp, [true; 4], vb),
+            })?;
+            let stage = stage.with_recompute(recompute);
+            let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+            let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+            pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)
+        };
+        let said = message(run(|_| Recompute::Full));
+        assert_says(&said, &["block 2", "run again", "with_recompute"]);
+        run(|index| match index {
+            2 => Recompute::None,
+            _ => Recompute::Full,
+        })?;
+        Ok(())
+    });
 }
 
 #[test]
