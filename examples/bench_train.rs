@@ -24,6 +24,7 @@
 //! | `libraries` | versions of CUDA, cuBLAS and, where it was used, cuDNN; null on the CPU |
 //! | `peak_device_bytes` | the most that tensors held at a time, by the driver's memory pool; null on the CPU |
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
+//! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
@@ -45,11 +46,12 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    DTypeChoice, Flags, FreezeArgs, RankArgs, RecomputeChoice, exit_with, fingerprint_of_program,
-    keep_freed_memory, parse,
+    DTypeChoice, Flags, FreezeArgs, MiMalloc, RankArgs, RecomputeChoice, exit_with,
+    fingerprint_of_program, keep_freed_memory, parse,
 };
 use candle_train_examples::{
-    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
+    CountingAllocator, flops_per_token, page_faults, peak_allocated_bytes, peak_rss_bytes,
+    peak_tflops, product_floor_secs,
 };
 use candle_train_models::{CausalLm, LLAMA, ModelConfig, RopeKind};
 use clap::Parser;
@@ -141,6 +143,7 @@ struct Measured {
     num_parameters: usize,
     num_trainable_parameters: usize,
     page_faults_per_step: u64,
+    peak_allocated_bytes: usize,
     /// With one rank and nothing frozen, the time that the products of the linear layers take alone.
     product_floor_secs: Option<f64>,
     flops_per_token: f64,
@@ -149,7 +152,7 @@ struct Measured {
 }
 
 #[global_allocator]
-static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator(MiMalloc);
 
 fn main() -> ExitCode {
     keep_freed_memory();
@@ -296,6 +299,7 @@ fn bench(
         num_parameters,
         num_trainable_parameters,
         page_faults_per_step: 0,
+        peak_allocated_bytes: 0,
         product_floor_secs: None,
         flops_per_token,
         gpu: None,
@@ -316,6 +320,7 @@ fn bench(
     if args.profile {
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
     }
+    measured.peak_allocated_bytes = peak_allocated_bytes();
     measured.gpu = GpuState::of(mesh.world.device())?;
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
     if is_one_cpu && num_trainable_parameters == num_parameters {
@@ -419,6 +424,7 @@ fn print(
         "peak_device_bytes": measured.gpu.as_ref().map(|gpu| gpu.peak),
         "parameters": measured.num_parameters,
         "trainable_parameters": measured.num_trainable_parameters,
+        "peak_allocated_bytes": measured.peak_allocated_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,

@@ -4,7 +4,7 @@
     cargo build --release --example bench_train
     scripts/bench_memory.py [--turns N]
 
-Bytes per layer and token are measured by four runs, of two numbers of layers and two of tokens: what the peak of resident
+Bytes per layer and token are measured by four runs, of two numbers of layers and two of tokens: what the peak of allocated
 memory grows by with both together belongs to layers and tokens alone. "Formula" is what docs/design.md says that a decoder
 layer keeps. The programs run in turns, and the best median step of each is taken.
 """
@@ -17,8 +17,8 @@ PROGRAM = pathlib.Path(__file__).resolve().parent.parent / "target/release/examp
 MODES = ["none", "selective", "full"]
 # The default shape of bench_train.
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS = 512, 1376, 8, 4
-LAYERS = [8, 16]
-SEQUENCES = [4, 16]
+LAYERS = [4, 8]
+SEQUENCES = [4, 8]
 SEQ_LEN = 256
 
 
@@ -41,7 +41,7 @@ def formula(mode):
 
 def bytes_per_layer_and_token(mode):
     def peak(layers, sequences):
-        return run(mode, "--layers", layers, "--batch-size", sequences, "--steps", 1)["peak_rss_bytes"]
+        return run(mode, "--layers", layers, "--batch-size", sequences, "--steps", 1)["peak_allocated_bytes"]
 
     (few, many), (short, long) = LAYERS, SEQUENCES
     grown = peak(many, long) - peak(few, long) - peak(many, short) + peak(few, short)
