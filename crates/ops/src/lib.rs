@@ -92,8 +92,7 @@ pub use sum::sum_into;
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
-    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
-    sum_exp_and_target_logit,
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
 pub use with_backward::{with_backward1, with_backward2, with_backward3};
 

@@ -43,8 +43,7 @@ pub(crate) use attention::attention_forward;
 pub(crate) use attention_backward::attention_backward;
 pub(crate) use column_sum::{linear_bias_grad, linear_bias_grad_into};
 pub(crate) use cross_entropy::{
-    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
-    sum_exp_and_target_logit,
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
