@@ -21,7 +21,6 @@
 #![deny(unsafe_code)]
 
 mod adamw;
-mod add_into;
 mod attention;
 mod attention_blocks;
 mod attention_code;
@@ -34,12 +33,12 @@ mod cross_entropy;
 mod cuda;
 mod device_choice;
 mod dispatch;
+mod elements;
 mod embedding;
 mod exp;
 mod filled;
 mod gpu_settings;
 mod gpu_state;
-mod grad_norm;
 mod head_groups;
 mod host;
 mod host_floats;
@@ -50,14 +49,12 @@ mod linear;
 mod linear_grad;
 mod matrix;
 mod op_output;
-mod op_time;
 mod profile;
 mod rms_norm;
 mod rope;
-mod round;
 mod row_norm;
 mod stopwatch;
-mod sum;
+mod sums;
 mod swiglu;
 mod upload;
 mod vectorised;
@@ -65,15 +62,14 @@ mod vocab_shard;
 mod with_backward;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
-pub use add_into::add_into;
 pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
 pub use attention_code::AttentionCode;
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
+pub use elements::{add_into, round_into};
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use gpu_settings::GpuSettings;
 pub use gpu_state::GpuState;
-pub use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
 pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
 pub use linear::{linear, linear_forward, linear_forward_add};
@@ -82,13 +78,11 @@ pub use linear_grad::{
     linear_weight_grad, linear_weight_grad_into,
 };
 pub use op_output::OpOutput;
-pub use op_time::OpTime;
-pub use profile::Profile;
+pub use profile::{OpTime, Profile};
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
-pub use round::round_into;
 pub use stopwatch::Stopwatch;
-pub use sum::sum_into;
+pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
