@@ -14,9 +14,9 @@ __device__ inline i64 local_column(u32 target, i64 vocab_start, i64 cols) {
 // What a row is started with: finite, so that minus infinity can be taken from it.
 constexpr float LOWEST = -3.402823466e38f;
 
-// stats (rows, 3): the largest local logit (LOWEST where a row is empty, NaN where it has a NaN), the sum of exp(logit -
-// largest), and the target's logit where it is local, else 0. One pass: a thread scales its sum down when it meets a larger
-// logit (arXiv:1805.02867), and all do at the end.
+// stats (rows, 3): the largest local logit (LOWEST where a row is empty), the sum of exp(logit - largest) (NaN where a logit is),
+// and the target's logit where it is local, else 0. One pass: a thread scales its sum down when it meets a larger logit
+// (arXiv:1805.02867), and all do at the end.
 template <typename T>
 __device__ void softmax_stats(float* stats, const T* logits, const u32* targets, i64 rows, i64 cols, i64 vocab_start) {
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -28,7 +28,7 @@ __device__ void softmax_stats(float* stats, const T* logits, const u32* targets,
             float before = max;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                max = Max()(max, x.at[j]);
+                max = fmaxf(max, x.at[j]);
             }
             if (max != before) {
                 sum *= expf(before - max);
@@ -56,7 +56,7 @@ extern "C" __global__ void cross_entropy_loss(float* loss, float* log_sum_exp, c
     for (i64 row = thread_index(); row < rows; row += thread_count()) {
         float max = LOWEST;
         for (i64 shard = 0; shard < shards; ++shard) {
-            max = Max()(max, stats[3 * (shard * rows + row)]);
+            max = fmaxf(max, stats[3 * (shard * rows + row)]);
         }
         float sum = 0.0f;
         float target_logit = 0.0f;

@@ -5,12 +5,6 @@ use crate::exp::exp;
 
 const LANES: usize = 32;
 
-/// The larger one, or NaN if one is.
-#[inline(always)]
-pub(crate) fn larger(a: f32, b: f32) -> f32 {
-    if a > b || a.is_nan() { a } else { b }
-}
-
 /// The sum of `f(x)`.
 #[inline(always)]
 pub(crate) fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
@@ -20,6 +14,7 @@ pub(crate) fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 /// The largest `f(x)`, or NaN if there is one: a broken value must not hide behind the others.
 #[inline(always)]
 pub(crate) fn max(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
     fold(values, f32::NEG_INFINITY, |a, x| larger(a, f(x)), larger)
 }
 

@@ -22,8 +22,8 @@ const BLOCK: usize = 1024;
 /// Numbers that [`softmax_stats`] gives for a row.
 const STATS: usize = 3;
 
-/// Of each row over the local columns: the largest logit, the sum of `exp(logit - largest)`, and the target's logit if it is
-/// local, else 0. An empty row has `f32::MIN`, 0 and 0, which adds nothing to those of other shards.
+/// Of each row over the local columns: the largest logit, the sum of `exp(logit - largest)`, NaN if a logit is, and the
+/// target's logit if it is local, else 0. An empty row has `f32::MIN`, 0 and 0, which adds nothing to those of other shards.
 ///
 /// The local columns are the vocabulary `vocab_start .. vocab_start + v`; `targets` are ids of the whole vocabulary.
 ///
@@ -97,7 +97,7 @@ pub(crate) fn losses(
     let (mut loss, mut log_sum_exp) = (vec![0f32; n], vec![0f32; n]);
     for (row, &target) in targets.iter().enumerate() {
         let shards = || stats.chunks_exact(STATS).skip(row).step_by(n);
-        let max = shards().fold(f32::MIN, |max, shard| lanes::larger(max, shard[0]));
+        let max = shards().fold(f32::MIN, |max, shard| max.max(shard[0]));
         let sum: f64 = shards()
             .map(|shard| f64::from(shard[1]) * rescale(shard[0], max))
             .sum();
@@ -250,7 +250,7 @@ fn max_and_sum_exp(values: &[f32]) -> (f32, f32) {
     let (mut max, mut total) = (f32::MIN, 0f64);
     for block in values.chunks(BLOCK) {
         let before = max;
-        max = lanes::larger(before, lanes::max(block, |x| x));
+        max = before.max(lanes::max(block, |x| x));
         if max != before {
             total *= rescale(before, max);
         }
