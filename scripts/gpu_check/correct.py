@@ -32,6 +32,8 @@ for name in ["libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcurand.
 print(json.dumps(found))
 """
 NEEDED = ["libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10", "libcudnn.so.9", "libnccl.so.2", "libnvrtc.so.13"]
+# Seconds for the first look at libraries of gigabytes, on a disk that has not read them yet.
+COLD = 120
 # Relative L2 distance to what PyTorch computes in f64: results are rounded to bf16, by 2^-9 at most, and within attention the
 # probabilities are, too.
 PRODUCT_BOUND, ATTENTION_BOUND = 4e-3, 1.2e-2
@@ -42,10 +44,10 @@ SANITIZED = ["rms_norm::matches", "layer_norm::matches", "linear::", "brain_floa
 
 def preflight(run):
     """Driver, libraries, kernels, one product, one attention: what all else needs."""
-    row = {"libraries": json_lines(run.run("libraries", [sys.executable, "-c", LIBRARIES], 20))[0]}
+    row = {"libraries": json_lines(run.run("libraries", [sys.executable, "-c", LIBRARIES], COLD))[0]}
     if shutil.which("nvidia-smi"):
         query = "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
-        row["nvidia_smi"] = run.run("nvidia-smi", ["nvidia-smi", query, "--format=csv,noheader"], 20).strip()
+        row["nvidia_smi"] = run.run("nvidia-smi", ["nvidia-smi", query, "--format=csv,noheader"], COLD).strip()
     missing = [f"{name} ({row['libraries'][name]})" for name in NEEDED if row["libraries"][name].startswith("missing")]
     if missing and not run.smoke:
         raise Failed(f"libraries that cannot be loaded: {', '.join(missing)}")
@@ -61,9 +63,9 @@ def window(run):
 def compared_operations(run, what, arguments):
     """A product and an attention against PyTorch's."""
     file = run.folder / f"{what}.safetensors"
-    opened = json_lines(run.ours(what, "bench_gpu", ["cuda:0", "check", file, *arguments], 40, attention_must_be_cudnn(run)))[-1]
+    opened = json_lines(run.ours(what, "bench_gpu", ["cuda:0", "check", file, *arguments], COLD, attention_must_be_cudnn(run)))[-1]
     check_attention(run, opened)
-    errors = json_lines(run.torch(f"{what} torch", "bench_ops_torch.py", [torch_device(run), "check", file], 60))[-1]
+    errors = json_lines(run.torch(f"{what} torch", "bench_ops_torch.py", [torch_device(run), "check", file], COLD))[-1]
     bounds = {name: PRODUCT_BOUND if name in ("y", "dx") else ATTENTION_BOUND for name in errors}
     wrong = [f"{name} by {errors[name]:.1e}" for name in errors if not errors[name] <= bounds[name]]
     if wrong:

@@ -10,10 +10,10 @@
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_ops::{
     AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
-    cross_entropy_grad, embedding_forward, embedding_grad_into, layer_norm_backward,
-    layer_norm_forward, linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad,
-    linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into, rms_norm_backward,
-    rms_norm_forward, rope, rope_in_place, row_max, sum_exp_and_target_logit, swiglu_backward,
+    cross_entropy_grad, cross_entropy_loss, embedding_forward, embedding_grad_into,
+    layer_norm_backward, layer_norm_forward, linear_bias_grad, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+    rms_norm_backward, rms_norm_forward, rope, rope_in_place, softmax_stats, swiglu_backward,
     swiglu_forward,
 };
 use rand::{Rng, SeedableRng};
@@ -355,9 +355,8 @@ impl Run {
         );
         let grad = self.normal(0.0, 1.0, rows)?;
         let loss = candle_ops::cross_entropy(&logits, &targets)?;
-        let max = row_max(&logits)?;
-        let pieces = sum_exp_and_target_logit(&logits, &max, &targets, 0)?;
-        let log_sum_exp = (pieces.get(0)?.log()? + &max)?;
+        let stats = softmax_stats(&logits, &targets, 0)?;
+        let (_, log_sum_exp) = cross_entropy_loss(&stats, &targets, vocab_size)?;
         let dlogits = cross_entropy_grad(&logits, &log_sum_exp, &targets, 0, &grad)?;
         self.keep(
             &format!("cross_entropy {rows} x {vocab_size}"),
@@ -367,8 +366,8 @@ impl Run {
                 ("grad", &grad),
             ],
             &[
-                ("row_max", &max),
-                ("sum_exp", &pieces.get(0)?),
+                ("row_max", &stats.narrow(1, 0, 1)?.squeeze(1)?),
+                ("sum_exp", &stats.narrow(1, 1, 1)?.squeeze(1)?),
                 ("loss", &loss),
                 ("dlogits", &dlogits),
             ],

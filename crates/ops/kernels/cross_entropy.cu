@@ -1,6 +1,5 @@
-// Cross-entropy over logits (rows, cols) of which each rank holds some columns of the vocabulary, in the pieces between
-// which ranks communicate (arXiv:1909.08053): row_max, all-reduce, sum_exp_and_target_logit, all-reduce,
-// log_sum_exp = max + ln(sum), loss = ln(sum) - target, gradient. A block per row, in turns.
+// Cross-entropy over logits (rows, cols) of which each rank holds some columns of the vocabulary (arXiv:1909.08053):
+// softmax_stats, all-gather, log_sum_exp = max + ln(sum), loss = ln(sum) - (target - max), gradient. A block per row, in turns.
 #include "pack.cuh"
 #include "reduce.cuh"
 
@@ -12,59 +11,64 @@ __device__ inline i64 local_column(u32 target, i64 vocab_start, i64 cols) {
     return target != IGNORE_INDEX && column >= 0 && column < cols ? column : -1;
 }
 
-// max (rows): minus infinity where a row is empty, NaN where it has a NaN.
-template <typename T>
-__device__ void row_max(float* max, const T* logits, i64 rows, i64 cols) {
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        float largest = __uint_as_float(0xff800000u);
-        for_each_pack_of_block<PACK<T>>(cols, rows_packed<T>(cols, aligned(logits)), [&](auto width, i64 i) {
-            constexpr int N = decltype(width)::value;
-            Floats<N> x = load<N>(logits + row * cols + i);
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                largest = Max()(largest, x.at[j]);
-            }
-        });
-        largest = reduce_block<Max>(largest, shared);
-        if (threadIdx.x == 0) {
-            max[row] = largest;
-        }
-    }
-}
+// What a row is started with: finite, so that minus infinity can be taken from it.
+constexpr float LOWEST = -3.402823466e38f;
 
-// out (2, rows): the sums of exp(logit - max), and logit - max of the target where it is local, else 0.
+// stats (rows, 3): the largest local logit (LOWEST where a row is empty), the sum of exp(logit - largest) (NaN where a logit is),
+// and the target's logit where it is local, else 0. One pass: a thread scales its sum down when it meets a larger logit
+// (arXiv:1805.02867), and all do at the end.
 template <typename T>
-__device__ void sum_exp_and_target_logit(float* out, const T* logits, const float* max, const u32* targets, i64 rows,
-                                         i64 cols, i64 vocab_start) {
+__device__ void softmax_stats(float* stats, const T* logits, const u32* targets, i64 rows, i64 cols, i64 vocab_start) {
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        float largest = max[row];
+        float max = LOWEST;
         float sum = 0.0f;
         for_each_pack_of_block<PACK<T>>(cols, rows_packed<T>(cols, aligned(logits)), [&](auto width, i64 i) {
             constexpr int N = decltype(width)::value;
             Floats<N> x = load<N>(logits + row * cols + i);
+            float before = max;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                sum += expf(x.at[j] - largest);
+                max = fmaxf(max, x.at[j]);
+            }
+            if (max != before) {
+                sum *= expf(before - max);
+            }
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                sum += expf(x.at[j] - max);
             }
         });
-        sum = reduce_block<Sum>(sum, shared);
+        float largest = reduce_block<Max>(max, shared);
+        sum = reduce_block<Sum>(sum * expf(max - largest), shared);
         if (threadIdx.x == 0) {
             i64 column = local_column(targets[row], vocab_start, cols);
-            out[row] = sum;
-            out[rows + row] = column >= 0 ? to_f32(logits[row * cols + column]) - largest : 0.0f;
+            stats[3 * row] = largest;
+            stats[3 * row + 1] = sum;
+            stats[3 * row + 2] = column >= 0 ? to_f32(logits[row * cols + column]) : 0.0f;
         }
     }
 }
 
-// loss (rows) and log_sum_exp (rows) from what all shards of the vocabulary have: max (rows) and sums (2, rows), as
-// sum_exp_and_target_logit gives them. The loss is 0 without a target, NaN for one beyond the vocabulary.
-extern "C" __global__ void cross_entropy_loss(float* loss, float* log_sum_exp, const float* max, const float* sums,
-                                              const u32* targets, i64 rows, i64 vocab) {
+// loss (rows) and log_sum_exp (rows) from the stats (shards, rows, 3) of all shards of the vocabulary. The loss is 0 without
+// a target, NaN for one beyond the vocabulary.
+extern "C" __global__ void cross_entropy_loss(float* loss, float* log_sum_exp, const float* stats, const u32* targets,
+                                              i64 rows, i64 shards, i64 vocab) {
     for (i64 row = thread_index(); row < rows; row += thread_count()) {
+        float max = LOWEST;
+        for (i64 shard = 0; shard < shards; ++shard) {
+            max = fmaxf(max, stats[3 * (shard * rows + row)]);
+        }
+        float sum = 0.0f;
+        float target_logit = 0.0f;
+        for (i64 shard = 0; shard < shards; ++shard) {
+            const float* of_shard = stats + 3 * (shard * rows + row);
+            sum += of_shard[1] * expf(of_shard[0] - max);
+            target_logit += of_shard[2];
+        }
         u32 target = targets[row];
-        float log_sum = logf(sums[row]);
-        log_sum_exp[row] = max[row] + log_sum;
-        float of_target = (i64)target < vocab ? log_sum - sums[rows + row] : __uint_as_float(0x7fc00000u);
+        float log_sum = logf(sum);
+        log_sum_exp[row] = max + log_sum;
+        float of_target = (i64)target < vocab ? log_sum - (target_logit - max) : __uint_as_float(0x7fc00000u);
         loss[row] = target == IGNORE_INDEX ? 0.0f : of_target;
     }
 }
@@ -93,22 +97,14 @@ __device__ void cross_entropy_backward(T* dlogits, const T* logits, const float*
     }
 }
 
-extern "C" __global__ void row_max_f32(float* max, const float* logits, i64 rows, i64 cols) {
-    row_max(max, logits, rows, cols);
+extern "C" __global__ void softmax_stats_f32(float* stats, const float* logits, const u32* targets, i64 rows, i64 cols,
+                                             i64 vocab_start) {
+    softmax_stats(stats, logits, targets, rows, cols, vocab_start);
 }
 
-extern "C" __global__ void row_max_bf16(float* max, const bf16* logits, i64 rows, i64 cols) {
-    row_max(max, logits, rows, cols);
-}
-
-extern "C" __global__ void sum_exp_and_target_logit_f32(float* out, const float* logits, const float* max,
-                                                        const u32* targets, i64 rows, i64 cols, i64 vocab_start) {
-    sum_exp_and_target_logit(out, logits, max, targets, rows, cols, vocab_start);
-}
-
-extern "C" __global__ void sum_exp_and_target_logit_bf16(float* out, const bf16* logits, const float* max,
-                                                         const u32* targets, i64 rows, i64 cols, i64 vocab_start) {
-    sum_exp_and_target_logit(out, logits, max, targets, rows, cols, vocab_start);
+extern "C" __global__ void softmax_stats_bf16(float* stats, const bf16* logits, const u32* targets, i64 rows, i64 cols,
+                                              i64 vocab_start) {
+    softmax_stats(stats, logits, targets, rows, cols, vocab_start);
 }
 
 extern "C" __global__ void cross_entropy_backward_f32(float* dlogits, const float* logits, const float* log_sum_exp,

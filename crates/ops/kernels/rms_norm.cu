@@ -40,8 +40,7 @@ __device__ void rms_norm_forward(T* y, const T* x, const T* w, i64 rows, int col
 template <typename T>
 __device__ void rms_norm_backward(T* dx, float* partials, const T* x, const T* w, const T* dy, const T* residual,
                                   i64 rows, int cols, float eps) {
-    float* scratch = shared;
-    float* dw = shared + 2 * MAX_WARPS;
+    float* dw = shared + MAX_WARPS;
     bool packed = rows_packed<T>(cols, aligned(dx, partials, x, w, dy, residual));
     if (partials) {
         for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
@@ -64,8 +63,8 @@ __device__ void rms_norm_backward(T* dx, float* partials, const T* x, const T* w
                 products += d.at[j] * b.at[j] * a.at[j];
             }
         });
-        float r = 1.0f / sqrtf(reduce_block<Sum>(squares, scratch) / (float)cols + eps);
-        float along_x = r * r * reduce_block<Sum>(products, scratch + MAX_WARPS) / (float)cols;
+        float r = 1.0f / sqrtf(reduce_block<Sum>(squares, shared) / (float)cols + eps);
+        float along_x = r * r * reduce_block<Sum>(products, shared) / (float)cols;
         for_each_pack_of_block<PACK<T>>(cols, packed, [&](auto width, i64 i) {
             constexpr int N = decltype(width)::value;
             Floats<N> a = load<N>(x + start + i);

@@ -1,7 +1,7 @@
 //! Cross-entropy of whole rows of logits: `loss = ln(sum exp(logit)) - logit[target]`.
 
 use crate::host::HostU32;
-use crate::vocab_shard::{cross_entropy_grad, losses, row_max, sum_exp_and_target_logit};
+use crate::vocab_shard::{cross_entropy_grad, losses, softmax_stats};
 use crate::{IGNORE_INDEX, with_backward1};
 use candle_core::{Result, Tensor, bail};
 
@@ -25,9 +25,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if targets.device().is_cpu() {
         check_targets(&targets, v)?;
     }
-    let max = row_max(&logits_value)?;
-    let sums = sum_exp_and_target_logit(&logits_value, &max, &targets, 0)?;
-    let (loss, log_sum_exp) = losses(&max, &sums, &targets, v)?;
+    let stats = softmax_stats(&logits_value, &targets, 0)?;
+    let (loss, log_sum_exp) = losses(&stats, &targets, v)?;
     with_backward1(logits, loss, NAME, move |grad| {
         Ok(Some(cross_entropy_grad(
             &logits_value,

@@ -13,8 +13,9 @@ pub struct GpuSettings {
     pub deterministic: bool,
     /// What must compute attention in bf16; without it cuDNN where it can.
     pub attention: Option<AttentionCode>,
-    /// Which of cuDNN's configurations to run, of those that it suggests for a pass; without it the first that works.
-    pub cudnn_config: Option<usize>,
+    /// Which of the configurations that cuDNN suggests for the forward pass and for the backward pass to run; without it the
+    /// first that works.
+    pub cudnn_config: Option<[usize; 2]>,
     /// A folder of compiled kernels that replace those in this program.
     pub kernels: Option<PathBuf>,
     /// Rows of logits that exist at once, forward and backward.
@@ -72,9 +73,14 @@ impl GpuSettings {
         Ok(Self {
             deterministic: deterministic.unwrap_or(false),
             attention,
-            cudnn_config: parsed(of("CANDLE_TRAIN_CUDNN_CONFIG"), "a number from 0", |v| {
-                v.parse().ok()
-            })?,
+            cudnn_config: parsed(
+                of("CANDLE_TRAIN_CUDNN_CONFIG"),
+                "a number from 0, or one for each pass as in `0,2`",
+                |v| {
+                    let (forward, backward) = v.split_once(',').unwrap_or((v, v));
+                    Some([forward.parse().ok()?, backward.parse().ok()?])
+                },
+            )?,
             kernels: variable("CANDLE_TRAIN_KERNELS").map(PathBuf::from),
             head_chunk_rows: parsed(of("CANDLE_TRAIN_HEAD_CHUNK"), "a number from 1", |v| {
                 v.parse().ok()
@@ -110,11 +116,13 @@ mod tests {
         let expected = GpuSettings {
             deterministic: true,
             attention: Some(AttentionCode::Cudnn),
-            cudnn_config: Some(2),
+            cudnn_config: Some([2, 2]),
             kernels: Some("mended".into()),
             head_chunk_rows: NonZeroUsize::new(8192),
         };
         assert_eq!(all, expected);
+        let of_passes = of(&[("CANDLE_TRAIN_CUDNN_CONFIG", "0,3")])?;
+        assert_eq!(of_passes.cudnn_config, Some([0, 3]));
         Ok(())
     }
 
@@ -124,6 +132,7 @@ mod tests {
             ("CANDLE_TRAIN_DETERMINISTIC", "yes"),
             ("CANDLE_TRAIN_ATTENTION", "flash"),
             ("CANDLE_TRAIN_CUDNN_CONFIG", "-1"),
+            ("CANDLE_TRAIN_CUDNN_CONFIG", "1,"),
             ("CANDLE_TRAIN_HEAD_CHUNK", "0"),
         ] {
             let error = of(&[(name, value)]).unwrap_err().to_string();

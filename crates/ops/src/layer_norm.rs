@@ -1,5 +1,7 @@
 //! Layer normalisation: `y = (x - mean(x)) / sqrt(var(x) + eps) * w + b` (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Norm;
 use crate::dispatch::on_cuda;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::{dot, sum};
@@ -77,7 +79,9 @@ pub fn layer_norm_backward(
     parameter_grads: [bool; 2],
 ) -> Result<(Tensor, [Option<Tensor>; 2])> {
     let h = row_norm::backward_width(NAME, xs, weight, dy, residual)?;
-    on_cuda!(xs => crate::cuda::layer_norm_backward(xs, weight, dy, eps, residual, parameter_grads));
+    on_cuda!(xs => {
+        crate::cuda::norm_backward(Norm::Layer, [xs, weight, dy], eps, residual, parameter_grads)
+    });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
     let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
     let (dx, dw_and_db) = inputs.run(
@@ -96,7 +100,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Res
     if let Some(bias) = bias.filter(|bias| bias.dims() != [h]) {
         bail!("{NAME}: expected bias ({h}), got {:?}", bias.dims())
     }
-    on_cuda!(xs => crate::cuda::layer_norm_forward(xs, weight, bias, eps));
+    on_cuda!(xs => crate::cuda::norm_forward(Norm::Layer, xs, weight, bias, eps));
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;

@@ -21,7 +21,6 @@
 #![deny(unsafe_code)]
 
 mod adamw;
-mod add_into;
 mod attention;
 mod attention_blocks;
 mod attention_code;
@@ -35,12 +34,12 @@ mod cross_entropy;
 mod cuda;
 mod device_choice;
 mod dispatch;
+mod elements;
 mod embedding;
 mod exp;
 mod filled;
 mod gpu_settings;
 mod gpu_state;
-mod grad_norm;
 mod head_groups;
 mod host;
 mod host_floats;
@@ -51,14 +50,12 @@ mod linear;
 mod linear_grad;
 mod matrix;
 mod op_output;
-mod op_time;
 mod profile;
 mod rms_norm;
 mod rope;
-mod round;
 mod row_norm;
 mod stopwatch;
-mod sum;
+mod sums;
 mod swiglu;
 mod upload;
 mod vectorised;
@@ -66,16 +63,15 @@ mod vocab_shard;
 mod with_backward;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
-pub use add_into::add_into;
 pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
 pub use attention_code::AttentionCode;
 pub use attention_spec::AttentionSpec;
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
+pub use elements::{add_into, round_into};
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use gpu_settings::GpuSettings;
 pub use gpu_state::GpuState;
-pub use grad_norm::{sum_of_squares, sum_of_squares_into};
 pub use head_groups::HeadGroups;
 pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
 pub use linear::{linear, linear_forward, linear_forward_add};
@@ -84,18 +80,15 @@ pub use linear_grad::{
     linear_weight_grad, linear_weight_grad_into,
 };
 pub use op_output::OpOutput;
-pub use op_time::OpTime;
-pub use profile::Profile;
+pub use profile::{OpTime, Profile};
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
-pub use round::round_into;
 pub use stopwatch::Stopwatch;
-pub use sum::sum_into;
+pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
 pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
-    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
-    sum_exp_and_target_logit,
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
 pub use with_backward::{with_backward1, with_backward2, with_backward3};
 

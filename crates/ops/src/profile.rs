@@ -1,8 +1,19 @@
 //! Where the time of a GPU goes, operation by operation.
 
-use crate::OpTime;
 use candle_core::{Device, Result, bail};
 use std::fmt::{Display, Formatter};
+
+/// GPU time of a kernel or product over a profile.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpTime {
+    /// The kernel's name, or the operation for which cuBLAS multiplied with the product's m x n x k and type: products of
+    /// different shapes are kept apart.
+    pub op: String,
+    /// How often it ran.
+    pub num_calls: usize,
+    /// Seconds of all calls.
+    pub secs: f64,
+}
 
 /// GPU time of the operations between [`Profile::start`] and [`Profile::finish`], from CUDA events around each kernel and each
 /// product.

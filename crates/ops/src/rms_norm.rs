@@ -1,5 +1,7 @@
 //! Root-mean-square normalisation: `y = x / sqrt(mean(x^2) + eps) * w` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Norm;
 use crate::dispatch::on_cuda;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::dot;
@@ -60,7 +62,11 @@ pub fn rms_norm_backward(
     weight_grad: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let h = row_norm::backward_width(NAME, xs, weight, dy, residual)?;
-    on_cuda!(xs => crate::cuda::rms_norm_backward(xs, weight, dy, eps, residual, weight_grad));
+    on_cuda!(xs => {
+        let (inputs, wanted) = ([xs, weight, dy], [weight_grad, false]);
+        let (dx, [dw, _]) = crate::cuda::norm_backward(Norm::Rms, inputs, eps, residual, wanted)?;
+        Ok((dx, dw))
+    });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
     let (dx, dw) = inputs.run(
         h,
@@ -80,7 +86,7 @@ fn inverse_rms(x: &[f32], eps: f64) -> f32 {
 
 fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
     let h = row_norm::width(NAME, xs, weight)?;
-    on_cuda!(xs => crate::cuda::rms_norm_forward(xs, weight, eps));
+    on_cuda!(xs => crate::cuda::norm_forward(Norm::Rms, xs, weight, None, eps));
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;

@@ -1,12 +1,12 @@
-//! Cross-entropy over logits of which each rank holds some columns of the vocabulary: the pieces between which the
-//! ranks communicate (the maximum of the maxima, the sum of the sums), after Megatron-LM (arXiv:1909.08053).
+//! Cross-entropy over logits of which each rank holds some columns of the vocabulary, after Megatron-LM
+//! (arXiv:1909.08053), with the statistics of a row's softmax from one pass over it (arXiv:1805.02867).
 //!
 //! `loss = log_sum_exp - logit[target]`, `log_sum_exp = max + ln(sum exp(logit - max))`,
 //! `dlogit = (exp(logit - log_sum_exp) - onehot(target)) * grad`.
 
 use crate::IGNORE_INDEX;
 use crate::OpOutput;
-use crate::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::exp::exp;
 use crate::host::{HostF32, HostU32};
@@ -19,125 +19,95 @@ use candle_core::{Device, Result, Tensor, bail};
 /// Columns summed in f32 before the sum goes on in f64.
 const BLOCK: usize = 1024;
 
-/// The maximum of each row; minus infinity where a row is empty.
-///
-/// # Shapes
-/// `logits (n, v)` f32 or bf16 -> `(n)` f32, outside any graph.
-///
-/// # Errors
-/// When `logits` has not two dimensions or is not f32 or bf16.
-pub fn row_max(logits: &Tensor) -> Result<Tensor> {
-    let (n, v) = rows_of("row_max", logits)?;
-    on_cuda!(logits => crate::cuda::row_max(logits));
-    let host = HostFloats::new("row_max", "logits", logits)?;
-    let values = host.read();
-    let mut max = vec![f32::NEG_INFINITY; n];
-    let rows = rows_per_chunk(v);
-    for_each_chunk(&mut max, rows, values.len(), |chunk, max| {
-        for (i, max) in max.iter_mut().enumerate() {
-            let values = &values[(chunk * rows + i) * v..][..v];
-            *max = vectorised(
-                #[inline(always)]
-                || lanes::max(values, |x| x),
-            );
-        }
-    });
-    Tensor::from_vec(max, n, logits.device())
-}
+/// Numbers that [`softmax_stats`] gives for a row.
+const STATS: usize = 3;
 
-/// Per row: the sum of `exp(logit - max)` over the local columns, and the target's `logit - max` if it is local.
+/// Of each row over the local columns: the largest logit, the sum of `exp(logit - largest)`, NaN if a logit is, and the
+/// target's logit if it is local, else 0. An empty row has `f32::MIN`, 0 and 0, which adds nothing to those of other shards.
 ///
 /// The local columns are the vocabulary `vocab_start .. vocab_start + v`; `targets` are ids of the whole vocabulary.
-/// Row 1 of the result is 0 where the target is not local, so that summing the results of all shards completes both.
 ///
 /// # Shapes
-/// `logits (n, v)` f32 or bf16, `max (n)` f32, `targets (n)` u32 -> `(2, n)` f32, outside any graph.
+/// `logits (n, v)` f32 or bf16, `targets (n)` u32 -> `(n, 3)` f32, outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.
-pub fn sum_exp_and_target_logit(
-    logits: &Tensor,
-    max: &Tensor,
-    targets: &Tensor,
-    vocab_start: usize,
-) -> Result<Tensor> {
-    let op = "sum_exp_and_target_logit";
+pub fn softmax_stats(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> Result<Tensor> {
+    let op = "softmax_stats";
     let (n, v) = rows_of(op, logits)?;
-    check_rows(op, n, &[("max", max), ("targets", targets)])?;
-    on_cuda!(logits => crate::cuda::sum_exp_and_target_logit(logits, max, targets, vocab_start));
+    check_rows(op, n, &[("targets", targets)])?;
+    on_cuda!(logits => crate::cuda::softmax_stats(logits, targets, vocab_start));
     let device = logits.device();
     let logits = HostFloats::new(op, "logits", logits)?;
-    let max = HostF32::new(op, "max", max)?;
     let targets = HostU32::new(op, "targets", targets)?;
-    let (logits, max, targets) = (logits.read(), max.read(), targets.read());
-    let mut out = vec![0f32; 2 * n];
-    let (sums, target_logits) = out.split_at_mut(n);
+    let (logits, targets) = (logits.read(), targets.read());
+    let mut stats = vec![0f32; STATS * n];
     let rows = rows_per_chunk(v);
-    for_each_chunk2(
-        (sums, rows),
-        (target_logits, rows),
-        logits.len(),
-        |chunk, sums, hits| {
-            for (i, (sum, hit)) in sums.iter_mut().zip(hits).enumerate() {
-                let row = chunk * rows + i;
-                let values = &logits[row * v..][..v];
-                *sum = sum_exp(values, max[row]);
-                if let Some(column) = local_column(targets[row], vocab_start, v) {
-                    *hit = values[column] - max[row];
-                }
-            }
-        },
-    );
-    Tensor::from_vec(out, (2, n), device)
+    for_each_chunk(&mut stats, STATS * rows, logits.len(), |chunk, stats| {
+        for (i, stats) in stats.chunks_exact_mut(STATS).enumerate() {
+            let row = chunk * rows + i;
+            let values = &logits[row * v..][..v];
+            let (max, sum) = vectorised(
+                #[inline(always)]
+                || max_and_sum_exp(values),
+            );
+            let hit = local_column(targets[row], vocab_start, v).map(|column| values[column]);
+            stats.copy_from_slice(&[max, sum, hit.unwrap_or_default()]);
+        }
+    });
+    Tensor::from_vec(stats, (n, STATS), device)
 }
 
 /// The loss of each row, and its log-sum-exp, from what all shards of the vocabulary have together.
 ///
-/// `max` is the largest of the shards' maxima, `sums` the sum of what [`sum_exp_and_target_logit`] returned for them.
-/// The loss is 0 where the target is [`IGNORE_INDEX`], and NaN where it is beyond the vocabulary of `vocab_size` ids: an
-/// error would have to wait for the GPU.
+/// `stats` is what [`softmax_stats`] gave for each shard, one after the other. The loss is 0 where the target is
+/// [`IGNORE_INDEX`], and NaN where it is beyond the vocabulary of `vocab_size` ids: an error would have to wait for the GPU.
 ///
 /// # Shapes
-/// `max (n)`, `sums (2, n)` f32, `targets (n)` u32 -> `(n)` and `(n)` f32, outside any graph.
+/// `stats (shards * n, 3)` f32, `targets (n)` u32 -> `(n)` and `(n)` f32, outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.
 pub fn cross_entropy_loss(
-    max: &Tensor,
-    sums: &Tensor,
+    stats: &Tensor,
     targets: &Tensor,
     vocab_size: usize,
 ) -> Result<(Tensor, Tensor)> {
-    let (loss, log_sum_exp) = losses(max, sums, targets, vocab_size)?;
+    let (loss, log_sum_exp) = losses(stats, targets, vocab_size)?;
     Ok((loss.into_tensor(), log_sum_exp))
 }
 
 /// [`cross_entropy_loss`], of which the loss may enter a graph.
 pub(crate) fn losses(
-    max: &Tensor,
-    sums: &Tensor,
+    stats: &Tensor,
     targets: &Tensor,
     vocab_size: usize,
 ) -> Result<(OpOutput, Tensor)> {
     let op = "cross_entropy_loss";
     let n = targets.elem_count();
-    check_rows(op, n, &[("max", max), ("targets", targets)])?;
-    if sums.dims() != [2, n] {
-        bail!("{op}: expected sums (2, {n}), got {:?}", sums.dims())
+    check_rows(op, n, &[("targets", targets)])?;
+    match *stats.dims() {
+        [rows, STATS] if rows == n || (rows > 0 && rows.is_multiple_of(n)) => {}
+        ref dims => bail!("{op}: expected stats (shards * {n}, {STATS}), got {dims:?}"),
     }
-    on_cuda!(sums => crate::cuda::cross_entropy_loss(max, sums, targets, vocab_size));
-    let max = HostF32::new(op, "max", max)?;
-    let sums = HostF32::new(op, "sums", sums)?;
+    on_cuda!(stats => crate::cuda::cross_entropy_loss(stats, targets, vocab_size));
+    let stats = HostF32::new(op, "stats", stats)?;
     let targets = HostU32::new(op, "targets", targets)?;
-    let (max, sums, targets) = (max.read(), sums.read(), targets.read());
+    let (stats, targets) = (stats.read(), targets.read());
     let (mut loss, mut log_sum_exp) = (vec![0f32; n], vec![0f32; n]);
     for (row, &target) in targets.iter().enumerate() {
-        let log_sum = sums[row].ln();
-        log_sum_exp[row] = max[row] + log_sum;
+        let shards = || stats.chunks_exact(STATS).skip(row).step_by(n);
+        let max = shards().fold(f32::MIN, |max, shard| max.max(shard[0]));
+        let sum: f64 = shards()
+            .map(|shard| f64::from(shard[1]) * rescale(shard[0], max))
+            .sum();
+        let log_sum = (sum as f32).ln();
+        log_sum_exp[row] = max + log_sum;
         if target != IGNORE_INDEX {
+            let hit: f32 = shards().map(|shard| shard[2]).sum();
             let is_known = (target as usize) < vocab_size;
             loss[row] = if is_known {
-                log_sum - sums[n + row]
+                log_sum - (hit - max)
             } else {
                 f32::NAN
             };
@@ -273,14 +243,23 @@ fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
     (target != IGNORE_INDEX && column < v).then_some(column)
 }
 
-fn sum_exp(values: &[f32], max: f32) -> f32 {
-    let mut total = 0f64;
+/// The largest value and the sum of `exp(value - largest)`. Where a block has a larger value than those before it, what they
+/// add up to is scaled down. The first maximum is finite, so that minus infinity is never taken from itself.
+#[inline(always)]
+fn max_and_sum_exp(values: &[f32]) -> (f32, f32) {
+    let (mut max, mut total) = (f32::MIN, 0f64);
     for block in values.chunks(BLOCK) {
-        let sum = vectorised(
-            #[inline(always)]
-            || lanes::sum(block, |x| exp(x - max)),
-        );
-        total += f64::from(sum);
+        let before = max;
+        max = before.max(lanes::max(block, |x| x));
+        if max != before {
+            total *= rescale(before, max);
+        }
+        total += f64::from(lanes::sum(block, |x| exp(x - max)));
     }
-    total as f32
+    (max, total as f32)
+}
+
+/// The factor of a sum of `exp(logit - before)` that makes it one of `exp(logit - max)`.
+fn rescale(before: f32, max: f32) -> f64 {
+    (f64::from(before) - f64::from(max)).exp()
 }

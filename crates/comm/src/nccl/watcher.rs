@@ -28,6 +28,7 @@ pub(super) struct UnderWay {
     pub ready: Option<CudaEvent>,
     /// Recorded behind it.
     pub done: Arc<CudaEvent>,
+    /// Counts from when the GPU has come to it, as the control plane does: what the GPU does before is no wait.
     pub deadline: Deadline,
     /// By which the run's control plane knows it, if there is one.
     pub ticket: Option<Ticket>,
@@ -79,7 +80,9 @@ fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error
 impl UnderWay {
     /// Whether it is complete; tells the control plane how far it is.
     fn poll(&mut self, slept: Duration) -> Result<bool, Error> {
-        self.deadline.count(slept, TICK);
+        if self.ready.is_none() {
+            self.deadline.count(slept, TICK);
+        }
         let is_past = |event: &CudaEvent| {
             event.try_is_complete().map_err(|error| {
                 Error::Backend(format!("{}: the GPU has failed: {error}", self.call))

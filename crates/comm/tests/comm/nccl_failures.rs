@@ -86,6 +86,29 @@ fn a_missing_rank_ends_in_the_deadline() {
     );
 }
 
+/// Rank 0 puts both reductions on its GPU at once, and rank 1 is late for each: together longer than the deadline.
+#[test]
+fn an_operation_behind_another_is_not_late_with_it() {
+    let results = each(2, short(), |world| {
+        let is_late = world.rank() == 1;
+        let mut sum = ones(&world)?;
+        for _ in 0..2 {
+            if is_late {
+                sleep(short() * 3 / 5);
+            }
+            sum = world.all_reduce(&sum, ReduceOp::Sum)?;
+            if is_late {
+                sum.to_vec1::<f32>()?;
+            }
+        }
+        sum.to_vec1::<f32>()?;
+        world.check()
+    });
+    for result in results {
+        result.unwrap();
+    }
+}
+
 /// What ranks that the run's control plane watches end with.
 fn watched(world_size: usize, run: impl Fn(ProcessGroup) -> Result<()> + Sync) -> Vec<String> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -13,94 +13,57 @@ use candle_core::{Result, Tensor};
 /// Threads of a block that passes over a row of logits, which may be as long as the vocabulary.
 const WIDE_BLOCK: u32 = 1024;
 
-/// The largest logit of each row.
-pub(crate) fn row_max(logits: &Tensor) -> Result<Tensor> {
-    by_dtype!("row_max", "logits", logits, T => row_max_as::<T>(&detached(logits)?))
-}
-
-fn row_max_as<T: Element>(logits: &Tensor) -> Result<Tensor> {
-    let gpu = Gpu::of("row_max", logits)?;
-    let (n, v) = logits.dims2()?;
-    let values = gpu.read::<T>("logits", logits)?;
-    let max = gpu.alloc::<f32>(n)?;
-    if n > 0 {
-        let launch = gpu.rows(n, block(v), 128)?;
-        // SAFETY: logits has n * v values and max n.
-        unsafe { launch::row_max(&launch, max.out(), values.get::<T>(), n as i64, v as i64) }?;
-    }
-    Ok(max.into_tensor(n))
-}
-
-/// For each row the sum of `exp(logit - max)`, and the target's `logit - max` if this slice has it, else 0.
-pub(crate) fn sum_exp_and_target_logit(
+/// For each row the largest logit, the sum of `exp(logit - largest)`, and the target's logit if this slice has it, else 0.
+pub(crate) fn softmax_stats(
     logits: &Tensor,
-    max: &Tensor,
     targets: &Tensor,
     vocab_start: usize,
 ) -> Result<Tensor> {
-    let (max, targets) = (detached(max)?, detached(targets)?);
-    by_dtype!("sum_exp_and_target_logit", "logits", logits, T => {
-        sums::<T>(&detached(logits)?, &max, &targets, vocab_start)
-    })
+    let targets = detached(targets)?;
+    by_dtype!("softmax_stats", "logits", logits, T => stats::<T>(&detached(logits)?, &targets, vocab_start))
 }
 
-fn sums<T: Element>(
-    logits: &Tensor,
-    max: &Tensor,
-    targets: &Tensor,
-    vocab_start: usize,
-) -> Result<Tensor> {
-    let gpu = Gpu::of("sum_exp_and_target_logit", logits)?;
+fn stats<T: Element>(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> Result<Tensor> {
+    let gpu = Gpu::of("softmax_stats", logits)?;
     let (n, v) = logits.dims2()?;
     let values = gpu.read::<T>("logits", logits)?;
-    let (max, targets) = (
-        gpu.read::<f32>("max", max)?,
-        gpu.read::<u32>("targets", targets)?,
-    );
-    let out = gpu.alloc::<f32>(2 * n)?;
+    let targets = gpu.read::<u32>("targets", targets)?;
+    let stats = gpu.alloc::<f32>(3 * n)?;
     if n > 0 {
-        // SAFETY: logits has n * v values, max and targets n, out 2 n.
+        let (launch, cols, start) = (gpu.rows(n, block(v), 128)?, v as i64, vocab_start as i64);
+        let (values, targets) = (values.get::<T>(), targets.get());
+        // SAFETY: logits has n * v values, targets n, stats 3 n.
         unsafe {
-            launch::sum_exp_and_target_logit(
-                &gpu.rows(n, block(v), 128)?,
-                out.out(),
-                values.get::<T>(),
-                max.get(),
-                targets.get(),
-                n as i64,
-                v as i64,
-                vocab_start as i64,
-            )
+            launch::softmax_stats(&launch, stats.out(), values, targets, n as i64, cols, start)
         }?;
     }
-    Ok(out.into_tensor((2, n)))
+    Ok(stats.into_tensor((n, 3)))
 }
 
 /// The loss of each row and its log-sum-exp.
 pub(crate) fn cross_entropy_loss(
-    max: &Tensor,
-    sums: &Tensor,
+    stats: &Tensor,
     targets: &Tensor,
     vocab: usize,
 ) -> Result<(OpOutput, Tensor)> {
-    let gpu = Gpu::of("cross_entropy_loss", sums)?;
+    let gpu = Gpu::of("cross_entropy_loss", stats)?;
     let n = targets.elem_count();
-    let (max, sums, targets) = (detached(max)?, detached(sums)?, detached(targets)?);
-    let max = gpu.read::<f32>("max", &max)?;
-    let sums = gpu.read::<f32>("sums", &sums)?;
+    let shards = stats.elem_count() / (3 * n).max(1);
+    let (stats, targets) = (detached(stats)?, detached(targets)?);
+    let stats = gpu.read::<f32>("stats", &stats)?;
     let targets = gpu.read::<u32>("targets", &targets)?;
     let (loss, log_sum_exp) = (gpu.alloc::<f32>(n)?, gpu.alloc::<f32>(n)?);
     if n > 0 {
-        // SAFETY: sums has 2 n values, the others n.
+        // SAFETY: stats has 3 n values of each shard, the others n.
         unsafe {
             launch::cross_entropy_loss(
                 &gpu.elements(n)?,
                 loss.out(),
                 log_sum_exp.out(),
-                max.get(),
-                sums.get(),
+                stats.get(),
                 targets.get(),
                 n as i64,
+                shards as i64,
                 vocab as i64,
             )
         }?;

@@ -35,11 +35,10 @@ macro_rules! for_each_kernel {
                 column_sum[T](dst: Out<f32>, src: In<T>, rows: i64, cols: i64, add: i32);
             }
             "cross_entropy" {
-                row_max[T](max: Out<f32>, logits: In<T>, rows: i64, cols: i64);
-                sum_exp_and_target_logit[T](out: Out<f32>, logits: In<T>, max: In<f32>, targets: In<u32>, rows: i64,
-                    cols: i64, vocab_start: i64);
-                cross_entropy_loss(loss: Out<f32>, log_sum_exp: Out<f32>, max: In<f32>, sums: In<f32>, targets: In<u32>,
-                    rows: i64, vocab: i64);
+                softmax_stats[T](stats: Out<f32>, logits: In<T>, targets: In<u32>, rows: i64, cols: i64,
+                    vocab_start: i64);
+                cross_entropy_loss(loss: Out<f32>, log_sum_exp: Out<f32>, stats: In<f32>, targets: In<u32>, rows: i64,
+                    shards: i64, vocab: i64);
                 cross_entropy_backward[T](dlogits: Out<T>, logits: In<T>, log_sum_exp: In<f32>, targets: In<u32>,
                     row_grads: OptIn<f32>, grad: f32, rows: i64, cols: i64, vocab_start: i64);
             }

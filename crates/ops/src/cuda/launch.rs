@@ -61,6 +61,7 @@ macro_rules! launchers {
             /// # Safety
             /// The pointers must hold as many values as the kernel reads or writes for the sizes given, and the launch must
             /// be what `kernels/README.md` asks for.
+            // The kernel's, in its order and by its names: a struct for each would say them once more.
             #[allow(clippy::too_many_arguments)]
             pub(super) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
                 let suffix: &[&str] = &[$($t::SUFFIX)?];

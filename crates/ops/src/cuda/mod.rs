@@ -20,20 +20,18 @@ mod elements;
 mod embedding;
 mod embedding_order;
 mod gpu;
-mod grad_norm;
 mod kernel_files;
 mod kernel_table;
 mod launch;
-mod layer_norm;
 mod library;
 mod linear;
 mod loaded;
+mod norm;
 mod pointer;
 mod profile;
-mod rms_norm;
 mod rope;
 mod state;
-mod sum;
+mod sums;
 mod swiglu;
 mod upload;
 mod values;
@@ -43,21 +41,18 @@ pub(crate) use attention::attention_forward;
 pub(crate) use attention_backward::attention_backward;
 pub(crate) use column_sum::{linear_bias_grad, linear_bias_grad_into};
 pub(crate) use cross_entropy::{
-    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, row_max,
-    sum_exp_and_target_logit,
+    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
-pub(crate) use grad_norm::{sum_of_squares, sum_of_squares_into};
-pub(crate) use layer_norm::{layer_norm_backward, layer_norm_forward};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
 };
+pub(crate) use norm::{Norm, norm_backward, norm_forward};
 pub(crate) use profile::{Span, finish as finish_profile, mark, start as start_profile};
-pub(crate) use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub(crate) use rope::{rope, rope_in_place};
 pub(crate) use state::state;
-pub(crate) use sum::sum_into;
+pub(crate) use sums::{sum_into, sum_of_squares, sum_of_squares_into};
 pub(crate) use swiglu::{swiglu_backward, swiglu_forward};
 pub(crate) use upload::upload;

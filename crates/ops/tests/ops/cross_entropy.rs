@@ -6,8 +6,7 @@ use crate::check::{
 };
 use candle_core::{D, Result, Tensor, Var};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy, cross_entropy_grad, cross_entropy_loss, row_max,
-    sum_exp_and_target_logit,
+    IGNORE_INDEX, cross_entropy, cross_entropy_grad, cross_entropy_loss, softmax_stats,
 };
 
 const LARGEST_LOGIT: f64 = 8.0;
@@ -69,28 +68,71 @@ fn grad_bound(v: usize) -> f64 {
     log_sum_exp / 2.0 * rounding_error(2) + rounding_error(EXP_ROUNDINGS)
 }
 
+/// The maxima, the sums of exponentials and the targets' logits.
+fn columns(stats: &Tensor) -> Result<[Vec<f32>; 3]> {
+    let column = |i| floats(&stats.narrow(1, i, 1)?);
+    Ok([column(0)?, column(1)?, column(2)?])
+}
+
 #[test]
-fn sums_of_exponentials_match_the_reference() -> Result<()> {
+fn statistics_of_rows_match_the_reference() -> Result<()> {
     on_each_device(|| {
         for (n, v) in SHAPES {
             let (logits, targets) = inputs(n, v)?;
-            let max = row_max(&logits)?;
             let ids = Tensor::new(&targets[..], &device())?;
-            let pieces = sum_exp_and_target_logit(&logits, &max, &ids, 0)?;
+            let stats = softmax_stats(&logits, &ids, 0)?;
             let (values, mut want_max) = (floats(&logits)?, Vec::new());
-            let (mut sums, mut hits) = (Vec::new(), Vec::new());
+            let (mut sums, mut want_hits) = (Vec::new(), Vec::new());
             for (logits, &target) in values.chunks(v).zip(&targets) {
                 let max = logits.iter().copied().fold(f32::MIN, f32::max);
                 let sum = logits.iter().map(|x| f64::from(x - max).exp());
                 sums.push(sum.sum::<f64>());
-                let hit = logits.get(target as usize).map(|x| x - max);
-                hits.push(hit.unwrap_or_default());
+                want_hits.push(logits.get(target as usize).copied().unwrap_or_default());
                 want_max.push(max);
             }
-            assert_eq!(floats(&max)?, want_max);
-            assert_eq!(floats(&pieces.get(1)?)?, hits);
+            let [max, _, hits] = columns(&stats)?;
+            assert_eq!(max, want_max);
+            assert_eq!(hits, want_hits);
             let bound = rounding_error(EXP_ROUNDINGS + lane_roundings(v.min(1024)));
-            assert_close(&format!("sum {n}x{v}"), &pieces.get(0)?, &sums, bound);
+            let got = stats.narrow(1, 1, 1)?;
+            assert_close(&format!("sum {n}x{v}"), &got, &sums, bound);
+        }
+        Ok(())
+    })
+}
+
+/// Each logit is larger than all before it, so that every block, and every thread of a GPU, scales its sum down.
+#[test]
+fn a_maximum_that_grows_with_every_column_keeps_the_sum() -> Result<()> {
+    on_each_device(|| {
+        let v = 32001;
+        let logits: Vec<f32> = (0..v).map(|i| i as f32 * 2e-3 - 30.0).collect();
+        let max = f64::from(logits[v - 1]);
+        let want: f64 = logits.iter().map(|x| (f64::from(*x) - max).exp()).sum();
+        let logits = Tensor::from_vec(logits, (1, v), &device())?;
+        let stats = softmax_stats(&logits, &Tensor::new(&[IGNORE_INDEX], &device())?, 0)?;
+        let [got_max, sum, hits] = columns(&stats)?;
+        assert_eq!((f64::from(got_max[0]), hits[0]), (max, 0.0));
+        let error = (f64::from(sum[0]) - want).abs() / want;
+        assert!(error < 1e-6, "relative error {error:e}");
+        Ok(())
+    })
+}
+
+/// Logits of minus infinity, as masks write them, in front, behind and in whole blocks.
+#[test]
+fn logits_of_minus_infinity_add_nothing() -> Result<()> {
+    on_each_device(|| {
+        for finite in [0, 1, 1500, 2999] {
+            let mut logits = vec![f32::NEG_INFINITY; 3000];
+            logits[finite] = -7.0;
+            let logits = Tensor::from_vec(logits, (1, 3000), &device())?;
+            let ids = Tensor::new(&[finite as u32], &device())?;
+            assert_eq!(
+                floats(&softmax_stats(&logits, &ids, 0)?)?,
+                [-7.0, 1.0, -7.0]
+            );
+            assert_eq!(floats(&cross_entropy(&logits, &ids)?)?, [0.0]);
         }
         Ok(())
     })
@@ -130,29 +172,17 @@ fn shards_of_the_vocabulary_add_up_to_the_whole() -> Result<()> {
             .windows(2)
             .map(|s| Ok((s[0], logits.narrow(1, s[0], s[1] - s[0])?)))
             .collect::<Result<_>>()?;
-        let maxima: Vec<Tensor> = shards
+        let stats: Vec<Tensor> = shards
             .iter()
-            .map(|(_, x)| row_max(x))
+            .map(|(start, shard)| softmax_stats(shard, &ids, *start))
             .collect::<Result<_>>()?;
-        let max = Tensor::stack(&maxima, 0)?.max(0)?;
-        let mut pieces = Tensor::zeros((2, n), candle_core::DType::F32, &device())?;
-        for (start, shard) in &shards {
-            pieces = (pieces + sum_exp_and_target_logit(shard, &max, &ids, *start)?)?;
-        }
-        let log_sum_exp = (pieces.get(0)?.log()? + &max)?;
+        let (loss, log_sum_exp) = cross_entropy_loss(&Tensor::cat(&stats, 0)?, &ids, v)?;
         let dlogits: Vec<Tensor> = shards
             .iter()
             .map(|(start, shard)| cross_entropy_grad(shard, &log_sum_exp, &ids, *start, &grad))
             .collect::<Result<_>>()?;
         let dlogits = Tensor::cat(&dlogits, D::Minus1)?;
         let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
-        let valid: Vec<f32> = targets
-            .iter()
-            .map(|&id| f32::from(id != IGNORE_INDEX))
-            .collect();
-        let loss = (log_sum_exp - &max)?
-            .sub(&pieces.get(1)?)?
-            .mul(&Tensor::new(valid, &device())?)?;
         assert_close("loss", &loss, &want_loss, loss_bound(v));
         assert_close("dlogits", &dlogits, &want_grad, grad_bound(v));
         Ok(())
@@ -175,11 +205,15 @@ fn a_broken_logit_breaks_the_loss_of_its_row_only() -> Result<()> {
 #[test]
 fn losses_of_rows_without_a_target_and_with_one_beyond_the_vocabulary() -> Result<()> {
     on_each_device(|| {
-        let max = Tensor::new(&[1f32, -2.0, 3.0, 0.5], &device())?;
-        let sums = [[2f32, 3.0, 4.0, 5.0], [-0.5, -1.0, 0.0, 0.0]];
-        let sums = Tensor::new(&sums, &device())?;
+        let stats = [
+            [1f32, 2.0, 0.5],
+            [-2.0, 3.0, -3.0],
+            [3.0, 4.0, 0.0],
+            [0.5, 5.0, 0.0],
+        ];
+        let stats = Tensor::new(&stats, &device())?;
         let targets = Tensor::new(&[0u32, 6, IGNORE_INDEX, 7], &device())?;
-        let (loss, log_sum_exp) = cross_entropy_loss(&max, &sums, &targets, 7)?;
+        let (loss, log_sum_exp) = cross_entropy_loss(&stats, &targets, 7)?;
         let want = [
             1.0 + 2f64.ln(),
             -2.0 + 3f64.ln(),
@@ -192,11 +226,12 @@ fn losses_of_rows_without_a_target_and_with_one_beyond_the_vocabulary() -> Resul
         assert!((f64::from(loss[1]) - (3f64.ln() + 1.0)).abs() < 1e-6);
         assert_eq!(loss[2], 0.0);
         assert!(loss[3].is_nan());
-        for (max, targets) in [
-            (&max.narrow(0, 0, 3)?, &targets),
-            (&max, &targets.narrow(0, 0, 3)?),
+        for (stats, targets) in [
+            (&stats.narrow(0, 0, 3)?, &targets),
+            (&stats.narrow(1, 0, 2)?, &targets),
+            (&stats, &targets.narrow(0, 0, 3)?),
         ] {
-            assert!(cross_entropy_loss(max, &sums, targets, 7).is_err());
+            assert!(cross_entropy_loss(stats, targets, 7).is_err());
         }
         Ok(())
     })

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     AttentionSpec, HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad,
     embedding, embedding_grad_into, layer_norm, layer_norm_backward, linear, linear_weight_grad,
-    rms_norm, rope, row_max, swiglu, with_backward1,
+    rms_norm, rope, softmax_stats, swiglu, with_backward1,
 };
 
 #[track_caller]
@@ -109,7 +109,10 @@ fn shapes() -> Result<()> {
             cross_entropy(&row, &ids),
             &["cross_entropy", "logits (n, v)", "[2]"],
         );
-        assert_says(row_max(&row), &["row_max", "logits (n, v)", "[2]"]);
+        assert_says(
+            softmax_stats(&row, &ids, 0),
+            &["softmax_stats", "logits (n, v)", "[2]"],
+        );
         let row = random(1, 2)?;
         assert_says(
             cross_entropy_grad(&x, &row, &ids, 0, &row),

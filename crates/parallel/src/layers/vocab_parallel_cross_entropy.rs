@@ -5,8 +5,8 @@ use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
     GpuSettings, IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
-    linear_forward, linear_input_grad, linear_weight_grad_into, row_max, sum_exp_and_target_logit,
-    sum_into, upload, with_backward1,
+    linear_forward, linear_input_grad, linear_weight_grad_into, softmax_stats, sum_into, upload,
+    with_backward1,
 };
 
 use super::layer::GradientSink;
@@ -116,10 +116,8 @@ fn losses(
     shard: &Shard,
     tp: &ProcessGroup,
 ) -> Result<(Tensor, Tensor)> {
-    let max = tp.all_reduce(&row_max(z)?, ReduceOp::Max)?;
-    let sums = sum_exp_and_target_logit(z, &max, targets, shard.range.start)?;
-    let sums = tp.all_reduce(&sums, ReduceOp::Sum)?;
-    cross_entropy_loss(&max, &sums, targets, shard.global)
+    let stats = softmax_stats(z, targets, shard.range.start)?; // (n, 3)
+    cross_entropy_loss(&tp.all_gather(&stats, 0)?, targets, shard.global)
 }
 
 /// The targets where `xs` is.

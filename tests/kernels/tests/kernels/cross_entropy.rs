@@ -5,27 +5,22 @@ use candle_train_kernel_tests::{Buffer, Launch};
 use half::bf16;
 use rand::Rng;
 
-type RowMax<T> = unsafe extern "C" fn(*mut f32, *const T, i64, i64);
-type SumExp<T> = unsafe extern "C" fn(*mut f32, *const T, *const f32, *const u32, i64, i64, i64);
+type Stats<T> = unsafe extern "C" fn(*mut f32, *const T, *const u32, i64, i64, i64);
 type Backward<T> =
     unsafe extern "C" fn(*mut T, *const T, *const f32, *const u32, *const f32, f32, i64, i64, i64);
 
 unsafe extern "C" {
-    fn row_max_f32(max: *mut f32, logits: *const f32, rows: i64, cols: i64);
-    fn row_max_bf16(max: *mut f32, logits: *const bf16, rows: i64, cols: i64);
-    fn sum_exp_and_target_logit_f32(
-        out: *mut f32,
+    fn softmax_stats_f32(
+        stats: *mut f32,
         logits: *const f32,
-        max: *const f32,
         targets: *const u32,
         rows: i64,
         cols: i64,
         vocab_start: i64,
     );
-    fn sum_exp_and_target_logit_bf16(
-        out: *mut f32,
+    fn softmax_stats_bf16(
+        stats: *mut f32,
         logits: *const bf16,
-        max: *const f32,
         targets: *const u32,
         rows: i64,
         cols: i64,
@@ -34,10 +29,10 @@ unsafe extern "C" {
     fn cross_entropy_loss(
         loss: *mut f32,
         log_sum_exp: *mut f32,
-        max: *const f32,
-        sums: *const f32,
+        stats: *const f32,
         targets: *const u32,
         rows: i64,
+        shards: i64,
         vocab: i64,
     );
     fn cross_entropy_backward_f32(
@@ -66,50 +61,61 @@ unsafe extern "C" {
 
 #[test]
 fn losses_of_rows_with_and_without_targets_and_beyond_the_vocabulary() {
-    let rows = 130;
+    let (rows, shards, vocab) = (130, 3, 120);
     let mut rng = rng(9);
-    let max = random::<f32>(&mut rng, rows, 8.0);
-    let sums: Vec<f32> = (0..2 * rows)
-        .map(|_| rng.random_range(1f32..90.0))
+    let stats: Vec<[f32; 3]> = (0..rows * shards)
+        .map(|_| [-6f32..6.0, 1.0..90.0, -3.0..3.0].map(|range| rng.random_range(range)))
         .collect();
     let targets: Vec<u32> = (0..rows as u32)
         .map(|row| if row % 4 == 3 { u32::MAX } else { row })
         .collect();
-    let vocab = 120;
-    let [loss, log_sum_exp] = [(); 2].map(|()| Buffer::<f32>::new(rows));
-    let (max_in, sums_in) = (Buffer::from_slice(&max), Buffer::from_slice(&sums));
-    let (l, s, ids) = (loss.ptr(), log_sum_exp.ptr(), Buffer::from_slice(&targets));
-    launch!(
-        Launch::new(2, 32, 0),
-        cross_entropy_loss(
-            l,
-            s,
-            max_in.ptr(),
-            sums_in.ptr(),
-            ids.ptr(),
-            rows as i64,
-            vocab
-        )
-    )
-    .unwrap();
-    for (row, (got, log_sum_exp)) in loss.read().into_iter().zip(log_sum_exp.read()).enumerate() {
-        let log_sum = f64::from(sums[row]).ln();
-        let want = log_sum + f64::from(max[row]);
-        assert!((f64::from(log_sum_exp) - want).abs() < 2e-6, "row {row}");
+    let [loss, log_sum_exp] = losses(&stats.concat(), &targets, vocab);
+    for row in 0..rows {
+        let of_shards = || stats[row..].iter().step_by(rows);
+        let sum = of_shards().map(|[max, sum, _]| f64::from(*max).exp() * f64::from(*sum));
+        let want = sum.sum::<f64>().ln();
+        assert!(
+            (f64::from(log_sum_exp[row]) - want).abs() < 2e-6,
+            "row {row}"
+        );
+        let hit: f64 = of_shards().map(|[_, _, hit]| f64::from(*hit)).sum();
         match targets[row] {
-            u32::MAX => assert_eq!(got, 0.0),
-            target if i64::from(target) >= vocab => assert!(got.is_nan(), "row {row}"),
-            _ => {
-                let want = log_sum - f64::from(sums[rows + row]);
-                assert!((f64::from(got) - want).abs() < 2e-5, "row {row}");
-            }
+            u32::MAX => assert_eq!(loss[row], 0.0),
+            target if target as usize >= vocab => assert!(loss[row].is_nan(), "row {row}"),
+            _ => assert!(
+                (f64::from(loss[row]) - (want - hit)).abs() < 2e-5,
+                "row {row}"
+            ),
         }
     }
 }
 
+/// The loss and the log-sum-exp of each row.
+fn losses(stats: &[f32], targets: &[u32], vocab: usize) -> [Vec<f32>; 2] {
+    let rows = targets.len();
+    let out = [(); 2].map(|()| Buffer::<f32>::new(rows));
+    let (stats_in, ids) = (Buffer::from_slice(stats), Buffer::from_slice(targets));
+    let shards = stats.len() / (3 * rows);
+    let (n, shards, vocab) = (rows as i64, shards as i64, vocab as i64);
+    let (loss, log_sum_exp) = (out[0].ptr(), out[1].ptr());
+    launch!(
+        Launch::new(2, 32, 0),
+        cross_entropy_loss(
+            loss,
+            log_sum_exp,
+            stats_in.ptr(),
+            ids.ptr(),
+            n,
+            shards,
+            vocab
+        )
+    )
+    .unwrap();
+    out.map(|out| out.read())
+}
+
 struct Kernels<T> {
-    row_max: RowMax<T>,
-    sum_exp: SumExp<T>,
+    stats: Stats<T>,
     backward: Backward<T>,
 }
 
@@ -134,11 +140,7 @@ fn shards<T: Element>(logits: &[T], vocab: usize, cut: usize) -> Vec<Shard<T>> {
 }
 
 fn check<T: Element>(kernels: Kernels<T>) {
-    let Kernels {
-        row_max,
-        sum_exp,
-        backward,
-    } = kernels;
+    let Kernels { stats, backward } = kernels;
     for (seed, [rows, vocab, cut]) in [
         [1, 1, 0],
         [2, 97, 33],
@@ -167,42 +169,28 @@ fn check<T: Element>(kernels: Kernels<T>) {
         );
         let shards = shards(&logits, vocab, cut);
 
-        // As the ranks do: the maximum of the maxima, the sums of the pieces.
-        let mut max = vec![f32::NEG_INFINITY; rows];
-        for shard in &shards {
-            let (x, out) = (Buffer::from_slice(&shard.logits), Buffer::<f32>::new(rows));
-            launch!(at, row_max(out.ptr(), x.ptr(), n, shard.cols as i64)).unwrap();
-            max.iter_mut()
-                .zip(out.read())
-                .for_each(|(max, x)| *max = max.max(x));
-        }
-        let global_max = Buffer::from_slice(&max);
-        let mut pieces = vec![0f32; 2 * rows];
-        for shard in &shards {
+        // As the ranks do.
+        let of_shard = |shard: &Shard<T>| {
             let (x, out) = (
                 Buffer::from_slice(&shard.logits),
-                Buffer::<f32>::new(2 * rows),
+                Buffer::<f32>::new(3 * rows),
             );
-            let (m, cols, start) = (global_max.ptr(), shard.cols as i64, shard.start as i64);
-            launch!(
-                at,
-                sum_exp(out.ptr(), x.ptr(), m, ids.ptr(), n, cols, start)
-            )
-            .unwrap();
-            pieces
-                .iter_mut()
-                .zip(out.read())
-                .for_each(|(sum, x)| *sum += x);
-        }
+            let (cols, start) = (shard.cols as i64, shard.start as i64);
+            launch!(at, stats(out.ptr(), x.ptr(), ids.ptr(), n, cols, start)).unwrap();
+            out.read()
+        };
+        let gathered: Vec<f32> = shards.iter().flat_map(of_shard).collect();
+        let [loss, got] = losses(&gathered, &targets, vocab);
         let value = |row: usize| to_f64(&logits[row * vocab..][..vocab]);
         let lse: Vec<f64> = (0..rows)
             .map(|row| value(row).iter().map(|x| x.exp()).sum::<f64>().ln())
             .collect();
-        let got: Vec<f32> = (0..rows).map(|row| max[row] + pieces[row].ln()).collect();
         assert_close("log_sum_exp", &got, &lse, 8.0);
         for row in (0..rows).filter(|row| targets[*row] != u32::MAX) {
-            let loss = f64::from(pieces[row].ln() - pieces[rows + row]);
-            let want = lse[row] - value(row)[targets[row] as usize];
+            let (loss, want) = (
+                f64::from(loss[row]),
+                lse[row] - value(row)[targets[row] as usize],
+            );
             assert!(
                 (loss - want).abs() < 1e-5,
                 "row {row}: loss {loss}, expected {want}"
@@ -286,8 +274,7 @@ fn check_backward<T: Element>(
 #[test]
 fn f32_equals_the_reference() {
     check(Kernels {
-        row_max: row_max_f32,
-        sum_exp: sum_exp_and_target_logit_f32,
+        stats: softmax_stats_f32,
         backward: cross_entropy_backward_f32,
     });
 }
@@ -295,23 +282,23 @@ fn f32_equals_the_reference() {
 #[test]
 fn bf16_equals_the_reference() {
     check(Kernels {
-        row_max: row_max_bf16,
-        sum_exp: sum_exp_and_target_logit_bf16,
+        stats: softmax_stats_bf16,
         backward: cross_entropy_backward_bf16,
     });
 }
 
 #[test]
-fn a_nan_among_the_logits_is_the_maximum_wherever_it_is() {
+fn a_nan_among_the_logits_is_in_their_sum_wherever_it_is() {
     for at in [0, 1, 50, 96] {
         let mut logits = vec![1f32; 97];
         logits[at] = f32::NAN;
-        let (x, max) = (Buffer::from_slice(&logits), Buffer::<f32>::new(1));
+        let (x, out) = (Buffer::from_slice(&logits), Buffer::<f32>::new(3));
+        let ids = Buffer::from_slice(&[u32::MAX]);
         launch!(
             Launch::new(1, 64, 128),
-            row_max_f32(max.ptr(), x.ptr(), 1, 97)
+            softmax_stats_f32(out.ptr(), x.ptr(), ids.ptr(), 1, 97, 0)
         )
         .unwrap();
-        assert!(max.read()[0].is_nan());
+        assert!(out.read()[1].is_nan());
     }
 }

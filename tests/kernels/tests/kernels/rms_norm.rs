@@ -66,7 +66,7 @@ const SHAPES: [[usize; 2]; 7] = [
 fn launch(seed: usize, cols: usize) -> Launch {
     Launch {
         seed: seed as u64,
-        ..Launch::new(2 + seed % 2, [64, 256, 1024][seed % 3], 4 * (64 + cols))
+        ..Launch::new(2 + seed % 2, [64, 256, 1024][seed % 3], 4 * (32 + cols))
     }
 }
 

@@ -104,7 +104,11 @@ impl Plans {
         let plans = match self.plans.entry((gpu, sizes)) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let only = GpuSettings::get()?.cudnn_config;
+                let of_passes = GpuSettings::get()?.cudnn_config;
+                let only = of_passes.map(|[forward, backward]| match sizes.pass {
+                    Pass::Forward => forward,
+                    Pass::Backward | Pass::DeterministicBackward => backward,
+                });
                 entry.insert(
                     match PlansOfSizes::new(library, Target::Handle(handle), sizes, only) {
                         Ok(plans) => {

@@ -1,12 +1,12 @@
-//! Adding to, or overwriting, f32 values that exist.
+//! Converting and adding, value by value, into memory that exists.
 
+use crate::brain_float::round_into as round_values;
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::{len_must_be, must_not_share, write};
 use candle_core::{Result, Tensor};
-
-const NAME: &str = "add_into";
 
 /// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 are widened.
 ///
@@ -16,13 +16,33 @@ const NAME: &str = "add_into";
 /// # Errors
 /// When the numbers of values differ, the two share a storage, `values` is not f32 or bf16, or the two are on different devices.
 pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
-    len_must_be(NAME, dst, values.elem_count())?;
-    must_not_share(NAME, dst, values)?;
+    let op = "add_into";
+    len_must_be(op, dst, values.elem_count())?;
+    must_not_share(op, dst, values)?;
     on_cuda!(dst => crate::cuda::add_into(dst, add, values));
-    let values = HostFloats::new(NAME, "values", values)?;
+    let values = HostFloats::new(op, "values", values)?;
     let values = values.read();
-    write(NAME, "dst", dst, values.len(), |dst| {
+    write(op, "dst", dst, values.len(), |dst| {
         add_values(dst, add, &values);
+    })
+}
+
+/// Overwrites `dst` with `values`, rounded to the nearest bf16, ties to even; outside any graph.
+///
+/// # Shapes
+/// `dst`, bf16, contiguous, with as many values as `values`, f32, in row-major order.
+///
+/// # Errors
+/// When the numbers of values differ, the two share a storage, `dst` is not contiguous, or a tensor has another dtype or device.
+pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
+    let op = "round_into";
+    len_must_be(op, dst, values.elem_count())?;
+    must_not_share(op, dst, values)?;
+    on_cuda!(dst => crate::cuda::round_into(dst, values));
+    let values = HostF32::new(op, "values", values)?;
+    let values = values.read();
+    write(op, "dst", dst, values.len(), |dst| {
+        round_values(dst, &values);
     })
 }
 

@@ -1,6 +1,7 @@
-//! The sum of the squares of gradients, without the host having to read it.
+//! Sums in f64, of losses and of the squares of gradients, without the host having to read or to send anything.
 
 use crate::dispatch::on_cuda;
+use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -8,6 +9,24 @@ use rayon::prelude::*;
 
 /// Values summed by one task; fixed, so that the bits do not depend on the number of threads.
 const CHUNK: usize = 16 * 1024;
+
+/// Writes, or adds if `add`, the sum of `xs` in f64 to `dst`; outside any graph.
+///
+/// # Shapes
+/// `dst` one f64 value; `xs`, f32, of any shape, on the same device.
+///
+/// # Errors
+/// When `dst` is not one f64 value, `xs` is not f32, or they are on different devices.
+pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
+    let op = "sum_into";
+    one_value(op, "dst", dst)?;
+    on_cuda!(dst => crate::cuda::sum_into(dst, add, xs));
+    let xs = HostF32::new(op, "xs", xs)?;
+    let sum: f64 = xs.read().iter().copied().map(f64::from).sum();
+    write::<f64>(op, "dst", dst, 1, |dst| {
+        dst[0] = if add { dst[0] + sum } else { sum };
+    })
+}
 
 /// The sum of the squares of `xs` in f64, in an order that depends on the number of values alone; outside any graph.
 ///
@@ -47,7 +66,7 @@ fn host_sum(op: &str, xs: &Tensor) -> Result<f64> {
     Ok(partial.iter().sum())
 }
 
-pub(crate) fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
+fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
     if tensor.elem_count() != 1 || tensor.dtype() != DType::F64 {
         bail!(
             "{op}: expected {what} of one F64 value, got {:?} of {:?}",

@@ -1,14 +1,29 @@
-//! The sum of the squares of gradients, on the GPU.
+//! Sums in f64 on the GPU.
 
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
 use crate::host::detached;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Blocks that leave a partial sum each.
 const MAX_PARTIALS: usize = 1056;
+
+/// Writes or adds the sum of `xs`, f32, to `dst`, one f64 value.
+pub(crate) fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
+    let gpu = Gpu::of("sum_into", dst)?;
+    if xs.dtype() != DType::F32 {
+        bail!("{}: expected xs of F32, got {:?}", gpu.op(), xs.dtype())
+    }
+    let xs = detached(xs)?.to_dtype(DType::F64)?;
+    let values = gpu.read::<f64>("xs", &xs)?;
+    let (launch, count) = (gpu.blocks(1, BLOCK, 256)?, gpu.i32(xs.elem_count())?);
+    gpu.write::<f64>("dst", dst, |dst| {
+        // SAFETY: xs has count values, dst one.
+        unsafe { launch::sum_partials_f64(&launch, dst, values.get(), count, add.into()) }
+    })
+}
 
 /// The sum of the squares of `src` as an f64 scalar.
 pub(crate) fn sum_of_squares(src: &Tensor) -> Result<Tensor> {
