@@ -14,6 +14,8 @@ fn every_mode_gives_the_same_bits() {
     for (name, dtype) in [
         ("gqa", DType::F32),
         ("tied_bias", DType::F32),
+        ("qwen3", DType::F32),
+        ("mistral", DType::BF16),
         ("bf16_sharded", DType::BF16),
     ] {
         let fixture = Fixture::new(name);
