@@ -5,7 +5,10 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::{DistributedOptimizer, Gradients, MicroBatch, Pipeline, Stage, StepReport};
+use candle_parallel::{
+    DataParallel, DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage,
+    StepReport,
+};
 
 use crate::batches::Batches;
 use crate::memory_report::explain;
@@ -30,11 +33,25 @@ pub struct Trainer {
 impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
+        let adamw = config.adamw;
+        Self::with_optimizer(config, mesh, stage, |params, replicas| {
+            DistributedOptimizer::adamw(params, mesh, replicas, adamw)
+        })
+    }
+
+    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants: one with
+    /// another rule, with parameter groups, or with state that was saved.
+    pub fn with_optimizer(
+        config: TrainConfig,
+        mesh: &Mesh,
+        stage: Stage,
+        make: impl FnOnce(&Parameters, DataParallel) -> Result<DistributedOptimizer>,
+    ) -> Result<Self> {
         config.validate()?;
         let replicas = config.data_parallel();
         let gradients = Gradients::new(stage.params(), mesh, replicas)
             .map_err(|err| explain(err, &stage, None, None))?;
-        let optimizer = DistributedOptimizer::adamw(stage.params(), mesh, replicas, config.adamw)
+        let optimizer = make(stage.params(), replicas)
             .map_err(|err| explain(err, &stage, Some(&gradients), None))?;
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh),

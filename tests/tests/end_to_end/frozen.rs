@@ -1,10 +1,12 @@
 //! Frozen parameters: they stay as they are, have no optimizer state, and the others train as if they were not.
 
+use candle_comm::Mesh;
 use candle_core::DType;
-use candle_parallel::ZeroStage;
+use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamGroup, ZeroStage};
+use candle_train::Trainer;
 
-use crate::fixture::Fixture;
-use crate::run::{Layout, Variant, train_variant};
+use crate::fixture::{Fixture, Run};
+use crate::run::{Layout, Variant, batches, gather, launch, load, train_variant};
 
 const PARTS: [fn(&str) -> bool; 7] = [
     |name| !name.contains("norm"),
@@ -70,4 +72,36 @@ fn frozen_parameters_stay_and_the_others_get_the_gradients_they_had() {
             }
         }
     }
+}
+
+#[test]
+fn a_group_of_learning_rate_0_stays_in_a_trainer_with_an_optimizer_of_its_own() {
+    let fixture = Fixture::new("gqa");
+    let layout = Layout {
+        zero: ZeroStage::One,
+        ..Layout::new(2, 2, 1)
+    };
+    let run = Run {
+        steps: 2,
+        ..fixture.run.clone()
+    };
+    launch(layout, |world| {
+        let mesh = Mesh::new(world, layout.degrees())?;
+        let stage = load(&fixture, &mesh)?;
+        let before = gather(&stage, &mesh, |index| stage.params().get(index).values())?;
+        let config = run.train_config(layout);
+        let mut trainer = Trainer::with_optimizer(config, &mesh, stage, |params, replicas| {
+            let adamw = AdamWConfig::default();
+            let still = ParamGroup::new(|name| name.contains("mlp")).with_lr_scale(0.0);
+            DistributedOptimizer::adamw(params, &mesh, replicas, adamw)?.with_groups(vec![still])
+        })?;
+        trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
+        let params = trainer.stage().params();
+        let after = gather(trainer.stage(), &mesh, |index| params.get(index).values())?;
+        for (name, values) in &after {
+            assert_eq!(*values == before[name], name.contains("mlp"), "{name}");
+        }
+        Ok(())
+    })
+    .unwrap();
 }
