@@ -12,7 +12,8 @@ use crate::mlp::{self, Mlp};
 use crate::norm::Norm;
 use crate::rotary::RotaryTable;
 
-/// A decoder layer; a [`Layer`] from (b, t, hidden) to (b, t, hidden).
+/// A decoder layer; a [`Layer`] from (b, t, hidden) to (b, t, hidden). Norms of the heads of q and k get this rank's summand of their
+/// gradients, as its heads give it.
 #[derive(Clone)]
 pub struct DecoderLayer {
     input_layernorm: Norm,

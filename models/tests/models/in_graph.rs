@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use candle_comm::ProcessGroup;
 use candle_comm::launch::threads;
+use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
 use candle_parallel::{Layer, ParamStore, in_graph};
@@ -14,8 +14,8 @@ const T: usize = 5;
 
 fn config() -> ModelConfig {
     ModelConfig::from_json(
-        r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 20,
-        "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "attention_bias": true}"#,
+        r#"{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "attention_bias": true}"#,
     )
     .unwrap()
 }
@@ -33,6 +33,8 @@ fn shapes() -> Vec<(&'static str, Vec<usize>)> {
         ("self_attn.v_proj.bias", vec![8]),
         ("self_attn.o_proj.weight", vec![24, 24]),
         ("self_attn.o_proj.bias", vec![24]),
+        ("self_attn.q_norm.weight", vec![4]),
+        ("self_attn.k_norm.weight", vec![4]),
         ("mlp.gate_proj.weight", vec![20, 24]),
         ("mlp.up_proj.weight", vec![20, 24]),
         ("mlp.down_proj.weight", vec![24, 20]),
@@ -71,11 +73,13 @@ fn reference(weights: &[(&str, Var)], x: &Var, dy: &Tensor) -> Result<Vec<(Strin
     };
     let (cos, sin) = RotaryTable::new(&config, &Device::Cpu).get(T)?;
     let (cos, sin) = (cos.to_dtype(DType::F64)?, sin.to_dtype(DType::F64)?);
-    let heads = |x: &Tensor, num: usize, rotate: bool| -> Result<Tensor> {
+    // Of q and k they are normalised and turned.
+    let heads = |x: &Tensor, num: usize, norm_name: Option<&str>| -> Result<Tensor> {
         let x = x.reshape((B, T, num, 4))?.transpose(1, 2)?.contiguous()?;
-        if !rotate {
-            return Ok(x);
-        }
+        let x = match norm_name {
+            None => return Ok(x),
+            Some(name) => norm(&x, name)?,
+        };
         let (a, b) = (x.narrow(3, 0, 2)?, x.narrow(3, 2, 2)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
@@ -95,17 +99,11 @@ fn reference(weights: &[(&str, Var)], x: &Var, dy: &Tensor) -> Result<Vec<(Strin
     });
     let mask = Tensor::from_iter(mask, &Device::Cpu)?.reshape((T, T))?;
     let normed = norm(x, "input_layernorm.weight")?;
-    let q = heads(&linear(&normed, "self_attn.q_proj", true)?, 6, true)?;
-    let k = repeat(&heads(
-        &linear(&normed, "self_attn.k_proj", true)?,
-        2,
-        true,
-    )?)?;
-    let v = repeat(&heads(
-        &linear(&normed, "self_attn.v_proj", true)?,
-        2,
-        false,
-    )?)?;
+    let [q, k, v] =
+        ["q", "k", "v"].map(|name| linear(&normed, &format!("self_attn.{name}_proj"), true));
+    let q = heads(&q?, 6, Some("self_attn.q_norm.weight"))?;
+    let k = repeat(&heads(&k?, 2, Some("self_attn.k_norm.weight"))?)?;
+    let v = repeat(&heads(&v?, 2, None)?)?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? * 0.5)?.broadcast_add(&mask)?;
     let ys = softmax(&scores, D::Minus1)?.matmul(&v)?;
     let ys = ys.transpose(1, 2)?.reshape((B, T, 24))?;
@@ -149,7 +147,12 @@ fn ours(
     let dx = (grads.get(&leaf).unwrap() * 0.5)?;
     let mut all = vec![("y".to_string(), y.detach()), ("x".to_string(), dx)];
     for ((name, _), held) in shapes().iter().zip(layer.weights()) {
-        all.push((name.to_string(), grads.get(held).unwrap().clone()));
+        let mut grad = grads.get(held).unwrap().clone();
+        // Each rank has it of its own heads.
+        if name.contains("q_norm") || name.contains("k_norm") {
+            grad = tp.all_reduce(&grad, ReduceOp::Sum)?;
+        }
+        all.push((name.to_string(), grad));
     }
     Ok(all)
 }

@@ -25,6 +25,7 @@ fn frozen_parameters_stay_and_the_others_get_the_gradients_they_had() {
         ("gqa", DType::F32),
         ("tied_bias", DType::F32),
         ("bf16_sharded", DType::BF16),
+        ("qwen3", DType::F32),
     ] {
         let fixture = Fixture::new(name);
         let mut run = fixture.run.clone();

@@ -7,7 +7,8 @@
 //! log-sum-exps are those of our kernels, `(b, heads, t)`, so that either's backward pass can follow either's forward pass.
 //! The gradient of the queries is added up in one f32 tensor, in no fixed order, so its bits differ from run to run. If
 //! [`GpuSettings::deterministic`](crate::GpuSettings) is set it is added up in a fixed order, from the gradients of all scores
-//! in a workspace; that grows with the square of the length, so a backward pass over many long sequences is several calls.
+//! in a workspace; that grows with the square of the length, with a window too, so a backward pass over many long sequences is
+//! several calls.
 //!
 //! A configuration of kernels that fails when it runs gives way to the next that cuDNN suggests.
 //!
