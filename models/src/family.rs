@@ -1,5 +1,7 @@
 //! The families, by the `model_type` of `config.json`.
 
+use std::fmt;
+
 use candle_core::{Result, bail};
 use serde_json::Value;
 
@@ -14,7 +16,6 @@ use crate::qwen3::QWEN3;
 pub static FAMILIES: &[&Family] = &[&LLAMA, &MISTRAL, &QWEN2, &QWEN3];
 
 /// What `config.json` says in one family otherwise than in another. What that means for the computation is in [`ModelConfig`].
-#[derive(Debug)]
 pub struct Family {
     /// The family's `model_type`.
     pub model_type: &'static str,
@@ -65,6 +66,12 @@ impl Family {
             .iter()
             .map(|family| format!("{:?}", family.model_type));
         names.collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.model_type)
     }
 }
 

@@ -38,7 +38,7 @@ pub struct Finetune {
 
 fn model_help() -> String {
     format!(
-        "Checkpoint folder, or org/name[@revision] on the Hugging Face hub; of a model_type of {}",
+        "Checkpoint folder, or org/name[@revision] on the Hugging Face hub. Families: {}",
         Family::names()
     )
 }
