@@ -233,6 +233,7 @@ fn model_config(args: &Args) -> ModelConfig {
         mlp_bias: false,
         qk_norm: false,
         windows: Vec::new(),
+        pad_token_id: None,
         bos_token_id: None,
         eos_token_ids: Vec::new(),
     }

@@ -46,7 +46,8 @@ impl CausalLm {
         if index == 0 {
             let vb = model.pp("embed_tokens");
             let embedding =
-                vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?;
+                vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?
+                    .with_padding_idx(config.pad_token_id);
             Ok(layer_block(embedding))
         } else if index <= config.num_hidden_layers {
             let layer = index - 1;

@@ -65,6 +65,8 @@ pub struct ModelConfig {
     /// How many tokens each layer's attention sees, a token itself included; `None`: it and all before. Empty: no layer has a window.
     #[serde(skip)]
     pub windows: Vec<Option<usize>>,
+    /// Token whose embedding gets no gradient, unless the head uses it too: `padding_idx` of `torch.nn.Embedding`.
+    pub pad_token_id: Option<u32>,
     /// First token of a text, if the model has one.
     pub bos_token_id: Option<u32>,
     /// Tokens that end a text.
@@ -98,7 +100,14 @@ impl ModelConfig {
     pub fn to_json(&self) -> Result<String> {
         let text = ConfigFile::text_of(self)?;
         let read = Self::from_json(&text)?;
-        if read != *self {
+        let same_windows = |config: &Self| {
+            let windows = (0..config.num_hidden_layers).map(|index| config.window(index));
+            Self {
+                windows: windows.collect(),
+                ..config.clone()
+            }
+        };
+        if same_windows(&read) != same_windows(self) {
             let family = self.family.model_type;
             bail!(
                 "a config.json of model_type {family:?} cannot say {self:?}: it would be read as {read:?}"
@@ -112,8 +121,8 @@ impl ModelConfig {
         self.windows.get(index).copied().flatten()
     }
 
-    /// Longest sequence: YaRN's factor times the original context, if that is more than `max_position_embeddings`, and any with
-    /// dynamic frequencies.
+    /// Longest sequence: the factor of linear frequencies times `max_position_embeddings`, YaRN's times the original context, if that
+    /// is more, and any with dynamic frequencies.
     pub fn max_seq_len(&self) -> usize {
         self.rope.max_seq_len(self.max_position_embeddings)
     }
@@ -139,6 +148,7 @@ impl ModelConfig {
         }
         self.check_num_values()?;
         self.rope.check(self.rope_theta)?;
+        self.check_frequencies()?;
         self.check_windows()?;
         if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
             bail!(
@@ -149,7 +159,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    fn check_ranges(&self) -> Result<()> {
+    pub(crate) fn check_ranges(&self) -> Result<()> {
         let sizes = [
             ("vocab_size", self.vocab_size, MAX_SIZE),
             ("hidden_size", self.hidden_size, MAX_SIZE),
@@ -201,6 +211,20 @@ impl ModelConfig {
         if num_values > MAX_VALUES {
             bail!(
                 "the weights would have {num_values} values; expected at most {MAX_VALUES} (vocab_size({vocab}), hidden_size({hidden}), intermediate_size({intermediate}), num_hidden_layers({layers}), num_attention_heads({heads}), num_key_value_heads({kv_heads}), head_dim({head_dim}))"
+            );
+        }
+        Ok(())
+    }
+
+    fn check_frequencies(&self) -> Result<()> {
+        let (max, head_dim) = (self.max_position_embeddings, self.head_dim);
+        let frequencies = self.rope.frequencies(self.rope_theta, head_dim, 1, max);
+        let mut pairs = frequencies.iter().enumerate();
+        if let Some((pair, frequency)) = pairs.find(|(_, frequency)| !frequency.is_finite()) {
+            bail!(
+                "the rotary frequency of pair {pair} is {frequency} with rope_theta({}) and {:?}; expected a finite number",
+                self.rope_theta,
+                self.rope
             );
         }
         Ok(())

@@ -29,6 +29,7 @@ pub(crate) struct ConfigFile {
     #[serde(default)]
     tie_word_embeddings: bool,
     bos_token_id: Option<u32>,
+    pad_token_id: Option<i64>,
     #[serde(default)]
     eos_token_id: Vec<u32>,
     // What only some families read.
@@ -103,6 +104,8 @@ impl ConfigFile {
         }
         let file: Self = serde_path_to_error::deserialize(value).map_err(Error::msg)?;
         let mut config = file.common(family)?;
+        // Before anything is as long as a number of the file.
+        config.check_ranges()?;
         (family.read)(&file, &mut config)?;
         Ok(config)
     }
@@ -138,9 +141,22 @@ impl ConfigFile {
             mlp_bias: false,
             qk_norm: false,
             windows: Vec::new(),
+            pad_token_id: self.pad_token()?,
             bos_token_id: self.bos_token_id,
             eos_token_ids: self.eos_token_id.clone(),
         })
+    }
+
+    /// A negative one counts from the end of the vocabulary, as in `torch.nn.Embedding`.
+    fn pad_token(&self) -> Result<Option<u32>> {
+        let (size, Some(id)) = (self.vocab_size as i64, self.pad_token_id) else {
+            return Ok(None);
+        };
+        let row = if id < 0 { id.saturating_add(size) } else { id };
+        if !(0..size).contains(&row) {
+            bail!("pad_token_id is {id}; expected a token below vocab_size({size})");
+        }
+        Ok(u32::try_from(row).ok())
     }
 
     /// As `transformers` does: the older `rope_scaling` wins, and the base is that object's own, else that of the file.
@@ -211,6 +227,11 @@ fn fill(fields: &mut Map<String, Value>, family: &Family) -> Result<()> {
     }
     // `null` in place of a default stands for none.
     fields.retain(|_, value| !value.is_null());
+    for name in ["rope_scaling", "rope_parameters"] {
+        if let Some(value) = fields.get(name).filter(|value| !value.is_object()) {
+            bail!("{name} is {value}; expected an object");
+        }
+    }
     if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {
         fields.remove("rope_scaling");
     }

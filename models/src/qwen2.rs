@@ -22,7 +22,8 @@ pub static QWEN2: Family = Family {
 pub(crate) fn defaults() -> Value {
     json!({
         "max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": false,
-        "sliding_window": 4096, "max_window_layers": 28, "layer_types": null
+        "sliding_window": 4096, "max_window_layers": 28, "layer_types": null,
+        "attention_bias": null
     })
 }
 

@@ -137,6 +137,10 @@ impl RopeKind {
     pub(crate) fn max_seq_len(&self, max_position_embeddings: usize) -> usize {
         match *self {
             Self::Dynamic { .. } => usize::MAX,
+            Self::Linear { factor } => {
+                let scaled = factor * max_position_embeddings as f64;
+                max_position_embeddings.max(scaled as usize)
+            }
             Self::Yarn {
                 factor,
                 original_max_position_embeddings,
@@ -164,9 +168,9 @@ impl RopeKind {
                 high_freq_factor: high,
                 original_max_position_embeddings,
             } => {
-                if low == high {
+                if low >= high {
                     bail!(
-                        "rope low_freq_factor and high_freq_factor are both {low}; expected two numbers"
+                        "low_freq_factor is {low} and high_freq_factor {high}; expected the first to be smaller"
                     );
                 }
                 let numbers = [("low_freq_factor", low), ("high_freq_factor", high)];
@@ -195,7 +199,7 @@ impl RopeKind {
         }
         for (name, value) in positive {
             if !(value > 0.0 && value.is_finite()) {
-                bail!("rope {name} is {value}; expected a positive number");
+                bail!("{name} is {value}; expected a positive number");
             }
         }
         Ok(())

@@ -41,7 +41,7 @@ fixture f16_tied --seed 5 --vocab-size 320 --hidden-size 48 --intermediate-size 
     -- --seq-len 32 --global-batch-size 8 --micro-batch-size 1 --max-grad-norm 100
 
 # family NAME CHECKPOINT_OPTION...: a narrow model with a vocabulary of 80, of the family that its name begins with. Windows, and
-# the length from which on `dynamic` changes anything, are shorter than the sequences of all tests.
+# the length from which on `dynamic` changes anything, are shorter than the sequences of all tests; the padding token is one of the text.
 family() {
     local name="$1"
     shift
@@ -49,10 +49,11 @@ family() {
         -- --seq-len 32 --global-batch-size 8 --micro-batch-size 2 --max-grad-norm 1.0
 }
 
-family mistral --seed 6 --hidden-size 16 --intermediate-size 24 --set sliding_window 5
+family mistral --seed 6 --hidden-size 16 --intermediate-size 24 --set sliding_window 5 \
+    --set pad_token_id 62
 family mistral_dynamic --seed 7 --hidden-size 16 --intermediate-size 24 --set sliding_window null \
     --set max_position_embeddings 6 --rope '{"rope_type": "dynamic", "factor": 4.0}'
-family qwen2 --seed 8 --hidden-size 24 --intermediate-size 24 --tie --old-config --set vocab_size 83 \
+family qwen2 --seed 8 --hidden-size 24 --intermediate-size 24 --tie --old-config --set vocab_size 83 --set pad_token_id 62 \
     --set use_sliding_window true --set sliding_window 6 --set max_window_layers 1 \
     --rope-theta 1000 --rope '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}'
 family qwen3 --seed 9 --hidden-size 16 --intermediate-size 24 --head-dim 8 --rope-theta 1000000 \

@@ -86,7 +86,7 @@ def cross_entropy(a):
     loss = F.cross_entropy(logits, a["targets"], reduction="none")
     peak = logits.amax(-1)
     sum_exp = (logits - peak[:, None]).exp().sum(-1)
-    return {"row_max": peak, "sum_exp": sum_exp, "loss": loss, "dlogits": back(loss, a["grad"], [logits])[0]}
+    return {"maximum": peak, "sum_exp": sum_exp, "loss": loss, "dlogits": back(loss, a["grad"], [logits])[0]}
 
 
 OPS = [rms_norm, rope, swiglu, causal_attention, linear, embedding, cross_entropy, layer_norm]

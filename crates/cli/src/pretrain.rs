@@ -146,6 +146,7 @@ impl ModelArgs {
             mlp_bias: false,
             qk_norm: false,
             windows: Vec::new(),
+            pad_token_id: None,
             bos_token_id: tokenizer.bos_id(),
             eos_token_ids: vec![tokenizer.eos_id()],
         };

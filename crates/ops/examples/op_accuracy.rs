@@ -366,7 +366,7 @@ impl Run {
                 ("grad", &grad),
             ],
             &[
-                ("row_max", &stats.narrow(1, 0, 1)?.squeeze(1)?),
+                ("maximum", &stats.narrow(1, 0, 1)?.squeeze(1)?),
                 ("sum_exp", &stats.narrow(1, 1, 1)?.squeeze(1)?),
                 ("loss", &loss),
                 ("dlogits", &dlogits),

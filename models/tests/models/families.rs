@@ -180,11 +180,78 @@ fn what_is_not_supported_is_refused_by_name() {
         ),
         (
             json!({"rope_type": "yarn", "factor": -1}),
-            ["rope factor is -1", "positive"],
+            ["factor is -1", "positive"],
         ),
     ] {
         assert_refused("qwen3", &rope(fields), &parts);
     }
+}
+
+#[test]
+fn numbers_that_make_no_sense_are_named_by_every_family() {
+    let rope = |fields: Value| json!({ "rope_scaling": fields });
+    let llama3 = |low: f64, high: f64| {
+        rope(
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": low, "high_freq_factor": high}),
+        )
+    };
+    for (fields, parts) in [
+        (
+            json!({"num_hidden_layers": 1_000_000_000_000_000_000_u64}),
+            ["num_hidden_layers is 1000000000000000000", "at most"],
+        ),
+        (
+            json!({"pad_token_id": 64}),
+            ["pad_token_id is 64", "vocab_size(64)"],
+        ),
+        (
+            json!({"pad_token_id": -65}),
+            ["pad_token_id is -65", "vocab_size(64)"],
+        ),
+        (llama3(4.0, 1.0), ["low_freq_factor is 4", "smaller"]),
+        (llama3(4.0, 4.0), ["low_freq_factor is 4", "smaller"]),
+        (
+            rope(json!(["yarn"])),
+            ["rope_scaling is [\"yarn\"]", "an object"],
+        ),
+        (
+            rope(json!({"rope_type": "linear", "factor": 1e-320})),
+            ["frequency of pair 0", "finite"],
+        ),
+    ] {
+        for family in FAMILIES {
+            assert_refused(family.model_type, &fields, &parts);
+        }
+    }
+}
+
+#[test]
+fn the_padding_token_counts_from_the_end_if_negative_and_the_last_bits_of_numbers_are_written() {
+    for (id, row) in [
+        (json!(null), None),
+        (json!(3), Some(3)),
+        (json!(-1), Some(63)),
+    ] {
+        let config = read("llama", &json!({"pad_token_id": id})).unwrap();
+        assert_eq!(config.pad_token_id, row);
+    }
+    for step in 0..400 {
+        let number = 1.0 + f64::from(step) * 0.25;
+        let rope = json!({"rope_type": "yarn", "factor": number});
+        let fields = json!({"rope_parameters": rope, "rms_norm_eps": 1e-6 * number / 3.0});
+        let config = read("qwen2", &fields).unwrap();
+        let windows = vec![None; config.num_hidden_layers];
+        let config = ModelConfig { windows, ..config };
+        let text = config.to_json().unwrap();
+        assert_eq!(ModelConfig::from_json(&text).unwrap().rope, config.rope);
+    }
+}
+
+#[test]
+fn linear_frequencies_reach_as_far_as_their_factor_says() {
+    let fields =
+        json!({"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 4.0}});
+    assert_eq!(read("llama", &fields).unwrap().max_seq_len(), 32);
 }
 
 #[test]

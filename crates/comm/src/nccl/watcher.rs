@@ -78,9 +78,10 @@ fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error
 }
 
 impl UnderWay {
-    /// Whether it is complete; tells the control plane how far it is.
-    fn poll(&mut self, slept: Duration) -> Result<bool, Error> {
-        if self.ready.is_none() {
+    /// Whether it is complete; tells the control plane how far it is. `is_first`: no earlier one of its group is under way, behind
+    /// which it would wait.
+    fn poll(&mut self, slept: Duration, is_first: bool) -> Result<bool, Error> {
+        if self.ready.is_none() && is_first {
             self.deadline.count(slept, TICK);
         }
         let is_past = |event: &CudaEvent| {
@@ -88,11 +89,8 @@ impl UnderWay {
                 Error::Backend(format!("{}: the GPU has failed: {error}", self.call))
             })
         };
-        if self
-            .ready
-            .as_ref()
-            .is_some_and(|ready| is_past(ready).unwrap_or(true))
-        {
+        let is_ready = |ready: &CudaEvent| is_past(ready).unwrap_or(true);
+        if is_first && self.ready.as_ref().is_some_and(is_ready) {
             self.ready = None;
             if let Some(ticket) = &self.ticket {
                 ticket.waits();
@@ -105,11 +103,21 @@ impl UnderWay {
 /// Forgets what is complete; an error if something has failed or lasts too long.
 fn poll(run: &RunState, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
     let mut failure = run.failure();
-    under_way.retain_mut(|operation| match operation.poll(slept) {
-        Ok(is_complete) => !is_complete,
-        Err(error) => {
-            failure.get_or_insert(error);
-            false
+    let mut groups: Vec<Arc<Group>> = Vec::new();
+    under_way.retain_mut(|operation| {
+        let is_first = !groups
+            .iter()
+            .any(|group| Arc::ptr_eq(group, &operation.group));
+        match operation.poll(slept, is_first) {
+            Ok(true) => false,
+            Ok(false) => {
+                groups.push(operation.group.clone());
+                true
+            }
+            Err(error) => {
+                failure.get_or_insert(error);
+                false
+            }
         }
     });
     if let Some(failure) = failure {

@@ -91,17 +91,20 @@ fn a_missing_rank_ends_in_the_deadline() {
 fn an_operation_behind_another_is_not_late_with_it() {
     let results = each(2, short(), |world| {
         let is_late = world.rank() == 1;
-        let mut sum = ones(&world)?;
-        for _ in 0..2 {
+        let inputs = [ones(&world)?, ones(&world)?];
+        let mut sums = Vec::new();
+        for input in &inputs {
             if is_late {
                 sleep(short() * 3 / 5);
             }
-            sum = world.all_reduce(&sum, ReduceOp::Sum)?;
+            sums.push(world.all_reduce(input, ReduceOp::Sum)?);
             if is_late {
-                sum.to_vec1::<f32>()?;
+                sums[0].to_vec1::<f32>()?;
             }
         }
-        sum.to_vec1::<f32>()?;
+        for sum in sums {
+            sum.to_vec1::<f32>()?;
+        }
         world.check()
     });
     for result in results {

@@ -12,6 +12,7 @@ use crate::params::{ParamBuilder, Shard, WEIGHT_INIT};
 pub struct VocabParallelEmbedding {
     weight: Tensor,
     shard: Shard,
+    padding_idx: Option<u32>,
     tp: ProcessGroup,
 }
 
@@ -32,18 +33,27 @@ pub fn vocab_parallel_embedding(
     Ok(VocabParallelEmbedding {
         weight,
         shard,
+        padding_idx: None,
         tp: tp.clone(),
     })
 }
 
 impl VocabParallelEmbedding {
+    /// The embedding without a gradient for the row of one token, as `torch.nn.Embedding` with a `padding_idx`.
+    pub fn with_padding_idx(self, padding_idx: Option<u32>) -> Self {
+        Self {
+            padding_idx,
+            ..self
+        }
+    }
+
     /// The local weight, (local_vocab, hidden).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// Rows of the local weight; u32::MAX for tokens of other ranks.
-    fn local_ids(&self, tokens: &Tensor) -> Result<Tensor> {
+    /// Rows of the local weight that are read, and those that get a gradient; u32::MAX for none here.
+    fn local_ids(&self, tokens: &Tensor) -> Result<(Tensor, Tensor)> {
         let (b, t) = tokens.dims2()?;
         let mut ids = tokens.flatten_all()?.to_vec1::<u32>()?;
         let vocab_size = self.shard.global;
@@ -56,38 +66,43 @@ impl VocabParallelEmbedding {
                 position % t
             );
         }
+        let start = self.shard.range.start as u32;
         for id in &mut ids {
             let is_here = self.shard.range.contains(&(*id as usize));
-            *id = if is_here {
-                *id - self.shard.range.start as u32
-            } else {
-                u32::MAX
-            };
+            *id = if is_here { *id - start } else { u32::MAX };
         }
-        upload(ids, (b, t), self.weight.device())
+        let read = upload(ids.clone(), (b, t), self.weight.device())?;
+        let padding = self.padding_idx.and_then(|id| id.checked_sub(start));
+        if !padding.is_some_and(|row| ids.contains(&row)) {
+            return Ok((read.clone(), read));
+        }
+        for id in ids.iter_mut().filter(|id| Some(**id) == padding) {
+            *id = u32::MAX;
+        }
+        Ok((read, upload(ids, (b, t), self.weight.device())?))
     }
 }
 
 impl Layer for VocabParallelEmbedding {
-    /// The rows of the local weight that were read.
+    /// The rows of the local weight that get a gradient.
     type Saved = Tensor;
 
     /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
     /// CPU, wherever the weight is: they are read there.
     fn forward_saving(&self, tokens: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        let local_ids = self.local_ids(tokens)?;
-        let part = embedding_forward(&self.weight, &local_ids)?;
-        Ok((self.tp.all_reduce(&part, ReduceOp::Sum)?, local_ids))
+        let (read, with_grad) = self.local_ids(tokens)?;
+        let part = embedding_forward(&self.weight, &read)?;
+        Ok((self.tp.all_reduce(&part, ReduceOp::Sum)?, with_grad))
     }
 
     fn backward(
         &self,
-        local_ids: Self::Saved,
+        with_grad: Self::Saved,
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
         gradients.write(&self.weight, &mut |dst, add| {
-            embedding_grad_into(dst, add, &local_ids, dy)
+            embedding_grad_into(dst, add, &with_grad, dy)
         })?;
         Ok(None)
     }

@@ -16,7 +16,9 @@ pub enum Recompute {
     /// The results of matrix products and of attention (in the spirit of arXiv:2205.05198, section 5): what a layer's
     /// [`crate::Layer::forget`] drops is computed again. Blocks in plain candle keep all, as candle's graph does.
     Selective,
-    /// The block's input; the forward pass, collectives included, runs again before the backward pass (arXiv:1604.06174).
+    /// The block's input; the forward pass, collectives included, runs again before the backward pass (arXiv:1604.06174). A block that
+    /// draws random numbers must draw the same ones again. That its last row is the same is checked: each time on a CPU, the first
+    /// time on a GPU.
     Full,
 }
 

@@ -40,6 +40,31 @@ fn equals_a_lookup_in_the_whole_table() {
 }
 
 #[test]
+fn the_padding_token_is_looked_up_but_its_row_gets_no_gradient() {
+    let ids = Tensor::new(&[[3u32, 9, 3], [0, 3, 10]], &Device::Cpu).unwrap();
+    let dy = random(4, (2, 3, HIDDEN)).unwrap();
+    for tp in 1..=4 {
+        on_ranks(tp, |tp| {
+            let plain = build(&tp)?;
+            let padded = build(&tp)?.with_padding_idx(Some(3));
+            let (y, mine) = (plain.forward(&ids)?, padded.forward(&ids)?);
+            assert_close("y", &mine, &y);
+            let [want] = grads(&y, &dy, [plain.weight()])?;
+            let [got] = grads(&mine, &dy, [padded.weight()])?;
+            let (want, got) = (want.to_vec2::<f32>()?, got.to_vec2::<f32>()?);
+            let first = own_part(&Tensor::arange(0u32, VOCAB as u32, &device())?, 0, &tp)?;
+            for (row, id) in first.to_vec1::<u32>()?.into_iter().enumerate() {
+                match id {
+                    3 => assert!(want[row] != got[row] && got[row].iter().all(|x| *x == 0.0)),
+                    _ => assert_eq!(want[row], got[row]),
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn a_token_beyond_the_vocabulary_is_an_error_on_every_rank() {
     on_ranks(3, |tp| {
         let layer = build(&tp)?;
