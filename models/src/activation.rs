@@ -1,4 +1,5 @@
-//! Gated activations, act(gate) · up (arXiv:2002.05202), with explicit backward passes.
+//! Gated activations, act(gate) · up (arXiv:2002.05202), with explicit backward passes. SiLU's is fused; GELU's is made of candle's
+//! operations in f32, rounded once.
 
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{swiglu_backward, swiglu_forward};

@@ -23,7 +23,7 @@ pub static GEMMA: Family = Family {
 };
 
 fn read(file: &ConfigFile, config: &mut ModelConfig) -> Result<()> {
-    // "gelu" stands in early files, and means the tanh too.
+    // "gelu" in files of the first release means its tanh too.
     if let Some(name) = &file.hidden_act
         && !["gelu", "gelu_pytorch_tanh"].contains(&name.as_str())
     {

@@ -11,7 +11,6 @@ use crate::config::ModelConfig;
 pub(crate) struct Norm {
     weight: Tensor,
     eps: f64,
-    /// The factor is 1 + weight, a sum of f32, and so is all that it is used on.
     adds_one: bool,
 }
 
@@ -34,10 +33,9 @@ impl Norm {
 
     /// (.., width) -> (.., width)
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        if !self.adds_one {
-            return rms_norm_forward(xs, &self.weight, self.eps);
-        }
-        rms_norm_forward(&wide(xs)?, &self.one_plus_weight()?, self.eps)?.to_dtype(xs.dtype())
+        let factor = self.factor()?;
+        let ys = rms_norm_forward(&xs.to_dtype(factor.dtype())?, &factor, self.eps)?;
+        ys.to_dtype(xs.dtype())
     }
 
     /// The gradient of `xs` from that of the output, plus that which reaches `xs` past the norm, `residual`.
@@ -49,29 +47,26 @@ impl Norm {
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
         let is_trainable = self.weight.track_op();
-        let (dx, dw) = if self.adds_one {
-            let (weight, residual) = (self.one_plus_weight()?, residual.map(wide).transpose()?);
-            let (x, dy, residual) = (wide(xs)?, wide(dy)?, residual.as_ref());
-            let (dx, dw) = rms_norm_backward(&x, &weight, &dy, self.eps, residual, is_trainable)?;
-            (dx.to_dtype(xs.dtype())?, dw)
-        } else {
-            rms_norm_backward(xs, &self.weight, dy, self.eps, residual, is_trainable)?
-        };
+        let factor = self.factor()?;
+        let wide = |xs: &Tensor| xs.to_dtype(factor.dtype());
+        let residual = residual.map(wide).transpose()?;
+        let (x, dy, residual) = (wide(xs)?, wide(dy)?, residual.as_ref());
+        let (dx, dw) = rms_norm_backward(&x, &factor, &dy, self.eps, residual, is_trainable)?;
         if let Some(dw) = dw {
             gradients.write(&self.weight, &mut |dst, add| add_into(dst, add, &dw))?;
         }
-        Ok(dx)
+        dx.to_dtype(xs.dtype())
     }
 
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    fn one_plus_weight(&self) -> Result<Tensor> {
-        wide(&self.weight.detach())? + 1.0
+    /// What the normed values are multiplied by: the weight, or 1 + weight in f32, and then everything is in f32 up to the result.
+    fn factor(&self) -> Result<Tensor> {
+        match self.adds_one {
+            true => self.weight.detach().to_dtype(DType::F32)? + 1.0,
+            false => Ok(self.weight.clone()),
+        }
     }
-}
-
-fn wide(xs: &Tensor) -> Result<Tensor> {
-    xs.to_dtype(DType::F32)
 }

@@ -7,7 +7,7 @@ use candle_parallel::{GradientSink, Layer, VocabParallelEmbedding};
 #[derive(Clone)]
 pub(crate) struct ScaledEmbedding {
     pub embedding: VocabParallelEmbedding,
-    /// Rounded to the type of the weight.
+    /// Rounded to the type of the weight, as candle's `affine` does.
     pub scale: f64,
 }
 
