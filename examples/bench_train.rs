@@ -53,7 +53,7 @@ use candle_train_examples::{
     CountingAllocator, flops_per_token, page_faults, peak_allocated_bytes, peak_rss_bytes,
     peak_tflops, product_floor_secs,
 };
-use candle_train_models::{CausalLm, LLAMA, ModelConfig, RopeKind};
+use candle_train_models::{Activation, CausalLm, LLAMA, ModelConfig, RopeKind};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -231,6 +231,9 @@ fn model_config(args: &Args) -> ModelConfig {
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
+        activation: Activation::Silu,
+        norm_adds_one: false,
+        embedding_scale: 1.0,
         qk_norm: false,
         windows: Vec::new(),
         pad_token_id: None,

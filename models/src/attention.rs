@@ -60,14 +60,7 @@ impl Attention {
             column_parallel_linear_shard(hidden, shard, config.qkv_bias, tp, vb.pp(name))
         };
         // Ranks have different heads.
-        let norm = |name: &str| {
-            Norm::new(
-                head_dim,
-                config.rms_norm_eps,
-                Gradient::Partial,
-                vb.pp(name),
-            )
-        };
+        let norm = |name: &str| Norm::new(head_dim, config, Gradient::Partial, vb.pp(name));
         let head_norms = match config.qk_norm {
             true => Some((norm("q_norm")?, norm("k_norm")?)),
             false => None,

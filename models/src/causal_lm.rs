@@ -12,6 +12,7 @@ use crate::config::ModelConfig;
 use crate::decoder_layer::DecoderLayer;
 use crate::head::Head;
 use crate::rotary::RotaryTable;
+use crate::scaled_embedding::ScaledEmbedding;
 
 /// A causal language model: embedding, decoder layers, head with loss.
 pub struct CausalLm;
@@ -48,7 +49,11 @@ impl CausalLm {
             let embedding =
                 vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?
                     .with_padding_idx(config.pad_token_id);
-            Ok(layer_block(embedding))
+            let scale = config.embedding_scale;
+            Ok(match scale == 1.0 {
+                true => layer_block(embedding),
+                false => layer_block(ScaledEmbedding { embedding, scale }),
+            })
         } else if index <= config.num_hidden_layers {
             let layer = index - 1;
             let vb = model.pp("layers").pp(layer);

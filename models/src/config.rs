@@ -5,6 +5,7 @@ use std::path::Path;
 use candle_core::{Result, bail};
 use serde::Serialize;
 
+use crate::activation::Activation;
 use crate::config_file::ConfigFile;
 use crate::family::Family;
 use crate::rope_kind::RopeKind;
@@ -59,6 +60,15 @@ pub struct ModelConfig {
     /// Whether gate, up and down have a bias.
     #[serde(skip)]
     pub mlp_bias: bool,
+    /// What the MLP does to its gate.
+    #[serde(skip)]
+    pub activation: Activation,
+    /// Whether norms multiply by 1 + weight.
+    #[serde(skip)]
+    pub norm_adds_one: bool,
+    /// What embeddings are multiplied by, rounded to the type of the weights.
+    #[serde(skip)]
+    pub embedding_scale: f64,
     /// Whether each head of q and k is normalised.
     #[serde(skip)]
     pub qk_norm: bool,

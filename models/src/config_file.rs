@@ -4,6 +4,7 @@ use candle_core::{Error, Result, bail};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::activation::Activation;
 use crate::config::ModelConfig;
 use crate::family::Family;
 use crate::rope_fields::RopeFields;
@@ -33,6 +34,7 @@ pub(crate) struct ConfigFile {
     #[serde(default)]
     eos_token_id: Vec<u32>,
     // What only some families read.
+    pub hidden_act: Option<String>,
     #[serde(default)]
     pub attention_bias: bool,
     #[serde(default)]
@@ -55,6 +57,7 @@ struct Names {
 fn supported_values() -> Value {
     json!({
         "hidden_act": ["silu", "swish"],
+        "hidden_activation": ["gelu_pytorch_tanh"],
         "dtype": ["float32", "float16", "bfloat16", "auto"],
         "torch_dtype": ["float32", "float16", "bfloat16", "auto"],
         "quantization_config": [],
@@ -139,6 +142,9 @@ impl ConfigFile {
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
+            activation: Activation::Silu,
+            norm_adds_one: false,
+            embedding_scale: 1.0,
             qk_norm: false,
             windows: Vec::new(),
             pad_token_id: self.pad_token()?,

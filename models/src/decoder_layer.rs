@@ -43,8 +43,8 @@ impl DecoderLayer {
         tp: &ProcessGroup,
         vb: ParamBuilder,
     ) -> Result<Self> {
-        let (width, eps) = (config.hidden_size, config.rms_norm_eps);
-        let norm = |name| Norm::new(width, eps, Gradient::Complete, vb.pp(name));
+        let width = config.hidden_size;
+        let norm = |name| Norm::new(width, config, Gradient::Complete, vb.pp(name));
         Ok(Self {
             input_layernorm: norm("input_layernorm")?,
             self_attn: Attention::new(config, index, rotary, tp, vb.pp("self_attn"))?,

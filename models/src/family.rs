@@ -7,13 +7,14 @@ use serde_json::Value;
 
 use crate::config::ModelConfig;
 use crate::config_file::ConfigFile;
+use crate::gemma::GEMMA;
 use crate::llama::LLAMA;
 use crate::mistral::MISTRAL;
 use crate::qwen2::QWEN2;
 use crate::qwen3::QWEN3;
 
 /// Every family there is.
-pub static FAMILIES: &[&Family] = &[&LLAMA, &MISTRAL, &QWEN2, &QWEN3];
+pub static FAMILIES: &[&Family] = &[&LLAMA, &MISTRAL, &QWEN2, &QWEN3, &GEMMA];
 
 /// What `config.json` says in one family otherwise than in another. What that means for the computation is in [`ModelConfig`].
 pub struct Family {

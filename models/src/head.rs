@@ -29,8 +29,8 @@ impl Head {
         };
         let shape = (config.vocab_size, config.hidden_size);
         let weight = weight.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
-        let (width, eps) = (config.hidden_size, config.rms_norm_eps);
-        let norm = Norm::new(width, eps, Gradient::Complete, vb.pp("model.norm"))?;
+        let (width, vb) = (config.hidden_size, vb.pp("model.norm"));
+        let norm = Norm::new(width, config, Gradient::Complete, vb)?;
         Ok(Self {
             norm,
             lm_head: ColumnParallelLinear::new(weight, None, tp.clone()),

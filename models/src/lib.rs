@@ -2,12 +2,14 @@
 //! embedding, decoder layers and head with loss.
 #![forbid(unsafe_code)]
 
+mod activation;
 mod attention;
 mod causal_lm;
 mod config;
 mod config_file;
 mod decoder_layer;
 mod family;
+mod gemma;
 mod head;
 mod llama;
 mod mistral;
@@ -18,11 +20,14 @@ mod qwen3;
 mod rope_fields;
 mod rope_kind;
 mod rotary;
+mod scaled_embedding;
 
+pub use activation::Activation;
 pub use causal_lm::CausalLm;
 pub use config::ModelConfig;
 pub use decoder_layer::DecoderLayer;
 pub use family::{FAMILIES, Family};
+pub use gemma::GEMMA;
 pub use head::Head;
 pub use llama::LLAMA;
 pub use mistral::MISTRAL;

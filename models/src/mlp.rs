@@ -1,13 +1,13 @@
-//! SwiGLU feed-forward layer (arXiv:2002.05202), down(silu(gate(x)) · up(x)), with an explicit backward pass.
+//! Gated feed-forward layer (arXiv:2002.05202), down(act(gate(x)) · up(x)), with an explicit backward pass.
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_ops::{swiglu_backward, swiglu_forward};
 use candle_parallel::{
     ColumnParallelLinear, GradientSink, Layer, ParamBuilder, RowParallelLinear,
     column_parallel_backward, column_parallel_linear, row_parallel_linear,
 };
 
+use crate::activation::Activation;
 use crate::config::ModelConfig;
 
 #[derive(Clone)]
@@ -15,10 +15,11 @@ pub(crate) struct Mlp {
     gate_proj: ColumnParallelLinear,
     up_proj: ColumnParallelLinear,
     down_proj: RowParallelLinear,
+    activation: Activation,
     tp: ProcessGroup,
 }
 
-/// What the backward pass needs beside the input; SwiGLU's output is computed again.
+/// What the backward pass needs beside the input; the activation's output is computed again.
 #[derive(Clone)]
 pub(crate) struct Saved {
     gate: Tensor,
@@ -38,6 +39,7 @@ impl Mlp {
             gate_proj: column("gate_proj")?,
             up_proj: column("up_proj")?,
             down_proj: row_parallel_linear(intermediate, hidden, bias, tp, vb.pp("down_proj"))?,
+            activation: config.activation,
             tp: tp.clone(),
         })
     }
@@ -46,7 +48,7 @@ impl Mlp {
     pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
         let (gate, _) = self.gate_proj.forward_saving(xs)?;
         let (up, _) = self.up_proj.forward_saving(xs)?;
-        let ys = swiglu_forward(&gate, &up)?;
+        let ys = self.activation.forward(&gate, &up)?;
         let (out, _) = self.down_proj.forward_add(&ys, Some(residual))?;
         Ok((out, Saved { gate, up }))
     }
@@ -67,9 +69,11 @@ impl Mlp {
     ) -> Result<Tensor> {
         let Saved { gate, up } = saved;
         let reads_ys = self.down_proj.weight().track_op();
-        let ys = reads_ys.then(|| swiglu_forward(&gate, &up)).transpose()?;
-        let dys = self.down_proj.backward_linear(dy, ys.as_ref(), gradients)?;
-        let (dgate, dup) = swiglu_backward(&gate, &up, &dys)?;
+        let ys = reads_ys.then(|| self.activation.forward(&gate, &up));
+        let dys = self
+            .down_proj
+            .backward_linear(dy, ys.transpose()?.as_ref(), gradients)?;
+        let (dgate, dup) = self.activation.backward(&gate, &up, &dys)?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
         column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
     }

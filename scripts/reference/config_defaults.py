@@ -9,7 +9,7 @@ from transformers import AutoConfig
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 32}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-CASES = [(family, fields) for family in ("llama", "mistral", "qwen2", "qwen3") for fields in (
+CASES = [(family, fields) for family in ("llama", "mistral", "qwen2", "qwen3", "gemma") for fields in (
     {}, {"num_key_value_heads": 4, "head_dim": 10}, {"sliding_window": None},
     {"max_position_embeddings": 99, "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "rope_theta": 70.0})]
 CASES += [(family, {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3")]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Remakes every folder of tests/fixtures (text.txt excepted, which is an input) with PyTorch; see tests/fixtures/README.md.
+# Remakes every folder of tests/fixtures (text.txt excepted, which is an input) with PyTorch, or those named and
+# config_defaults.jsonl; see tests/fixtures/README.md.
 # Usage: [PYTHON=python3] scripts/reference/make_fixtures.sh [NAME ...]
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -58,8 +59,9 @@ family qwen2 --seed 8 --hidden-size 24 --intermediate-size 24 --tie --old-config
     --rope-theta 1000 --rope '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}'
 family qwen3 --seed 9 --hidden-size 16 --intermediate-size 24 --head-dim 8 --rope-theta 1000000 \
     --set use_sliding_window true --set sliding_window 4 --set layer_types '["sliding_attention", "full_attention", "sliding_attention"]'
+family gemma --seed 10 --hidden-size 24 --intermediate-size 24 --head-dim 8 --tie --set attention_bias true
 
-"$python" "$here/rope_tables.py" >"$fixtures/rope_tables.jsonl"
+(($#)) || "$python" "$here/rope_tables.py" >"$fixtures/rope_tables.jsonl"
 "$python" "$here/config_defaults.py" >"$fixtures/config_defaults.jsonl"
 
 bytes="$(find "$fixtures" -type f -printf '%s\n' | awk '{ n += $1 } END { print n }')"

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::{LLAMA, ModelConfig, RopeKind};
+use candle_train_models::{Activation, LLAMA, ModelConfig, RopeKind};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
@@ -144,6 +144,9 @@ impl ModelArgs {
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
+            activation: Activation::Silu,
+            norm_adds_one: false,
+            embedding_scale: 1.0,
             qk_norm: false,
             windows: Vec::new(),
             pad_token_id: None,

@@ -1,7 +1,7 @@
 //! Each family's `config.json`: read as `transformers` reads it, written so that it can be read again, refused by name.
 
 use candle_core::Result;
-use candle_train_models::{FAMILIES, ModelConfig};
+use candle_train_models::{FAMILIES, Family, ModelConfig};
 use serde_json::{Value, json};
 
 /// A small file of a family with other fields.
@@ -89,6 +89,14 @@ fn a_written_configuration_is_read_again_and_has_the_familys_fields() {
             json!({"architectures": ["Qwen3ForCausalLM"], "attention_bias": true, "head_dim": 6}),
         ),
         ("qwen3", windows, json!({"layer_types": types})),
+        (
+            "gemma",
+            json!({"attention_bias": true, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+            json!({
+                "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "attention_bias": true,
+                "head_dim": 256, "tie_word_embeddings": true, "bos_token_id": 2, "eos_token_id": 1
+            }),
+        ),
     ] {
         let config = read(model_type, &fields).unwrap();
         let text = config.to_json().unwrap();
@@ -116,7 +124,7 @@ fn what_a_familys_file_cannot_say_is_not_written() {
 #[test]
 fn what_is_not_supported_is_refused_by_name() {
     for (name, value, supported) in [
-        ("hidden_act", json!("gelu"), "\"silu\""),
+        ("hidden_act", json!("relu"), "supported"),
         ("dtype", json!("float64"), "\"bfloat16\""),
         ("attention_dropout", json!(0.1), "supported: 0"),
         ("partial_rotary_factor", json!(0.25), "supported: 1"),
@@ -148,8 +156,12 @@ fn what_is_not_supported_is_refused_by_name() {
         ("llama", "layer_types", json!(["full_attention"])),
         ("mistral", "attention_bias", json!(true)),
         ("mistral", "layer_types", json!(["full_attention"])),
+        ("mistral", "hidden_act", json!("gelu_pytorch_tanh")),
         ("qwen2", "mlp_bias", json!(true)),
         ("qwen3", "mlp_bias", json!(true)),
+        ("gemma", "mlp_bias", json!(true)),
+        ("gemma", "hidden_act", json!("silu")),
+        ("gemma", "hidden_activation", json!("gelu")),
     ] {
         assert_refused(
             model_type,
@@ -285,8 +297,8 @@ fn windows_that_make_no_sense_are_named() {
 
 #[test]
 fn another_model_type_is_named_with_what_is_supported() {
-    let all = "\"llama\", \"mistral\", \"qwen2\", \"qwen3\"";
-    for other in ["gemma", "Llama", "mixtral", "qwen3_moe", ""] {
+    let all = &Family::names();
+    for other in ["none", "Llama", "mixtral", "qwen3_moe", ""] {
         assert_refused(
             other,
             &json!({}),
@@ -295,8 +307,8 @@ fn another_model_type_is_named_with_what_is_supported() {
     }
     let nothing = json!({"model_type": null});
     assert_refused("", &nothing, &["neither model_type nor architectures", all]);
-    let class = json!({"model_type": null, "architectures": ["GemmaForCausalLM"]});
-    assert_refused("", &class, &["GemmaForCausalLM", "no model_type", all]);
+    let class = json!({"model_type": null, "architectures": ["NoneForCausalLM"]});
+    assert_refused("", &class, &["NoneForCausalLM", "no model_type", all]);
     let other = json!({"architectures": ["MistralForCausalLM"]});
     assert_refused(
         "llama",

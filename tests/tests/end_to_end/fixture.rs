@@ -10,7 +10,7 @@ use serde::Deserialize;
 use crate::run::Layout;
 use crate::tensors::{Tensors, read_tensors};
 
-pub const ALL: [&str; 9] = [
+pub const ALL: [&str; 10] = [
     "gqa",
     "wide",
     "tied_bias",
@@ -20,6 +20,7 @@ pub const ALL: [&str; 9] = [
     "mistral_dynamic",
     "qwen2",
     "qwen3",
+    "gemma",
 ];
 
 pub struct Fixture {

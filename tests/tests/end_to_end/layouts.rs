@@ -64,7 +64,14 @@ fn run_for(fixture: &Fixture, dp: usize) -> Run {
 
 #[test]
 fn every_layout_equals_one_rank() {
-    for name in ["wide", "mistral", "mistral_dynamic", "qwen2", "qwen3"] {
+    for name in [
+        "wide",
+        "mistral",
+        "mistral_dynamic",
+        "qwen2",
+        "qwen3",
+        "gemma",
+    ] {
         let fixture = Fixture::new(name);
         let config = fixture.config();
         let fits = |layout: &Layout| CausalLm::check_degrees(&config, &layout.degrees()).is_ok();

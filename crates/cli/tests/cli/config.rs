@@ -57,9 +57,9 @@ fn a_configuration_that_is_missing_or_damaged_is_named() {
 #[test]
 fn another_architecture_is_named_with_what_is_supported() {
     refuses_config(
-        |config| config["model_type"] = json!("gemma"),
+        |config| config["model_type"] = json!("none"),
         &[
-            "model_type is \"gemma\"",
+            "model_type is \"none\"",
             "\"llama\", \"mistral\", \"qwen2\", \"qwen3\"",
         ],
     );

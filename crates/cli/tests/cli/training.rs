@@ -315,7 +315,7 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
 
 #[test]
 fn every_family_is_fine_tuned_by_the_same_command() {
-    for name in ["mistral", "mistral_dynamic", "qwen2", "qwen3"] {
+    for name in ["mistral", "mistral_dynamic", "qwen2", "qwen3", "gemma"] {
         let workspace = Workspace::with_model(name);
         let outcome = workspace.finetune().flag("--sample-tokens", 4).succeeds();
         assert!(outcome.stdout.contains("--- after\nThe"), "{name}");
