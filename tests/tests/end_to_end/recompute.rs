@@ -16,6 +16,7 @@ fn every_mode_gives_the_same_bits() {
         ("tied_bias", DType::F32),
         ("qwen3", DType::F32),
         ("mistral", DType::BF16),
+        ("gemma", DType::BF16),
         ("bf16_sharded", DType::BF16),
     ] {
         let fixture = Fixture::new(name);
