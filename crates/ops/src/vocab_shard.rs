@@ -19,6 +19,9 @@ use candle_core::{Device, Result, Tensor, bail};
 /// Columns summed in f32 before the sum goes on in f64.
 const BLOCK: usize = 1024;
 
+/// Columns whose maximum is found before they are summed: 32 KiB, which the cache still has then.
+const CACHED: usize = 8 * BLOCK;
+
 /// Numbers that [`softmax_stats`] gives for a row.
 const STATS: usize = 3;
 
@@ -47,10 +50,7 @@ pub fn softmax_stats(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> R
         for (i, stats) in stats.chunks_exact_mut(STATS).enumerate() {
             let row = chunk * rows + i;
             let values = &logits[row * v..][..v];
-            let (max, sum) = vectorised(
-                #[inline(always)]
-                || max_and_sum_exp(values),
-            );
+            let (max, sum) = max_and_sum_exp(values);
             let hit = local_column(targets[row], vocab_start, v).map(|column| values[column]);
             stats.copy_from_slice(&[max, sum, hit.unwrap_or_default()]);
         }
@@ -243,18 +243,27 @@ fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
     (target != IGNORE_INDEX && column < v).then_some(column)
 }
 
-/// The largest value and the sum of `exp(value - largest)`. Where a block has a larger value than those before it, what they
-/// add up to is scaled down. The first maximum is finite, so that minus infinity is never taken from itself.
-#[inline(always)]
+/// The largest value and the sum of `exp(value - largest)`. What the values before add up to is scaled down where a larger one
+/// comes. The first maximum is finite, so that minus infinity is never taken from itself.
 fn max_and_sum_exp(values: &[f32]) -> (f32, f32) {
     let (mut max, mut total) = (f32::MIN, 0f64);
-    for block in values.chunks(BLOCK) {
+    for cached in values.chunks(CACHED) {
         let before = max;
-        max = before.max(lanes::max(block, |x| x));
-        if max != before {
+        let largest = vectorised(
+            #[inline(always)]
+            || lanes::max(cached, |x| x),
+        );
+        max = before.max(largest);
+        if total != 0.0 {
             total *= rescale(before, max);
         }
-        total += f64::from(lanes::sum(block, |x| exp(x - max)));
+        for block in cached.chunks(BLOCK) {
+            let sum = vectorised(
+                #[inline(always)]
+                || lanes::sum(block, |x| exp(x - max)),
+            );
+            total += f64::from(sum);
+        }
     }
     (max, total as f32)
 }
