@@ -234,8 +234,9 @@ fn fill(fields: &mut Map<String, Value>, family: &Family) -> Result<()> {
     // `null` in place of a default stands for none.
     fields.retain(|_, value| !value.is_null());
     for name in ["rope_scaling", "rope_parameters"] {
-        if let Some(value) = fields.get(name).filter(|value| !value.is_object()) {
-            bail!("{name} is {value}; expected an object");
+        // serde takes a list for a struct's fields in order.
+        if fields.get(name).is_some_and(Value::is_array) {
+            bail!("{name}: invalid type: sequence, expected an object");
         }
     }
     if fields.get("rope_scaling").is_some_and(|v| *v == json!({})) {

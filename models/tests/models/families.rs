@@ -224,7 +224,7 @@ fn numbers_that_make_no_sense_are_named_by_every_family() {
         (llama3(4.0, 4.0), ["low_freq_factor is 4", "smaller"]),
         (
             rope(json!(["yarn"])),
-            ["rope_scaling is [\"yarn\"]", "an object"],
+            ["rope_scaling: invalid type: sequence", "an object"],
         ),
         (
             rope(json!({"rope_type": "linear", "factor": 1e-320})),
