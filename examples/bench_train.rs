@@ -53,7 +53,7 @@ use candle_train_examples::{
     CountingAllocator, flops_per_token, page_faults, peak_allocated_bytes, peak_rss_bytes,
     peak_tflops, product_floor_secs,
 };
-use candle_train_models::{Activation, CausalLm, LLAMA, ModelConfig, RopeKind};
+use candle_train_models::{CausalLm, ModelConfig};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -166,7 +166,7 @@ fn main() -> ExitCode {
 fn run(args: &Args, flags: Flags) -> Result<()> {
     let config = match &args.model {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
-        None => model_config(args),
+        None => model_config(args)?,
     };
     let degrees = Degrees {
         pp: args.pp,
@@ -175,7 +175,6 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
         tp: args.tp,
     };
     let mut ranks = args.ranks.config(degrees)?;
-    config.validate()?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.dp)?;
@@ -213,33 +212,19 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     print(args, &batch_config, num_devices, &mut first)
 }
 
-fn model_config(args: &Args) -> ModelConfig {
-    ModelConfig {
-        family: &LLAMA,
-        vocab_size: args.vocab_size,
-        hidden_size: args.hidden_size,
-        intermediate_size: args.intermediate_size,
-        num_hidden_layers: args.layers,
-        num_attention_heads: args.heads,
-        num_key_value_heads: args.kv_heads,
-        head_dim: args.hidden_size / args.heads.max(1),
-        rms_norm_eps: 1e-6,
-        rope_theta: 10000.0,
-        rope: RopeKind::Default,
-        max_position_embeddings: args.seq_len.max(2048),
-        tie_word_embeddings: args.tie,
-        qkv_bias: false,
-        o_bias: false,
-        mlp_bias: false,
-        activation: Activation::Silu,
-        norm_adds_one: false,
-        embedding_scale: 1.0,
-        qk_norm: false,
-        windows: Vec::new(),
-        pad_token_id: None,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-    }
+fn model_config(args: &Args) -> Result<ModelConfig> {
+    let config = serde_json::json!({
+        "model_type": "llama",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.intermediate_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "max_position_embeddings": args.seq_len.max(2048),
+        "tie_word_embeddings": args.tie,
+    });
+    ModelConfig::from_json(&config.to_string())
 }
 
 /// Unless told, one micro-batch per replica and stage, so that pipelines have something to overlap.

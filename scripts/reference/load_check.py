@@ -7,7 +7,7 @@ and the tokenizer with that of the folder. --logits compares the logits of the l
 1 if a key is missing, unexpected or mismatched, a value is not finite, or a comparison fails.
 
 All fixtures, trained and saved:
-    CANDLE_TRAIN_SAVED=$PWD/saved cargo test -p candle-train-tests --test end_to_end -- --ignored saved_for_transformers
+    CANDLE_TRAIN_SAVED=$PWD/saved cargo test -p candle-train-tests --test end_to_end -- trained_checkpoints_are_saved
     for d in saved/*; do for m in model written; do python3 scripts/reference/load_check.py $d/$m --logits $d/logits.safetensors; done; done
 """
 import argparse, pathlib, sys

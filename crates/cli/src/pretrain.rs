@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::{Documents, Tokenizer, Tokens};
-use candle_train_models::{Activation, LLAMA, ModelConfig, RopeKind};
+use candle_train_models::ModelConfig;
 use clap::Parser;
+use serde_json::json;
 
 use crate::choices::StorageChoice;
 use crate::flags::Flags;
@@ -127,33 +128,20 @@ impl ModelArgs {
                 hidden_size % heads
             );
         }
-        let config = ModelConfig {
-            family: &LLAMA,
-            vocab_size: tokenizer.vocab_size(),
-            hidden_size,
-            intermediate_size: self.intermediate_size,
-            num_hidden_layers: self.layers,
-            num_attention_heads: heads,
-            num_key_value_heads: self.kv_heads,
-            head_dim: hidden_size / heads,
-            rms_norm_eps: 1e-5,
-            rope_theta: 10000.0,
-            rope: RopeKind::Default,
-            max_position_embeddings: self.max_positions.max(seq_len),
-            tie_word_embeddings: !self.untied,
-            qkv_bias: false,
-            o_bias: false,
-            mlp_bias: false,
-            activation: Activation::Silu,
-            norm_adds_one: false,
-            embedding_scale: 1.0,
-            qk_norm: false,
-            windows: Vec::new(),
-            pad_token_id: None,
-            bos_token_id: tokenizer.bos_id(),
-            eos_token_ids: vec![tokenizer.eos_id()],
-        };
-        config.validate()?;
-        Ok(config)
+        let config = json!({
+            "model_type": "llama",
+            "vocab_size": tokenizer.vocab_size(),
+            "hidden_size": hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": self.max_positions.max(seq_len),
+            "tie_word_embeddings": !self.untied,
+            "bos_token_id": tokenizer.bos_id(),
+            "eos_token_id": tokenizer.eos_id(),
+        });
+        ModelConfig::from_json(&config.to_string())
     }
 }

@@ -55,6 +55,43 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
     }
 }
 
+/// Two numbers of layers and two of sequences: what the peak grows by with both together belongs to layers and tokens alone.
+#[test]
+fn a_layer_keeps_what_the_design_says_in_each_mode() {
+    const SEQ_LEN: usize = 256;
+    let (h, kv, intermediate, heads) = (64, 32, 96, 4);
+    let peak = |mode: &str, layers: usize, sequences: usize| {
+        let sizes = [
+            ("--hidden-size", h),
+            ("--intermediate-size", intermediate),
+            ("--heads", heads),
+            ("--kv-heads", 2),
+            ("--vocab-size", 50),
+            ("--seq-len", SEQ_LEN),
+            ("--steps", 1),
+            ("--threads", 1),
+            ("--layers", layers),
+            ("--batch-size", sequences),
+        ];
+        let program = example("bench_train").flag("--recompute", mode);
+        let program = sizes
+            .into_iter()
+            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        let measured = measured(program.flag("--device", "cpu"));
+        measured["peak_allocated_bytes"].as_u64().unwrap() as f64
+    };
+    let kept = 2 * h + 2 * h + 2 * kv + 2 * intermediate + heads;
+    for (mode, values) in [("none", kept), ("selective", kept), ("full", h)] {
+        let grown = peak(mode, 4, 6) - peak(mode, 2, 6) - peak(mode, 4, 2) + peak(mode, 2, 2);
+        let per_layer_and_token = grown / 2.0 / (4 * SEQ_LEN) as f64;
+        let expected = 4.0 * values as f64;
+        assert!(
+            (per_layer_and_token - expected).abs() < 0.01 * expected,
+            "{mode}: {per_layer_and_token} bytes per layer and token, expected {expected}"
+        );
+    }
+}
+
 #[test]
 fn a_pattern_must_leave_something_to_train_and_something_to_freeze() {
     let run = |pattern| bench().flag("--freeze", pattern).run();

@@ -10,7 +10,7 @@ use candle_nn::VarBuilder;
 use candle_parallel::checkpoint::{Checkpoint, HfSave, save_hf, sidecar_files};
 use candle_parallel::{MicroBatch, Pipeline, Stage};
 use candle_train::Trainer;
-use candle_train_models::CausalLm;
+use candle_train_models::{CausalLm, ModelConfig};
 use candle_transformers::models::llama;
 use safetensors::Dtype;
 use tempfile::tempdir;
@@ -133,12 +133,14 @@ fn train_and_save(
     logits.into_inner().unwrap()
 }
 
-/// Folders for `scripts/reference/load_check.py`: `NAME/model` as it is saved after training, with the files of the original beside the
-/// weights; in `NAME/written` the same with a `config.json` that this library wrote; `NAME/logits.safetensors` is what this library computes.
+/// In the folder CANDLE_TRAIN_SAVED, if set, stays what `scripts/reference/load_check.py` compares with transformers: `NAME/model` as it is
+/// saved after training, with the files of the original beside the weights; in `NAME/written` the same with a `config.json` that this
+/// library wrote; `NAME/logits.safetensors` is what this library computes.
 #[test]
-#[ignore = "needs CANDLE_TRAIN_SAVED, a folder to write to"]
-fn trained_checkpoints_are_saved_for_transformers() {
-    let to = PathBuf::from(std::env::var("CANDLE_TRAIN_SAVED").unwrap());
+fn trained_checkpoints_are_saved_with_the_config_they_had_or_one_that_says_the_same() {
+    let temporary = tempdir().unwrap();
+    let to = std::env::var_os("CANDLE_TRAIN_SAVED");
+    let to = to.map_or(temporary.path().to_path_buf(), PathBuf::from);
     let ids: Vec<u32> = (0..24).map(|i| (i * 29 + 3) % 80).collect();
     for name in ALL {
         let fixture = Fixture::new(name).moved_to(&to.join(name));
@@ -151,6 +153,10 @@ fn trained_checkpoints_are_saved_for_transformers() {
         }
         let config = fixture.config().to_json().unwrap();
         std::fs::write(written.join("config.json"), config).unwrap();
+        let read = |dir: &Path| ModelConfig::from_file(dir.join("config.json")).unwrap();
+        assert_eq!(read(&model), fixture.config(), "{name}");
+        assert_eq!(read(&written), fixture.config(), "{name}");
+        assert!(raw_tensors(&model) != raw_tensors(&Fixture::new(name).model_dir()));
         let layout = Layout::new(1, 1, 1);
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;

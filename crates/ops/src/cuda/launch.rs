@@ -61,8 +61,7 @@ macro_rules! launchers {
             /// # Safety
             /// The pointers must hold as many values as the kernel reads or writes for the sizes given, and the launch must
             /// be what `kernels/README.md` asks for.
-            // The kernel's, in its order and by its names: a struct for each would say them once more.
-            #[allow(clippy::too_many_arguments)]
+            #[allow(clippy::too_many_arguments, reason = "the kernel's, in its order: a struct for each would say them once more")]
             pub(super) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
                 let suffix: &[&str] = &[$($t::SUFFIX)?];
                 let function = launch.function(&[stringify!($name), &suffix.concat()].concat())?;
