@@ -35,7 +35,7 @@
 //! fn main() -> Result<()> {
 //!     let losses = launch::threads(4, |world| {
 //!         let mesh = Mesh::new(world, Degrees { pp: 2, dp: 1, cp: 1, tp: 2 })?;
-//!         let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
+//!         let vb = ParamStore::init(0).with_data_parallel(ZeroStage::Two).builder(DType::F32, mesh.world.device());
 //!         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
 //!             let vb = vb.pp("blocks").pp(index);
 //!             Ok(match index {
@@ -52,10 +52,9 @@
 //!             })
 //!         })?;
 //!         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-//!         let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+//!         let mut gradients = Gradients::new(stage.params(), &mesh)?;
 //!         let config = AdamWConfig::default();
-//!         let mut optimizer =
-//!             DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
+//!         let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
 //!         // Each token is followed by the next one.
 //!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
 //!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
@@ -91,7 +90,7 @@ mod optimizer;
 mod params;
 mod pipeline;
 
-pub use gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
+pub use gradients::{Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, GradientSink, HeadPartition, Layer, RowParallelLinear,
     VocabParallelEmbedding, column_parallel_backward, column_parallel_linear,
@@ -103,8 +102,8 @@ pub use optimizer::{
     SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    CatalogEntry, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters, Placement, Shard,
-    WEIGHT_INIT, part,
+    CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,
+    Placement, Shard, WEIGHT_INIT, ZeroStage, part,
 };
 pub use pipeline::{
     Backward, Block, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock, Recompute,

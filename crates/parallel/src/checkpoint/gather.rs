@@ -1,41 +1,35 @@
 //! Whole tensors out of the parts that ranks hold, one at a time, on the first rank.
 
 use candle_comm::{Mesh, P2p};
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use crate::params::{CatalogEntry, Holder, Parameters};
+use crate::params::{CatalogEntry, Holder, Param, Parameters};
 
 /// Joins the parts of parameter `entry` on world rank 0 and returns it there, `None` elsewhere.
 ///
-/// `local` gives this rank's tensor for a parameter index, in the parameter's local shape: its values, its gradient. Every
-/// rank must call this; only those that hold a part send it, and no rank ever has more than this one tensor whole.
+/// `local` gives this rank's tensor for a parameter index, in the parameter's local shape and of type `dtype`: its values, its
+/// gradient. Every rank must call this; on each that has the parameter `local` is called, so it may gather over data-parallel
+/// ranks; only those that own a part send it, and no rank ever has more than this one tensor whole.
 pub fn gather_full(
     params: &Parameters,
     mesh: &Mesh,
     entry: &CatalogEntry,
+    dtype: DType,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
     let rank = mesh.world.rank();
+    let index = params.iter().position(|param| param.name == entry.name);
+    let local = index.map(local).transpose()?;
     let own = entry.holders.iter().find(|holder| holder.rank == rank);
-    let own = own
-        .map(|holder| own_part(params, entry, holder, &local))
-        .transpose()?;
+    let own = own.zip(index.zip(local));
+    let own = own.map(|(holder, (index, local))| own_part(params.get(index), entry, holder, &local));
+    let own = own.transpose()?;
     if rank != 0 {
         if let Some(xs) = &own {
             mesh.world.batch_send_recv(&[P2p::Send { xs, dst: 0 }])?;
         }
         return Ok(None);
     }
-    let Some(dtype) = own
-        .as_ref()
-        .map(Tensor::dtype)
-        .or_else(|| (0..params.len()).find_map(|index| Some(local(index).ok()?.dtype())))
-    else {
-        bail!(
-            "rank 0 holds no parameter: it does not know the type of {}",
-            entry.name
-        );
-    };
     let receives = entry
         .holders
         .iter()
@@ -66,20 +60,12 @@ pub fn gather_full(
 }
 
 fn own_part(
-    params: &Parameters,
+    param: &Param,
     entry: &CatalogEntry,
     holder: &Holder,
-    local: impl Fn(usize) -> Result<Tensor>,
+    local: &Tensor,
 ) -> Result<Tensor> {
-    let Some(index) = params.iter().position(|param| param.name == entry.name) else {
-        bail!(
-            "rank {} does not hold parameter {}",
-            holder.rank,
-            entry.name
-        );
-    };
-    let local = local(index)?;
-    match params.get(index).shard() {
+    match param.shard() {
         None => local.contiguous(),
         Some(shard) => local
             .narrow(

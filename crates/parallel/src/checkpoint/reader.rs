@@ -199,8 +199,8 @@ impl Checkpoint {
         }
     }
 
-    /// The rank's part of a tensor, converted to f32, row-major. Only the bytes of the part are touched.
-    pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
+    /// As [`Self::dtype`], and an error unless the tensor has this global shape.
+    pub(crate) fn dtype_of(&self, name: &str, shape: &[usize]) -> Result<DType> {
         let entry = self.entry(name)?;
         if entry.shape != shape {
             bail!(
@@ -209,7 +209,12 @@ impl Checkpoint {
                 entry.shape
             );
         }
-        let dtype = self.dtype(name)?;
+        self.dtype(name)
+    }
+
+    /// The rank's part of a tensor, converted to f32, row-major. Only the bytes of the part are touched.
+    pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
+        let dtype = self.dtype_of(name, shape)?;
         let bytes = self.bytes(name)?;
         let (outer, stride, inner) = match shard {
             None => (1, 0, 0..shape.iter().product()),

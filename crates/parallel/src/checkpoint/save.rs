@@ -93,7 +93,7 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 /// Weights that are NaN or infinite, ranks whose copies of a weight differ, and files that cannot be written.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
     params.check_copies(mesh, "when it was to be saved", |index| {
-        params.get(index).values()
+        params.values(index)
     })?;
     let plan = SavePlan::new(params, save.dtype, save.max_file_bytes)?;
     let is_writer = mesh.world.rank() == 0;
@@ -113,8 +113,8 @@ pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
                 Content::Verbatim => None,
                 Content::Parameter(index, dtype) => {
                     let entry = &params.catalog()[index];
-                    let local = |index: usize| params.get(index).values();
-                    gather_full(params, mesh, entry, local)?
+                    let local = |index: usize| params.values(index);
+                    gather_full(params, mesh, entry, entry.dtype, local)?
                         .map(|values| values.to_device(&Device::Cpu)?.to_dtype(dtype))
                         .transpose()?
                 }

@@ -5,20 +5,26 @@ use std::collections::HashMap;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, TensorId, bail};
 
-use super::reduce::{DataParallel, Reductions};
+use super::reduce::Reductions;
 use crate::layers::GradientSink;
 use crate::params::{FlatBuffer, Parameters};
 
 /// Gradients of the trainable parameters of a stage, in f32, in flat buckets.
 ///
 /// A backward pass adds to them; when the last micro-batch's has left a bucket's blocks, the bucket is reduced over the mesh,
-/// while the backward passes of earlier blocks run: see [`DataParallel::overlap`].
+/// while the backward passes of earlier blocks run: see [`DataParallel::overlap`](crate::DataParallel::overlap). From
+/// [`ZeroStage::Two`](crate::ZeroStage::Two) on that is done for each micro-batch, and a whole bucket exists only meanwhile.
 pub struct Gradients {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
-    pub(super) config: DataParallel,
-    pub(super) buckets: Vec<FlatBuffer>,
+    /// Whole buckets; `None` while nothing was written to one that is divided.
+    pub(super) whole: Vec<Option<FlatBuffer>>,
+    /// Of divided buckets this rank's slices, in which micro-batches are summed.
+    pub(super) slices: Vec<FlatBuffer>,
+    /// Whether a parameter's place in its whole bucket holds a gradient.
     pub(super) is_filled: Vec<bool>,
+    /// Whether a parameter got a gradient in this step.
+    pub(super) has_gradient: Vec<bool>,
     /// How often each parameter's gradient was written to.
     num_writes: Vec<usize>,
     index_of: HashMap<TensorId, usize>,
@@ -30,12 +36,22 @@ impl Gradients {
     ///
     /// # Errors
     /// Memory that is missing.
-    pub fn new(params: &Parameters, mesh: &Mesh, config: impl Into<DataParallel>) -> Result<Self> {
-        let buckets = params.layout().buckets.iter();
-        let buckets = buckets.map(|bucket| FlatBuffer::zeros(bucket.len, mesh.world.device()));
-        let buckets = buckets.collect::<Result<Vec<_>>>()?;
+    pub fn new(params: &Parameters, mesh: &Mesh) -> Result<Self> {
+        let groups = params.groups();
+        let is_divided = groups.shards_gradients();
+        let buckets = &params.layout().buckets;
+        let zeros = |len| FlatBuffer::zeros(len, mesh.world.device());
+        let whole = buckets.iter().map(|bucket| match is_divided {
+            true => Ok(None),
+            false => zeros(bucket.len).map(Some),
+        });
+        let slices = buckets.iter().filter(|_| is_divided);
+        let slices = slices.map(|bucket| zeros(groups.own_range(bucket.len).len()));
         Ok(Self {
+            whole: whole.collect::<Result<_>>()?,
+            slices: slices.collect::<Result<_>>()?,
             is_filled: vec![false; params.len()],
+            has_gradient: vec![false; params.len()],
             num_writes: vec![0; params.len()],
             index_of: params
                 .iter()
@@ -45,9 +61,19 @@ impl Gradients {
             reductions: Reductions::new(buckets.len(), mesh),
             params: params.clone(),
             mesh: mesh.clone(),
-            config: config.into(),
-            buckets,
         })
+    }
+
+    /// The buffer of a whole bucket, made if there is none.
+    fn whole(&mut self, bucket: usize) -> Result<&FlatBuffer> {
+        let whole = &mut self.whole[bucket];
+        match whole {
+            Some(flat) => Ok(flat),
+            None => {
+                let len = self.params.layout().buckets[bucket].len;
+                Ok(whole.insert(FlatBuffer::zeros(len, self.mesh.world.device())?))
+            }
+        }
     }
 
     /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
@@ -69,10 +95,11 @@ impl Gradients {
             bail!("parameter {} is frozen: it takes no gradient", param.name);
         };
         self.check_not_reduced(bucket, index)?;
-        let bucket = &self.buckets[bucket];
-        match self.is_filled[index] {
-            false => bucket.write(offset, grad)?,
-            true => bucket.add(offset, grad)?,
+        let is_filled = self.is_filled[index];
+        let whole = self.whole(bucket)?;
+        match is_filled {
+            false => whole.write(offset, grad)?,
+            true => whole.add(offset, grad)?,
         }
         self.mark_written(index);
         Ok(())
@@ -84,23 +111,32 @@ impl Gradients {
     /// The parameter has none, or its bucket has been reduced.
     pub fn get(&self, index: usize) -> Result<Tensor> {
         let param = self.params.get(index);
-        match self.params.layout().place(index) {
-            Some((bucket, offset)) if self.is_filled[index] => {
-                self.check_not_reduced(bucket, index)?;
-                let values = self.buckets[bucket].view(offset, param.num_values())?;
+        let Some((bucket, offset)) = self.params.layout().place(index) else {
+            bail!("parameter {} is frozen: it has no gradient", param.name);
+        };
+        self.check_not_reduced(bucket, index)?;
+        match &self.whole[bucket] {
+            Some(whole) if self.is_filled[index] => {
+                let values = whole.view(offset, param.num_values())?;
                 values.reshape(param.local_shape())
             }
-            _ => bail!("parameter {} has no gradient", param.name),
+            _ => bail!(
+                "parameter {} has no gradient on this rank alone: none was written, or replicas have divided it (ZeRO-2, \
+                 ZeRO-3)",
+                param.name
+            ),
         }
     }
 
     /// Memory of the buckets on this rank.
     pub fn num_bytes(&self) -> usize {
-        self.buckets.iter().map(FlatBuffer::num_bytes).sum()
+        let whole = self.whole.iter().flatten();
+        whole.chain(&self.slices).map(FlatBuffer::num_bytes).sum()
     }
 
     fn mark_written(&mut self, index: usize) {
         self.is_filled[index] = true;
+        self.has_gradient[index] = true;
         self.num_writes[index] += 1;
     }
 
@@ -114,6 +150,10 @@ impl Gradients {
     pub fn clear(&mut self) {
         self.reductions.clear();
         self.is_filled.fill(false);
+        self.has_gradient.fill(false);
+        if !self.slices.is_empty() {
+            self.whole.fill(None);
+        }
     }
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {
@@ -150,7 +190,7 @@ impl GradientSink for Gradients {
         if let Some((bucket, offset)) = self.params.layout().place(index) {
             self.check_not_reduced(bucket, index)?;
             let (len, add) = (weight.elem_count(), self.is_filled[index]);
-            write(&self.buckets[bucket].view(offset, len)?, add)?;
+            write(&self.whole(bucket)?.view(offset, len)?, add)?;
             self.mark_written(index);
         }
         Ok(())

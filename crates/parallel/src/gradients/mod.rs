@@ -6,5 +6,4 @@ mod reduced;
 mod shared;
 
 pub use accumulate::Gradients;
-pub use reduce::{DataParallel, ZeroStage};
 pub use reduced::{ReducedGradients, ReducedLoss};

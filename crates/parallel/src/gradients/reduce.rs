@@ -4,12 +4,11 @@
 //! backward passes end, then parameters tied across stages, when all passes are over. Whether reductions overlap with the
 //! backward pass changes when they start, not their order, and so no bit.
 
-use std::ops::Range;
+use std::collections::VecDeque;
 
 use candle_comm::{Mesh, Pending, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
-use serde::{Deserialize, Serialize};
 
 use super::accumulate::Gradients;
 use super::reduced::{ReducedGradients, ReducedLoss};
@@ -17,74 +16,27 @@ use super::shared::sum_overlaps;
 use crate::params::{Bucket, Checksums, FlatBuffer, intersect, joined};
 use crate::pipeline::PassReport;
 
-/// What data-parallel ranks divide between them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ZeroStage {
-    /// Nothing: gradients are all-reduced, every rank updates everything.
-    Zero,
-    /// Optimizer state: gradients are reduce-scattered, each rank updates its slice, weights are all-gathered.
-    One,
-}
-
-/// How data-parallel replicas work together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DataParallel {
-    /// What the replicas divide between them.
-    pub zero: ZeroStage,
-    /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
-    /// under the next forward pass. The bits are the same without.
-    ///
-    /// With it, weights that other replicas updated arrive after the update has returned. A [`Stage`](crate::Stage) waits for those
-    /// of a block before it runs the block, and [`Param::values`](crate::Param::values) waits for all. Code that runs layers or reads
-    /// their tensors outside of a stage calls [`Parameters::wait_for_updates`](crate::Parameters::wait_for_updates) first.
-    pub overlap: bool,
-}
-
-impl Default for DataParallel {
-    /// ZeRO-1, overlapping.
-    fn default() -> Self {
-        Self {
-            zero: ZeroStage::One,
-            overlap: true,
-        }
-    }
-}
-
-impl From<ZeroStage> for DataParallel {
-    fn from(zero: ZeroStage) -> Self {
-        Self {
-            zero,
-            ..Self::default()
-        }
-    }
-}
-
-impl DataParallel {
-    /// The part of a bucket that this rank updates.
-    pub(crate) fn own_range(self, bucket: &Bucket, mesh: &Mesh) -> Range<usize> {
-        match self.zero {
-            ZeroStage::Zero => 0..bucket.len,
-            ZeroStage::One => {
-                let len = bucket.len / mesh.dp.world_size();
-                let rank = mesh.dp.rank();
-                rank * len..(rank + 1) * len
-            }
-        }
-    }
-}
-
 /// Reductions under way.
 pub(super) struct Reductions {
+    /// Of whole buckets, one after the last micro-batch.
     started: Vec<Option<Pending<Tensor>>>,
+    /// Of divided buckets, one after each micro-batch: the bucket, its whole gradients until they are summed.
+    dividing: VecDeque<(usize, FlatBuffer, Pending<Tensor>)>,
+    /// Whether the slice of a divided bucket holds the sum of some micro-batches.
+    has_sum: Vec<bool>,
     /// Of the gradients that several tensor-parallel ranks hold, until they have been compared once.
     checksums: Option<Checksums>,
 }
+
+/// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to.
+const MAX_DIVIDING: usize = 1;
 
 impl Reductions {
     pub fn new(num_buckets: usize, mesh: &Mesh) -> Self {
         Self {
             started: (0..num_buckets).map(|_| None).collect(),
+            dividing: VecDeque::new(),
+            has_sum: vec![false; num_buckets],
             checksums: (mesh.tp.world_size() > 1).then(Checksums::default),
         }
     }
@@ -95,19 +47,64 @@ impl Reductions {
 
     pub fn clear(&mut self) {
         self.started.fill_with(|| None);
+        self.dividing.clear();
+        self.has_sum.fill(false);
     }
 }
 
 impl Gradients {
-    /// Tells that the last micro-batch's backward pass has left block `block`: what only it and later blocks add to is complete.
-    pub(crate) fn block_done(&mut self, block: usize) -> Result<()> {
-        if !self.config.overlap || self.mesh.dp.world_size() == 1 {
-            return Ok(());
-        }
+    /// Tells that a micro-batch's backward pass has left block `block`: what only it and later blocks add to is complete, for this
+    /// micro-batch or, if it is the last one, for the step.
+    pub(crate) fn block_done(&mut self, block: usize, is_last_micro_batch: bool) -> Result<()> {
         let params = self.params.clone();
-        for (index, bucket) in params.layout().buckets.iter().enumerate() {
-            if bucket.tie.is_none() && bucket.block == block {
+        let (groups, overlaps) = (params.groups(), params.data_parallel().overlap);
+        let is_early = overlaps && is_last_micro_batch && self.mesh.dp.world_size() > 1;
+        let buckets = params.layout().buckets.iter().enumerate();
+        for (index, bucket) in buckets.filter(|(_, bucket)| bucket.block == block) {
+            if groups.shards_gradients() {
+                self.divide(index)?;
+            } else if is_early && bucket.tie.is_none() {
                 self.start_reduction(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts to sum a micro-batch's gradients of a bucket over the ranks that divide it.
+    fn divide(&mut self, index: usize) -> Result<()> {
+        let params = self.params.clone();
+        let bucket = &params.layout().buckets[index];
+        let Some(whole) = self.whole[index].take() else {
+            return Ok(());
+        };
+        for slot in &bucket.slots {
+            if !std::mem::take(&mut self.is_filled[slot.param]) {
+                whole.zero(slot.range.start, slot.range.len())?;
+            }
+        }
+        sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
+        if !self.reductions.has_sum[index] {
+            self.add_checksums(bucket, &whole)?;
+        }
+        let shard = &params.groups().shard;
+        let sum = shard.start_reduce_scatter_in_place(whole.tensor(), ReduceOp::Sum)?;
+        self.reductions.dividing.push_back((index, whole, sum));
+        match params.data_parallel().overlap {
+            true => self.finish_dividing(MAX_DIVIDING),
+            false => self.finish_dividing(0),
+        }
+    }
+
+    /// Adds what was summed over the ranks to the slices, until at most `num_left` sums are under way.
+    fn finish_dividing(&mut self, num_left: usize) -> Result<()> {
+        while self.reductions.dividing.len() > num_left {
+            let Some((index, _whole, sum)) = self.reductions.dividing.pop_front() else {
+                break;
+            };
+            let (slice, sum) = (&self.slices[index], sum.wait()?);
+            match std::mem::replace(&mut self.reductions.has_sum[index], true) {
+                true => slice.add(0, &sum)?,
+                false => slice.write(0, &sum)?,
             }
         }
         Ok(())
@@ -129,6 +126,7 @@ impl Gradients {
         let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let squares = zero.copy()?;
         let mut reduced = Vec::with_capacity(buckets.len());
+        self.finish_dividing(0)?;
         // Without overlap two buckets are under way at a time.
         for index in 0..=buckets.len() {
             if index < buckets.len() {
@@ -146,7 +144,7 @@ impl Gradients {
             self.clear();
             checksums.compare(&self.mesh, "gradient", when)?;
             self.params
-                .check_copies(&self.mesh, when, |index| params.get(index).values())?;
+                .check_copies(&self.mesh, when, |index| params.values(index))?;
         }
         self.clear();
         let [squares, loss_sum, num_targets] = self.sums(squares, zero, report)?;
@@ -157,18 +155,12 @@ impl Gradients {
             mean: loss_sum / num_targets,
             num_targets: num_targets as usize,
         };
-        let own = buckets.iter();
-        let own = own.map(|bucket| self.config.own_range(bucket, &self.mesh));
+        let whole = self.whole.iter();
         Ok(ReducedGradients {
-            own: own.collect(),
             params: self.params.clone(),
             mesh: self.mesh.clone(),
             buckets: reduced,
-            whole: self
-                .buckets
-                .iter()
-                .map(|bucket| bucket.tensor().clone())
-                .collect(),
+            whole: whole.map(|flat| Some(flat.as_ref()?.tensor().clone())).collect(),
             clip: 1.0,
             scale: 1.0 / num_targets,
             norm: squares.sqrt() / num_targets,
@@ -192,59 +184,87 @@ impl Gradients {
         let sums = sums.to_vec1::<f64>()?;
         // Communication on GPUs may have failed without a word until now.
         self.mesh.check()?;
+        self.params.groups().check()?;
         match sums.as_slice() {
             &[squares, loss, targets] => Ok([squares, loss, targets]),
             other => bail!("3 sums were expected, {} came", other.len()),
         }
     }
 
-    /// Starts the reduction of a bucket, unless that was done.
+    /// Starts the reduction of a bucket over the data-parallel ranks, unless that was done; of a divided one it has been.
     fn start_reduction(&mut self, index: usize) -> Result<()> {
+        let params = self.params.clone();
+        let (bucket, groups) = (&params.layout().buckets[index], params.groups());
         if self.reductions.has_started(index) {
             return Ok(());
         }
-        let params = self.params.clone();
-        let bucket = &params.layout().buckets[index];
         self.check_complete(bucket)?;
-        let flat = &self.buckets[index];
-        sum_overlaps(&params, bucket, flat, &self.mesh.tp)?;
-        if let Some(tie) = bucket.tie {
-            let group = &params.ties()[tie].group;
-            flat.write(0, &group.all_reduce(flat.tensor(), ReduceOp::Sum)?)?;
+        if groups.shards_gradients() {
+            return self.check_divided(bucket, index);
         }
-        if let Some(checksums) = &mut self.reductions.checksums {
-            for slot in &bucket.slots {
-                let values = flat.view(slot.range.start, slot.range.len())?;
-                let values = values.reshape(params.get(slot.param).local_shape())?;
-                checksums.add(&params, slot.param, &values)?;
-            }
-        }
-        let dp = &self.mesh.dp;
-        self.reductions.started[index] = Some(match self.config.zero {
-            ZeroStage::Zero => dp.start_all_reduce_in_place(flat.tensor(), ReduceOp::Sum)?,
-            ZeroStage::One => dp.start_reduce_scatter_in_place(flat.tensor(), ReduceOp::Sum)?,
-        });
+        let Some(whole) = self.whole[index].clone() else {
+            bail!("bucket {index} has no buffer");
+        };
+        sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
+        self.add_checksums(bucket, &whole)?;
+        let started = match groups.shard.world_size() {
+            1 => groups
+                .copies
+                .start_all_reduce_in_place(whole.tensor(), ReduceOp::Sum)?,
+            _ => groups
+                .shard
+                .start_reduce_scatter_in_place(whole.tensor(), ReduceOp::Sum)?,
+        };
+        self.reductions.started[index] = Some(started);
         Ok(())
     }
 
-    /// This rank's part of a reduced bucket.
+    /// This rank's part of a bucket, summed over all ranks.
     fn finish_reduction(&mut self, index: usize) -> Result<FlatBuffer> {
-        let flat = &self.buckets[index];
-        let Some(started) = self.reductions.started[index].take() else {
-            bail!("the reduction of bucket {index} was not started");
+        let params = self.params.clone();
+        let (bucket, groups) = (&params.layout().buckets[index], params.groups());
+        let own = match (self.reductions.started[index].take(), &self.whole[index]) {
+            (Some(started), Some(whole)) => {
+                started.wait()?;
+                let own = groups.own_range(bucket.len);
+                FlatBuffer::new(whole.view(own.start, own.len())?)?
+            }
+            _ => self.slices[index].clone(),
         };
-        started.wait()?;
-        let bucket = &self.params.layout().buckets[index];
-        let own = self.config.own_range(bucket, &self.mesh);
-        FlatBuffer::new(flat.view(own.start, own.len())?)
+        // Sums over slices, of which each rank has one, move less than sums over whole buckets.
+        if groups.shard.world_size() > 1 {
+            let copies = &groups.copies;
+            let sum = copies.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
+            sum.wait()?;
+        }
+        if let Some(tie) = bucket.tie {
+            let stages = &params.ties()[tie].group;
+            let sum = stages.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
+            sum.wait()?;
+        }
+        Ok(own)
+    }
+
+    /// Notes what this rank has of the gradients that several tensor-parallel ranks hold, in the first step.
+    fn add_checksums(&mut self, bucket: &Bucket, whole: &FlatBuffer) -> Result<()> {
+        let Some(checksums) = &mut self.reductions.checksums else {
+            return Ok(());
+        };
+        for slot in &bucket.slots {
+            let values = whole.view(slot.range.start, slot.range.len())?;
+            let values = values.reshape(self.params.get(slot.param).local_shape())?;
+            checksums.add(&self.params, slot.param, &values)?;
+        }
+        Ok(())
     }
 
     /// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.
     fn add_squares(&self, sum: &Tensor, bucket: &Bucket, flat: &FlatBuffer) -> Result<()> {
-        if self.config.zero == ZeroStage::Zero && self.mesh.dp.rank() > 0 {
+        let groups = self.params.groups();
+        if groups.copies.rank() > 0 {
             return Ok(());
         }
-        let own = self.config.own_range(bucket, &self.mesh);
+        let own = groups.own_range(bucket.len);
         let owned = bucket.slots.iter().flat_map(|slot| {
             let start = slot.range.start;
             let owned = self.params.owned(slot.param).iter();
@@ -257,10 +277,23 @@ impl Gradients {
         Ok(())
     }
 
+    /// An error if something was written to a divided bucket after its blocks were done.
+    fn check_divided(&self, bucket: &Bucket, index: usize) -> Result<()> {
+        let mut slots = bucket.slots.iter();
+        match slots.find(|slot| self.is_filled[slot.param]) {
+            Some(slot) if self.whole[index].is_some() => bail!(
+                "the gradient of parameter {} was written after its reduction over the ranks had begun\nhint: no block \
+                 writes gradients after its backward pass",
+                self.params.get(slot.param).name
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// An error that names the first parameter of a bucket without a gradient, if there is one.
     fn check_complete(&self, bucket: &Bucket) -> Result<()> {
         let mut slots = bucket.slots.iter();
-        match slots.find(|slot| !self.is_filled[slot.param]) {
+        match slots.find(|slot| !self.has_gradient[slot.param]) {
             None => Ok(()),
             Some(slot) => bail!(
                 "parameter {} got no gradient in this step\nhint: run the backward pass of at least one micro-batch before \

@@ -1,22 +1,20 @@
 //! Gradients summed over all ranks, and what is asked of them before an update.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, bail};
 
 use crate::params::{FlatBuffer, Parameters, intersect};
 
-/// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them (ZeRO-1).
+/// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them.
 pub struct ReducedGradients {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
     /// The part of each bucket that is here.
-    pub(super) own: Vec<Range<usize>>,
     pub(super) buckets: Vec<FlatBuffer>,
-    /// The buffers that they are parts of.
-    pub(super) whole: Vec<Tensor>,
+    /// The buffers that they are parts of, if there are any.
+    pub(super) whole: Vec<Option<Tensor>>,
     /// One over the number of targets.
     pub(super) scale: f64,
     /// What clipping asks for.
@@ -50,14 +48,14 @@ impl ReducedGradients {
         self.scale * self.clip
     }
 
-    /// The buffer of a whole bucket, of which only this rank's part holds what is needed.
-    pub(crate) fn whole_bucket(&self, index: usize) -> &Tensor {
-        &self.whole[index]
+    /// The buffer of a whole bucket, of which only this rank's part holds what is needed; `None` if only that part exists.
+    pub(crate) fn whole_bucket(&self, index: usize) -> Option<&Tensor> {
+        self.whole[index].as_ref()
     }
 
-    /// The part of bucket `index` that is here, and its values.
-    pub(crate) fn bucket(&self, index: usize) -> (&Range<usize>, &FlatBuffer) {
-        (&self.own[index], &self.buckets[index])
+    /// This rank's part of bucket `index`.
+    pub(crate) fn bucket(&self, index: usize) -> &FlatBuffer {
+        &self.buckets[index]
     }
 
     /// Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_` does.
@@ -96,9 +94,10 @@ impl ReducedGradients {
     fn first_non_finite(&self) -> Result<Option<String>> {
         let mut first: Option<&str> = None;
         let buckets = self.params.layout().buckets.iter();
-        for (bucket, (own, flat)) in buckets.zip(self.own.iter().zip(&self.buckets)) {
+        for (bucket, flat) in buckets.zip(&self.buckets) {
+            let own = self.params.groups().own_range(bucket.len);
             for slot in &bucket.slots {
-                let range = intersect(&slot.range, own);
+                let range = intersect(&slot.range, &own);
                 let values = flat.values(range.start - own.start, range.len())?;
                 let is_finite = values.iter().all(|value| value.is_finite());
                 let name = self.params.get(slot.param).name.as_str();
@@ -115,7 +114,7 @@ impl ReducedGradients {
         Ok(names.filter(|name| !name.is_empty()).min())
     }
 
-    /// For inspection: the whole local gradient of each trainable parameter, by its index. With ZeRO-1 the slices are gathered
+    /// For inspection: the whole local gradient of each trainable parameter, by its index. Slices are gathered
     /// over the data-parallel ranks, which all must call this.
     ///
     /// # Errors
@@ -123,11 +122,8 @@ impl ReducedGradients {
     pub fn local_gradients(&self) -> Result<BTreeMap<usize, Tensor>> {
         let mut grads = BTreeMap::new();
         let buckets = self.params.layout().buckets.iter();
-        for (bucket, (own, flat)) in buckets.zip(self.own.iter().zip(&self.buckets)) {
-            let whole = match own.len() == bucket.len {
-                true => flat.tensor().clone(),
-                false => self.mesh.dp.all_gather(flat.tensor(), 0)?,
-            };
+        for (bucket, flat) in buckets.zip(&self.buckets) {
+            let whole = self.params.groups().shard.all_gather(flat.tensor(), 0)?;
             for slot in &bucket.slots {
                 let grad = whole.narrow(0, slot.range.start, slot.range.len())?;
                 let shape = self.params.get(slot.param).local_shape();

@@ -1,23 +1,21 @@
-//! An optimizer under data parallelism, with its state whole on every rank (ZeRO-0) or divided over them (ZeRO-1,
-//! arXiv:1910.02054). Both move 2Ψ(N−1)/N values a step over N data-parallel ranks: gradients in f32, weights in their own
-//! type.
+//! An optimizer under data parallelism, with its state whole on every rank (ZeRO-0) or divided over them (ZeRO-1 to 3,
+//! arXiv:1910.02054). A step of one micro-batch moves 2Ψ(N−1)/N values over N data-parallel ranks: gradients in f32, weights in
+//! their own type. With ZeRO-3, which gathers weights twice, it is 3Ψ(N−1)/N.
 
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{DType, Result, Tensor, Var, bail};
+use candle_core::{Result, Tensor, Var, bail};
 
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
-use crate::gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
-use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect, offset_by};
+use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
+use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect};
 use crate::pipeline::PassReport;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
     pub(super) params: Parameters,
-    mesh: Mesh,
-    config: DataParallel,
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
     /// Of each bucket, a tensor for each of the rule's kinds of state.
@@ -25,6 +23,9 @@ pub struct DistributedOptimizer {
     pub(super) masters: Vec<MasterWeights>,
     num_steps: usize,
 }
+
+/// Buckets of weights whose whole is on its way at a time with ZeRO-2.
+const MAX_GATHERS: usize = 2;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,14 +37,13 @@ pub struct StepReport {
 }
 
 impl DistributedOptimizer {
-    /// An optimizer with the rule `rule` for the trainable ones of `params`; `config` is that of the [`Gradients`].
+    /// An optimizer with the rule `rule` for the trainable ones of `params`.
     ///
     /// # Errors
     /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing.
     pub fn new(
         params: &Parameters,
         mesh: &Mesh,
-        config: impl Into<DataParallel>,
         rule: impl Optimizer + 'static,
     ) -> Result<Self> {
         rule.validate()?;
@@ -53,24 +53,21 @@ impl DistributedOptimizer {
                 mesh.world.rank()
             );
         }
-        let config = config.into();
         let (mut state, mut masters) = (Vec::new(), Vec::new());
         for bucket in &params.layout().buckets {
-            let own = config.own_range(bucket, mesh);
+            let own = params.groups().own_range(bucket.len);
             let zeros = |_| Ok(FlatBuffer::zeros(own.len(), mesh.world.device())?.into_tensor());
             let kinds = rule.state_names().iter();
             state.push(kinds.map(zeros).collect::<Result<Vec<_>>>()?);
             masters.push(MasterWeights::new(
                 params,
-                bucket,
+                state.len() - 1,
                 &own,
                 mesh.world.device(),
             )?);
         }
         Ok(Self {
             params: params.clone(),
-            mesh: mesh.clone(),
-            config,
             rule: Box::new(rule),
             groups: Vec::new(),
             state,
@@ -86,10 +83,9 @@ impl DistributedOptimizer {
     pub fn adamw(
         params: &Parameters,
         mesh: &Mesh,
-        config: impl Into<DataParallel>,
         constants: AdamWConfig,
     ) -> Result<Self> {
-        Self::new(params, mesh, config, AdamW(constants))
+        Self::new(params, mesh, AdamW(constants))
     }
 
     /// The optimizer with other constants for some parameters; the first group that a parameter matches counts.
@@ -123,7 +119,7 @@ impl DistributedOptimizer {
     /// The part of bucket `index` that this rank updates.
     pub(super) fn own_range(&self, index: usize) -> Range<usize> {
         let bucket = &self.params.layout().buckets[index];
-        self.config.own_range(bucket, &self.mesh)
+        self.params.groups().own_range(bucket.len)
     }
 
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate
@@ -153,18 +149,29 @@ impl DistributedOptimizer {
     }
 
     /// Updates the parameters from reduced gradients, and fetches what other replicas updated. With
-    /// [`DataParallel::overlap`] that goes on after the return: see there who waits for it.
+    /// [`DataParallel::overlap`](crate::DataParallel::overlap) that goes on after the return: see there who waits for it.
     ///
     /// # Errors
-    /// Gradients that were reduced in another way than this optimizer expects. After any other error some parameters are updated
-    /// and others are not: the run cannot go on.
+    /// Failures of ranks and memory that is missing. After an error some parameters are updated and others are not: the run
+    /// cannot go on.
     pub fn apply(&mut self, reduced: ReducedGradients, lr: f64) -> Result<()> {
         // Weights that nobody asked for since the last update are still on their way.
         self.params.pending().wait_for_all()?;
         let params = self.params.clone();
         let layout = params.layout();
         let number = self.num_steps + 1;
-        let gathers = self.config.zero == ZeroStage::One && self.mesh.dp.world_size() > 1;
+        let groups = params.groups();
+        if let Some(sharded) = params.sharded() {
+            // Nothing that was gathered before the update may be taken for updated.
+            sharded.free_all()?;
+        }
+        let gathers = groups.shard.world_size() > 1 && params.sharded().is_none();
+        // ZeRO-2 has no buffers of whole buckets through which all weights could move at once.
+        let max_gathers = match (groups.config.overlap, groups.shards_gradients()) {
+            (false, _) => 0,
+            (true, true) => MAX_GATHERS,
+            (true, false) => usize::MAX,
+        };
         for index in layout.in_forward_order() {
             let bucket = &layout.buckets[index];
             self.update(index, &reduced, (number, lr)).map_err(|err| {
@@ -174,11 +181,9 @@ impl DistributedOptimizer {
             })?;
             if gathers {
                 let weights = self.bucket_weights(index, &reduced)?;
-                params.pending().gather(weights, &self.mesh.dp)?;
+                params.pending().gather(weights, &groups.shard)?;
             }
-            if !self.config.overlap {
-                params.pending().wait_for_all()?;
-            }
+            params.pending().wait_for_all_but(max_gathers)?;
         }
         self.num_steps = number;
         Ok(())
@@ -192,13 +197,7 @@ impl DistributedOptimizer {
         (number, lr): (usize, f64),
     ) -> Result<()> {
         let own = self.own_range(index);
-        let (reduced_range, grad) = reduced.bucket(index);
-        if *reduced_range != own {
-            bail!(
-                "the gradients are reduced to {reduced_range:?} of bucket {index}, and the optimizer updates {own:?}\nhint: \
-                 give Gradients and DistributedOptimizer the same DataParallel"
-            );
-        }
+        let grad = reduced.bucket(index);
         let bucket = &self.params.layout().buckets[index];
         let mut by_group: Vec<Vec<SliceWeight>> = Vec::new();
         by_group.resize_with(self.groups.len() + 1, Vec::new);
@@ -213,7 +212,7 @@ impl DistributedOptimizer {
                 .iter()
                 .position(|group| group.matches(&param.name));
             by_group[group.unwrap_or(self.groups.len())].push(SliceWeight {
-                values: param.flat_part(&offset_by(&mine, slot.range.start))?,
+                values: self.params.own_weights(index, slot, &mine)?,
                 start: mine.start - own.start,
                 is_matrix: param.global_shape.rank() >= 2,
             });
@@ -249,13 +248,11 @@ impl DistributedOptimizer {
             (var, slot.range.clone())
         });
         let weights: Vec<(Var, Range<usize>)> = weights.collect();
-        let gradients = reduced.whole_bucket(index);
-        let dtype = weights.first().map_or(DType::F32, |(var, _)| var.dtype());
         Ok(BucketWeights {
             block: bucket.block,
-            whole: match dtype == gradients.dtype() {
-                true => gradients.clone(),
-                false => Tensor::zeros(bucket.len, dtype, gradients.device())?,
+            whole: match reduced.whole_bucket(index) {
+                Some(gradients) if bucket.dtype == gradients.dtype() => gradients.clone(),
+                _ => Tensor::zeros(bucket.len, bucket.dtype, self.params.groups().shard.device())?,
             },
             own: self.own_range(index),
             weights,

@@ -8,28 +8,28 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::params::{Bucket, FlatBuffer, Parameters, intersect, offset_by};
+use crate::params::{Bucket, FlatBuffer, Parameters, intersect};
 
 /// The masters of a rank's part of one bucket; `None` if its weights are f32.
 pub(crate) struct MasterWeights(Option<FlatBuffer>);
 
 impl MasterWeights {
-    /// Masters of the weights in the range `own` of `bucket`, with the values that these have.
+    /// Masters of the weights in the range `own` of bucket `index`, with the values that these have.
     pub fn new(
         params: &Parameters,
-        bucket: &Bucket,
+        index: usize,
         own: &Range<usize>,
         device: &Device,
     ) -> Result<Self> {
-        if bucket_dtype(params, bucket)? == DType::F32 {
+        let bucket = &params.layout().buckets[index];
+        if check_dtype(params, bucket)? == DType::F32 {
             return Ok(Self(None));
         }
         let values = FlatBuffer::zeros(own.len(), device)?;
         for slot in &bucket.slots {
             let mine = intersect(&slot.range, own);
             if !mine.is_empty() {
-                let param = params.get(slot.param);
-                let weights = param.flat_part(&offset_by(&mine, slot.range.start))?;
+                let weights = params.own_weights(index, slot, &mine)?;
                 values.write(mine.start - own.start, &weights)?;
             }
         }
@@ -46,26 +46,13 @@ impl MasterWeights {
     }
 }
 
-/// The one type of a bucket's weights.
-fn bucket_dtype(params: &Parameters, bucket: &Bucket) -> Result<DType> {
-    let mut slots = bucket.slots.iter().map(|slot| params.get(slot.param));
-    let Some(first) = slots.next() else {
-        return Ok(DType::F32);
-    };
-    let dtype = first.dtype();
-    if !matches!(dtype, DType::F32 | DType::BF16) {
-        bail!(
+/// The type of a bucket's weights, if it is one that can be trained.
+fn check_dtype(params: &Parameters, bucket: &Bucket) -> Result<DType> {
+    match (bucket.dtype, bucket.slots.first()) {
+        (dtype @ (DType::F32 | DType::BF16), _) => Ok(dtype),
+        (dtype, slot) => bail!(
             "parameter {} is of type {dtype:?}; expected F32 or BF16",
-            first.name
-        );
-    }
-    match slots.find(|param| param.dtype() != dtype) {
-        None => Ok(dtype),
-        Some(other) => bail!(
-            "parameters {} and {} are of types {dtype:?} and {:?}; expected one type",
-            first.name,
-            other.name,
-            other.dtype()
+            slot.map_or("", |slot| &params.get(slot.param).name)
         ),
     }
 }

@@ -17,6 +17,8 @@ pub struct CatalogEntry {
     pub name: String,
     /// Global shape.
     pub shape: Vec<usize>,
+    /// Type of the values that the model computes with.
+    pub dtype: DType,
     /// Type in the source checkpoint.
     pub stored_dtype: DType,
     /// Whether it gets a gradient and an update.
@@ -48,6 +50,7 @@ pub struct Holder {
 struct Announcement {
     name: String,
     shape: Vec<usize>,
+    dtype: String,
     stored_dtype: String,
     dim: usize,
     held: Range<usize>,
@@ -86,6 +89,7 @@ impl Announcements {
             Announcement {
                 name: param.name.clone(),
                 shape: param.global_shape.dims().to_vec(),
+                dtype: param.dtype().as_str().to_string(),
                 stored_dtype: param.stored_dtype.as_str().to_string(),
                 dim,
                 held,
@@ -250,6 +254,7 @@ impl Announcements {
         Ok(CatalogEntry {
             name: param.name.clone(),
             shape: param.shape.clone(),
+            dtype: param.dtype.parse().unwrap_or(DType::F32),
             stored_dtype: param.stored_dtype.parse().unwrap_or(DType::F32),
             trainable: param.trainable,
             holders,

@@ -1,4 +1,8 @@
-//! Where each trainable parameter lies in the flat buffers that gradients, their reduction and the optimizer's state share.
+//! Where each parameter lies in the flat buffers that gradients, their reduction, the optimizer's state and slices of weights share.
+
+use std::cmp::Reverse;
+
+use candle_core::DType;
 
 use super::{Param, Tie};
 
@@ -6,11 +10,14 @@ use super::{Param, Tie};
 /// copies of a GPU start best.
 const SLICE_ALIGNMENT: usize = 64;
 
-/// Buckets of parameters that are reduced and updated together, in the order in which a backward pass is done with them: those of
-/// one block each, the last block first, then those of parameters tied across pipeline stages.
+/// Buckets of parameters that are reduced, updated and gathered together.
 #[derive(Debug)]
 pub(crate) struct ParamLayout {
+    /// Those of trainable parameters, in the order in which a backward pass is done with them: those of one block each, the last
+    /// block first, then those of parameters tied across pipeline stages.
     pub buckets: Vec<Bucket>,
+    /// Those of frozen parameters, whose slices lie like those of the others: one of each block, the last block first.
+    pub frozen: Vec<Bucket>,
     /// Of each parameter, the bucket and the place of its first value there; `None` for frozen ones.
     places: Vec<Option<(usize, usize)>>,
 }
@@ -23,8 +30,10 @@ pub(crate) struct Bucket {
     /// The tie between stages that all of its parameters have, by its index. Tied parameters have buckets of their own, of one
     /// length on all their stages: so whatever order a reduction sums in, it is the same for every copy.
     pub tie: Option<usize>,
-    /// Number of values, padded so that data-parallel ranks divide it evenly.
+    /// Number of values, padded so that the ranks that divide it have even slices.
     pub len: usize,
+    /// The one type of its parameters.
+    pub dtype: DType,
     /// Its parameters in name order.
     pub slots: Vec<Slot>,
 }
@@ -38,51 +47,50 @@ pub(crate) struct Slot {
     pub range: std::ops::Range<usize>,
 }
 
+/// What the parameters of a bucket have in common; buckets are in this order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    tie: Option<usize>,
+    /// Of those that are not tied.
+    block: Option<Reverse<usize>>,
+    dtype: &'static str,
+}
+
 impl ParamLayout {
-    pub fn new(params: &[Param], ties: &[Tie], dp_world_size: usize) -> Self {
-        let tie_of = |index: usize| ties.iter().position(|tie| tie.params.contains(&index));
-        let block_of = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
-        let trainable: Vec<usize> = (0..params.len())
-            .filter(|&index| params[index].trainable)
-            .collect();
-        let mut keys: Vec<(Option<usize>, std::cmp::Reverse<usize>)> = trainable
-            .iter()
-            .map(|&index| match tie_of(index) {
-                Some(tie) => (Some(tie), std::cmp::Reverse(0)),
-                None => (None, std::cmp::Reverse(block_of(index))),
-            })
-            .collect();
-        keys.sort_unstable();
-        keys.dedup();
+    /// Buckets whose lengths `num_slices` ranks divide.
+    pub fn new(params: &[Param], ties: &[Tie], num_slices: usize) -> Self {
+        let (trainable, frozen): (Vec<usize>, Vec<usize>) =
+            (0..params.len()).partition(|&index| params[index].trainable);
+        let buckets = buckets(params, &trainable, ties, num_slices);
         let mut places = vec![None; params.len()];
-        let bucket = |(place, (tie, std::cmp::Reverse(block)))| {
-            let is_member = |index: usize| match tie {
-                Some(_) => tie_of(index) == tie,
-                None => tie_of(index).is_none() && block_of(index) == block,
-            };
-            let mut slots = Vec::new();
-            let mut len = 0;
-            for &param in trainable.iter().filter(|&&index| is_member(index)) {
-                places[param] = Some((place, len));
-                let range = len..len + params[param].num_values();
-                len = range.end;
-                slots.push(Slot { param, range });
+        for (index, bucket) in buckets.iter().enumerate() {
+            for slot in &bucket.slots {
+                places[slot.param] = Some((index, slot.range.start));
             }
-            let members = slots.iter().map(|slot| block_of(slot.param));
-            Bucket {
-                block: members.min().unwrap_or(block),
-                tie,
-                len: len.next_multiple_of(SLICE_ALIGNMENT * dp_world_size),
-                slots,
-            }
-        };
-        let buckets = keys.into_iter().enumerate().map(bucket).collect();
-        Self { buckets, places }
+        }
+        Self {
+            buckets,
+            frozen: self::buckets(params, &frozen, ties, num_slices),
+            places,
+        }
     }
 
     /// The bucket of parameter `index` and the place of its first value there; `None` if it is frozen.
     pub fn place(&self, index: usize) -> Option<(usize, usize)> {
         self.places[index]
+    }
+
+    /// The buckets of trainable parameters, then those of frozen ones.
+    pub fn all(&self) -> impl Iterator<Item = &Bucket> {
+        self.buckets.iter().chain(&self.frozen)
+    }
+
+    /// Of parameter `index`, the bucket's place in [`Self::all`], the bucket, and the slot.
+    pub fn slot(&self, index: usize) -> Option<(usize, &Bucket, &Slot)> {
+        self.all().enumerate().find_map(|(place, bucket)| {
+            let slot = bucket.slots.iter().find(|slot| slot.param == index)?;
+            Some((place, bucket, slot))
+        })
     }
 
     /// Buckets in the order in which a forward pass needs their parameters.
@@ -91,4 +99,41 @@ impl ParamLayout {
         order.sort_by_key(|&index| self.buckets[index].block);
         order
     }
+}
+
+/// The buckets of some parameters, given by their indices.
+fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize) -> Vec<Bucket> {
+    let first_block = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
+    let key = |&index: &usize| {
+        let tie = ties.iter().position(|tie| tie.params.contains(&index));
+        Key {
+            tie,
+            block: tie.is_none().then(|| Reverse(first_block(index))),
+            dtype: params[index].dtype().as_str(),
+        }
+    };
+    let mut keys: Vec<Key> = members.iter().map(key).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let bucket = |wanted: &Key| {
+        let mut len = 0;
+        let members = members.iter().filter(|index| key(index) == *wanted);
+        let slots = members.map(|&param| {
+            let start = len;
+            len += params[param].num_values();
+            let range = start..len;
+            Slot { param, range }
+        });
+        let slots: Vec<Slot> = slots.collect();
+        let blocks = slots.iter().map(|slot| first_block(slot.param));
+        let first = slots.first().map(|slot| params[slot.param].dtype());
+        Bucket {
+            block: blocks.min().unwrap_or(0),
+            tie: wanted.tie,
+            len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
+            dtype: first.unwrap_or(DType::F32),
+            slots,
+        }
+    };
+    keys.iter().map(bucket).collect()
 }

@@ -2,6 +2,7 @@
 
 mod builder;
 mod catalog;
+mod data_parallel;
 mod flat_buffer;
 mod init;
 mod layout;
@@ -11,10 +12,12 @@ mod pending_weights;
 mod placement;
 mod released;
 mod replicas;
+mod sharded_weights;
 mod store;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
+pub use data_parallel::{DataParallel, ZeroStage};
 pub(crate) use flat_buffer::FlatBuffer;
 pub(crate) use layout::Bucket;
 pub use param::Param;

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var};
+use candle_nn::Init;
 
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
@@ -19,6 +20,8 @@ pub struct Param {
     pub placement: Placement,
     /// Blocks of the chain that use it, in the order of construction.
     pub blocks: Vec<usize>,
+    /// Its distribution if there is no checkpoint.
+    pub(super) init: Init,
     /// Whether it gets a gradient and an update.
     pub trainable: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
@@ -33,7 +36,8 @@ impl Param {
     /// The local values, outside of any graph, when all updates have arrived.
     ///
     /// # Errors
-    /// The values were [released](crate::Parameters::release), or an update does not arrive.
+    /// The values are not here, as they were [released](crate::Parameters::release) or replicas divide them (ZeRO-3: see
+    /// [`Parameters::values`](crate::Parameters::values)), or an update does not arrive.
     pub fn values(&self) -> Result<Tensor> {
         self.pending.wait_for_all()?;
         self.check_present()?;

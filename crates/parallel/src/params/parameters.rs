@@ -8,10 +8,13 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
-use super::layout::ParamLayout;
+use super::data_parallel::{DataParallel, ReplicaGroups};
+use super::layout::{ParamLayout, Slot};
 use super::param::Param;
 use super::pending_weights::PendingWeights;
-use super::store::{Allowance, Source};
+use super::placement::{intersect, offset_by};
+use super::sharded_weights::ShardedWeights;
+use super::store::{Allowance, Source, in_dtype};
 use crate::checkpoint::Checkpoint;
 
 /// All parameters of a model, in name order; immutable but for their values.
@@ -30,6 +33,9 @@ struct Inner {
     source: Arc<Source>,
     allowance: Allowance,
     pending: Arc<PendingWeights>,
+    groups: ReplicaGroups,
+    /// If replicas divide the weights.
+    sharded: Option<ShardedWeights>,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -45,7 +51,7 @@ impl Parameters {
         params: Vec<Param>,
         (source, allowance): (Arc<Source>, Allowance),
         pending: Arc<PendingWeights>,
-        mesh: &Mesh,
+        (mesh, replicas): (&Mesh, DataParallel),
     ) -> Result<Self> {
         if mesh.degrees.cp > 1 {
             bail!(
@@ -54,6 +60,7 @@ impl Parameters {
                 mesh.degrees.cp
             );
         }
+        let groups = ReplicaGroups::new(replicas, mesh)?;
         let ranks = Announcements::exchange(&params, mesh)?;
         let catalog = ranks.catalog()?;
         if let Source::Pretrained(checkpoint) = &*source {
@@ -71,17 +78,40 @@ impl Parameters {
         let overlaps = params
             .iter()
             .map(|param| ranks.overlaps(&param.name, stage));
+        let (owned, overlaps) = (owned.collect(), overlaps.collect());
+        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size());
+        let initial = |param: &Param| {
+            let Param {
+                name,
+                global_shape,
+                placement,
+                init,
+                ..
+            } = param;
+            let values = source.values(name, global_shape, placement, *init)?;
+            in_dtype(values, param.dtype())?.to_device(mesh.world.device())
+        };
+        let sharded = match groups.shards_weights() {
+            true => Some(ShardedWeights::new(&params, &layout, &groups, initial)?),
+            false => {
+                let mut absent = params.iter().filter(|param| !param.is_present());
+                absent.try_for_each(|param| param.refill(&initial(param)?))?;
+                None
+            }
+        };
         Ok(Self {
             inner: Arc::new(Inner {
-                owned: owned.collect(),
-                overlaps: overlaps.collect(),
-                layout: ParamLayout::new(&params, &ties, mesh.dp.world_size()),
+                owned,
+                overlaps,
+                layout,
                 params,
                 ties,
                 catalog,
                 source,
                 allowance,
                 pending,
+                groups,
+                sharded,
             }),
         })
     }
@@ -147,6 +177,83 @@ impl Parameters {
         &self.inner.pending
     }
 
+    /// How data-parallel replicas work together.
+    pub fn data_parallel(&self) -> DataParallel {
+        self.inner.groups.config
+    }
+
+    /// The data-parallel ranks as a grid.
+    pub(crate) fn groups(&self) -> &ReplicaGroups {
+        &self.inner.groups
+    }
+
+    /// The slices of weights, if replicas divide them.
+    pub(crate) fn sharded(&self) -> Option<&ShardedWeights> {
+        self.inner.sharded.as_ref()
+    }
+
+    /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
+    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.dp` must call this, and has this one parameter whole.
+    ///
+    /// # Errors
+    /// Values that were [released](Self::release), and failures of ranks.
+    pub fn values(&self, index: usize) -> Result<Tensor> {
+        let param = self.get(index);
+        let slot = self.sharded().zip(self.layout().slot(index));
+        let Some((sharded, (place, bucket, slot))) = slot else {
+            return param.values();
+        };
+        let groups = self.groups();
+        let values = groups.gather_slot(bucket.len, slot, sharded.slice(place))?;
+        values.reshape(param.local_shape())
+    }
+
+    /// The values of bucket `index` of [`ParamLayout::buckets`] that lie at `mine`, which is in a slot and in this rank's own
+    /// range: flat, to be updated in place.
+    pub(crate) fn own_weights(
+        &self,
+        index: usize,
+        slot: &Slot,
+        mine: &Range<usize>,
+    ) -> Result<Tensor> {
+        let Some(sharded) = self.sharded() else {
+            let param = self.get(slot.param);
+            return param.flat_part(&offset_by(mine, slot.range.start));
+        };
+        let own = self.groups().own_range(self.layout().buckets[index].len);
+        let mine = offset_by(mine, own.start);
+        sharded.slice(index).narrow(0, mine.start, mine.len())
+    }
+
+    /// Puts the parameters of a block in place for its pass: waits for updates, gathers what replicas divide. The ranks of
+    /// `mesh.dp` call it in the same order.
+    ///
+    /// # Errors
+    /// Values that were released, and failures of ranks.
+    pub(crate) fn acquire(&self, block: usize) -> Result<()> {
+        self.pending().wait_for_block(block)?;
+        match self.sharded() {
+            Some(sharded) => sharded.acquire(block),
+            None => Ok(()),
+        }
+    }
+
+    /// Starts to gather what replicas divide of the parameters of a block.
+    pub(crate) fn prefetch(&self, block: usize) -> Result<()> {
+        match self.sharded() {
+            Some(sharded) if self.data_parallel().overlap => sharded.prefetch(block),
+            _ => Ok(()),
+        }
+    }
+
+    /// Frees what was gathered for a block, but for what the block `next` needs too.
+    pub(crate) fn free(&self, block: usize, next: Option<usize>) -> Result<()> {
+        match self.sharded() {
+            Some(sharded) => sharded.free(block, next),
+            None => Ok(()),
+        }
+    }
+
     /// Waits for weights that other replicas updated and that are on their way: see [`DataParallel::overlap`](crate::DataParallel::overlap).
     ///
     /// # Errors
@@ -173,7 +280,22 @@ impl Parameters {
     /// # Errors
     /// Values that do not fit the parameter.
     pub fn refill(&self, index: usize, values: &Tensor) -> Result<()> {
-        self.get(index).refill(values)
+        let param = self.get(index);
+        let slot = self.sharded().zip(self.layout().slot(index));
+        let Some((sharded, (place, bucket, slot))) = slot else {
+            return param.refill(values);
+        };
+        param.check_fits(values)?;
+        sharded.free_all()?;
+        let own = self.groups().own_range(bucket.len);
+        let mine = intersect(&slot.range, &own);
+        if mine.is_empty() {
+            return Ok(());
+        }
+        let values = values.flatten_all()?;
+        let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
+        let values = values.contiguous()?;
+        sharded.slice(place).slice_set(&values, 0, mine.start - own.start)
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {

@@ -12,7 +12,7 @@ use super::placement::{intersect, offset_by};
 /// The gathers of an update, in the order in which a forward pass needs them.
 ///
 /// All are under way from the update on: whether and when a rank waits for one concerns no other rank. Weights in f32 pass through
-/// the buffers of the gradients, which hold nothing then; others exist twice until they are waited for.
+/// the buffers of whole gradients, which hold nothing then; others, and those of ZeRO-2, exist twice until they are waited for.
 #[derive(Debug, Default)]
 pub(crate) struct PendingWeights(Mutex<VecDeque<Gather>>);
 
@@ -95,6 +95,15 @@ impl PendingWeights {
     /// Waits for all of them.
     pub fn wait_for_all(&self) -> Result<()> {
         self.wait_while(|_| true)
+    }
+
+    /// Waits until at most `num_left` gathers are under way.
+    pub fn wait_for_all_but(&self, num_left: usize) -> Result<()> {
+        let mut queue = self.lock();
+        while queue.len() > num_left {
+            queue.pop_front().map_or(Ok(()), Gather::finish)?;
+        }
+        Ok(())
     }
 
     fn wait_while(&self, is_needed: impl Fn(&Gather) -> bool) -> Result<()> {

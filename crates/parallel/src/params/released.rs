@@ -23,8 +23,8 @@ impl Param {
         Ok(())
     }
 
-    /// Gives the parameter values again; `values` has its local shape and type.
-    pub(super) fn refill(&self, values: &Tensor) -> Result<()> {
+    /// An error unless `values` has the parameter's local shape, type and device.
+    pub(super) fn check_fits(&self, values: &Tensor) -> Result<()> {
         let var = self.var.as_detached_tensor();
         if values.dims() != var.dims() || values.dtype() != var.dtype() {
             bail!(
@@ -44,7 +44,14 @@ impl Param {
                 values.device().location()
             );
         }
+        Ok(())
+    }
+
+    /// Gives the parameter values again; `values` has its local shape and type.
+    pub(super) fn refill(&self, values: &Tensor) -> Result<()> {
+        self.check_fits(values)?;
         self.pending.wait_for_all()?;
+        let var = self.var.as_detached_tensor();
         // A storage of its own, without what a view leaves out.
         let own = values.force_contiguous()?;
         let take = Exchange::new(None);
@@ -64,7 +71,8 @@ impl Param {
             return Ok(());
         }
         bail!(
-            "the values of parameter {} were released and are not in memory\nhint: refill them before its block runs",
+            "the values of parameter {} are not in memory: they were released, or replicas divide them (ZeRO-3) and its block is \
+             not running\nhint: refill what was released before its block runs; Parameters::values gathers what is divided",
             self.name
         )
     }

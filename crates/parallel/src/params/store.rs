@@ -10,6 +10,7 @@ use candle_nn::Init;
 use candle_ops::round_into;
 
 use super::builder::ParamBuilder;
+use super::data_parallel::{DataParallel, ZeroStage};
 use super::init::init_values;
 use super::param::Param;
 use super::parameters::Parameters;
@@ -38,6 +39,7 @@ struct State {
     params: BTreeMap<String, Param>,
     allowance: Allowance,
     is_frozen: Option<NamePredicate>,
+    replicas: DataParallel,
 }
 
 type NamePredicate = Box<dyn Fn(&str) -> bool + Send + Sync>;
@@ -63,13 +65,36 @@ pub(crate) struct ParamRequest<'a> {
 }
 
 /// f32 values in another type; on all threads if that is bf16, as billions of them are.
-fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
+pub(super) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
     if dtype != DType::BF16 || values.elem_count() == 0 {
         return values.to_dtype(dtype);
     }
     let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;
     round_into(&rounded, &values)?;
     Ok(rounded)
+}
+
+impl Source {
+    /// The values that a parameter begins with: this rank's part in its local shape, f32, on the CPU, not rounded to the type
+    /// that the model computes with.
+    pub fn values(
+        &self,
+        name: &str,
+        shape: &Shape,
+        placement: &Placement,
+        init: Init,
+    ) -> Result<Tensor> {
+        let shard = placement.shard();
+        let values = match self {
+            Self::Init { seed } => init_values(*seed, name, shape, shard, init)?,
+            Self::Pretrained(checkpoint) => checkpoint.read(name, shape.dims(), shard)?,
+        };
+        let mut dims = shape.dims().to_vec();
+        if let Some(shard) = shard {
+            dims[shard.dim] = shard.len();
+        }
+        Tensor::from_vec(values, dims, &Device::Cpu)
+    }
 }
 
 impl ParamStore {
@@ -104,6 +129,15 @@ impl ParamStore {
     /// master weights and no moments.
     pub fn freeze(self, is_frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         self.lock().is_frozen = Some(Box::new(is_frozen));
+        self
+    }
+
+    /// How data-parallel replicas work together; call it before the model is built. Without it: ZeRO-1, overlapping.
+    ///
+    /// With [`ZeroStage::Three`] the values of parameters are not there while blocks are built, nor outside of their passes:
+    /// see [`Parameters::values`].
+    pub fn with_data_parallel(self, replicas: impl Into<DataParallel>) -> Self {
+        self.lock().replicas = replicas.into();
         self
     }
 
@@ -167,13 +201,20 @@ impl ParamStore {
             .is_frozen
             .as_ref()
             .is_some_and(|is_frozen| is_frozen(&request.name));
-        let param = self.load(request, trainable)?;
+        let is_deferred = state.replicas.zero == ZeroStage::Three;
+        let param = self.load(request, trainable, is_deferred)?;
         let tensor = param.tensor();
         state.params.insert(param.name.clone(), param);
         Ok(tensor)
     }
 
-    fn load(&self, request: ParamRequest<'_>, trainable: bool) -> Result<Param> {
+    /// A parameter; its values are left out if they are cut into slices later.
+    fn load(
+        &self,
+        request: ParamRequest<'_>,
+        trainable: bool,
+        is_deferred: bool,
+    ) -> Result<Param> {
         let ParamRequest {
             name,
             shape,
@@ -184,8 +225,7 @@ impl ParamStore {
             block,
         } = request;
         let mut local_dims = shape.dims().to_vec();
-        let shard = placement.shard();
-        if let Some(shard) = shard {
+        if let Some(shard) = placement.shard() {
             let fits = local_dims.get(shard.dim) == Some(&shard.global)
                 && shard.range.start <= shard.range.end
                 && shard.range.end <= shard.global;
@@ -194,49 +234,50 @@ impl ParamStore {
             }
             local_dims[shard.dim] = shard.len();
         }
-        let (values, stored_dtype) = match &*self.source {
-            Source::Init { seed } => (init_values(*seed, &name, &shape, shard, init)?, dtype),
-            Source::Pretrained(checkpoint) => (
-                checkpoint.read(&name, shape.dims(), shard)?,
-                checkpoint.dtype(&name)?,
-            ),
+        let num_bytes = local_dims.iter().product::<usize>() * dtype.size_in_bytes();
+        let stored_dtype = match &*self.source {
+            Source::Init { .. } => dtype,
+            Source::Pretrained(checkpoint) => checkpoint.dtype_of(&name, shape.dims())?,
         };
-        let values = in_dtype(Tensor::from_vec(values, local_dims, &Device::Cpu)?, dtype)?;
-        let num_bytes = values.elem_count() * dtype.size_in_bytes();
-        let on_device = || Var::from_tensor(&values.to_device(device)?);
-        let var = on_device().map_err(|err| {
+        let var = || match is_deferred {
+            true => Var::zeros(local_dims.as_slice(), dtype, device),
+            false => {
+                let values = self.source.values(&name, &shape, &placement, init)?;
+                Var::from_tensor(&in_dtype(values, dtype)?.to_device(device)?)
+            }
+        };
+        let var = var().map_err(|err| {
             err.context(format!(
                 "putting parameter {name} of {num_bytes} bytes on {:?}",
                 device.location()
             ))
         })?;
-        Ok(Param {
+        let param = Param {
             var,
             name,
             global_shape: shape,
             placement,
+            init,
             blocks: vec![block],
             trainable,
             stored_dtype,
             pending: self.pending.clone(),
-        })
+        };
+        if is_deferred {
+            param.release()?;
+        }
+        Ok(param)
     }
 
     /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
     /// tensor of the checkpoint. Every rank of the mesh must call it.
     pub(crate) fn seal(&self, mesh: &Mesh) -> Result<Parameters> {
-        let (params, allowance) = {
-            let state = self.lock();
-            (
-                state.params.values().cloned().collect(),
-                state.allowance.clone(),
-            )
-        };
+        let state = self.lock();
         Parameters::new(
-            params,
-            (self.source.clone(), allowance),
+            state.params.values().cloned().collect(),
+            (self.source.clone(), state.allowance.clone()),
             self.pending.clone(),
-            mesh,
+            (mesh, state.replicas),
         )
     }
 }

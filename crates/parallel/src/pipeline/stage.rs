@@ -30,6 +30,8 @@ pub struct Tape {
     pass: BatchPass,
 }
 
+const FORWARD: &str = "forward pass";
+
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
 /// and those between are divided evenly.
 pub fn stage_blocks(num_blocks: usize, stage: usize, num_stages: usize) -> Result<Range<usize>> {
@@ -149,15 +151,10 @@ impl Stage {
             loss_scale,
         };
         for (position, block) in self.blocks.iter().enumerate() {
-            let mut run = || {
-                self.prepare(block)?;
-                if position < num_frozen {
-                    return Ok((block.block.infer(&xs, batch)?, Segment::Frozen));
-                }
-                block.forward(&xs, &pass, gradients)
-            };
-            let (output, segment) = run().map_err(|err: candle_core::Error| {
-                err.context(format!("forward pass of block {}", block.index))
+            let next = self.blocks.get(position + 1);
+            let (output, segment) = self.run(FORWARD, block, next, || match position < num_frozen {
+                true => Ok((block.block.infer(&xs, batch)?, Segment::Frozen)),
+                false => block.forward(&xs, &pass, gradients),
             })?;
             xs = output;
             segments.push(segment);
@@ -168,11 +165,26 @@ impl Stage {
         Ok((xs, Tape { segments, pass }))
     }
 
-    /// Waits for updates of the block's parameters; an error if some are not in memory.
-    fn prepare(&self, block: &StageBlock) -> Result<()> {
-        self.params.pending().wait_for_block(block.index)?;
-        let mut params = block.params.iter();
-        params.try_for_each(|&index| self.params.get(index).check_present())
+    /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come.
+    fn run<T>(
+        &self,
+        name: &str,
+        block: &StageBlock,
+        next: Option<&StageBlock>,
+        pass: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let next = next.map(|next| next.index);
+        let result = self.params.acquire(block.index).and_then(|()| {
+            if let Some(next) = next {
+                self.params.prefetch(next)?;
+            }
+            let mut params = block.params.iter();
+            params.try_for_each(|&index| self.params.get(index).check_present())?;
+            let result = pass()?;
+            self.params.free(block.index, next)?;
+            Ok(result)
+        });
+        result.map_err(|err| err.context(format!("{name} of block {}", block.index)))
     }
 
     /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
@@ -198,12 +210,9 @@ impl Stage {
     /// As [`Self::forward`].
     pub fn infer(&self, input: Option<Tensor>, batch: &MicroBatch) -> Result<Tensor> {
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
-        for block in &self.blocks {
-            let output = self
-                .prepare(block)
-                .and_then(|()| block.block.infer(&xs, batch));
-            xs = output
-                .map_err(|err| err.context(format!("forward pass of block {}", block.index)))?;
+        for (position, block) in self.blocks.iter().enumerate() {
+            let next = self.blocks.get(position + 1);
+            xs = self.run(FORWARD, block, next, || block.block.infer(&xs, batch))?;
         }
         Ok(xs)
     }
@@ -225,7 +234,9 @@ impl Stage {
     ) -> Result<Option<Tensor>> {
         let mut upstream = upstream;
         let mut is_output = true;
-        for (block, segment) in self.blocks.iter().zip(tape.segments).rev() {
+        let num_frozen = self.num_frozen_blocks();
+        for (position, segment) in tape.segments.into_iter().enumerate().rev() {
+            let block = &self.blocks[position];
             if let Segment::Frozen = segment {
                 return Ok(None);
             }
@@ -238,13 +249,12 @@ impl Stage {
                 ),
             };
             is_output = false;
-            upstream = self
-                .prepare(block)
-                .and_then(|()| block.backward(segment, &tape.pass, grad, &self.params, gradients))
-                .map_err(|err| err.context(format!("backward pass of block {}", block.index)))?;
-            if is_last_micro_batch {
-                gradients.block_done(block.index)?;
-            }
+            let next = position.checked_sub(1).filter(|&next| next >= num_frozen);
+            let next = next.map(|next| &self.blocks[next]);
+            upstream = self.run("backward pass", block, next, || {
+                block.backward(segment, &tape.pass, grad, &self.params, gradients)
+            })?;
+            gradients.block_done(block.index, is_last_micro_batch)?;
         }
         Ok(upstream)
     }

@@ -1,0 +1,139 @@
+//! How data-parallel replicas work together, and the groups of ranks that this makes of them.
+
+use std::ops::Range;
+
+use candle_comm::{Mesh, ProcessGroup};
+use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+/// What data-parallel ranks divide between them (ZeRO, arXiv:1910.02054). Each stage divides what the one before it does, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum ZeroStage {
+    /// Nothing: gradients are all-reduced, every rank updates everything.
+    Zero,
+    /// Optimizer state: gradients are reduce-scattered, each rank updates its slice, weights are all-gathered.
+    One,
+    /// Gradients: they are reduce-scattered when a micro-batch's backward pass leaves their block, and only the rank's slice is kept.
+    Two,
+    /// Weights: a block's are gathered before its forward and its backward pass, and freed after.
+    Three,
+}
+
+/// How data-parallel replicas work together: see [`ParamStore::with_data_parallel`](crate::ParamStore::with_data_parallel).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataParallel {
+    /// What the replicas divide between them.
+    pub zero: ZeroStage,
+    /// Number of neighbouring replicas that divide it; groups of so many hold the same (hybrid sharding, arXiv:2304.11277,
+    /// section 3.2.2). `None`: all replicas.
+    pub zero_group: Option<usize>,
+    /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
+    /// under the next forward pass. The bits are the same without.
+    ///
+    /// With it, weights that other replicas updated arrive after the update has returned. A [`Stage`](crate::Stage) waits for those
+    /// of a block before it runs the block, and [`Param::values`](crate::Param::values) waits for all. Code that runs layers or reads
+    /// their tensors outside of a stage calls [`Parameters::wait_for_updates`](crate::Parameters::wait_for_updates) first.
+    pub overlap: bool,
+}
+
+impl Default for DataParallel {
+    /// ZeRO-1 over all replicas, overlapping.
+    fn default() -> Self {
+        Self {
+            zero: ZeroStage::One,
+            zero_group: None,
+            overlap: true,
+        }
+    }
+}
+
+impl From<ZeroStage> for DataParallel {
+    fn from(zero: ZeroStage) -> Self {
+        Self {
+            zero,
+            ..Self::default()
+        }
+    }
+}
+
+impl DataParallel {
+    /// An error if these settings contradict each other or do not fit `dp` replicas.
+    ///
+    /// # Errors
+    /// The one that it is for.
+    pub fn validate(&self, dp: usize) -> Result<()> {
+        match (self.zero, self.zero_group) {
+            (_, None) => Ok(()),
+            (ZeroStage::Zero, Some(_)) => bail!(
+                "zero-group is given with ZeRO stage 0, which divides nothing\nhint: use ZeRO stage 1, 2 or 3, or leave it out"
+            ),
+            (_, Some(len)) if len < 2 || !dp.is_multiple_of(len) => bail!(
+                "zero-group({len}) does not divide dp({dp}) replicas into groups of at least two\nhint: choose a divisor of {dp} \
+                 from 2 on, or leave it out to divide over all replicas"
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The data-parallel ranks as a grid: those that divide everything between them, and those that hold the same slices.
+pub(crate) struct ReplicaGroups {
+    pub config: DataParallel,
+    /// Ranks with the other slices of the same copy: one rank for ZeRO-0.
+    pub shard: ProcessGroup,
+    /// Ranks with the same slice of the other copies.
+    pub copies: ProcessGroup,
+}
+
+impl ReplicaGroups {
+    /// Splits `mesh.dp`. Every rank must call it.
+    pub fn new(config: DataParallel, mesh: &Mesh) -> Result<Self> {
+        let dp = &mesh.dp;
+        config.validate(dp.world_size())?;
+        let single = || ProcessGroup::single(dp.device().clone());
+        let len = match config.zero {
+            ZeroStage::Zero => 1,
+            _ => config.zero_group.unwrap_or(dp.world_size()),
+        };
+        let (shard, copies) = match len {
+            1 => (single(), dp.clone()),
+            len if len == dp.world_size() => (dp.clone(), single()),
+            len => (
+                dp.split(dp.rank() / len, dp.rank())?,
+                dp.split(dp.rank() % len, dp.rank())?,
+            ),
+        };
+        Ok(Self {
+            config,
+            shard,
+            copies,
+        })
+    }
+
+    /// An error if one of the groups has failed; see [`ProcessGroup::check`].
+    pub fn check(&self) -> Result<()> {
+        self.shard.check().and_then(|()| self.copies.check())
+    }
+
+    /// Whether a rank keeps its slice of the gradients only.
+    pub fn shards_gradients(&self) -> bool {
+        self.config.zero >= ZeroStage::Two && self.shard.world_size() > 1
+    }
+
+    /// Whether a rank keeps its slice of the weights only.
+    pub fn shards_weights(&self) -> bool {
+        self.config.zero == ZeroStage::Three && self.shard.world_size() > 1
+    }
+
+    /// This rank's slice of a bucket of `len` values.
+    pub fn own_range(&self, len: usize) -> Range<usize> {
+        self.range_of(self.shard.rank(), len)
+    }
+
+    /// The slice of rank `rank` of [`Self::shard`].
+    pub fn range_of(&self, rank: usize, len: usize) -> Range<usize> {
+        let len = len / self.shard.world_size();
+        rank * len..(rank + 1) * len
+    }
+}

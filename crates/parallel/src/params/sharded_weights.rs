@@ -1,0 +1,188 @@
+//! Weights of which each data-parallel rank keeps a slice (ZeRO-3, arXiv:1910.02054, section 5.3): gathered for the pass of a
+//! block, behind the tensors that its layers hold, and freed after.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_comm::{Pending, ProcessGroup};
+use candle_core::{Result, Tensor};
+
+use super::data_parallel::ReplicaGroups;
+use super::layout::{Bucket, ParamLayout, Slot};
+use super::param::Param;
+use super::placement::{intersect, offset_by};
+
+/// The slices of a rank, and what is gathered of the others'.
+pub(crate) struct ShardedWeights {
+    shard: ProcessGroup,
+    /// In the order of [`ParamLayout::all`].
+    buckets: Vec<ShardedBucket>,
+    /// Buckets that the passes of each block need.
+    of_block: BTreeMap<usize, Vec<usize>>,
+}
+
+struct ShardedBucket {
+    slice: Tensor,
+    params: Vec<(Param, Slot)>,
+    state: Mutex<State>,
+}
+
+/// Where a bucket's whole weights are.
+enum State {
+    Absent,
+    Gathering(Pending<Tensor>),
+    Present,
+}
+
+impl ShardedWeights {
+    /// Slices of `params`, whose initial values `values` gives, in their local shape and type; only one parameter's exist at a time.
+    pub fn new(
+        params: &[Param],
+        layout: &ParamLayout,
+        groups: &ReplicaGroups,
+        values: impl Fn(&Param) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let sharded = |bucket: &Bucket| {
+            let own = groups.own_range(bucket.len);
+            let slice = Tensor::zeros(own.len(), bucket.dtype, groups.shard.device())?;
+            for slot in &bucket.slots {
+                let mine = intersect(&slot.range, &own);
+                if !mine.is_empty() {
+                    let values = values(&params[slot.param])?.flatten_all()?;
+                    let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
+                    slice.slice_set(&values, 0, mine.start - own.start)?;
+                }
+            }
+            let slots = bucket.slots.iter().cloned();
+            let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
+            Ok(ShardedBucket {
+                slice,
+                params: slots.map(of_slot).collect(),
+                state: Mutex::new(State::Absent),
+            })
+        };
+        let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (index, bucket) in layout.all().enumerate() {
+            for slot in &bucket.slots {
+                for &block in &params[slot.param].blocks {
+                    let needed = of_block.entry(block).or_default();
+                    if !needed.contains(&index) {
+                        needed.push(index);
+                    }
+                }
+            }
+        }
+        Ok(Self {
+            shard: groups.shard.clone(),
+            buckets: layout.all().map(sharded).collect::<Result<_>>()?,
+            of_block,
+        })
+    }
+
+    /// This rank's slice of a bucket.
+    pub fn slice(&self, bucket: usize) -> &Tensor {
+        &self.buckets[bucket].slice
+    }
+
+    fn needed(&self, block: usize) -> &[usize] {
+        self.of_block.get(&block).map_or(&[], Vec::as_slice)
+    }
+
+    /// Starts to gather what a block needs and what is not here. All ranks of the shard group must call it.
+    pub fn prefetch(&self, block: usize) -> Result<()> {
+        for &index in self.needed(block) {
+            let bucket = &self.buckets[index];
+            let mut state = bucket.lock();
+            if let State::Absent = *state {
+                *state = State::Gathering(self.shard.start_all_gather(&bucket.slice)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the weights of a block in their places. All ranks of the shard group must call it.
+    pub fn acquire(&self, block: usize) -> Result<()> {
+        self.prefetch(block)?;
+        let mut needed = self.needed(block).iter();
+        needed.try_for_each(|&index| self.buckets[index].arrive())
+    }
+
+    /// Frees the weights of a block, but for what `next` needs too.
+    pub fn free(&self, block: usize, next: Option<usize>) -> Result<()> {
+        let kept = next.map_or(&[][..], |next| self.needed(next));
+        let mut needed = self.needed(block).iter();
+        needed.try_for_each(|index| match kept.contains(index) {
+            true => Ok(()),
+            false => self.buckets[*index].free(),
+        })
+    }
+
+    /// Frees all weights but the slices.
+    pub fn free_all(&self) -> Result<()> {
+        self.buckets.iter().try_for_each(ShardedBucket::free)
+    }
+}
+
+impl ShardedBucket {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn arrive(&self) -> Result<()> {
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Absent) {
+            State::Gathering(whole) => {
+                let whole = whole.wait()?;
+                for (param, slot) in &self.params {
+                    let values = whole.narrow(0, slot.range.start, slot.range.len())?;
+                    param.refill(&values.reshape(param.local_shape())?)?;
+                }
+                *state = State::Present;
+            }
+            other => *state = other,
+        }
+        Ok(())
+    }
+
+    fn free(&self) -> Result<()> {
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Absent) {
+            State::Absent => Ok(()),
+            // What was prefetched for a pass that did not come.
+            State::Gathering(whole) => whole.wait().map(drop),
+            State::Present => self
+                .params
+                .iter()
+                .try_for_each(|(param, _)| param.release()),
+        }
+    }
+}
+
+impl ReplicaGroups {
+    /// The values at a slot of a bucket of `len` values, flat, on every rank of the shard group: all must call it, each with its
+    /// own slice of the bucket.
+    pub fn gather_slot(&self, len: usize, slot: &Slot, slice: &Tensor) -> Result<Tensor> {
+        let piece_of = |rank: usize| intersect(&slot.range, &self.range_of(rank, len));
+        let num_ranks = self.shard.world_size();
+        let longest = (0..num_ranks).map(|rank| piece_of(rank).len()).max();
+        let longest = longest.unwrap_or_default();
+        let own = self.own_range(len);
+        let mine = offset_by(&intersect(&slot.range, &own), own.start);
+        // As long as all others': values beside the piece are not looked at.
+        let start = mine.start.min(own.len() - longest);
+        let sent = slice.narrow(0, start, longest)?;
+        let all = self.shard.all_gather(&sent, 0)?;
+        let pieces = (0..num_ranks).filter_map(|rank| {
+            let piece = piece_of(rank);
+            let range = self.range_of(rank, len);
+            let start = (piece.start - range.start).min(range.len() - longest);
+            let first = rank * longest + (piece.start - range.start) - start;
+            (!piece.is_empty()).then(|| all.narrow(0, first, piece.len()))
+        });
+        match pieces.collect::<Result<Vec<_>>>()?.as_slice() {
+            [] => all.narrow(0, 0, 0),
+            [piece] => Ok(piece.clone()),
+            pieces => Tensor::cat(pieces, 0),
+        }
+    }
+}
