@@ -40,7 +40,7 @@ use std::process::ExitCode;
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
-use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
+use candle_parallel::{AdamWConfig, DataParallel, ParamStore, Schedule};
 use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
     explain_out_of_memory,
@@ -261,7 +261,11 @@ fn bench(
         Some(dir) => ParamStore::from_pretrained(dir)?,
         None => ParamStore::init(0),
     };
-    let store = args.freeze.apply(store);
+    let replicas = DataParallel {
+        overlap: !args.no_overlap,
+        ..DataParallel::default()
+    };
+    let store = args.freeze.apply(store.with_data_parallel(replicas));
     let vb = store.builder(dtype, mesh.world.device());
     let stage = CausalLm::stage(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
@@ -272,7 +276,7 @@ fn bench(
     let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
     let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
-    let train = train_config(num_measured_steps + num_profiled_steps, !args.no_overlap);
+    let train = train_config(num_measured_steps + num_profiled_steps);
     let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
@@ -350,7 +354,7 @@ impl Measured {
     }
 }
 
-fn train_config(num_steps: usize, overlap: bool) -> TrainConfig {
+fn train_config(num_steps: usize) -> TrainConfig {
     TrainConfig {
         lr_schedule: LrSchedule {
             lr: 1e-4,
@@ -360,8 +364,6 @@ fn train_config(num_steps: usize, overlap: bool) -> TrainConfig {
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
-        zero: ZeroStage::One,
-        overlap,
         schedule: Schedule::OneForwardOneBackward,
     }
 }

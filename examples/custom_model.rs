@@ -77,10 +77,9 @@ fn main() -> Result<()> {
         let build = |index, vb| block(index, &mesh.tp, vb);
         let stage = Stage::build(&mesh, &vb, LAYERS + 2, HIDDEN, build)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let config = AdamWConfig::default();
-        let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
+        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
         for step in 0..100 {
             let first = 2 * (step * mesh.dp.world_size() + mesh.dp.rank());
             let batches = [micro_batch(first)?, micro_batch(first + 1)?];

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_parallel::{AdamWConfig, ZeroStage};
+use candle_parallel::{AdamWConfig, DataParallel, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
@@ -46,9 +46,12 @@ pub(crate) struct LayoutArgs {
     /// Data-parallel degree: replicas that share each global batch
     #[arg(long, default_value_t = 2, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
     pub dp: usize,
-    /// ZeRO stage: 0 keeps the optimizer state whole on every replica, 1 divides it over them
-    #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=1))]
+    /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
+    #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
     pub zero: u8,
+    /// Divide it within groups of so many replicas, which hold the same; they move less, and hold more [default: all replicas]
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
+    pub zero_group: Option<usize>,
     /// Communicate between replicas only while nothing is computed; slower, and the same bits
     #[arg(long)]
     pub no_overlap: bool,
@@ -121,6 +124,20 @@ pub(crate) struct OptimizerArgs {
 }
 
 impl LayoutArgs {
+    /// How data-parallel replicas work together.
+    pub fn data_parallel(&self) -> DataParallel {
+        DataParallel {
+            zero: match self.zero {
+                0 => ZeroStage::Zero,
+                1 => ZeroStage::One,
+                2 => ZeroStage::Two,
+                _ => ZeroStage::Three,
+            },
+            zero_group: self.zero_group,
+            overlap: !self.no_overlap,
+        }
+    }
+
     /// The mesh's degrees.
     pub fn degrees(&self) -> Degrees {
         Degrees {
@@ -148,6 +165,7 @@ impl TrainingArgs {
     /// How this process takes part in the run; more ranks than machines can run are an error.
     pub(crate) fn run_config(&self) -> Result<RunConfig> {
         let degrees = self.layout.degrees();
+        self.layout.data_parallel().validate(degrees.dp)?;
         match degrees.world_size() {
             Some(world_size) if world_size <= MAX_RANKS => self.ranks.config(degrees),
             _ => bail!(
@@ -211,11 +229,6 @@ impl TrainingArgs {
                 weight_decay: args.weight_decay,
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
-            zero: match layout.zero {
-                0 => ZeroStage::Zero,
-                _ => ZeroStage::One,
-            },
-            overlap: !layout.no_overlap,
             schedule: layout.schedule.into(),
         };
         config.validate()?;

@@ -82,6 +82,7 @@ impl TrainingRun<'_> {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
         };
+        let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)

@@ -50,6 +50,8 @@ mod save;
 mod save_failures;
 #[path = "parallel/schedule.rs"]
 mod schedule;
+#[path = "parallel/sharded.rs"]
+mod sharded;
 #[path = "parallel/stage.rs"]
 mod stage;
 #[path = "parallel/traffic.rs"]

@@ -1,7 +1,7 @@
 //! What a training run needs to know beside the model, the data and the mesh.
 
 use candle_core::{Result, bail};
-use candle_parallel::{AdamWConfig, DataParallel, Schedule, ZeroStage};
+use candle_parallel::{AdamWConfig, Schedule};
 use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
@@ -16,23 +16,11 @@ pub struct TrainConfig {
     pub adamw: AdamWConfig,
     /// Gradients are scaled down to this global L2 norm; `None`: never.
     pub max_grad_norm: Option<f64>,
-    /// What data-parallel ranks divide between them.
-    pub zero: ZeroStage,
-    /// Whether communication of data-parallel ranks runs under computation; the bits are the same without.
-    pub overlap: bool,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,
 }
 
 impl TrainConfig {
-    /// How data-parallel replicas work together.
-    pub fn data_parallel(&self) -> DataParallel {
-        DataParallel {
-            zero: self.zero,
-            overlap: self.overlap,
-        }
-    }
-
     /// An error that names the first field which is out of its range.
     pub fn validate(&self) -> Result<()> {
         self.lr_schedule.validate()?;

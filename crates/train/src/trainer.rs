@@ -6,8 +6,7 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::{
-    DataParallel, DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage,
-    StepReport,
+    DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage, StepReport,
 };
 
 use crate::batches::Batches;
@@ -34,8 +33,8 @@ impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
         let adamw = config.adamw;
-        Self::with_optimizer(config, mesh, stage, |params, replicas| {
-            DistributedOptimizer::adamw(params, mesh, replicas, adamw)
+        Self::with_optimizer(config, mesh, stage, |params| {
+            DistributedOptimizer::adamw(params, mesh, adamw)
         })
     }
 
@@ -45,14 +44,13 @@ impl Trainer {
         config: TrainConfig,
         mesh: &Mesh,
         stage: Stage,
-        make: impl FnOnce(&Parameters, DataParallel) -> Result<DistributedOptimizer>,
+        make: impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
     ) -> Result<Self> {
         config.validate()?;
-        let replicas = config.data_parallel();
-        let gradients = Gradients::new(stage.params(), mesh, replicas)
-            .map_err(|err| explain(err, &stage, None, None))?;
-        let optimizer = make(stage.params(), replicas)
-            .map_err(|err| explain(err, &stage, Some(&gradients), None))?;
+        let gradients =
+            Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage, None, None))?;
+        let optimizer =
+            make(stage.params()).map_err(|err| explain(err, &stage, Some(&gradients), None))?;
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh),
             gradients,

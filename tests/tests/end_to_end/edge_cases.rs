@@ -1,10 +1,8 @@
 //! Small, odd and uneven runs against one rank.
 
-use candle_parallel::ZeroStage;
-
 use crate::device::devices;
 use crate::fixture::{Fixture, Run};
-use crate::layouts::{KINDS, assert_same};
+use crate::layouts::{assert_same, kinds};
 use crate::run::{Layout, Mask, train_masked};
 
 /// A case: global batch, micro-batch, sequence length, layout.
@@ -21,16 +19,12 @@ fn check(name: &str, cases: &[Case], mask: Mask) {
             ..fixture.run.clone()
         };
         let one_rank = train_masked(&fixture, &run, Layout::new(1, 1, 1), mask).unwrap();
-        for (zero, schedule) in KINDS {
+        for (zero, schedule) in kinds(dp) {
             let layout = Layout {
                 zero,
                 schedule,
                 ..Layout::new(pp, dp, tp)
             };
-            // Without replicas ZeRO-1 has nothing to divide.
-            if zero == ZeroStage::One && dp == 1 {
-                continue;
-            }
             let ours = train_masked(&fixture, &run, layout, mask).unwrap();
             assert_same(&ours, &one_rank, &format!("{name} {run:?} {layout:?}"));
         }

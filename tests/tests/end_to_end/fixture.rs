@@ -116,8 +116,6 @@ impl Run {
                 ..AdamWConfig::default()
             },
             max_grad_norm: Some(self.max_grad_norm),
-            zero: layout.zero,
-            overlap: layout.overlap,
             schedule: layout.schedule,
         }
     }

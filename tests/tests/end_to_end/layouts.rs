@@ -43,12 +43,20 @@ fn layouts() -> Vec<Layout> {
     layouts
 }
 
-pub const KINDS: [(ZeroStage, Schedule); 4] = [
+pub const KINDS: [(ZeroStage, Schedule); 6] = [
     (ZeroStage::Zero, Schedule::OneForwardOneBackward),
-    (ZeroStage::One, Schedule::OneForwardOneBackward),
-    (ZeroStage::Zero, Schedule::GPipe),
     (ZeroStage::One, Schedule::GPipe),
+    (ZeroStage::Two, Schedule::OneForwardOneBackward),
+    (ZeroStage::Two, Schedule::GPipe),
+    (ZeroStage::Three, Schedule::OneForwardOneBackward),
+    (ZeroStage::Three, Schedule::GPipe),
 ];
+
+/// Without replicas ZeRO has nothing to divide.
+pub fn kinds(dp: usize) -> impl Iterator<Item = (ZeroStage, Schedule)> {
+    let kinds = KINDS.into_iter();
+    kinds.filter(move |(zero, _)| dp > 1 || *zero <= ZeroStage::One)
+}
 
 /// A shorter run whose global batch fits `dp` replicas.
 fn run_for(fixture: &Fixture, dp: usize) -> Run {
@@ -78,7 +86,7 @@ fn every_layout_equals_one_rank() {
         for layout in layouts().into_iter().filter(fits) {
             let run = run_for(&fixture, layout.dp);
             let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
-            for (zero, schedule) in KINDS {
+            for (zero, schedule) in kinds(layout.dp) {
                 let layout = Layout {
                     zero,
                     schedule,
@@ -107,7 +115,7 @@ fn every_fixture_equals_one_rank() {
             (2, 1, 3),
             (1, 2, 4),
         ] {
-            for (zero, schedule) in KINDS {
+            for (zero, schedule) in kinds(dp) {
                 let layout = Layout {
                     zero,
                     schedule,
@@ -126,7 +134,7 @@ fn embeddings_tied_across_many_stages_equal_one_rank() {
     let run = run_for(&fixture, 2);
     let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
     for (pp, dp, tp) in [(3, 1, 1), (5, 1, 1), (3, 2, 1), (4, 1, 2), (3, 1, 4)] {
-        for (zero, schedule) in KINDS {
+        for (zero, schedule) in kinds(dp) {
             let layout = Layout {
                 zero,
                 schedule,

@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage, ZeroStage,
+    DataParallel, Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage,
+    ZeroStage,
 };
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::CausalLm;
@@ -23,6 +24,7 @@ pub struct Layout {
     pub dp: usize,
     pub tp: usize,
     pub zero: ZeroStage,
+    pub zero_group: Option<usize>,
     pub overlap: bool,
     pub schedule: Schedule,
     /// Seed of random delays before each operation.
@@ -36,6 +38,7 @@ impl Layout {
             dp,
             tp,
             zero: ZeroStage::Zero,
+            zero_group: None,
             overlap: true,
             schedule: Schedule::OneForwardOneBackward,
             delays: None,
@@ -44,6 +47,14 @@ impl Layout {
 
     pub fn world_size(&self) -> usize {
         self.pp * self.dp * self.tp
+    }
+
+    pub fn data_parallel(&self) -> DataParallel {
+        DataParallel {
+            zero: self.zero,
+            zero_group: self.zero_group,
+            overlap: self.overlap,
+        }
     }
 
     pub fn degrees(&self) -> Degrees {
@@ -141,20 +152,20 @@ fn train_rank(
     (mask, variant): (Mask, Variant),
     mesh: &Mesh,
 ) -> Result<Outcome> {
-    let stage = load_variant(fixture, mesh, variant)?;
+    let stage = load_variant(fixture, mesh, (layout, variant))?;
     let batches = batches(fixture, run, mesh)?;
     let config = run.train_config(layout);
 
-    let mut gradients = Gradients::new(stage.params(), mesh, config.data_parallel())?;
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
     let pipeline = Pipeline::new(layout.schedule, mesh);
     let micro_batches = masked(&batches, 0, mask, mesh)?;
     let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
     let local = gradients.reduce(&passes)?.local_gradients()?;
-    let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
+    let mut first_gradients = gather(&stage, mesh, DType::F32, |index| match local.get(&index) {
         Some(grad) => Ok(grad.clone()),
         None => {
-            let values = stage.params().get(index).values()?;
-            values.zeros_like()?.to_dtype(DType::F32)
+            let shape = stage.params().get(index).local_shape();
+            Tensor::zeros(shape, DType::F32, stage.device())
         }
     })?;
     first_gradients.retain(|name, _| !(variant.is_frozen)(name));
@@ -164,7 +175,8 @@ fn train_rank(
         .map(|step| trainer.train_step(&masked(&batches, step, mask, mesh)?))
         .collect::<Result<Vec<_>>>()?;
     let stage = trainer.stage();
-    let final_weights = gather(stage, mesh, |index| stage.params().get(index).values())?;
+    let values = |index| stage.params().values(index);
+    let final_weights = gather(stage, mesh, variant.dtype, values)?;
     Ok(Outcome {
         metrics,
         first_gradients,
@@ -201,11 +213,21 @@ fn masked(batches: &Batches, step: usize, mask: Mask, mesh: &Mesh) -> Result<Vec
 
 /// This rank's stage of the fixture's model.
 pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
-    load_variant(fixture, mesh, Variant::default())
+    let layout = Layout {
+        zero: ZeroStage::One,
+        ..Layout::new(1, 1, 1)
+    };
+    load_variant(fixture, mesh, (layout, Variant::default()))
 }
 
-fn load_variant(fixture: &Fixture, mesh: &Mesh, variant: Variant) -> Result<Stage> {
-    let store = ParamStore::from_pretrained(fixture.model_dir())?.freeze(variant.is_frozen);
+fn load_variant(
+    fixture: &Fixture,
+    mesh: &Mesh,
+    (layout, variant): (Layout, Variant),
+) -> Result<Stage> {
+    let store = ParamStore::from_pretrained(fixture.model_dir())?
+        .with_data_parallel(layout.data_parallel())
+        .freeze(variant.is_frozen);
     let vb = store.builder(variant.dtype, mesh.world.device());
     Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
@@ -221,11 +243,12 @@ pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
 pub fn gather(
     stage: &Stage,
     mesh: &Mesh,
+    dtype: DType,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Tensors> {
     let mut tensors = Tensors::new();
     for entry in stage.params().catalog() {
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
+        if let Some(whole) = gather_full(stage.params(), mesh, entry, dtype, &local)? {
             assert_eq!(whole.dims(), entry.shape);
             tensors.insert(
                 entry.name.clone(),

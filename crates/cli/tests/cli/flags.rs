@@ -17,7 +17,8 @@ const NUMBERS: &[(&str, &[&str], &str)] = &[
     ("--tp", &["0", "-1", "two"], "a whole number >= 1"),
     ("--pp", &["0", "-1", "1.5"], "a whole number >= 1"),
     ("--dp", &["0", "-1", ""], "a whole number >= 1"),
-    ("--zero", &["2", "-1"], "a whole number >= 0 and <= 1"),
+    ("--zero", &["4", "-1"], "a whole number >= 0 and <= 3"),
+    ("--zero-group", &["1", "x"], "a whole number >= 2"),
     (
         "--deadline",
         &["0", "-5", "604801"],

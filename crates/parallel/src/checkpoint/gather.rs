@@ -22,7 +22,8 @@ pub fn gather_full(
     let local = index.map(local).transpose()?;
     let own = entry.holders.iter().find(|holder| holder.rank == rank);
     let own = own.zip(index.zip(local));
-    let own = own.map(|(holder, (index, local))| own_part(params.get(index), entry, holder, &local));
+    let own =
+        own.map(|(holder, (index, local))| own_part(params.get(index), entry, holder, &local));
     let own = own.transpose()?;
     if rank != 0 {
         if let Some(xs) = &own {

@@ -126,7 +126,11 @@ impl Gradients {
         let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let squares = zero.copy()?;
         let mut reduced = Vec::with_capacity(buckets.len());
-        self.finish_dividing(0)?;
+        if params.groups().shards_gradients() {
+            // What was added by hand, not by a backward pass.
+            (0..buckets.len()).try_for_each(|index| self.divide(index))?;
+            self.finish_dividing(0)?;
+        }
         // Without overlap two buckets are under way at a time.
         for index in 0..=buckets.len() {
             if index < buckets.len() {
@@ -160,7 +164,9 @@ impl Gradients {
             params: self.params.clone(),
             mesh: self.mesh.clone(),
             buckets: reduced,
-            whole: whole.map(|flat| Some(flat.as_ref()?.tensor().clone())).collect(),
+            whole: whole
+                .map(|flat| Some(flat.as_ref()?.tensor().clone()))
+                .collect(),
             clip: 1.0,
             scale: 1.0 / num_targets,
             norm: squares.sqrt() / num_targets,
@@ -199,11 +205,8 @@ impl Gradients {
             return Ok(());
         }
         self.check_complete(bucket)?;
-        if groups.shards_gradients() {
-            return self.check_divided(bucket, index);
-        }
         let Some(whole) = self.whole[index].clone() else {
-            bail!("bucket {index} has no buffer");
+            return Ok(()); // The sum is in the slice.
         };
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
         self.add_checksums(bucket, &whole)?;
@@ -275,19 +278,6 @@ impl Gradients {
             sum_of_squares_into(sum, true, &values)?;
         }
         Ok(())
-    }
-
-    /// An error if something was written to a divided bucket after its blocks were done.
-    fn check_divided(&self, bucket: &Bucket, index: usize) -> Result<()> {
-        let mut slots = bucket.slots.iter();
-        match slots.find(|slot| self.is_filled[slot.param]) {
-            Some(slot) if self.whole[index].is_some() => bail!(
-                "the gradient of parameter {} was written after its reduction over the ranks had begun\nhint: no block \
-                 writes gradients after its backward pass",
-                self.params.get(slot.param).name
-            ),
-            _ => Ok(()),
-        }
     }
 
     /// An error that names the first parameter of a bucket without a gradient, if there is one.

@@ -41,11 +41,7 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing.
-    pub fn new(
-        params: &Parameters,
-        mesh: &Mesh,
-        rule: impl Optimizer + 'static,
-    ) -> Result<Self> {
+    pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
         rule.validate()?;
         if params.is_empty() {
             bail!(
@@ -80,11 +76,7 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn adamw(
-        params: &Parameters,
-        mesh: &Mesh,
-        constants: AdamWConfig,
-    ) -> Result<Self> {
+    pub fn adamw(params: &Parameters, mesh: &Mesh, constants: AdamWConfig) -> Result<Self> {
         Self::new(params, mesh, AdamW(constants))
     }
 
@@ -217,16 +209,12 @@ impl DistributedOptimizer {
                 is_matrix: param.global_shape.rank() >= 2,
             });
         }
+        // Weights of a slice share a storage: an operation may write to one view of it at a time.
+        let at_once = match self.params.sharded() {
+            Some(_) => 1,
+            None => usize::MAX,
+        };
         for (group, weights) in by_group.iter().enumerate() {
-            if weights.is_empty() {
-                continue;
-            }
-            let slice = ParamSlice {
-                grad: grad.tensor(),
-                master: self.masters[index].tensor(),
-                state: &self.state[index],
-                weights,
-            };
             let group = self.groups.get(group);
             let step = UpdateStep {
                 number,
@@ -234,7 +222,15 @@ impl DistributedOptimizer {
                 weight_decay: group.and_then(|group| group.weight_decay),
                 grad_scale: reduced.scale(),
             };
-            self.rule.update(&slice, &step)?;
+            for weights in weights.chunks(at_once) {
+                let slice = ParamSlice {
+                    grad: grad.tensor(),
+                    master: self.masters[index].tensor(),
+                    state: &self.state[index],
+                    weights,
+                };
+                self.rule.update(&slice, &step)?;
+            }
         }
         Ok(())
     }
@@ -252,7 +248,11 @@ impl DistributedOptimizer {
             block: bucket.block,
             whole: match reduced.whole_bucket(index) {
                 Some(gradients) if bucket.dtype == gradients.dtype() => gradients.clone(),
-                _ => Tensor::zeros(bucket.len, bucket.dtype, self.params.groups().shard.device())?,
+                _ => Tensor::zeros(
+                    bucket.len,
+                    bucket.dtype,
+                    self.params.groups().shard.device(),
+                )?,
             },
             own: self.own_range(index),
             weights,

@@ -182,6 +182,16 @@ impl Parameters {
         self.inner.groups.config
     }
 
+    /// The data-parallel ranks between which [`DataParallel::zero`] divides; this rank alone if it divides nothing.
+    pub fn shard_group(&self) -> &ProcessGroup {
+        &self.inner.groups.shard
+    }
+
+    /// The data-parallel ranks that hold the same slices as this one.
+    pub fn copy_group(&self) -> &ProcessGroup {
+        &self.inner.groups.copies
+    }
+
     /// The data-parallel ranks as a grid.
     pub(crate) fn groups(&self) -> &ReplicaGroups {
         &self.inner.groups
@@ -295,7 +305,9 @@ impl Parameters {
         let values = values.flatten_all()?;
         let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
         let values = values.contiguous()?;
-        sharded.slice(place).slice_set(&values, 0, mine.start - own.start)
+        sharded
+            .slice(place)
+            .slice_set(&values, 0, mine.start - own.start)
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {

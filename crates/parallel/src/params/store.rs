@@ -209,12 +209,7 @@ impl ParamStore {
     }
 
     /// A parameter; its values are left out if they are cut into slices later.
-    fn load(
-        &self,
-        request: ParamRequest<'_>,
-        trainable: bool,
-        is_deferred: bool,
-    ) -> Result<Param> {
+    fn load(&self, request: ParamRequest<'_>, trainable: bool, is_deferred: bool) -> Result<Param> {
         let ParamRequest {
             name,
             shape,

@@ -1,7 +1,8 @@
-//! Finds ranks of a replica that are given different micro-batches.
+//! Finds ranks of a replica that are given different micro-batches, and replicas that are given unequal numbers where each
+//! micro-batch moves something between them.
 //!
-//! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages with different
-//! numbers of micro-batches wait for each other until the deadline.
+//! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
+//! and 3, with different numbers of micro-batches wait for each other until the deadline.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,24 +16,28 @@ use super::micro_batch::MicroBatch;
 pub(super) struct InputCheck {
     world: ProcessGroup,
     replica: usize,
+    /// Whether ranks share a replica.
+    has_mates: bool,
     was_run: AtomicBool,
 }
 
 impl InputCheck {
-    /// `None` if each replica is one rank.
+    /// `None` for one rank alone.
     pub fn new(mesh: &Mesh) -> Option<Self> {
-        let is_needed = mesh.degrees.pp * mesh.degrees.tp > 1;
+        let is_needed = mesh.world.world_size() > 1;
         is_needed.then(|| Self {
             world: mesh.world.clone(),
             replica: mesh.dp.rank(),
+            has_mates: mesh.degrees.pp * mesh.degrees.tp > 1,
             was_run: AtomicBool::new(false),
         })
     }
 
-    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how; nothing after the first call,
-    /// which every rank must make.
-    pub fn run_once(&self, micro_batches: &[MicroBatch]) -> Result<()> {
-        if self.was_run.swap(true, Ordering::Relaxed) {
+    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or two replicas with unequal
+    /// numbers of them if these must be equal; nothing after the first call, which every rank must make.
+    pub fn run_once(&self, micro_batches: &[MicroBatch], counts_are_equal: bool) -> Result<()> {
+        let is_needed = self.has_mates || counts_are_equal;
+        if !is_needed || self.was_run.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
         let mut said = vec![self.replica as u64, micro_batches.len() as u64];
@@ -53,6 +58,13 @@ impl InputCheck {
                      ranks of a pipeline and of a tensor-parallel group share their data; only data-parallel ranks \
                      (mesh.dp.rank()) have data of their own",
                     difference((mate, &all[mate]), (rank, given))
+                );
+            }
+            if counts_are_equal && given.get(1) != all[0].get(1) {
+                bail!(
+                    "replicas have unequal numbers of micro-batches: {}\nhint: with ZeRO-2 and ZeRO-3 each micro-batch's \
+                     gradients or weights move between replicas; give all of them as many, or use ZeRO-1",
+                    difference((0, &all[0]), (rank, given))
                 );
             }
         }

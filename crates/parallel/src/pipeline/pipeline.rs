@@ -90,7 +90,8 @@ impl Pipeline {
     /// Every rank of a replica, whatever its stage, must be given the same micro-batches.
     ///
     /// # Errors
-    /// Ranks of a replica that were given different micro-batches (found in the first step), and what blocks return.
+    /// Ranks of a replica that were given different micro-batches, and with ZeRO-2 and 3 replicas that were given unequal numbers
+    /// of them (found in the first step), and what blocks return.
     pub fn forward_backward(
         &self,
         stage: &Stage,
@@ -98,7 +99,8 @@ impl Pipeline {
         gradients: &mut Gradients,
     ) -> Result<PassReport> {
         if let Some(check) = &self.input_check {
-            check.run_once(micro_batches)?;
+            let counts_are_equal = stage.params().groups().shards_gradients();
+            check.run_once(micro_batches, counts_are_equal)?;
         }
         let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
         let instructions = self

@@ -152,10 +152,11 @@ impl Stage {
         };
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
-            let (output, segment) = self.run(FORWARD, block, next, || match position < num_frozen {
-                true => Ok((block.block.infer(&xs, batch)?, Segment::Frozen)),
-                false => block.forward(&xs, &pass, gradients),
-            })?;
+            let (output, segment) =
+                self.run(FORWARD, block, next, || match position < num_frozen {
+                    true => Ok((block.block.infer(&xs, batch)?, Segment::Frozen)),
+                    false => block.forward(&xs, &pass, gradients),
+                })?;
             xs = output;
             segments.push(segment);
         }

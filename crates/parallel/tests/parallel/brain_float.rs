@@ -9,7 +9,7 @@ use candle_parallel::{
 };
 
 use crate::chain::{Chain, Values, gather, local_bits, one_target};
-use crate::check::{assert_says, message, on_mesh, random, single_mesh};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random, single_mesh};
 
 const STEPS: usize = 4;
 
@@ -47,7 +47,7 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
         (3, ZeroStage::One),
     ] {
         on_mesh((1, dp, 1), |mesh| {
-            let narrow = chain().stage(&mesh, &ParamStore::init(5))?;
+            let narrow = chain().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
             let wide = Chain::default().stage(&mesh, &ParamStore::init(5))?;
             for (index, narrow) in narrow.params().iter().enumerate() {
                 let values = narrow.values()?.to_dtype(DType::F32)?;
@@ -55,9 +55,8 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
             }
             for stage in [&wide, &narrow] {
                 let config = AdamWConfig::default();
-                let mut optimizer =
-                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
                 for step in 0..STEPS {
                     accumulate(stage, &mesh, step, &mut gradients)?;
                     optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
@@ -100,8 +99,8 @@ fn updates_smaller_than_a_step_of_bf16_add_up() -> Result<()> {
         weight_decay: 0.0,
         ..AdamWConfig::default()
     };
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
     let is_norm = |param: &&candle_parallel::Param| param.name == "layers.0.norm.weight";
     let norm = stage.params().iter().find(is_norm).unwrap();
     // A gradient that stays the same moves a weight by the learning rate; below 1 the values of bf16 are 1/256 apart.
@@ -137,13 +136,13 @@ fn padded_values(stage: &Stage, dp: usize) -> usize {
 
 #[test]
 fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
-    for zero in [ZeroStage::Zero, ZeroStage::One] {
+    for zero in ZERO_STAGES {
         on_mesh((2, 3, 1), |mesh| {
             let (chain, dp) = (chain(), 3);
-            let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+            let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
             let mut optimizer =
-                DistributedOptimizer::adamw(stage.params(), &mesh, zero, AdamWConfig::default())?;
-            let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+                DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
             mesh.dp.reset_counters();
@@ -152,16 +151,19 @@ fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
             // Two micro-batches of (2, 3, 6) go one way.
             assert_eq!(mesh.pp.counters().bytes("batch_send_recv"), 2 * 36 * 2);
             optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
-            local_bits(&stage);
+            stage.params().wait_for_updates()?;
             let counters = mesh.dp.counters();
             let once = (padded_values(&stage, dp) / dp * (dp - 1)) as u64;
-            match zero {
-                ZeroStage::Zero => assert_eq!(counters.bytes("all_reduce"), 2 * 4 * once),
-                ZeroStage::One => {
-                    assert_eq!(counters.bytes("reduce_scatter"), 4 * once);
-                    assert_eq!(counters.bytes("all_gather"), 2 * once);
-                }
-            }
+            // Of two micro-batches.
+            let (all_reduces, reduce_scatters, all_gathers) = match zero {
+                ZeroStage::Zero => (2, 0, 0),
+                ZeroStage::One => (0, 1, 1),
+                ZeroStage::Two => (0, 2, 1),
+                ZeroStage::Three => (0, 2, 4),
+            };
+            assert_eq!(counters.bytes("all_reduce"), all_reduces * 4 * once);
+            assert_eq!(counters.bytes("reduce_scatter"), reduce_scatters * 4 * once);
+            assert_eq!(counters.bytes("all_gather"), all_gathers * 2 * once);
             Ok(())
         });
     }
@@ -181,9 +183,8 @@ fn trained(
         };
         let stage = chain.stage(&mesh, &ParamStore::init(5))?;
         let config = AdamWConfig::default();
-        let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let (dp, rank) = (mesh.dp.world_size(), mesh.dp.rank());
         let per_rank = 4 / dp;
@@ -192,7 +193,9 @@ fn trained(
         let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
         let mut reduced = gradients.reduce(&passes)?;
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        let grads = gather(&stage, &mesh, Some(DType::F32), |index| {
+            Ok(local[&index].clone())
+        })?;
         reduced.clip(1.0);
         optimizer.apply(reduced, 0.01)?;
         Ok((grads, local_bits(&stage)))
@@ -251,12 +254,7 @@ fn types_that_cannot_be_trained_are_errors_that_name_the_parameter() -> Result<(
         ..Chain::default()
     };
     let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-    let made = DistributedOptimizer::adamw(
-        stage.params(),
-        &mesh,
-        ZeroStage::One,
-        AdamWConfig::default(),
-    );
+    let made = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default());
     assert_says(
         &message(made),
         &["head.weight", "F16", "expected F32 or BF16"],

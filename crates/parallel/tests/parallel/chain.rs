@@ -161,15 +161,17 @@ impl PlainBlock for Head {
     }
 }
 
-/// Whole tensors by name, on rank 0; `local` gives this rank's part of a parameter.
+/// Whole tensors by name, on rank 0; `local` gives this rank's part of a parameter, in this type or in the parameter's.
 pub fn gather(
     stage: &Stage,
     mesh: &Mesh,
+    dtype: Option<DType>,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Values> {
     let mut values = Values::new();
     for entry in stage.params().catalog() {
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
+        let dtype = dtype.unwrap_or(entry.dtype);
+        if let Some(whole) = gather_full(stage.params(), mesh, entry, dtype, &local)? {
             let whole = whole.flatten_all()?.to_dtype(DType::F32)?;
             values.insert(entry.name.clone(), whole.to_vec1::<f32>()?);
         }
@@ -178,21 +180,23 @@ pub fn gather(
 }
 
 pub fn gather_weights(stage: &Stage, mesh: &Mesh) -> Result<Values> {
-    gather(stage, mesh, |index| stage.params().get(index).values())
+    gather(stage, mesh, None, |index| stage.params().values(index))
 }
 
 /// The gradients as they were accumulated, of a mesh without data parallelism, ties or overlaps.
 pub fn gather_gradients(stage: &Stage, mesh: &Mesh, gradients: &Gradients) -> Result<Values> {
-    gather(stage, mesh, |index| gradients.get(index))
+    gather(stage, mesh, Some(DType::F32), |index| gradients.get(index))
 }
 
 /// This rank's values, bit by bit.
 pub fn local_bits(stage: &Stage) -> BTreeMap<String, Vec<u32>> {
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
-    let params = stage.params().iter();
+    let params = stage.params();
     params
-        .map(|param| {
-            let values = param.values().unwrap().flatten_all().unwrap();
+        .iter()
+        .enumerate()
+        .map(|(index, param)| {
+            let values = params.values(index).unwrap().flatten_all().unwrap();
             let values = values.to_dtype(DType::F32).unwrap();
             (param.name.clone(), bits(values.to_vec1().unwrap()))
         })

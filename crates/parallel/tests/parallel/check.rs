@@ -2,7 +2,7 @@
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Device, Result, Shape, Tensor, Var};
-use candle_parallel::part;
+use candle_parallel::{ZeroStage, part};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -10,6 +10,14 @@ use crate::device::{device, on_ranks_with_delays};
 
 /// Relative L2 error that a sum of f32 in another order may make.
 pub const TOLERANCE: f64 = 2e-6;
+
+/// All of them.
+pub const ZERO_STAGES: [ZeroStage; 4] = [
+    ZeroStage::Zero,
+    ZeroStage::One,
+    ZeroStage::Two,
+    ZeroStage::Three,
+];
 
 /// Values in -1..1, a function of the seed and the shape, on the device of this thread.
 pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {

@@ -22,6 +22,7 @@ use crate::device::device;
 /// Gradients that can be read after the passes.
 const UNREDUCED: DataParallel = DataParallel {
     zero: ZeroStage::Zero,
+    zero_group: None,
     overlap: false,
 };
 const VOCAB: usize = 31;
@@ -208,13 +209,15 @@ fn run_recomputing(
     frozen: &'static str,
     recompute: fn(usize) -> Recompute,
 ) -> Result<Passes> {
-    let store = ParamStore::init(5).freeze(move |name| !frozen.is_empty() && name.contains(frozen));
+    let store = ParamStore::init(5)
+        .with_data_parallel(UNREDUCED)
+        .freeze(move |name| !frozen.is_empty() && name.contains(frozen));
     let vb = store.builder(DType::F32, &device());
     let stage = Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         block(index, &mesh.tp, explicit, vb)
     })?;
     let stage = stage.with_recompute(recompute);
-    let mut gradients = Gradients::new(stage.params(), mesh, UNREDUCED)?;
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     let batches = micro_batches()?;
     let report = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
@@ -362,7 +365,9 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
     on_mesh((1, 1, 1), |mesh| {
         let run = |recompute: Recompute| {
             let counts = Arc::new(Counts::default());
-            let vb = ParamStore::init(5).builder(DType::F32, &device());
+            let vb = ParamStore::init(5)
+                .with_data_parallel(UNREDUCED)
+                .builder(DType::F32, &device());
             let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
                 1 | 2 => {
                     let init = candle_nn::Init::Const(index as f64);
@@ -372,7 +377,7 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
                 _ => block(index, &mesh.tp, [true; 4], vb),
             })?;
             let stage = stage.with_recompute(|_| recompute);
-            let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)?;
             let values = (0..stage.params().len()).map(|index| floats(&gradients.get(index)?));
@@ -406,7 +411,9 @@ impl PlainBlock for Dropout {
 fn a_block_that_draws_other_numbers_when_it_runs_again_is_an_error_with_its_index() {
     on_mesh((1, 1, 1), |mesh| {
         let run = |recompute: fn(usize) -> Recompute| {
-            let vb = ParamStore::init(5).builder(DType::F32, &device());
+            let vb = ParamStore::init(5)
+                .with_data_parallel(UNREDUCED)
+                .builder(DType::F32, &device());
             let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
                 2 => {
                     let weight = vb.get(HIDDEN, "scale", candle_nn::Init::Const(1.0))?;
@@ -415,7 +422,7 @@ fn a_block_that_draws_other_numbers_when_it_runs_again_is_an_error_with_its_inde
                 _ => block(index, &mesh.tp, [true; 4], vb),
             })?;
             let stage = stage.with_recompute(recompute);
-            let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)
         };
@@ -432,11 +439,13 @@ fn a_block_that_draws_other_numbers_when_it_runs_again_is_an_error_with_its_inde
 #[test]
 fn a_weight_that_is_no_parameter_is_an_error() {
     on_mesh((1, 1, 1), |mesh| {
-        let vb = ParamStore::init(5).builder(DType::F32, &device());
+        let vb = ParamStore::init(5)
+            .with_data_parallel(UNREDUCED)
+            .builder(DType::F32, &device());
         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
             block(index, &mesh.tp, [true; 4], vb)
         })?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let foreign = candle_core::Var::zeros((2, 3), DType::F32, &device())?;
         let said = message(gradients.write(foreign.as_tensor(), &mut |_, _| Ok(())));
         assert_says(&said, &["[2, 3]", "none of this stage's parameters"]);
@@ -467,7 +476,9 @@ impl Layer for Forgetful {
 #[test]
 fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
     on_mesh((1, 1, 1), |mesh| {
-        let vb = ParamStore::init(5).builder(DType::F32, &device());
+        let vb = ParamStore::init(5)
+            .with_data_parallel(UNREDUCED)
+            .builder(DType::F32, &device());
         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
             2 => {
                 let weight = vb
@@ -477,7 +488,7 @@ fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
             }
             _ => block(index, &mesh.tp, [true; 4], vb),
         })?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
         let passes = pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients);
         assert_says(

@@ -11,12 +11,13 @@ use crate::check::{assert_says, message, on_mesh};
 /// What each rank gets from a step on micro-batches that `change` has changed on rank 1.
 fn step(
     layout: (usize, usize, usize),
+    zero: ZeroStage,
     change: impl Fn(&mut Vec<MicroBatch>) -> Result<()> + Sync,
 ) -> Vec<Result<PassReport>> {
     on_mesh(layout, |mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let mut batches = chain.micro_batches(10 * mesh.dp.rank() as u64, 3)?;
         if mesh.world.rank() == 1 {
@@ -38,7 +39,9 @@ fn with_another_id(ids: &Tensor) -> Result<Tensor> {
 #[test]
 fn another_number_of_micro_batches() {
     for layout in [(2, 1, 1), (1, 1, 2)] {
-        for result in step(layout, |batches| batches.pop().map_or(Ok(()), |_| Ok(()))) {
+        for result in step(layout, ZeroStage::One, |batches| {
+            batches.pop().map_or(Ok(()), |_| Ok(()))
+        }) {
             let words = ["ranks 0 and 1", "rank 0 has 3, rank 1 has 2", "hint"];
             assert_says(&message(result), &words);
         }
@@ -46,16 +49,29 @@ fn another_number_of_micro_batches() {
 }
 
 #[test]
+fn replicas_with_unequal_numbers_of_micro_batches() {
+    let drop_one = |batches: &mut Vec<MicroBatch>| batches.pop().map_or(Ok(()), |_| Ok(()));
+    for zero in [ZeroStage::Two, ZeroStage::Three] {
+        for result in step((1, 3, 1), zero, drop_one) {
+            let words = ["replicas", "rank 0 has 3, rank 1 has 2", "hint", "ZeRO-1"];
+            assert_says(&message(result), &words);
+        }
+    }
+    let results = step((1, 3, 1), ZeroStage::One, drop_one);
+    assert!(results.iter().all(Result::is_ok));
+}
+
+#[test]
 fn other_tokens_targets_and_shapes() {
     for layout in [(2, 1, 1), (1, 1, 2)] {
-        let tokens = step(layout, |batches| {
+        let tokens = step(layout, ZeroStage::One, |batches| {
             batches[1].tokens = with_another_id(&batches[1].tokens)?;
             Ok(())
         });
         for result in tokens {
             assert_says(&message(result), &["the tokens of micro-batch 1 differ"]);
         }
-        let targets = step(layout, |batches| {
+        let targets = step(layout, ZeroStage::One, |batches| {
             let targets = batches[2].targets.as_ref().unwrap();
             batches[2].targets = Some(with_another_id(targets)?);
             Ok(())
@@ -63,7 +79,7 @@ fn other_tokens_targets_and_shapes() {
         for result in targets {
             assert_says(&message(result), &["the targets of micro-batch 2 differ"]);
         }
-        let shapes = step(layout, |batches| {
+        let shapes = step(layout, ZeroStage::One, |batches| {
             batches[0].tokens = batches[0].tokens.narrow(1, 0, 2)?;
             Ok(())
         });
@@ -77,7 +93,7 @@ fn other_tokens_targets_and_shapes() {
 #[test]
 fn replicas_have_data_of_their_own() {
     // Rank 1 is the second replica.
-    let results = step((1, 2, 1), |batches| {
+    let results = step((1, 2, 1), ZeroStage::Three, |batches| {
         batches[0].tokens = with_another_id(&batches[0].tokens)?;
         Ok(())
     });

@@ -29,7 +29,9 @@ impl PlainBlock for Link {
 type Part = (f64, Vec<f32>, Vec<f32>, Vec<f32>);
 
 fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part> {
-    let vb = ParamStore::init(5).builder(DType::F32, &device());
+    let vb = ParamStore::init(5)
+        .with_data_parallel(ZeroStage::Zero)
+        .builder(DType::F32, &device());
     let shard = Shard::even(0, vocab, &mesh.tp)?;
     let stage = Stage::build(mesh, &vb, 2, HIDDEN, |index, vb| {
         let stdev = 1.0;
@@ -39,7 +41,7 @@ fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part>
         }
         Ok(plain_block(Link))
     })?;
-    let mut gradients = Gradients::new(stage.params(), mesh, ZeroStage::Zero)?;
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
     let params: Vec<_> = stage.params().iter().collect();
     let weight = params[0].tensor();
     let xs = here(xs)?;

@@ -1,23 +1,23 @@
 //! NaN and infinite gradients: the first parameter is named on every rank, and no weight moves.
 
 use candle_core::Tensor;
-use candle_parallel::{AdamWConfig, DistributedOptimizer, Gradients, ParamStore, ZeroStage};
+use candle_parallel::{AdamWConfig, DistributedOptimizer, Gradients, ParamStore};
 
 use crate::chain::{Chain, local_bits, one_target};
-use crate::check::{assert_says, message, on_mesh, random};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random};
 use crate::device::device;
 
 #[test]
 fn the_first_parameter_in_name_order_is_named_on_every_rank() {
-    for zero in [ZeroStage::Zero, ZeroStage::One] {
+    for zero in ZERO_STAGES {
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let said = on_mesh((2, 3, 2), |mesh| {
-                let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+                let stage =
+                    Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
                 let before = local_bits(&stage);
                 let config = AdamWConfig::default();
-                let mut optimizer =
-                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
                 for (index, param) in stage.params().iter().enumerate() {
                     let mut grad = random(index as u64, param.local_shape())?;
                     // One replica, one tensor-parallel rank, the last stage; two parameters, the last value of one.

@@ -10,7 +10,7 @@ use candle_parallel::{
 };
 
 use crate::chain::{Chain, local_bits, one_target};
-use crate::check::{assert_says, message, on_mesh, random, single_mesh};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random, single_mesh};
 
 const LR: f64 = 0.01;
 const STEPS: usize = 5;
@@ -38,16 +38,13 @@ struct Reference {
 }
 
 fn references(stage: &Stage) -> Vec<Reference> {
-    let params = stage.params().iter();
+    let params = stage.params();
     params
-        .map(|param| {
-            let values = param
-                .values()
-                .unwrap()
-                .flatten_all()
-                .unwrap()
-                .to_vec1::<f32>()
-                .unwrap();
+        .iter()
+        .enumerate()
+        .map(|(index, param)| {
+            let values = params.values(index).unwrap().flatten_all().unwrap();
+            let values = values.to_vec1::<f32>().unwrap();
             let values: Vec<f64> = values.into_iter().map(f64::from).collect();
             Reference {
                 m: vec![0.0; values.len()],
@@ -117,17 +114,17 @@ fn assert_near(what: &str, got: &[f32], want: &[f64]) {
 #[test]
 fn equals_plain_loops_with_and_without_clipping() {
     for (dp, max_norm) in [(1, None), (1, Some(2.0)), (3, Some(3.0)), (2, Some(1e9))] {
-        for zero in [ZeroStage::Zero, ZeroStage::One] {
+        for zero in ZERO_STAGES {
             on_mesh((1, dp, 1), |mesh| {
-                let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+                let stage =
+                    Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
                 let mut expected = references(&stage);
                 let config = AdamWConfig {
                     weight_decay: 0.3,
                     ..AdamWConfig::default()
                 };
-                let mut optimizer =
-                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
                 for step in 0..STEPS {
                     accumulate(&stage, &mesh, step, &mut gradients)?;
                     let norm = optimizer
@@ -138,9 +135,10 @@ fn equals_plain_loops_with_and_without_clipping() {
                     assert!((norm - want).abs() < 1e-6 * want, "norm {norm} not {want}");
                 }
                 assert_eq!(optimizer.num_steps(), STEPS);
-                for (param, expected) in stage.params().iter().zip(&expected) {
-                    let values = param.values()?.flatten_all()?.to_vec1::<f32>()?;
-                    assert_near(&param.name, &values, &expected.values);
+                let params = stage.params();
+                for (index, expected) in expected.iter().enumerate() {
+                    let values = params.values(index)?.flatten_all()?.to_vec1::<f32>()?;
+                    assert_near(&params.get(index).name, &values, &expected.values);
                 }
                 for state in optimizer.state()? {
                     let is_it = |param: &Param| param.name == state.name;
@@ -165,10 +163,10 @@ type Trained = (BTreeMap<String, Vec<u32>>, Vec<OptimizerState>);
 /// What each rank has after a few steps.
 fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
     on_mesh(layout, |mesh| {
-        let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+        let stage = Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
         let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, zero, AdamWConfig::default())?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+            DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         for step in 0..STEPS {
             accumulate(&stage, &mesh, step, &mut gradients)?;
             optimizer.step(&mut gradients, &one_target(&mesh), LR, Some(1.0))?;
@@ -178,10 +176,15 @@ fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
 }
 
 #[test]
-fn zero_1_has_the_weights_of_zero_0_and_a_part_of_its_state() {
-    for (pp, dp, tp) in [(1, 2, 1), (1, 3, 1), (1, 4, 2), (2, 3, 1)] {
+fn replicas_have_the_weights_of_zero_0_and_parts_of_its_state() {
+    let layouts = [(1, 2, 1), (1, 3, 1), (1, 4, 2), (2, 3, 1)];
+    let stages = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
+    let cases = layouts
+        .into_iter()
+        .flat_map(|layout| stages.map(|zero| (layout, zero)));
+    for ((pp, dp, tp), zero) in cases {
         let whole = trained((pp, dp, tp), ZeroStage::Zero);
-        let divided = trained((pp, dp, tp), ZeroStage::One);
+        let divided = trained((pp, dp, tp), zero);
         for (rank, ((bits, all), (bits_1, part))) in whole.iter().zip(&divided).enumerate() {
             for (name, values) in bits {
                 let floats = |bits: &[u32]| -> Vec<f32> {
@@ -222,7 +225,7 @@ fn zero_1_has_the_weights_of_zero_0_and_a_part_of_its_state() {
 
 #[test]
 fn replicas_keep_the_same_bits() {
-    for zero in [ZeroStage::Zero, ZeroStage::One] {
+    for zero in ZERO_STAGES {
         let ranks = trained((1, 3, 1), zero);
         assert!(ranks.iter().all(|(bits, _)| *bits == ranks[0].0));
     }
@@ -264,7 +267,7 @@ fn constants_out_of_range_are_errors() {
         ),
     ];
     for (config, words) in cases {
-        let made = DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::Zero, config);
+        let made = DistributedOptimizer::adamw(stage.params(), &mesh, config);
         assert_says(&message(made), &[words, "expected"]);
     }
 }
@@ -272,11 +275,15 @@ fn constants_out_of_range_are_errors() {
 #[test]
 fn a_step_without_gradients_or_with_wrong_shapes_is_an_error() {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(1)).unwrap();
+    let stage = Chain::default()
+        .stage(
+            &mesh,
+            &ParamStore::init(1).with_data_parallel(ZeroStage::Zero),
+        )
+        .unwrap();
     let config = AdamWConfig::default();
-    let mut optimizer =
-        DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::Zero, config).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::Zero).unwrap();
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
     let said = message(optimizer.step(&mut gradients, &one_target(&mesh), LR, None));
     assert_says(&said, &["parameter head.weight got no gradient"]);
     let said = message(gradients.accumulate(0, &random(1, 3).unwrap()));

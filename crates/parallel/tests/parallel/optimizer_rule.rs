@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Optimizer, OptimizerState,
-    ParamGroup, ParamSlice, ParamStore, Pipeline, Schedule, Stage, UpdateStep, ZeroStage,
+    AdamW, AdamWConfig, DistributedOptimizer, Gradients, Optimizer, OptimizerState, ParamGroup,
+    ParamSlice, ParamStore, Pipeline, Schedule, Stage, UpdateStep, ZeroStage,
 };
 
 use crate::chain::{Chain, Values, gather_weights, one_target};
@@ -50,11 +50,12 @@ fn accumulate(stage: &Stage, gradients: &mut Gradients, step: u64) -> Result<()>
 fn a_rule_of_ones_own_updates_under_zero_1_too() {
     for (dp, zero) in [(1, ZeroStage::Zero), (3, ZeroStage::One)] {
         on_mesh((1, dp, 1), |mesh| {
-            let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+            let stage =
+                Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
             let before = stage.params().iter().map(|param| param.values()?.copy());
             let before = before.collect::<Result<Vec<_>>>()?;
-            let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, zero, Momentum)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+            let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, Momentum)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             for step in 0..2 {
                 accumulate(&stage, &mut gradients, step)?;
                 optimizer.step(&mut gradients, &one_target(&mesh), 0.1, None)?;
@@ -88,9 +89,9 @@ fn groups_have_learning_rates_and_decays_of_their_own() -> Result<()> {
             .with_lr_scale(3.0)
             .with_weight_decay(0.0),
     ];
-    let optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
+    let optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
     let mut optimizer = optimizer.with_groups(groups)?;
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
     for (index, param) in stage.params().iter().enumerate() {
         let ones = param.values()?.ones_like()?;
         gradients.accumulate(index, &ones)?;
@@ -124,16 +125,12 @@ fn trained(
 ) -> (Values, Vec<OptimizerState>) {
     let all = on_mesh(layout, |mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-        let replicas = DataParallel {
-            zero,
-            ..DataParallel::default()
-        };
+        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
         let rule = AdamW(AdamWConfig::default());
         if let Some((weights, _)) = from {
             load_weights(&stage, weights)?;
         }
-        let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, replicas, rule)?;
+        let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, rule)?;
         if let Some((_, state)) = from {
             let taken = state.iter().map(|state| optimizer.load_state(state));
             let taken = taken.sum::<Result<usize>>()?;
@@ -146,7 +143,7 @@ fn trained(
             assert!(taken >= own, "{taken} values for {own}");
             optimizer.set_num_steps(steps.start as usize);
         }
-        let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
         let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         for step in steps.clone() {
@@ -182,13 +179,20 @@ fn load_weights(stage: &Stage, weights: &Values) -> Result<()> {
 
 #[test]
 fn state_goes_on_on_another_layout() {
-    let (one, two) = (ZeroStage::Zero, ZeroStage::One);
-    let (want, want_state) = trained((1, 1, 1), one, (0..4, None));
+    let (none, one, two, three) = (
+        ZeroStage::Zero,
+        ZeroStage::One,
+        ZeroStage::Two,
+        ZeroStage::Three,
+    );
+    let (want, want_state) = trained((1, 1, 1), none, (0..4, None));
     for (before, after) in [
-        (((1, 1, 1), one), ((1, 3, 2), two)),
-        (((1, 3, 2), two), ((1, 1, 1), one)),
-        (((3, 2, 1), two), ((1, 2, 3), one)),
-        (((1, 2, 3), two), ((2, 3, 1), two)),
+        (((1, 1, 1), none), ((1, 3, 2), one)),
+        (((1, 3, 2), one), ((1, 1, 1), none)),
+        (((3, 2, 1), one), ((1, 2, 3), none)),
+        (((1, 2, 3), one), ((2, 3, 1), one)),
+        (((1, 3, 2), three), ((1, 2, 1), two)),
+        (((1, 2, 1), none), ((2, 3, 1), three)),
     ] {
         let (weights, state) = trained(before.0, before.1, (0..2, None));
         let (got, got_state) = trained(after.0, after.1, (2..4, Some((&weights, &state))));
@@ -217,7 +221,7 @@ fn state_of_another_model_is_refused() -> Result<()> {
     let mesh = single_mesh();
     let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
     let rule = AdamW(AdamWConfig::default());
-    let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, ZeroStage::One, rule)?;
+    let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, rule)?;
     let mut state = optimizer.state()?.remove(0);
     assert_eq!(
         (state.name.as_str(), state.kind.as_str()),

@@ -11,7 +11,7 @@ use candle_parallel::{
 };
 
 use crate::chain::{Chain, local_bits};
-use crate::check::{assert_says, message, on_mesh_with_delays};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh_with_delays};
 
 const STEPS: u64 = 3;
 
@@ -48,12 +48,11 @@ fn trained(
             tied,
             ..Chain::default()
         };
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
         let rule = AdamW(AdamWConfig::default());
         let seed = delays.map_or(0, |seed| seed + mesh.world.rank() as u64);
-        let mut optimizer =
-            DistributedOptimizer::new(stage.params(), &mesh, replicas, Slow(rule, seed))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+        let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, Slow(rule, seed))?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         for step in 0..STEPS {
             let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 3)?;
@@ -72,8 +71,12 @@ fn overlap_and_delays_change_no_bit() {
         ((3, 2, 1), true),
         ((2, 3, 2), true),
     ] {
-        for zero in [ZeroStage::Zero, ZeroStage::One] {
-            let replicas = |overlap| DataParallel { zero, overlap };
+        for zero in ZERO_STAGES {
+            let replicas = |overlap| DataParallel {
+                zero,
+                overlap,
+                ..DataParallel::default()
+            };
             let want = trained(case, replicas(false), None);
             assert!(
                 trained(case, replicas(true), None) == want,
@@ -90,7 +93,7 @@ fn overlap_and_delays_change_no_bit() {
 #[test]
 fn tied_copies_have_the_same_bits_on_every_stage_and_replica() {
     for (pp, dp, tp) in [(2, 3, 1), (3, 3, 1), (2, 2, 2)] {
-        for zero in [ZeroStage::Zero, ZeroStage::One] {
+        for zero in ZERO_STAGES {
             let ranks = trained(((pp, dp, tp), true), zero.into(), Some(3));
             for (rank, (bits, _)) in ranks.iter().enumerate() {
                 if let Some(copy) = bits.get("embed.weight") {
@@ -107,13 +110,15 @@ fn reductions_and_gathers_run_before_anybody_waits_for_them() {
     for overlap in [false, true] {
         on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
             let chain = Chain::default();
-            let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-            let zero = ZeroStage::One;
-            let replicas = DataParallel { zero, overlap };
+            let replicas = DataParallel {
+                zero: ZeroStage::One,
+                overlap,
+                ..DataParallel::default()
+            };
+            let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
             let config = AdamWConfig::default();
-            let mut optimizer =
-                DistributedOptimizer::adamw(stage.params(), &mesh, replicas, config)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
             mesh.dp.reset_counters();
@@ -152,7 +157,7 @@ fn gradients_are_not_touched_once_their_reduction_has_begun() {
     on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
         let chain = Chain::default();
         let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(1, 1)?;
         pipeline.forward_backward(&stage, &batches, &mut gradients)?;

@@ -58,9 +58,9 @@ fn weights_have_the_standard_deviation_of_llama() {
 }
 
 fn train(mesh: &Mesh, stage: &Stage, chain: &Chain, steps: u64) -> Result<()> {
-    let mut gradients = Gradients::new(stage.params(), mesh, ZeroStage::One)?;
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
     let config = AdamWConfig::default();
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, ZeroStage::One, config)?;
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     for step in 0..steps {
         let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 2)?;
@@ -83,7 +83,7 @@ fn what_is_frozen_does_not_move_on_any_layout() {
             for (name, bits) in local_bits(&stage) {
                 assert_eq!(bits != before[&name], name.contains("norm"), "{name}");
             }
-            let gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+            let gradients = Gradients::new(stage.params(), &mesh)?;
             for (index, param) in stage.params().iter().enumerate() {
                 assert_eq!(param.trainable, param.name.contains("norm"));
                 assert_says(&message(gradients.get(index)), &[&param.name]);
@@ -121,7 +121,7 @@ fn a_frozen_parameter_takes_no_gradient() {
     let mesh = single_mesh();
     let store = ParamStore::init(5).freeze(|name| name == "embed.weight");
     let stage = chain.stage(&mesh, &store).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
     let grad = stage.params().get(0).values().unwrap();
     assert_eq!(stage.params().get(0).name, "embed.weight");
     let said = message(gradients.accumulate(0, &grad));
@@ -169,7 +169,14 @@ fn layers_of_candle_take_their_parameters_from_the_store() {
     let chain = Chain::default();
     for tp in [1, 2] {
         let all = on_mesh((1, 1, tp), |mesh| {
-            let vb = ParamStore::init(3).builder(DType::F32, &device());
+            let replicas = DataParallel {
+                zero: ZeroStage::Zero,
+                overlap: false,
+                ..DataParallel::default()
+            };
+            let vb = ParamStore::init(3)
+                .with_data_parallel(replicas)
+                .builder(DType::F32, &device());
             let stage = Stage::build(&mesh, &vb, 2, HIDDEN, |index, vb| {
                 let vb = vb.var_builder();
                 Ok(plain_block(match index {
@@ -179,18 +186,14 @@ fn layers_of_candle_take_their_parameters_from_the_store() {
             })?;
             let names: Vec<_> = stage.params().iter().map(|p| p.name.as_str()).collect();
             assert_eq!(names, ["embed.weight", "out.bias", "out.weight"]);
-            let replicas = DataParallel {
-                zero: ZeroStage::Zero,
-                overlap: false,
-            };
-            let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             let batches = chain.micro_batches(1, 2)?;
             let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
             let values = gather_gradients(&stage, &mesh, &gradients)?;
             assert_eq!(stage.params().num_global_values(), (13 * 6) + 4 * 6 + 4);
             let config = AdamWConfig::default();
-            DistributedOptimizer::adamw(stage.params(), &mesh, replicas, config)?
+            DistributedOptimizer::adamw(stage.params(), &mesh, config)?
                 .step(&mut gradients, &passes, 0.1, None)
                 .map(|report| (report.grad_norm, values))
         });

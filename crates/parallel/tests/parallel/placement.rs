@@ -11,7 +11,7 @@ use candle_parallel::{
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather};
-use crate::check::{assert_says, assert_values_close, message, on_mesh};
+use crate::check::{ZERO_STAGES, assert_says, assert_values_close, message, on_mesh};
 use crate::device::{device, on_ranks};
 
 /// Heads, which tensor-parallel ranks divide, and the values of each.
@@ -36,9 +36,11 @@ impl PlainBlock for HeadScale {
 }
 
 /// The chain with such a layer as block 2.
-fn stage(mesh: &Mesh, gradient: Gradient) -> Result<Stage> {
+fn stage(mesh: &Mesh, gradient: Gradient, zero: ZeroStage) -> Result<Stage> {
     let chain = Chain::default();
-    let vb = ParamStore::init(5).builder(DType::F32, &device());
+    let vb = ParamStore::init(5)
+        .with_data_parallel(zero)
+        .builder(DType::F32, &device());
     Stage::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
         if index != 2 {
             return chain.block(index, &mesh.tp, &vb);
@@ -57,8 +59,8 @@ fn stage(mesh: &Mesh, gradient: Gradient) -> Result<Stage> {
 /// Whole gradients by name, on rank 0, and the norm.
 fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
     let all = on_mesh(layout, |mesh| {
-        let stage = stage(&mesh, Gradient::Partial)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+        let stage = stage(&mesh, Gradient::Partial, zero)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batches = Chain::default().micro_batches(3, 2)?;
@@ -66,7 +68,9 @@ fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
         let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
         let reduced = gradients.reduce(&passes)?;
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        let grads = gather(&stage, &mesh, Some(DType::F32), |index| {
+            Ok(local[&index].clone())
+        })?;
         Ok((grads, reduced.norm()))
     });
     all.into_iter().next().unwrap()
@@ -76,7 +80,7 @@ fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
 fn partial_gradients_of_a_replicated_weight_are_summed() {
     let (want, want_norm) = gradients((1, 1, 1), ZeroStage::Zero);
     for layout in [(1, 1, 2), (1, 2, 3), (3, 1, 2)] {
-        for zero in [ZeroStage::Zero, ZeroStage::One] {
+        for zero in ZERO_STAGES {
             let (got, norm) = gradients(layout, zero);
             for (name, grad) in &want {
                 assert_values_close(&format!("{layout:?} {zero:?} {name}"), &got[name], grad);
@@ -90,11 +94,10 @@ fn partial_gradients_of_a_replicated_weight_are_summed() {
 #[test]
 fn partial_gradients_that_were_declared_complete_are_found_in_the_first_step() {
     on_mesh((1, 1, 3), |mesh| {
-        let stage = stage(&mesh, Gradient::Complete)?;
+        let stage = stage(&mesh, Gradient::Complete, ZeroStage::One)?;
         let config = AdamWConfig::default();
-        let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = Chain::default().micro_batches(3, 2)?;
         let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
@@ -128,7 +131,7 @@ fn copies_with_other_values_are_found_in_the_first_step_and_when_saved() {
             spoil(&stage, "layers.1.down.bias")?;
             spoil(&stage, "layers.1.norm.weight")?;
         }
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(3, 1)?;
         let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;

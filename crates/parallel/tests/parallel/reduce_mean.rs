@@ -1,6 +1,6 @@
 //! Gradients and loss are those of the mean over the targets of all replicas, which have not as many each.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_parallel::{
     DataParallel, Gradients, MicroBatch, ParamStore, PassReport, Pipeline, Schedule, Stage,
     ZeroStage,
@@ -24,15 +24,18 @@ fn reduced(
     replicas: DataParallel,
 ) -> (crate::chain::Values, f64, f64) {
     let all = on_mesh(layout, |mesh| {
-        let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+        let stage =
+            Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
-        let mut gradients = Gradients::new(stage.params(), &mesh, replicas)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let batches = batches(mesh.dp.rank(), mesh.dp.world_size())?;
         let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
         let reduced = gradients.reduce(&passes)?;
         assert_eq!(reduced.loss().num_targets, 36);
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        let grads = gather(&stage, &mesh, Some(DType::F32), |index| {
+            Ok(local[&index].clone())
+        })?;
         Ok((grads, reduced.norm(), reduced.loss().mean))
     });
     all.into_iter().next().unwrap()
@@ -44,7 +47,12 @@ fn the_mean_is_taken_over_the_targets_of_all_replicas() {
     for layout in [(2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 3, 2)] {
         for zero in [ZeroStage::Zero, ZeroStage::One] {
             for overlap in [false, true] {
-                let (grads, norm, loss) = reduced(layout, DataParallel { zero, overlap });
+                let replicas = DataParallel {
+                    zero,
+                    overlap,
+                    ..DataParallel::default()
+                };
+                let (grads, norm, loss) = reduced(layout, replicas);
                 let what = format!("{layout:?} {zero:?}");
                 assert_eq!(grads.len(), one.0.len());
                 for (name, grad) in &one.0 {
@@ -67,8 +75,11 @@ fn zero_gradients(stage: &Stage, gradients: &mut Gradients) -> Result<()> {
 #[test]
 fn a_batch_without_targets_is_an_error() -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::Zero)?;
+    let stage = Chain::default().stage(
+        &mesh,
+        &ParamStore::init(5).with_data_parallel(ZeroStage::Zero),
+    )?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
     zero_gradients(&stage, &mut gradients)?;
     let refused = gradients.reduce(&PassReport::default());
     assert!(message(refused.map(|_| ())).contains("no targets"));

@@ -4,7 +4,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use candle_parallel::{
     AdamWConfig, Block, DistributedOptimizer, Gradients, MicroBatch, ParamBuilder, ParamStore,
-    Pipeline, PlainBlock, Schedule, Stage, ZeroStage, plain_block,
+    Pipeline, PlainBlock, Schedule, Stage, plain_block,
 };
 
 use crate::chain::{Chain, HIDDEN, local_bits};
@@ -46,13 +46,8 @@ fn stage(dtype: DType) -> Result<(Stage, Linear)> {
 fn trained(dtype: DType, moves: bool) -> Result<std::collections::BTreeMap<String, Vec<u32>>> {
     let mesh = single_mesh();
     let (stage, _) = stage(dtype)?;
-    let mut optimizer = DistributedOptimizer::adamw(
-        stage.params(),
-        &mesh,
-        ZeroStage::One,
-        AdamWConfig::default(),
-    )?;
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
     let chain = Chain::default();
     for step in 0..3 {
@@ -152,7 +147,7 @@ fn values_that_do_not_fit_are_refused() -> Result<()> {
 #[test]
 fn a_weight_that_was_released_before_the_backward_pass_is_named_there() -> Result<()> {
     let (stage, mesh) = (stage(DType::F32)?.0, single_mesh());
-    let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
     let batch = Chain::default().micro_batches(1, 1)?.remove(0);
     let (_, tape) = stage.forward(None, &batch, &mut gradients, 1.0)?;
     stage.params().release(3, &[])?;

@@ -16,7 +16,7 @@ use crate::device::device;
 /// Gradients of the sum of the losses of the micro-batches, and that sum, by one candle graph a micro-batch.
 fn one_graph(chain: &Chain, batches: &[MicroBatch]) -> Result<(Values, f64)> {
     let mesh = single_mesh();
-    let store = ParamStore::init(5);
+    let store = ParamStore::init(5).with_data_parallel(UNREDUCED);
     let stage = chain.stage(&mesh, &store)?;
     let vb = store.builder(DType::F32, &device());
     let blocks: Vec<_> = (0..chain.num_blocks())
@@ -60,8 +60,9 @@ fn the_tape_gives_the_gradients_of_one_graph() {
         for &layout in layouts {
             for schedule in [Schedule::GPipe, Schedule::OneForwardOneBackward] {
                 let all = on_mesh(layout, |mesh| {
-                    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-                    let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED)?;
+                    let stage =
+                        chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(UNREDUCED))?;
+                    let mut gradients = Gradients::new(stage.params(), &mesh)?;
                     let pipeline = Pipeline::new(schedule, &mesh);
                     let report = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
                     let loss = report.loss_sum;
@@ -86,6 +87,7 @@ fn the_tape_gives_the_gradients_of_one_graph() {
 /// Gradients that can be read after the passes.
 const UNREDUCED: DataParallel = DataParallel {
     zero: candle_parallel::ZeroStage::Zero,
+    zero_group: None,
     overlap: false,
 };
 
@@ -102,7 +104,9 @@ impl PlainBlock for Custom {
 /// Error of a training step of the chain with block 2 replaced by `custom`.
 fn error_with(custom: impl Fn(&ParamBuilder) -> Result<Forward>) -> String {
     let (chain, mesh) = (Chain::default(), single_mesh());
-    let vb = ParamStore::init(1).builder(DType::F32, &device());
+    let vb = ParamStore::init(1)
+        .with_data_parallel(UNREDUCED)
+        .builder(DType::F32, &device());
     let build = |index, vb: ParamBuilder| -> Result<Box<dyn Block>> {
         match index {
             2 => Ok(plain_block(Custom(custom(&vb.pp("custom"))?))),
@@ -110,7 +114,7 @@ fn error_with(custom: impl Fn(&ParamBuilder) -> Result<Forward>) -> String {
         }
     };
     let stage = Stage::build(&mesh, &vb, chain.num_blocks(), HIDDEN, build).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
     let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
     let batches = chain.micro_batches(1, 1).unwrap();
     message(pipeline.forward_backward(&stage, &batches, &mut gradients))
@@ -174,14 +178,16 @@ fn errors_of_a_block_name_it() {
 #[test]
 fn a_last_block_that_gives_no_scalar_is_an_error() {
     let mesh = single_mesh();
-    let vb = ParamStore::init(1).builder(DType::F32, &device());
+    let vb = ParamStore::init(1)
+        .with_data_parallel(UNREDUCED)
+        .builder(DType::F32, &device());
     let build = |_, _| -> Result<Box<dyn Block>> {
         Ok(plain_block(Custom(Box::new(|xs, _| {
             xs.to_dtype(DType::F32)
         }))))
     };
     let stage = Stage::build(&mesh, &vb, 2, HIDDEN, build).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh, UNREDUCED).unwrap();
+    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
     let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
     let batches = Chain::default().micro_batches(1, 1).unwrap();
     let said = message(pipeline.forward_backward(&stage, &batches, &mut gradients));

@@ -1,4 +1,5 @@
-//! Bytes that a step moves over data-parallel ranks, read from the counters: 2Ψ(N−1)/N values for ZeRO-0 and ZeRO-1.
+//! Bytes that a step moves over data-parallel ranks, read from the counters: 2Ψ(N−1)/N values for ZeRO-0 and ZeRO-1; for ZeRO-2 as
+//! many, and Ψ(N−1)/N more for each further micro-batch; for ZeRO-3 3Ψ(N−1)/N for each micro-batch.
 
 use std::collections::BTreeMap;
 
@@ -6,8 +7,8 @@ use candle_parallel::{
     AdamWConfig, DistributedOptimizer, Gradients, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
 };
 
-use crate::chain::{Chain, local_bits, one_target};
-use crate::check::on_mesh;
+use crate::chain::{Chain, one_target};
+use crate::check::{ZERO_STAGES, on_mesh};
 
 const BYTES: usize = 4;
 
@@ -32,40 +33,55 @@ fn bytes_per_step_equal_the_formula() {
         (2, 3, 1),
         (2, 1, 2),
     ] {
-        for zero in [ZeroStage::Zero, ZeroStage::One] {
+        let cases = ZERO_STAGES
+            .into_iter()
+            .flat_map(|zero| [(zero, 1), (zero, 2)]);
+        for (zero, num_micro_batches) in cases {
             on_mesh((pp, dp, tp), |mesh| {
-                let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+                let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
                 let config = AdamWConfig::default();
-                let mut optimizer =
-                    DistributedOptimizer::adamw(stage.params(), &mesh, zero, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh, zero)?;
+                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(stage.params(), &mesh)?;
                 let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-                let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
-                mesh.dp.reset_counters();
-                pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-                optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
-
-                // Updated weights are on their way until somebody wants them.
-                local_bits(&stage);
+                let batches = chain.micro_batches(mesh.dp.rank() as u64, num_micro_batches)?;
+                // In the first step copies are compared.
+                for _step in 0..2 {
+                    mesh.dp.reset_counters();
+                    pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                    optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
+                    // Updated weights are on their way until somebody wants them.
+                    stage.params().wait_for_updates()?;
+                }
                 let counters = mesh.dp.counters();
                 let buckets = padded_values(&stage, dp);
                 let num_values: usize = buckets.iter().sum();
                 let once = (num_values * BYTES / dp * (dp - 1)) as u64;
                 let calls = if dp == 1 { 0 } else { buckets.len() as u64 };
-                let what = format!("pp {pp} dp {dp} tp {tp} {zero:?}");
-                assert_eq!(counters.total().bytes, 2 * once, "{what}");
-                match zero {
-                    ZeroStage::Zero => {
-                        assert_eq!(counters.bytes("all_reduce"), 2 * once, "{what}");
-                        assert_eq!(counters.calls("all_reduce"), calls, "{what}");
-                    }
-                    ZeroStage::One => {
-                        for operation in ["reduce_scatter", "all_gather"] {
-                            assert_eq!(counters.bytes(operation), once, "{what}");
-                            assert_eq!(counters.calls(operation), calls, "{what}");
-                        }
-                    }
+                let what = format!("pp {pp} dp {dp} tp {tp} {zero:?}, {num_micro_batches}");
+                let m = num_micro_batches as u64;
+                let (all_reduces, reduce_scatters, all_gathers) = match zero {
+                    ZeroStage::Zero => (1, 0, 0),
+                    ZeroStage::One => (0, 1, 1),
+                    ZeroStage::Two => (0, m, 1),
+                    ZeroStage::Three => (0, m, 2 * m),
+                };
+                let expected = [
+                    ("all_reduce", 2, all_reduces),
+                    ("reduce_scatter", 1, reduce_scatters),
+                    ("all_gather", 1, all_gathers),
+                ];
+                let mut total = 0;
+                for (operation, passes, times) in expected {
+                    let bytes = passes * times * once;
+                    assert_eq!(counters.bytes(operation), bytes, "{what} {operation}");
+                    assert_eq!(
+                        counters.calls(operation),
+                        times * calls,
+                        "{what} {operation}"
+                    );
+                    total += bytes;
                 }
+                assert_eq!(counters.total().bytes, total, "{what}");
                 Ok(())
             });
         }
@@ -78,9 +94,8 @@ fn one_rank_moves_nothing() {
         let chain = Chain::default();
         let stage = chain.stage(&mesh, &ParamStore::init(5))?;
         let config = AdamWConfig::default();
-        let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, ZeroStage::One, config)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(1, 2)?;
         pipeline.forward_backward(&stage, &batches, &mut gradients)?;
@@ -97,7 +112,7 @@ fn a_pipeline_moves_one_activation_and_one_gradient_per_border_and_micro_batch()
     let bytes = on_mesh((3, 1, 1), |mesh| {
         let chain = Chain::default();
         let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh, ZeroStage::One)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(1, 5)?;
         mesh.pp.reset_counters();

@@ -1,0 +1,191 @@
+//! Weights and gradients that replicas divide (ZeRO-2, ZeRO-3), over all of them or within groups.
+
+use candle_core::Result;
+use candle_parallel::{
+    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline,
+    Schedule, Stage, ZeroStage,
+};
+
+use crate::chain::{Chain, Values, gather_weights, local_bits};
+use crate::check::{assert_says, assert_values_close, message, on_mesh};
+
+const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
+
+fn grouped(zero: ZeroStage, zero_group: Option<usize>) -> DataParallel {
+    DataParallel {
+        zero,
+        zero_group,
+        ..DataParallel::default()
+    }
+}
+
+/// Whole weights on rank 0 after steps on micro-batches of which 12 replicas' worth is the same however many there are; frozen
+/// parameters and tied ones among them.
+fn trained(layout: (usize, usize, usize), tied: bool, replicas: DataParallel) -> (Values, f64) {
+    let all = on_mesh(layout, |mesh| {
+        let chain = Chain {
+            tied,
+            ..Chain::default()
+        };
+        let store = ParamStore::init(5)
+            .with_data_parallel(replicas)
+            .freeze(|name| name.contains("layers.1.down"));
+        let stage = chain.stage(&mesh, &store)?;
+        let mut optimizer =
+            DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
+        let mut norm = 0.0;
+        for step in 0..3 {
+            let all = chain.micro_batches(step, 12)?;
+            let own = &all[rank * 12 / dp..(rank + 1) * 12 / dp];
+            let passes = pipeline.forward_backward(&stage, own, &mut gradients)?;
+            norm = optimizer
+                .step(&mut gradients, &passes, 0.01, Some(0.5))?
+                .grad_norm;
+        }
+        Ok((gather_weights(&stage, &mesh)?, norm))
+    });
+    all.into_iter().next().unwrap_or_default()
+}
+
+#[test]
+fn groups_of_replicas_train_like_one_rank() {
+    for tied in [false, true] {
+        let (want, want_norm) = trained((1, 1, 1), tied, ZeroStage::Zero.into());
+        for (layout, len) in [
+            ((1, 4, 1), Some(2)),
+            ((1, 6, 1), Some(3)),
+            ((2, 4, 1), Some(2)),
+            ((1, 4, 2), Some(2)),
+            ((2, 3, 1), None),
+        ] {
+            for zero in STAGES {
+                let (got, norm) = trained(layout, tied, grouped(zero, len));
+                let what = format!("{layout:?} {zero:?} {len:?}, tied {tied}");
+                assert!(
+                    (norm - want_norm).abs() < 1e-5 * want_norm,
+                    "{what}: {norm}"
+                );
+                for (name, values) in &want {
+                    assert_values_close(&format!("{what} {name}"), &got[name], values);
+                }
+            }
+        }
+    }
+}
+
+fn step(stage: &Stage, mesh: &candle_comm::Mesh, batches: &[MicroBatch]) -> Result<()> {
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())?;
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
+    let passes = pipeline.forward_backward(stage, batches, &mut gradients)?;
+    optimizer.step(&mut gradients, &passes, 0.01, None)?;
+    stage.params().wait_for_updates()
+}
+
+#[test]
+fn groups_move_weights_and_gradients_inside_and_slices_of_gradients_between() {
+    for zero in STAGES {
+        on_mesh((1, 6, 1), |mesh| {
+            let chain = Chain::default();
+            let store = ParamStore::init(5).with_data_parallel(grouped(zero, Some(3)));
+            let stage = chain.stage(&mesh, &store)?;
+            let params = stage.params();
+            assert_eq!(params.shard_group().world_size(), 3);
+            assert_eq!(params.copy_group().world_size(), 2);
+            let batches = chain.micro_batches(mesh.dp.rank() as u64, 1)?;
+            step(&stage, &mesh, &batches)?;
+            let shard = params.shard_group().counters();
+            let once = shard.bytes("reduce_scatter");
+            let num_gathers = if zero == ZeroStage::Three { 2 } else { 1 };
+            assert_eq!(shard.bytes("all_gather"), num_gathers * once);
+            // 2 (N - 1) / N of a third of the values, N = 2; inside it is 2/3 of all.
+            let copies = params.copy_group().counters();
+            assert_eq!(copies.bytes("all_reduce"), once / 2);
+            assert_eq!(copies.total().bytes, once / 2);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn copies_in_other_groups_have_the_same_bits() {
+    for zero in STAGES {
+        let ranks = on_mesh((1, 4, 1), |mesh| {
+            let store = ParamStore::init(5).with_data_parallel(grouped(zero, Some(2)));
+            let chain = Chain::default();
+            let stage = chain.stage(&mesh, &store)?;
+            let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
+            step(&stage, &mesh, &batches)?;
+            Ok(local_bits(&stage))
+        });
+        assert!(ranks.iter().all(|bits| *bits == ranks[0]), "{zero:?}");
+    }
+}
+
+#[test]
+fn divided_weights_are_here_in_the_passes_of_their_block_only() {
+    on_mesh((1, 2, 1), |mesh| {
+        let chain = Chain::default();
+        let store = ParamStore::init(5).with_data_parallel(ZeroStage::Three);
+        let stage = chain.stage(&mesh, &store)?;
+        let params = stage.params();
+        let is_anything_here = || params.iter().any(|param| param.is_present());
+        assert!(!is_anything_here());
+        let said = message(params.get(0).values());
+        assert_says(
+            &said,
+            &["embed.weight", "ZeRO-3", "hint", "Parameters::values"],
+        );
+        let before = local_bits(&stage);
+        // The same as a whole model draws.
+        let whole = chain.stage(&mesh, &ParamStore::init(5))?;
+        assert!(before == local_bits(&whole));
+        step(
+            &stage,
+            &mesh,
+            &chain.micro_batches(mesh.dp.rank() as u64, 2)?,
+        )?;
+        assert!(!is_anything_here());
+        assert!(local_bits(&stage) != before);
+        // What a user puts in is divided too.
+        let values = params.values(1)?.ones_like()?;
+        params.refill(1, &values)?;
+        assert!(
+            params
+                .values(1)?
+                .flatten_all()?
+                .to_vec1::<f32>()?
+                .iter()
+                .all(|x| *x == 1.0)
+        );
+        Ok(())
+    });
+}
+
+#[test]
+fn one_replica_divides_nothing() {
+    on_mesh((1, 1, 2), |mesh| {
+        let store = ParamStore::init(5).with_data_parallel(ZeroStage::Three);
+        let stage = Chain::default().stage(&mesh, &store)?;
+        assert!(stage.params().iter().all(|param| param.is_present()));
+        Ok(())
+    });
+}
+
+#[test]
+fn groups_that_do_not_fit_are_refused() {
+    let refused = |dp, zero, len| message(grouped(zero, len).validate(dp));
+    let words = ["zero-group(4)", "dp(6)", "hint"];
+    assert_says(&refused(6, ZeroStage::Three, Some(4)), &words);
+    assert_says(
+        &refused(6, ZeroStage::One, Some(1)),
+        &["zero-group(1)", "at least two"],
+    );
+    assert_says(
+        &refused(6, ZeroStage::Zero, Some(2)),
+        &["ZeRO stage 0", "hint"],
+    );
+}
