@@ -46,12 +46,11 @@ use candle_train::{
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    DTypeChoice, Flags, FreezeArgs, MiMalloc, RankArgs, RecomputeChoice, exit_with,
-    fingerprint_of_program, keep_freed_memory, parse,
+    Allocator, DTypeChoice, Flags, FreezeArgs, RankArgs, RecomputeChoice, exit_with,
+    fingerprint_of_program, parse, peak_allocated_bytes, set_up_allocator,
 };
 use candle_train_examples::{
-    CountingAllocator, flops_per_token, page_faults, peak_allocated_bytes, peak_rss_bytes,
-    peak_tflops, product_floor_secs,
+    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Parser;
@@ -152,10 +151,10 @@ struct Measured {
 }
 
 #[global_allocator]
-static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator(MiMalloc);
+static ALLOCATOR: Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
-    keep_freed_memory();
+    set_up_allocator();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();

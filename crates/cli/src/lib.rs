@@ -7,6 +7,7 @@
 mod allocator;
 mod choices;
 mod config_dtype;
+mod counting_allocator;
 mod env;
 mod finetune;
 mod fingerprint;
@@ -22,8 +23,9 @@ mod samples;
 mod training_args;
 mod training_run;
 
-pub use allocator::{MiMalloc, keep_freed_memory};
+pub use allocator::{ALLOCATOR, Allocator, set_up_allocator};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};
+pub use counting_allocator::{CountingAllocator, peak_allocated_bytes, thread_allocated_bytes};
 pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};

@@ -7,7 +7,7 @@ use candle_core::Result;
 use candle_launch::launcher::{become_rank, launch, run_agent};
 use clap::{CommandFactory, FromArgMatches, Parser};
 
-use crate::allocator::keep_freed_memory;
+use crate::allocator::set_up_allocator;
 use crate::env::print_env;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse, parse_command};
@@ -94,7 +94,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
 }
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    keep_freed_memory();
+    set_up_allocator();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();

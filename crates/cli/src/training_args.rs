@@ -29,7 +29,7 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
 }

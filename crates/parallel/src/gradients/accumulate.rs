@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor, TensorId, bail};
 
 use super::reduce::{DataParallel, Reductions};
 use crate::layers::GradientSink;
+use crate::memory::{Held, MemoryCategory};
 use crate::params::{FlatBuffer, Parameters};
 
 /// Gradients of the trainable parameters of a stage, in f32, in flat buckets.
@@ -23,6 +24,7 @@ pub struct Gradients {
     num_writes: Vec<usize>,
     index_of: HashMap<TensorId, usize>,
     pub(super) reductions: Reductions,
+    _held: Held,
 }
 
 impl Gradients {
@@ -34,6 +36,8 @@ impl Gradients {
         let buckets = params.layout().buckets.iter();
         let buckets = buckets.map(|bucket| FlatBuffer::zeros(bucket.len, mesh.world.device()));
         let buckets = buckets.collect::<Result<Vec<_>>>()?;
+        let num_bytes = buckets.iter().map(FlatBuffer::num_bytes).sum();
+        let meter = params.meter();
         Ok(Self {
             is_filled: vec![false; params.len()],
             num_writes: vec![0; params.len()],
@@ -47,6 +51,7 @@ impl Gradients {
             mesh: mesh.clone(),
             config: config.into(),
             buckets,
+            _held: meter.hold(MemoryCategory::Gradients, num_bytes),
         })
     }
 
@@ -92,11 +97,6 @@ impl Gradients {
             }
             _ => bail!("parameter {} has no gradient", param.name),
         }
-    }
-
-    /// Memory of the buckets on this rank.
-    pub fn num_bytes(&self) -> usize {
-        self.buckets.iter().map(FlatBuffer::num_bytes).sum()
     }
 
     fn mark_written(&mut self, index: usize) {

@@ -10,6 +10,7 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
+use crate::memory::{Held, MemoryCategory};
 use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect, offset_by};
 use crate::pipeline::PassReport;
 
@@ -24,6 +25,7 @@ pub struct DistributedOptimizer {
     pub(super) state: Vec<Vec<Tensor>>,
     pub(super) masters: Vec<MasterWeights>,
     num_steps: usize,
+    _held: Held,
 }
 
 /// What a step did.
@@ -67,7 +69,11 @@ impl DistributedOptimizer {
                 mesh.world.device(),
             )?);
         }
+        let num_bytes = state.iter().flatten().map(num_bytes);
+        let num_bytes = num_bytes.chain(masters.iter().map(MasterWeights::num_bytes));
+        let num_bytes = num_bytes.sum();
         Ok(Self {
+            _held: params.meter().hold(MemoryCategory::Optimizer, num_bytes),
             params: params.clone(),
             mesh: mesh.clone(),
             config,
@@ -110,14 +116,6 @@ impl DistributedOptimizer {
     /// [loaded](Self::load_state).
     pub fn set_num_steps(&mut self, num_steps: usize) {
         self.num_steps = num_steps;
-    }
-
-    /// Memory of the state and the master weights on this rank.
-    pub fn num_bytes(&self) -> usize {
-        let state = self.state.iter().flatten();
-        let state = state.map(|values| values.elem_count() * values.dtype().size_in_bytes());
-        let masters = self.masters.iter().map(MasterWeights::num_bytes);
-        state.chain(masters).sum()
     }
 
     /// The part of bucket `index` that this rank updates.
@@ -251,14 +249,25 @@ impl DistributedOptimizer {
         let weights: Vec<(Var, Range<usize>)> = weights.collect();
         let gradients = reduced.whole_bucket(index);
         let dtype = weights.first().map_or(DType::F32, |(var, _)| var.dtype());
+        let (whole, staging) = match dtype == gradients.dtype() {
+            true => (gradients.clone(), None),
+            false => {
+                let whole = Tensor::zeros(bucket.len, dtype, gradients.device())?;
+                let meter = self.params.meter();
+                let staging = meter.hold(MemoryCategory::Buffers, num_bytes(&whole));
+                (whole, Some(staging))
+            }
+        };
         Ok(BucketWeights {
             block: bucket.block,
-            whole: match dtype == gradients.dtype() {
-                true => gradients.clone(),
-                false => Tensor::zeros(bucket.len, dtype, gradients.device())?,
-            },
+            whole,
+            staging,
             own: self.own_range(index),
             weights,
         })
     }
+}
+
+fn num_bytes(values: &Tensor) -> usize {
+    values.elem_count() * values.dtype().size_in_bytes()
 }

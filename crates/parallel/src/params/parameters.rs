@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
@@ -13,6 +13,7 @@ use super::param::Param;
 use super::pending_weights::PendingWeights;
 use super::store::{Allowance, Source};
 use crate::checkpoint::Checkpoint;
+use crate::memory::{Held, MemoryCategory, MemoryMeter};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -30,6 +31,9 @@ struct Inner {
     source: Arc<Source>,
     allowance: Allowance,
     pending: Arc<PendingWeights>,
+    meter: MemoryMeter,
+    /// Of each parameter whose values are in memory.
+    held: Mutex<Vec<Option<Held>>>,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -71,8 +75,15 @@ impl Parameters {
         let overlaps = params
             .iter()
             .map(|param| ranks.overlaps(&param.name, stage));
+        let meter = MemoryMeter::default();
+        let held = params.iter().map(|param| {
+            let is_present = param.is_present();
+            is_present.then(|| meter.hold(MemoryCategory::Weights, param.num_bytes()))
+        });
         Ok(Self {
             inner: Arc::new(Inner {
+                held: Mutex::new(held.collect()),
+                meter,
                 owned: owned.collect(),
                 overlaps: overlaps.collect(),
                 layout: ParamLayout::new(&params, &ties, mesh.dp.world_size()),
@@ -147,6 +158,21 @@ impl Parameters {
         &self.inner.pending
     }
 
+    /// The bytes that this rank holds.
+    pub fn meter(&self) -> &MemoryMeter {
+        &self.inner.meter
+    }
+
+    /// Counts the values of parameter `index` if they are in memory.
+    fn count(&self, index: usize) {
+        let param = self.get(index);
+        let bytes = param.is_present().then(|| param.num_bytes());
+        let held = self.inner.held.lock();
+        let mut held = held.unwrap_or_else(PoisonError::into_inner);
+        held[index] = None;
+        held[index] = bytes.map(|bytes| self.meter().hold(MemoryCategory::Weights, bytes));
+    }
+
     /// Waits for weights that other replicas updated and that are on their way: see [`DataParallel::overlap`](crate::DataParallel::overlap).
     ///
     /// # Errors
@@ -164,7 +190,11 @@ impl Parameters {
         let is_free = |param: &&Param| {
             param.blocks.contains(&block) && !param.blocks.iter().any(|b| others.contains(b))
         };
-        self.iter().filter(is_free).try_for_each(Param::release)
+        for (index, param) in self.iter().enumerate().filter(|(_, param)| is_free(param)) {
+            param.release()?;
+            self.count(index);
+        }
+        Ok(())
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
@@ -173,7 +203,9 @@ impl Parameters {
     /// # Errors
     /// Values that do not fit the parameter.
     pub fn refill(&self, index: usize, values: &Tensor) -> Result<()> {
-        self.get(index).refill(values)
+        self.get(index).refill(values)?;
+        self.count(index);
+        Ok(())
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {

@@ -100,6 +100,7 @@ impl Pipeline {
         if let Some(check) = &self.input_check {
             check.run_once(micro_batches)?;
         }
+        stage.params().meter().begin_passes(stage.device())?;
         let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
         let instructions = self
             .schedule
@@ -158,6 +159,8 @@ impl Pipeline {
                 }
             }
         }
+        drop(flight);
+        stage.params().meter().count_activations(stage.device())?;
         for batch in micro_batches {
             report.num_targets += batch.num_targets()?;
         }

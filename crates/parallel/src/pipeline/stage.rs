@@ -161,6 +161,7 @@ impl Stage {
             })?;
             xs = output;
             segments.push(segment);
+            self.params.meter().count_activations(&self.device)?;
         }
         if segments.is_empty() {
             bail!("a pipeline stage without blocks");
@@ -245,6 +246,7 @@ impl Stage {
             if is_last_micro_batch {
                 gradients.block_done(block.index)?;
             }
+            self.params.meter().count_activations(&self.device)?;
         }
         Ok(upstream)
     }
