@@ -7,15 +7,14 @@
 
 use std::ffi::c_long;
 
-use candle_parallel::count_thread_memory_with;
 use mimalloc::MiMalloc;
 
-use crate::counting_allocator::{CountingAllocator, thread_allocated_bytes};
+use crate::counting_allocator::CountingAllocator;
 
 /// mimalloc, counted.
 pub type Allocator = CountingAllocator<MiMalloc>;
 
-/// For `#[global_allocator]`; [`set_up_allocator`] belongs to it.
+/// For `#[global_allocator]`.
 pub const ALLOCATOR: Allocator = CountingAllocator(MiMalloc);
 
 /// `mi_option_purge_delay` in `mi_option_e` of mimalloc.h, versions 2 and 3.
@@ -23,15 +22,9 @@ const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 /// Value of the purge delay that means: never.
 const NEVER: c_long = -1;
 
-/// Lets the process keep the memory it frees, and tells how much each thread has allocated, by which activations are measured.
-pub fn set_up_allocator() {
-    keep_freed_memory();
-    count_thread_memory_with(thread_allocated_bytes);
-}
-
-/// By default freed memory goes back to the system after a second, and a step that takes
+/// Lets the process keep the memory it frees. By default it goes back to the system after a second, and a step that takes
 /// about as long finds its buffers gone: 1,800 faults, each the zeroing of 2 MiB, in a step of the default benchmark.
-fn keep_freed_memory() {
+pub fn keep_freed_memory() {
     // SAFETY: the option exists, takes a number of milliseconds, and may be set at any time.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, NEVER) }
 }

@@ -6,6 +6,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use candle_comm::MIN_ADOPTED_BYTES;
+
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
@@ -15,15 +17,19 @@ thread_local! {
 }
 
 /// Smaller blocks are not counted: they are many, and all together they are little.
-const MIN_SIZE: usize = 4096;
+const MIN_SIZE: usize = MIN_ADOPTED_BYTES;
 
 /// For `#[global_allocator]`: counts the bytes of blocks of 4 KiB or more that `A` has given and not got back.
 pub struct CountingAllocator<A>(pub A);
 
-/// Bytes that the calling thread has been given, less those that it gave back, whoever had asked for them; 0 unless the program's
-/// allocator is a [`CountingAllocator`].
-pub fn thread_allocated_bytes() -> i64 {
+/// Bytes that the calling thread has been given, less those that it gave back, whoever had asked for them.
+pub(crate) fn thread_allocated_bytes() -> i64 {
     OF_THREAD.get()
+}
+
+/// Bytes that the process has been given and not given back.
+pub(crate) fn allocated_bytes() -> i64 {
+    LIVE.load(Ordering::Relaxed) as i64
 }
 
 /// The most bytes that were allocated at a time; 0 unless the program's allocator is a [`CountingAllocator`].

@@ -36,7 +36,7 @@ pub struct TrainingArgs {
 
 /// How the model lies on the ranks.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct LayoutArgs {
+pub struct LayoutArgs {
     /// Tensor-parallel degree: ranks that share each layer
     #[arg(long, default_value_t = 2, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub tp: usize,
@@ -130,6 +130,14 @@ impl LayoutArgs {
             tp: self.tp,
         }
     }
+
+    /// What the replicas divide between them.
+    pub fn zero_stage(&self) -> ZeroStage {
+        match self.zero {
+            0 => ZeroStage::Zero,
+            _ => ZeroStage::One,
+        }
+    }
 }
 
 impl BatchArgs {
@@ -211,10 +219,7 @@ impl TrainingArgs {
                 weight_decay: args.weight_decay,
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
-            zero: match layout.zero {
-                0 => ZeroStage::Zero,
-                _ => ZeroStage::One,
-            },
+            zero: layout.zero_stage(),
             overlap: !layout.no_overlap,
             schedule: layout.schedule.into(),
         };

@@ -100,9 +100,7 @@ pub use layers::{
     column_parallel_linear_shard, in_graph, linear_cross_entropy, regions, row_parallel_linear,
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
-pub use memory::{
-    Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_thread_memory_with,
-};
+pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, Optimizer, OptimizerState, ParamGroup, ParamSlice,
     SliceWeight, StepReport, UpdateStep,

@@ -5,21 +5,25 @@ use std::sync::OnceLock;
 use candle_core::{Device, Result};
 use candle_ops::GpuState;
 
-static THREAD_BYTES: OnceLock<fn() -> i64> = OnceLock::new();
+static COUNT: OnceLock<fn() -> i64> = OnceLock::new();
 
-/// Lets `bytes` tell how many bytes the calling thread has allocated, less those that it has freed. The first call counts.
+/// Lets `bytes` tell how many bytes the rank that calls it has allocated and not freed, in blocks of
+/// [`MIN_ADOPTED_BYTES`](candle_comm::MIN_ADOPTED_BYTES) or more: those of its thread, or of its process if it has that for itself.
+/// The first call counts.
 ///
 /// candle says nothing of its allocations, and a library must not choose an allocator. So a program whose own one counts tells it
 /// here; of one that does not, [`MemoryCategory::Activations`](crate::MemoryCategory::Activations) are 0 on the CPU. On a GPU its
 /// driver counts.
-pub fn count_thread_memory_with(bytes: fn() -> i64) {
-    THREAD_BYTES.get_or_init(|| bytes);
+pub fn count_memory_with(bytes: fn() -> i64) {
+    COUNT.get_or_init(|| bytes);
 }
 
-/// Bytes of the calling thread, or of all tensors on its GPU; `None` if nobody counts them.
+/// Bytes of the calling rank, or of all tensors on its GPU; `None` if nobody counts them.
 pub(super) fn allocated_bytes(device: &Device) -> Result<Option<i64>> {
     match device.is_cpu() {
-        true => Ok(THREAD_BYTES.get().map(|bytes| bytes())),
+        true => Ok(COUNT
+            .get()
+            .map(|bytes| bytes() + candle_comm::adopted_bytes())),
         false => Ok(GpuState::used_on(device)?.map(|bytes| bytes as i64)),
     }
 }

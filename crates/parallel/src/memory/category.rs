@@ -13,8 +13,7 @@ pub enum MemoryCategory {
     Optimizer,
     /// What the tape keeps between passes: what has been allocated since the passes of a step began and is held as nothing else,
     /// looked at after each block's passes, when what it computed with is gone. On the CPU
-    /// [`count_thread_memory_with`](crate::count_thread_memory_with) tells. What one rank allocates and another frees, as threads do
-    /// that share layers or a pipeline, counts on the first; ranks on one GPU count each other's.
+    /// [`count_memory_with`](crate::count_memory_with) tells; ranks on one GPU count each other's.
     Activations,
     /// Weights that were gathered for use and are freed after it.
     Gathered,

@@ -5,7 +5,7 @@ mod category;
 mod meter;
 mod report;
 
-pub use allocated::count_thread_memory_with;
+pub use allocated::count_memory_with;
 pub use category::MemoryCategory;
 pub use meter::{Held, MemoryMeter};
 pub use report::{MemoryReport, MemoryUse};
