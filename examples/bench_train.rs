@@ -26,6 +26,7 @@
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
+//! | `memory` | bytes that the first rank holds, now and at their peak (`weights_bytes`, `weights_peak_bytes`): `weights`, `gradients` and `optimizer` that it keeps, `activations` between passes, weights `gathered` for use, `buffers` of communication |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
@@ -40,18 +41,17 @@ use std::process::ExitCode;
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
-use candle_parallel::{AdamWConfig, DataParallel, ParamStore, Schedule};
+use candle_parallel::{AdamWConfig, MemoryReport, ParamStore};
 use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    DTypeChoice, Flags, FreezeArgs, MiMalloc, RankArgs, RecomputeChoice, exit_with,
-    fingerprint_of_program, keep_freed_memory, parse,
+    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, RankArgs, exit_with,
+    fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
 use candle_train_examples::{
-    CountingAllocator, flops_per_token, page_faults, peak_allocated_bytes, peak_rss_bytes,
-    peak_tflops, product_floor_secs,
+    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Parser;
@@ -98,29 +98,13 @@ struct Args {
     threads: usize,
     #[command(flatten)]
     ranks: RankArgs,
-    /// Type of weights and activations
-    #[arg(long, default_value = "f32")]
-    dtype: DTypeChoice,
     #[command(flatten)]
     freeze: FreezeArgs,
     /// Use the embedding's weight in the head
     #[arg(long)]
     tie: bool,
-    /// Tensor-parallel degree
-    #[arg(long, default_value_t = 1)]
-    tp: usize,
-    /// Pipeline-parallel degree
-    #[arg(long, default_value_t = 1)]
-    pp: usize,
-    /// Data-parallel degree
-    #[arg(long, default_value_t = 1)]
-    dp: usize,
-    /// What to compute again in the backward pass
-    #[arg(long, default_value = "none")]
-    recompute: RecomputeChoice,
-    /// Communicate between data-parallel ranks only when nothing is computed
-    #[arg(long)]
-    no_overlap: bool,
+    #[command(flatten)]
+    layout: LayoutArgs,
     /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
@@ -129,6 +113,8 @@ struct Args {
     profile: bool,
 }
 
+/// Degrees that are 1 unless told.
+const ONE_RANK: [&str; 3] = ["tp", "pp", "dp"];
 const NUM_WARM_UP_STEPS: usize = 2;
 const NUM_PROFILED_STEPS: usize = 3;
 /// More threads than this in one process is a slip of the keyboard.
@@ -147,19 +133,24 @@ struct Measured {
     /// With one rank and nothing frozen, the time that the products of the linear layers take alone.
     product_floor_secs: Option<f64>,
     flops_per_token: f64,
+    memory: MemoryReport,
     gpu: Option<GpuState>,
     profile: Option<Profile>,
 }
 
 #[global_allocator]
-static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator(MiMalloc);
+static ALLOCATOR: Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
     keep_freed_memory();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    let (args, flags) = parse();
+    let (args, flags) = parse_with_defaults(&ONE_RANK.map(|flag| FlagDefault {
+        flag,
+        value: "1",
+        description: "1",
+    }));
     exit_with(run(&args, flags))
 }
 
@@ -168,25 +159,20 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args)?,
     };
-    let degrees = Degrees {
-        pp: args.pp,
-        dp: args.dp,
-        cp: 1,
-        tp: args.tp,
-    };
+    let degrees = args.layout.degrees();
     let mut ranks = args.ranks.config(degrees)?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
-    batch_config.validate(args.dp)?;
+    batch_config.validate(args.layout.dp)?;
     if args.threads > MAX_THREADS {
         bail!(
             "--threads is {}; expected at most {MAX_THREADS}",
             args.threads
         );
     }
-    let num_ranks = args.pp * args.dp * args.tp;
+    let num_ranks = args.layout.pp * args.layout.dp * args.layout.tp;
     if args.threads > 0 {
-        ranks.threads_per_rank = Some((args.threads * args.pp / num_ranks).max(1));
+        ranks.threads_per_rank = Some((args.threads * args.layout.pp / num_ranks).max(1));
     }
     if args.profile && ranks.devices.iter().any(Device::is_cpu) {
         bail!(
@@ -229,14 +215,14 @@ fn model_config(args: &Args) -> Result<ModelConfig> {
 
 /// Unless told, one micro-batch per replica and stage, so that pipelines have something to overlap.
 fn batch_config(args: &Args) -> Result<BatchConfig> {
-    let parts = args.dp * args.pp;
+    let parts = args.layout.dp * args.layout.pp;
     let is_divisible = args.batch_size.is_multiple_of(parts) && args.batch_size > 0;
     if args.micro_batch_size.is_none() && !is_divisible {
         bail!(
             "--batch-size {} is not a multiple of dp({}) * pp({}) = {parts}",
             args.batch_size,
-            args.dp,
-            args.pp
+            args.layout.dp,
+            args.layout.pp
         );
     }
     Ok(BatchConfig {
@@ -256,27 +242,25 @@ fn bench(
     world: ProcessGroup,
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
-    let dtype: DType = args.dtype.into();
+    let dtype: DType = args.layout.dtype.into();
     let store = match &args.model {
         Some(dir) => ParamStore::from_pretrained(dir)?,
         None => ParamStore::init(0),
     };
-    let replicas = DataParallel {
-        overlap: !args.no_overlap,
-        ..DataParallel::default()
-    };
-    let store = args.freeze.apply(store.with_data_parallel(replicas));
+    let store = args
+        .freeze
+        .apply(store.with_data_parallel(args.layout.data_parallel()));
     let vb = store.builder(dtype, mesh.world.device());
     let stage = CausalLm::stage(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
-    let stage = stage.with_recompute(|_| args.recompute.into());
+    let stage = stage.with_recompute(|_| args.layout.recompute.into());
     args.freeze.check(stage.params())?;
     let num_parameters = stage.params().num_global_values();
     let num_trainable_parameters = stage.params().num_trainable_values();
     let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
     let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
-    let train = train_config(num_measured_steps + num_profiled_steps);
+    let train = train_config(num_measured_steps + num_profiled_steps, &args.layout);
     let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
@@ -295,6 +279,7 @@ fn bench(
         peak_allocated_bytes: 0,
         product_floor_secs: None,
         flops_per_token,
+        memory: MemoryReport::default(),
         gpu: None,
         profile: None,
     };
@@ -314,6 +299,7 @@ fn bench(
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
     }
     measured.peak_allocated_bytes = peak_allocated_bytes();
+    measured.memory = trainer.memory();
     measured.gpu = GpuState::of(mesh.world.device())?;
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
     if is_one_cpu && num_trainable_parameters == num_parameters {
@@ -354,7 +340,7 @@ impl Measured {
     }
 }
 
-fn train_config(num_steps: usize) -> TrainConfig {
+fn train_config(num_steps: usize, layout: &LayoutArgs) -> TrainConfig {
     TrainConfig {
         lr_schedule: LrSchedule {
             lr: 1e-4,
@@ -364,7 +350,7 @@ fn train_config(num_steps: usize) -> TrainConfig {
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
-        schedule: Schedule::OneForwardOneBackward,
+        schedule: layout.schedule.into(),
     }
 }
 
@@ -391,7 +377,8 @@ fn print(
     let step_secs = steps[steps.len() / 2];
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
-    let default_peak = peak_tflops(device).filter(|_| DType::from(args.dtype) == DType::BF16);
+    let default_peak =
+        peak_tflops(device).filter(|_| DType::from(args.layout.dtype) == DType::BF16);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
@@ -399,7 +386,7 @@ fn print(
     let attention: Vec<String> = attention.map(|code| code.to_string()).collect();
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
-        "dtype": DType::from(args.dtype).as_str(),
+        "dtype": DType::from(args.layout.dtype).as_str(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
         "losses": measured.losses,
@@ -417,6 +404,7 @@ fn print(
         "trainable_parameters": measured.num_trainable_parameters,
         "peak_allocated_bytes": measured.peak_allocated_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
+        "memory": measured.memory,
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,
         "forward_secs": mean(|t| t.forward_secs),

@@ -20,7 +20,7 @@ const DATA: FlagDefault = FlagDefault {
 };
 
 #[global_allocator]
-static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
     run_with_defaults::<Finetune>("finetune_llama", &[MODEL, DATA])

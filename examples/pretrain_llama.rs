@@ -14,7 +14,7 @@ const DATA: FlagDefault = FlagDefault {
 };
 
 #[global_allocator]
-static ALLOCATOR: candle_train_cli::MiMalloc = candle_train_cli::MiMalloc;
+static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
     run_with_defaults::<Pretrain>("pretrain_llama", &[DATA])

@@ -7,8 +7,15 @@
 
 use std::ffi::c_long;
 
+use mimalloc::MiMalloc;
+
+use crate::counting_allocator::CountingAllocator;
+
+/// mimalloc, counted.
+pub type Allocator = CountingAllocator<MiMalloc>;
+
 /// For `#[global_allocator]`.
-pub use mimalloc::MiMalloc;
+pub const ALLOCATOR: Allocator = CountingAllocator(MiMalloc);
 
 /// `mi_option_purge_delay` in `mi_option_e` of mimalloc.h, versions 2 and 3.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
@@ -24,10 +31,10 @@ pub fn keep_freed_memory() {
 
 #[cfg(test)]
 mod tests {
-    use super::{MiMalloc, NEVER, PURGE_DELAY, keep_freed_memory};
+    use super::{Allocator, NEVER, PURGE_DELAY, keep_freed_memory};
 
     #[global_allocator]
-    static ALLOCATOR: MiMalloc = MiMalloc;
+    static ALLOCATOR: Allocator = super::ALLOCATOR;
 
     /// The option's number is not in the bindings: find it by the default that mimalloc documents.
     #[test]

@@ -7,6 +7,7 @@
 mod allocator;
 mod choices;
 mod config_dtype;
+mod counting_allocator;
 mod env;
 mod finetune;
 mod fingerprint;
@@ -22,15 +23,18 @@ mod samples;
 mod training_args;
 mod training_run;
 
-pub use allocator::{MiMalloc, keep_freed_memory};
+pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};
+pub use counting_allocator::{CountingAllocator, peak_allocated_bytes};
 pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;
 pub use output::exit_with;
 pub use pretrain::Pretrain;
-pub use program::{FlagDefault, TrainingCommand, candle_train, run_with_defaults};
+pub use program::{
+    FlagDefault, TrainingCommand, candle_train, parse_with_defaults, run_with_defaults,
+};
 pub use rank_args::RankArgs;
 pub use samples::SampleArgs;
-pub use training_args::TrainingArgs;
+pub use training_args::{LayoutArgs, TrainingArgs};

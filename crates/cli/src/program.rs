@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use candle_core::Result;
 use candle_launch::launcher::{become_rank, launch, run_agent};
-use clap::{CommandFactory, FromArgMatches, Parser};
+use clap::{Command, CommandFactory, FromArgMatches, Parser};
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
@@ -78,8 +78,20 @@ pub fn run_with_defaults<T: TrainingCommand>(
     name: &'static str,
     defaults: &[FlagDefault],
 ) -> ExitCode {
-    let command = T::command().name(name);
-    let command = defaults.iter().fold(command, |command, default| {
+    let command = with_defaults(T::command().name(name), defaults);
+    let (args, flags) = parse_command::<T>(command);
+    train(&args, flags)
+}
+
+/// As [`parse`], where the flags in `defaults` have these defaults.
+pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
+    defaults: &[FlagDefault],
+) -> (T, Flags) {
+    parse_command(with_defaults(T::command(), defaults))
+}
+
+fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
+    defaults.iter().fold(command, |command, default| {
         command.mut_arg(default.flag, |arg| {
             let help = arg.get_help().map(ToString::to_string);
             let help = help.unwrap_or_default();
@@ -88,9 +100,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
                 .default_value(default.value)
                 .hide_default_value(true)
         })
-    });
-    let (args, flags) = parse_command::<T>(command);
-    train(&args, flags)
+    })
 }
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {

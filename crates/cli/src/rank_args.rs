@@ -5,8 +5,10 @@ use std::time::Duration;
 use candle_comm::{Backend, Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_ops::{DeviceChoice, GpuSettings};
+use candle_parallel::count_memory_with;
 use clap::Args;
 
+use crate::counting_allocator::{allocated_bytes, thread_allocated_bytes};
 use crate::number::whole;
 
 /// Flags about ranks.
@@ -34,7 +36,8 @@ pub struct RankArgs {
 }
 
 impl RankArgs {
-    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes on GPUs.
+    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes on GPUs, and how its memory
+    /// is counted if the program's allocator is [`ALLOCATOR`](crate::ALLOCATOR).
     ///
     /// # Errors
     /// A backend, device or number of processes that do not fit; an environment variable that means nothing.
@@ -65,6 +68,11 @@ impl RankArgs {
             );
         }
         let config = RunConfig::new(backend, env, degrees, devices)?;
+        // A rank that has its process for itself may allocate and free on all of its threads.
+        count_memory_with(match (backend, degrees.world_size()) {
+            (Backend::Local, Some(2..)) => thread_allocated_bytes,
+            _ => allocated_bytes,
+        });
         Ok(RunConfig {
             deadline: Duration::from_secs(self.deadline),
             check_collectives: self.check_collectives,

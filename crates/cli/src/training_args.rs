@@ -29,14 +29,14 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
 }
 
 /// How the model lies on the ranks.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct LayoutArgs {
+pub struct LayoutArgs {
     /// Tensor-parallel degree: ranks that share each layer
     #[arg(long, default_value_t = 2, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub tp: usize,
@@ -145,6 +145,14 @@ impl LayoutArgs {
             dp: self.dp,
             cp: 1,
             tp: self.tp,
+        }
+    }
+
+    /// What the replicas divide between them.
+    pub fn zero_stage(&self) -> ZeroStage {
+        match self.zero {
+            0 => ZeroStage::Zero,
+            _ => ZeroStage::One,
         }
     }
 }

@@ -8,6 +8,7 @@ use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
+    peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -131,6 +132,11 @@ impl TrainingRun<'_> {
             progress.finish();
         }
         mesh.world.set_step(trainer.step(), "after training");
+        let memory = trainer.memory_of_largest_rank()?;
+        if is_first {
+            let memory = peaks_in_words(&memory);
+            print_line(&format!("memory of the largest rank: {memory}"));
+        }
         Ok(trainer)
     }
 }

@@ -23,6 +23,7 @@
 //! waits that outlast the deadline all become errors that name ranks, operations and call sites.
 #![deny(unsafe_code)]
 
+mod adopted;
 mod backend;
 mod call;
 mod call_site;
@@ -47,6 +48,7 @@ mod run_config;
 mod single;
 mod watched;
 
+pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use communicator::{Communicator, P2p, ReduceOp};

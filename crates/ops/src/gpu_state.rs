@@ -20,6 +20,19 @@ pub struct GpuState {
 }
 
 impl GpuState {
+    /// What tensors of this process hold on `device`, in bytes; `None` for the CPU. As cheap as a call of the driver can be: it
+    /// asks its memory pool, and waits for nothing.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    pub fn used_on(device: &Device) -> Result<Option<u64>> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => crate::cuda::used_bytes(cuda).map(Some),
+            _ => Ok(None),
+        }
+    }
+
     /// The state of `device`; `None` for the CPU. Waits for nothing: memory counts from when the host asks for it.
     ///
     /// # Errors

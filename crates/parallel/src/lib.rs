@@ -80,12 +80,14 @@
 //! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
+//! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
 #![deny(unsafe_code)]
 
 pub mod checkpoint;
 mod gradients;
 mod layers;
+mod memory;
 mod optimizer;
 mod params;
 mod pipeline;
@@ -97,6 +99,7 @@ pub use layers::{
     column_parallel_linear_shard, in_graph, linear_cross_entropy, regions, row_parallel_linear,
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
+pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, Optimizer, OptimizerState, ParamGroup, ParamSlice,
     SliceWeight, StepReport, UpdateStep,

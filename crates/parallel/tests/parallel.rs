@@ -24,6 +24,8 @@ mod inputs;
 mod linear;
 #[path = "parallel/linear_cross_entropy.rs"]
 mod linear_cross_entropy;
+#[path = "parallel/memory.rs"]
+mod memory;
 #[path = "parallel/non_finite.rs"]
 mod non_finite;
 #[path = "parallel/optimizer.rs"]

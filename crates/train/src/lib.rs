@@ -30,7 +30,7 @@ pub use batches::{BatchConfig, Batches};
 pub use documents::Documents;
 pub use generate::{GenerateConfig, generate};
 pub use lr_schedule::LrSchedule;
-pub use memory_report::explain_out_of_memory;
+pub use memory_report::{explain_out_of_memory, peaks_in_words};
 pub use metrics::Metrics;
 pub use progress::Progress;
 pub use sampler::{Sampler, SamplingConfig};

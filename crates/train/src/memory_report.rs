@@ -1,9 +1,9 @@
-//! What holds the memory of a GPU that has none left.
+//! What a rank's memory holds, in words: at the end of a run, and when a GPU has none left.
 
 use candle_comm::message_of;
 use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
-use candle_parallel::{DistributedOptimizer, Gradients, Stage};
+use candle_parallel::{MemoryCategory, MemoryReport, Stage};
 
 /// What errors of the driver, cuBLAS and cuDNN about missing memory contain.
 const OUT_OF_MEMORY: [&str; 4] = [
@@ -26,14 +26,9 @@ pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {
     })
 }
 
-/// `err`, and if a GPU had no memory left what this rank holds of it: gradients and optimizer may not be there yet.
-pub(crate) fn explain(
-    err: Error,
-    stage: &Stage,
-    gradients: Option<&Gradients>,
-    optimizer: Option<&DistributedOptimizer>,
-) -> Error {
-    with_report(err, HINT, || report(stage, gradients, optimizer))
+/// `err`, and if a GPU had no memory left what this rank holds of it.
+pub(crate) fn explain(err: Error, stage: &Stage) -> Error {
+    with_report(err, HINT, || report(stage))
 }
 
 fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<String>>) -> Error {
@@ -48,31 +43,33 @@ fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<St
     }
 }
 
-fn report(
-    stage: &Stage,
-    gradients: Option<&Gradients>,
-    optimizer: Option<&DistributedOptimizer>,
-) -> Result<Option<String>> {
+fn report(stage: &Stage) -> Result<Option<String>> {
     let Some(gpu) = GpuState::of(stage.device())? else {
         return Ok(None);
     };
-    let weights: usize = stage.params().iter().map(|param| param.num_bytes()).sum();
-    let held = [
-        ("weights", weights),
-        ("gradients", gradients.map_or(0, Gradients::num_bytes)),
-        (
-            "optimizer",
-            optimizer.map_or(0, DistributedOptimizer::num_bytes),
-        ),
-    ];
-    let known: usize = held.iter().map(|(_, bytes)| bytes).sum();
-    let held = held.map(|(what, bytes)| format!("{what} {}", size(bytes as u64)));
+    let held = stage.params().meter().report();
+    let known: u64 = MemoryCategory::ALL
+        .map(|category| held.of(category).now)
+        .iter()
+        .sum();
     Ok(Some(format!(
-        "{}\n  this rank: {}; the rest, {}, is activations, workspaces and other ranks on this GPU",
+        "{}\n  this rank: {}; the rest, {}, is workspaces, what is being computed and other ranks on this GPU",
         of_gpu(&gpu),
-        held.join(", "),
-        size(gpu.used.saturating_sub(known as u64)),
+        in_words(|category| held.of(category).now),
+        size(gpu.used.saturating_sub(known)),
     )))
+}
+
+/// `weights 1.2 GiB, gradients 2.4 GiB`: the most that was held of each category.
+pub fn peaks_in_words(memory: &MemoryReport) -> String {
+    in_words(|category| memory.of(category).peak)
+}
+
+fn in_words(bytes_of: impl Fn(MemoryCategory) -> u64) -> String {
+    let bytes = MemoryCategory::ALL.map(|category| (category, bytes_of(category)));
+    let bytes = bytes.iter().filter(|(_, bytes)| *bytes > 0);
+    let words = bytes.map(|(category, bytes)| format!("{category} {}", size(*bytes)));
+    words.collect::<Vec<_>>().join(", ")
 }
 
 fn of_gpu(gpu: &GpuState) -> String {

@@ -1,5 +1,6 @@
 //! What is known about one optimizer step.
 
+use candle_parallel::MemoryReport;
 use serde::{Deserialize, Serialize};
 
 /// Numbers of one optimizer step, over all ranks.
@@ -19,4 +20,6 @@ pub struct StepMetrics {
     pub tokens_per_sec: f64,
     /// Wall-clock time of the step, in seconds.
     pub step_secs: f64,
+    /// Bytes that this rank holds after the step, and the most since the run began.
+    pub memory: MemoryReport,
 }

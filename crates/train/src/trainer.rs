@@ -3,10 +3,11 @@
 use std::time::Instant;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Result};
+use candle_core::{Device, Error, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::{
-    DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage, StepReport,
+    DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
+    StepReport,
 };
 
 use crate::batches::Batches;
@@ -47,10 +48,8 @@ impl Trainer {
         make: impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
     ) -> Result<Self> {
         config.validate()?;
-        let gradients =
-            Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage, None, None))?;
-        let optimizer =
-            make(stage.params()).map_err(|err| explain(err, &stage, Some(&gradients), None))?;
+        let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
+        let optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh),
             gradients,
@@ -92,14 +91,7 @@ impl Trainer {
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;
         self.run_step(micro_batches)
-            .map_err(|err| {
-                explain(
-                    err,
-                    &self.stage,
-                    Some(&self.gradients),
-                    Some(&self.optimizer),
-                )
-            })
+            .map_err(|err| explain(err, &self.stage))
             .map_err(|err| err.context(format!("step {step} failed")))
     }
 
@@ -152,6 +144,7 @@ impl Trainer {
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,
+            memory: self.memory(),
         };
         self.step += 1;
         Ok(metrics)
@@ -165,6 +158,25 @@ impl Trainer {
     /// Where the time of the last step went on this rank.
     pub fn times(&self) -> StepTimes {
         self.times
+    }
+
+    /// The bytes that this rank holds, by what they are for.
+    pub fn memory(&self) -> MemoryReport {
+        self.stage.params().meter().report()
+    }
+
+    /// The most bytes that any rank holds, of each category. Every rank must call it.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn memory_of_largest_rank(&self) -> Result<MemoryReport> {
+        let own = serde_json::to_vec(&self.memory()).map_err(Error::wrap)?;
+        let mut largest = self.memory();
+        for of_rank in self.world.all_gather_bytes(&own)? {
+            let of_rank = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
+            largest = largest.max(&of_rank);
+        }
+        Ok(largest)
     }
 
     /// This rank's part of the model.

@@ -55,41 +55,73 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
     }
 }
 
-/// Two numbers of layers and two of sequences: what the peak grows by with both together belongs to layers and tokens alone.
+/// What the peak grows by with the number of layers belongs to layers alone.
 #[test]
-fn a_layer_keeps_what_the_design_says_in_each_mode() {
-    const SEQ_LEN: usize = 256;
+fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
+    const TOKENS: usize = 6 * 256;
     let (h, kv, intermediate, heads) = (64, 32, 96, 4);
-    let peak = |mode: &str, layers: usize, sequences: usize| {
+    let peak = |mode: &str, [tp, pp, dp]: [usize; 3], layers: usize| {
         let sizes = [
             ("--hidden-size", h),
             ("--intermediate-size", intermediate),
             ("--heads", heads),
             ("--kv-heads", 2),
             ("--vocab-size", 50),
-            ("--seq-len", SEQ_LEN),
+            ("--seq-len", 256),
+            ("--batch-size", 6),
             ("--steps", 1),
-            ("--threads", 1),
             ("--layers", layers),
-            ("--batch-size", sequences),
+            ("--tp", tp),
+            ("--pp", pp),
+            ("--dp", dp),
         ];
         let program = example("bench_train").flag("--recompute", mode);
         let program = sizes
             .into_iter()
             .fold(program, |program, (flag, value)| program.flag(flag, value));
         let measured = measured(program.flag("--device", "cpu"));
-        measured["peak_allocated_bytes"].as_u64().unwrap() as f64
+        measured["memory"]["activations_peak_bytes"]
+            .as_u64()
+            .unwrap() as f64
     };
-    let kept = 2 * h + 2 * h + 2 * kv + 2 * intermediate + heads;
-    for (mode, values) in [("none", kept), ("selective", kept), ("full", h)] {
-        let grown = peak(mode, 4, 6) - peak(mode, 2, 6) - peak(mode, 4, 2) + peak(mode, 2, 2);
-        let per_layer_and_token = grown / 2.0 / (4 * SEQ_LEN) as f64;
+    let divided = |tp| 2 * h + (2 * h + 2 * kv + 2 * intermediate + heads) / tp;
+    for (mode, layout, values) in [
+        ("none", [1, 1, 1], divided(1)),
+        ("selective", [1, 1, 1], divided(1)),
+        ("full", [1, 1, 1], h),
+        ("none", [2, 1, 1], divided(2)),
+        ("none", [1, 2, 1], divided(1)),
+        ("none", [1, 1, 2], divided(1)),
+    ] {
+        let [_, pp, dp] = layout;
+        let grown = peak(mode, layout, 4) - peak(mode, layout, 2);
+        let per_layer_and_token = grown / (2 / pp) as f64 / (TOKENS / dp) as f64;
         let expected = 4.0 * values as f64;
         assert!(
             (per_layer_and_token - expected).abs() < 0.01 * expected,
-            "{mode}: {per_layer_and_token} bytes per layer and token, expected {expected}"
+            "{mode}, {layout:?}: {per_layer_and_token} bytes per layer and token, expected {expected}"
         );
     }
+}
+
+#[test]
+fn replicas_divide_what_the_stage_of_zero_says() {
+    let memory = |zero: u8| {
+        let program = bench().flag("--device", "cpu").flag("--batch-size", 2);
+        let line = measured(program.flag("--dp", 2).flag("--zero", zero));
+        let bytes = |category: &str| {
+            line["memory"][format!("{category}_bytes")]
+                .as_u64()
+                .unwrap()
+        };
+        // Weights as they are, gradients in buckets that are padded to 128 values each.
+        assert_eq!(bytes("weights"), 4 * line["parameters"].as_u64().unwrap());
+        assert_eq!(bytes("gathered") + bytes("buffers"), 0);
+        [bytes("gradients"), bytes("optimizer")]
+    };
+    let [gradients, optimizer] = memory(0);
+    assert_eq!(optimizer, 2 * gradients);
+    assert_eq!(memory(1), [gradients, gradients]);
 }
 
 #[test]

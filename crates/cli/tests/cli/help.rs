@@ -92,7 +92,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs",
+            "step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs, memory",
         ],
     ),
     ("--prompt", &["[default: \"The Queen\"]"]),

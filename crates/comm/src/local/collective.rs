@@ -5,14 +5,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
 use super::world::{Group, LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
+use crate::adopted::{adopt, give_away};
 use crate::call::{Call, Operation};
 use crate::element;
 use crate::pending::Work;
+use crate::plan::Plan;
 use crate::{Error, Pending, call_site};
 
 /// From this input size on, in bytes, work on the CPU goes to a background job: about where handing it over costs less than
@@ -27,6 +29,8 @@ pub(super) struct InFlight {
     rank: usize,
     world_rank: usize,
     call: Call,
+    /// Number and type of the values of a result that is not in a place of the caller's.
+    adopted: Option<(usize, DType)>,
 }
 
 impl LocalCommunicator {
@@ -40,7 +44,13 @@ impl LocalCommunicator {
         element::check(xs, self.world_rank(), &self.device)?;
         element::check_reduces(&operation, xs.dtype(), &self.device)?;
         let tensor = Some((xs.shape().clone(), xs.dtype()));
-        let in_flight = self.start(operation, tensor, Payload::Tensor(xs.detach(), place))?;
+        let len = Plan::new(&operation, xs.shape(), self.members.len()).len();
+        let adopted = place.is_none().then_some((len, xs.dtype()));
+        let mut in_flight = self.start(operation, tensor, Payload::Tensor(xs.detach(), place))?;
+        if let Some((len, dtype)) = adopted {
+            adopt(len, dtype, &self.device);
+        }
+        in_flight.adopted = adopted;
         Ok(Pending::from_work(Box::new(in_flight)))
     }
 
@@ -107,6 +117,7 @@ impl LocalCommunicator {
             rank: self.rank,
             world_rank,
             call,
+            adopted: None,
         })
     }
 
@@ -249,6 +260,9 @@ impl Work<Tensor> for InFlight {
     }
 
     fn abandon(self: Box<Self>) {
+        if let Some((len, dtype)) = self.adopted {
+            give_away(len, dtype, &Device::Cpu);
+        }
         self.release();
     }
 }

@@ -4,6 +4,7 @@ use candle_core::{Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 use crate::ReduceOp;
+use crate::adopted::give_away;
 use crate::call::Operation;
 use crate::element::{Element, reduce, with_element, write};
 use crate::plan::Plan;
@@ -45,6 +46,13 @@ fn run_typed<T: Element>(
     let len = plan.len();
     let new = |place: &Option<Tensor>| T::zeros(if place.is_some() { 0 } else { len });
     let mut outputs: Vec<Vec<T>> = places.iter().map(new).collect();
+    for (xs, _) in inputs
+        .iter()
+        .zip(places)
+        .filter(|(_, place)| place.is_none())
+    {
+        give_away(len, xs.dtype(), xs.device());
+    }
     let Plan { dims, op, pieces } = plan.cut((TASK_BYTES / size_of::<T>()).max(1));
     let mut rests: Vec<&mut [T]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
     let mut tasks = Vec::with_capacity(pieces.len());

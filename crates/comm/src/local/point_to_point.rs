@@ -8,6 +8,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 
 use super::world::{LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
+use crate::adopted::{adopt, give_away};
 use crate::call::{Call, Operation, describe};
 use crate::element;
 use crate::error::group_name;
@@ -95,6 +96,7 @@ impl LocalCommunicator {
         for op in ops {
             if let P2p::Send { xs, dst } = op {
                 element::check(xs, world_rank, &self.device)?;
+                give_away(xs.elem_count(), xs.dtype(), &self.device);
                 messages.push((
                     *dst,
                     Message {
@@ -180,6 +182,7 @@ impl BatchInFlight {
                     receiver: (dst, asked),
                 });
             }
+            adopt(xs.elem_count(), xs.dtype(), xs.device());
             recv.received = Some(xs);
         }
         if missing.is_empty() {

@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor, TensorId, bail};
 
 use super::reduce::Reductions;
 use crate::layers::GradientSink;
+use crate::memory::MemoryCategory;
 use crate::params::{FlatBuffer, Parameters};
 
 /// Gradients of the trainable parameters of a stage, in f32, in flat buckets.
@@ -37,10 +38,13 @@ impl Gradients {
     /// # Errors
     /// Memory that is missing.
     pub fn new(params: &Parameters, mesh: &Mesh) -> Result<Self> {
-        let groups = params.groups();
+        let (groups, meter) = (params.groups(), params.meter());
         let is_divided = groups.shards_gradients();
         let buckets = &params.layout().buckets;
-        let zeros = |len| FlatBuffer::zeros(len, mesh.world.device());
+        let zeros = |len| {
+            let zeros = FlatBuffer::zeros(len, mesh.world.device())?;
+            Ok(zeros.counted(meter, MemoryCategory::Gradients))
+        };
         let whole = buckets.iter().map(|bucket| match is_divided {
             true => Ok(None),
             false => zeros(bucket.len).map(Some),
@@ -71,7 +75,8 @@ impl Gradients {
             Some(flat) => Ok(flat),
             None => {
                 let len = self.params.layout().buckets[bucket].len;
-                Ok(whole.insert(FlatBuffer::zeros(len, self.mesh.world.device())?))
+                let zeros = FlatBuffer::zeros(len, self.mesh.world.device())?;
+                Ok(whole.insert(zeros.counted(self.params.meter(), MemoryCategory::Buffers)))
             }
         }
     }
@@ -126,12 +131,6 @@ impl Gradients {
                 param.name
             ),
         }
-    }
-
-    /// Memory of the buckets on this rank.
-    pub fn num_bytes(&self) -> usize {
-        let whole = self.whole.iter().flatten();
-        whole.chain(&self.slices).map(FlatBuffer::num_bytes).sum()
     }
 
     fn mark_written(&mut self, index: usize) {

@@ -10,6 +10,7 @@ use candle_core::{Result, Tensor, Var, bail};
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
+use crate::memory::{Held, MemoryCategory, num_bytes};
 use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect};
 use crate::pipeline::PassReport;
 
@@ -22,6 +23,7 @@ pub struct DistributedOptimizer {
     pub(super) state: Vec<Vec<Tensor>>,
     pub(super) masters: Vec<MasterWeights>,
     num_steps: usize,
+    _held: Held,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
@@ -62,7 +64,11 @@ impl DistributedOptimizer {
                 mesh.world.device(),
             )?);
         }
+        let num_bytes = state.iter().flatten().map(num_bytes);
+        let num_bytes = num_bytes.chain(masters.iter().map(MasterWeights::num_bytes));
+        let num_bytes = num_bytes.sum();
         Ok(Self {
+            _held: params.meter().hold(MemoryCategory::Optimizer, num_bytes),
             params: params.clone(),
             rule: Box::new(rule),
             groups: Vec::new(),
@@ -98,14 +104,6 @@ impl DistributedOptimizer {
     /// [loaded](Self::load_state).
     pub fn set_num_steps(&mut self, num_steps: usize) {
         self.num_steps = num_steps;
-    }
-
-    /// Memory of the state and the master weights on this rank.
-    pub fn num_bytes(&self) -> usize {
-        let state = self.state.iter().flatten();
-        let state = state.map(|values| values.elem_count() * values.dtype().size_in_bytes());
-        let masters = self.masters.iter().map(MasterWeights::num_bytes);
-        state.chain(masters).sum()
     }
 
     /// The part of bucket `index` that this rank updates.
@@ -244,16 +242,20 @@ impl DistributedOptimizer {
             (var, slot.range.clone())
         });
         let weights: Vec<(Var, Range<usize>)> = weights.collect();
+        let (whole, staging) = match reduced.whole_bucket(index) {
+            Some(gradients) if bucket.dtype == gradients.dtype() => (gradients.clone(), None),
+            _ => {
+                let device = self.params.groups().shard.device();
+                let whole = Tensor::zeros(bucket.len, bucket.dtype, device)?;
+                let meter = self.params.meter();
+                let staging = meter.hold(MemoryCategory::Buffers, num_bytes(&whole));
+                (whole, Some(staging))
+            }
+        };
         Ok(BucketWeights {
             block: bucket.block,
-            whole: match reduced.whole_bucket(index) {
-                Some(gradients) if bucket.dtype == gradients.dtype() => gradients.clone(),
-                _ => Tensor::zeros(
-                    bucket.len,
-                    bucket.dtype,
-                    self.params.groups().shard.device(),
-                )?,
-            },
+            whole,
+            staging,
             own: self.own_range(index),
             weights,
         })

@@ -1,11 +1,19 @@
 //! One contiguous f32 buffer that many parameters share.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::add_into;
 
+use crate::memory::{Held, MemoryCategory, MemoryMeter};
+
 /// A flat f32 tensor that is written in place, part by part.
 #[derive(Clone, Debug)]
-pub(crate) struct FlatBuffer(Tensor);
+pub(crate) struct FlatBuffer {
+    values: Tensor,
+    /// Counts its bytes while a clone of the buffer exists.
+    _held: Option<Arc<Held>>,
+}
 
 impl FlatBuffer {
     pub fn zeros(len: usize, device: &Device) -> Result<Self> {
@@ -15,26 +23,35 @@ impl FlatBuffer {
                 "asking for {bytes} bytes for gradients or the optimizer's state"
             ))
         });
-        Ok(Self(zeros?))
+        Self::new(zeros?)
     }
 
     /// Wraps a flat tensor, for example what a collective returned.
     pub fn new(flat: Tensor) -> Result<Self> {
         flat.dims1()?;
-        Ok(Self(flat.to_dtype(DType::F32)?))
+        Ok(Self {
+            values: flat.to_dtype(DType::F32)?,
+            _held: None,
+        })
+    }
+
+    /// The buffer with its bytes counted.
+    pub fn counted(self, meter: &MemoryMeter, category: MemoryCategory) -> Self {
+        let _held = Some(Arc::new(meter.hold(category, self.num_bytes())));
+        Self { _held, ..self }
     }
 
     pub fn into_tensor(self) -> Tensor {
-        self.0
+        self.values
     }
 
     pub fn tensor(&self) -> &Tensor {
-        &self.0
+        &self.values
     }
 
     /// The `len` values from `offset` on, sharing this buffer.
     pub fn view(&self, offset: usize, len: usize) -> Result<Tensor> {
-        self.0.narrow(0, offset, len)
+        self.values.narrow(0, offset, len)
     }
 
     /// Overwrites the values from `offset` on, with values of f32 or bf16.
@@ -57,7 +74,7 @@ impl FlatBuffer {
     }
 
     pub fn num_bytes(&self) -> usize {
-        self.0.elem_count() * self.0.dtype().size_in_bytes()
+        self.values.elem_count() * self.values.dtype().size_in_bytes()
     }
 
     /// The `len` values from `offset` on, on the host.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
@@ -16,6 +16,7 @@ use super::placement::{intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
 use super::store::{Allowance, Source, in_dtype};
 use crate::checkpoint::Checkpoint;
+use crate::memory::{Held, MemoryCategory, MemoryMeter};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -36,6 +37,9 @@ struct Inner {
     groups: ReplicaGroups,
     /// If replicas divide the weights.
     sharded: Option<ShardedWeights>,
+    meter: MemoryMeter,
+    /// Of each parameter whose values are in memory.
+    held: Mutex<Vec<Option<Held>>>,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -80,6 +84,7 @@ impl Parameters {
             .map(|param| ranks.overlaps(&param.name, stage));
         let (owned, overlaps) = (owned.collect(), overlaps.collect());
         let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size());
+        let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let Param {
                 name,
@@ -92,15 +97,25 @@ impl Parameters {
             in_dtype(values, param.dtype())?.to_device(mesh.world.device())
         };
         let sharded = match groups.shards_weights() {
-            true => Some(ShardedWeights::new(&params, &layout, &groups, initial)?),
+            true => Some(ShardedWeights::new(
+                &params,
+                (&layout, &groups, &meter),
+                initial,
+            )?),
             false => {
                 let mut absent = params.iter().filter(|param| !param.is_present());
                 absent.try_for_each(|param| param.refill(&initial(param)?))?;
                 None
             }
         };
+        let held = params.iter().map(|param| {
+            let is_present = param.is_present();
+            is_present.then(|| meter.hold(MemoryCategory::Weights, param.num_bytes()))
+        });
         Ok(Self {
             inner: Arc::new(Inner {
+                held: Mutex::new(held.collect()),
+                meter,
                 owned,
                 overlaps,
                 layout,
@@ -264,6 +279,21 @@ impl Parameters {
         }
     }
 
+    /// The bytes that this rank holds.
+    pub fn meter(&self) -> &MemoryMeter {
+        &self.inner.meter
+    }
+
+    /// Counts the values of parameter `index` if they are in memory.
+    fn count(&self, index: usize) {
+        let param = self.get(index);
+        let bytes = param.is_present().then(|| param.num_bytes());
+        let held = self.inner.held.lock();
+        let mut held = held.unwrap_or_else(PoisonError::into_inner);
+        held[index] = None;
+        held[index] = bytes.map(|bytes| self.meter().hold(MemoryCategory::Weights, bytes));
+    }
+
     /// Waits for weights that other replicas updated and that are on their way: see [`DataParallel::overlap`](crate::DataParallel::overlap).
     ///
     /// # Errors
@@ -281,7 +311,11 @@ impl Parameters {
         let is_free = |param: &&Param| {
             param.blocks.contains(&block) && !param.blocks.iter().any(|b| others.contains(b))
         };
-        self.iter().filter(is_free).try_for_each(Param::release)
+        for (index, param) in self.iter().enumerate().filter(|(_, param)| is_free(param)) {
+            param.release()?;
+            self.count(index);
+        }
+        Ok(())
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
@@ -293,7 +327,9 @@ impl Parameters {
         let param = self.get(index);
         let slot = self.sharded().zip(self.layout().slot(index));
         let Some((sharded, (place, bucket, slot))) = slot else {
-            return param.refill(values);
+            param.refill(values)?;
+            self.count(index);
+            return Ok(());
         };
         param.check_fits(values)?;
         sharded.free_all()?;

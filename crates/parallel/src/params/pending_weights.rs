@@ -8,6 +8,7 @@ use candle_comm::{Pending, ProcessGroup};
 use candle_core::{Result, Tensor, Var};
 
 use super::placement::{intersect, offset_by};
+use crate::memory::Held;
 
 /// The gathers of an update, in the order in which a forward pass needs them.
 ///
@@ -23,6 +24,7 @@ struct Gather {
     own: Range<usize>,
     weights: Vec<(Var, Range<usize>)>,
     whole: Pending<Tensor>,
+    _staging: Option<Held>,
 }
 
 /// What is gathered: one bucket's weights.
@@ -31,6 +33,8 @@ pub(crate) struct BucketWeights {
     pub block: usize,
     /// A buffer for the whole bucket, whose values are not needed any more, of the weights' type.
     pub whole: Tensor,
+    /// The memory of that buffer if it exists for this alone.
+    pub staging: Option<Held>,
     /// This rank's slice of it, whose weights are up to date.
     pub own: Range<usize>,
     /// The weights, of one type, and their places in the bucket.
@@ -52,6 +56,7 @@ impl BucketWeights {
             whole: dp.start_all_gather_in_place(&self.whole)?,
             own: self.own,
             weights: self.weights,
+            _staging: self.staging,
         })
     }
 }

@@ -11,6 +11,7 @@ use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Slot};
 use super::param::Param;
 use super::placement::{intersect, offset_by};
+use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
 
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
@@ -25,21 +26,22 @@ struct ShardedBucket {
     slice: Tensor,
     params: Vec<(Param, Slot)>,
     state: Mutex<State>,
+    meter: MemoryMeter,
+    _held: Held,
 }
 
 /// Where a bucket's whole weights are.
 enum State {
     Absent,
-    Gathering(Pending<Tensor>),
-    Present,
+    Gathering(Pending<Tensor>, Held),
+    Present(Held),
 }
 
 impl ShardedWeights {
     /// Slices of `params`, whose initial values `values` gives, in their local shape and type; only one parameter's exist at a time.
     pub fn new(
         params: &[Param],
-        layout: &ParamLayout,
-        groups: &ReplicaGroups,
+        (layout, groups, meter): (&ParamLayout, &ReplicaGroups, &MemoryMeter),
         values: impl Fn(&Param) -> Result<Tensor>,
     ) -> Result<Self> {
         let sharded = |bucket: &Bucket| {
@@ -56,6 +58,8 @@ impl ShardedWeights {
             let slots = bucket.slots.iter().cloned();
             let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
             Ok(ShardedBucket {
+                _held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
+                meter: meter.clone(),
                 slice,
                 params: slots.map(of_slot).collect(),
                 state: Mutex::new(State::Absent),
@@ -94,7 +98,10 @@ impl ShardedWeights {
             let bucket = &self.buckets[index];
             let mut state = bucket.lock();
             if let State::Absent = *state {
-                *state = State::Gathering(self.shard.start_all_gather(&bucket.slice)?);
+                let bytes = num_bytes(&bucket.slice) * self.shard.world_size();
+                let held = bucket.meter.hold(MemoryCategory::Gathered, bytes);
+                let whole = self.shard.start_all_gather(&bucket.slice)?;
+                *state = State::Gathering(whole, held);
             }
         }
         Ok(())
@@ -131,13 +138,15 @@ impl ShardedBucket {
     fn arrive(&self) -> Result<()> {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Absent) {
-            State::Gathering(whole) => {
+            State::Gathering(whole, _on_the_way) => {
                 let whole = whole.wait()?;
+                let bytes = self.params.iter().map(|(param, _)| param.num_bytes()).sum();
+                let held = self.meter.hold(MemoryCategory::Gathered, bytes);
                 for (param, slot) in &self.params {
                     let values = whole.narrow(0, slot.range.start, slot.range.len())?;
                     param.refill(&values.reshape(param.local_shape())?)?;
                 }
-                *state = State::Present;
+                *state = State::Present(held);
             }
             other => *state = other,
         }
@@ -149,8 +158,8 @@ impl ShardedBucket {
         match std::mem::replace(&mut *state, State::Absent) {
             State::Absent => Ok(()),
             // What was prefetched for a pass that did not come.
-            State::Gathering(whole) => whole.wait().map(drop),
-            State::Present => self
+            State::Gathering(whole, _held) => whole.wait().map(drop),
+            State::Present(_held) => self
                 .params
                 .iter()
                 .try_for_each(|(param, _)| param.release()),

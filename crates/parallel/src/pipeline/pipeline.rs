@@ -102,6 +102,7 @@ impl Pipeline {
             let counts_are_equal = stage.params().groups().shards_gradients();
             check.run_once(micro_batches, counts_are_equal)?;
         }
+        stage.params().meter().begin_passes(stage.device())?;
         let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
         let instructions = self
             .schedule
@@ -160,6 +161,8 @@ impl Pipeline {
                 }
             }
         }
+        drop(flight);
+        stage.params().meter().count_activations(stage.device())?;
         for batch in micro_batches {
             report.num_targets += batch.num_targets()?;
         }

@@ -159,6 +159,7 @@ impl Stage {
                 })?;
             xs = output;
             segments.push(segment);
+            self.params.meter().count_activations(&self.device)?;
         }
         if segments.is_empty() {
             bail!("a pipeline stage without blocks");
@@ -256,6 +257,7 @@ impl Stage {
                 block.backward(segment, &tape.pass, grad, &self.params, gradients)
             })?;
             gradients.block_done(block.index, is_last_micro_batch)?;
+            self.params.meter().count_activations(&self.device)?;
         }
         Ok(upstream)
     }

@@ -3,8 +3,8 @@
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use candle_parallel::{
-    AdamWConfig, Block, DistributedOptimizer, Gradients, MicroBatch, ParamBuilder, ParamStore,
-    Pipeline, PlainBlock, Schedule, Stage, plain_block,
+    AdamWConfig, Block, DistributedOptimizer, Gradients, MemoryCategory, MicroBatch, ParamBuilder,
+    ParamStore, Pipeline, PlainBlock, Schedule, Stage, plain_block,
 };
 
 use crate::chain::{Chain, HIDDEN, local_bits};
@@ -111,17 +111,24 @@ fn a_released_weight_is_an_error_that_names_it() -> Result<()> {
 }
 
 #[test]
-fn a_tied_weight_stays_while_a_block_needs_it() -> Result<()> {
+fn a_tied_weight_stays_and_counts_while_a_block_needs_it() -> Result<()> {
     let chain = Chain {
         tied: true,
         ..Chain::default()
     };
     let stage = chain.stage(&single_mesh(), &ParamStore::init(5))?;
     let params = stage.params();
+    let held = || params.meter().report().of(MemoryCategory::Weights).now;
+    let all: usize = params.iter().map(|param| param.num_bytes()).sum();
+    let copy = params.get(0).values()?.copy()?;
     params.release(0, &[4])?;
     assert!(params.get(0).is_present());
+    assert_eq!(held(), all as u64);
     params.release(0, &[])?;
     assert!(!params.get(0).is_present());
+    assert_eq!(held(), (all - params.get(0).num_bytes()) as u64);
+    params.refill(0, &copy)?;
+    assert_eq!(held(), all as u64);
     Ok(())
 }
 

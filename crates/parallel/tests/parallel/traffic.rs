@@ -13,7 +13,7 @@ use crate::check::{ZERO_STAGES, on_mesh};
 const BYTES: usize = 4;
 
 /// Values of this rank's buckets: one per block, each replica's part of it padded to 64.
-fn padded_values(stage: &Stage, dp: usize) -> Vec<usize> {
+pub fn padded_values(stage: &Stage, dp: usize) -> Vec<usize> {
     let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
     for param in stage.params().iter() {
         *by_block.entry(param.blocks[0]).or_default() += param.num_values();

@@ -1,18 +1,36 @@
-//! How much memory a program has asked for, without what its allocator keeps in reserve.
+//! How much memory a program and each of its threads have asked for, without what its allocator keeps in reserve.
 
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_comm::MIN_ADOPTED_BYTES;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
+thread_local! {
+    /// Neither made on first use nor dropped: an allocator may not allocate.
+    static OF_THREAD: Cell<i64> = const { Cell::new(0) };
+}
+
 /// Smaller blocks are not counted: they are many, and all together they are little.
-const MIN_SIZE: usize = 4096;
+const MIN_SIZE: usize = MIN_ADOPTED_BYTES;
 
 /// For `#[global_allocator]`: counts the bytes of blocks of 4 KiB or more that `A` has given and not got back.
 pub struct CountingAllocator<A>(pub A);
+
+/// Bytes that the calling thread has been given, less those that it gave back, whoever had asked for them.
+pub(crate) fn thread_allocated_bytes() -> i64 {
+    OF_THREAD.get()
+}
+
+/// Bytes that the process has been given and not given back.
+pub(crate) fn allocated_bytes() -> i64 {
+    LIVE.load(Ordering::Relaxed) as i64
+}
 
 /// The most bytes that were allocated at a time; 0 unless the program's allocator is a [`CountingAllocator`].
 pub fn peak_allocated_bytes() -> usize {
@@ -23,12 +41,14 @@ fn gained(size: usize) {
     if size >= MIN_SIZE {
         let live = LIVE.fetch_add(size, Ordering::Relaxed) + size;
         PEAK.fetch_max(live, Ordering::Relaxed);
+        OF_THREAD.set(OF_THREAD.get() + size as i64);
     }
 }
 
 fn lost(size: usize) {
     if size >= MIN_SIZE {
         LIVE.fetch_sub(size, Ordering::Relaxed);
+        OF_THREAD.set(OF_THREAD.get() - size as i64);
     }
 }
 
@@ -71,29 +91,29 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
 
 #[cfg(test)]
 mod tests {
-    use super::{CountingAllocator, LIVE, peak_allocated_bytes};
-    use std::alloc::System;
-    use std::sync::atomic::Ordering;
+    use super::{peak_allocated_bytes, thread_allocated_bytes};
 
-    #[global_allocator]
-    static ALLOCATOR: CountingAllocator<System> = CountingAllocator(System);
-
-    /// The only test of this program that counts, and large beside what its harness allocates meanwhile.
+    /// The allocator of this program is that of `allocator.rs`.
     #[test]
-    fn blocks_count_while_they_live_however_they_came_and_grew() {
+    fn blocks_count_on_their_thread_while_they_live_however_they_came_and_grew() {
         const SIZE: usize = 64 << 20;
-        const SLACK: usize = 1 << 20;
-        let live = || LIVE.load(Ordering::Relaxed);
-        let before = live();
+        let before = thread_allocated_bytes();
+        let gained = || thread_allocated_bytes() - before;
         let mut grown: Vec<u8> = Vec::with_capacity(SIZE / 2);
         grown.reserve_exact(SIZE);
         let zeroed = vec![0u64; SIZE / 8];
-        let gained = live() - before;
-        assert!(gained.abs_diff(2 * SIZE) < SLACK, "{gained}");
-        drop((grown, zeroed));
-        assert!(live().abs_diff(before) < SLACK);
-        assert!(peak_allocated_bytes() >= before + 2 * SIZE);
+        assert_eq!(gained(), 2 * SIZE as i64);
+        assert!(peak_allocated_bytes() >= 2 * SIZE);
+        let of_other = std::thread::spawn(move || {
+            drop(zeroed);
+            thread_allocated_bytes()
+        });
+        assert_eq!(of_other.join().unwrap(), -(SIZE as i64));
+        assert_eq!(gained(), 2 * SIZE as i64);
+        drop(grown);
+        assert_eq!(gained(), SIZE as i64);
         let refused = Vec::<u8>::new().try_reserve(isize::MAX as usize);
-        assert!(refused.is_err() && live().abs_diff(before) < SLACK);
+        assert!(refused.is_err());
+        assert_eq!(gained(), SIZE as i64);
     }
 }

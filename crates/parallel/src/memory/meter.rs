@@ -1,0 +1,124 @@
+//! Counters of the bytes that a rank holds, now and at their peak.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+use candle_core::{Device, Result};
+
+use super::allocated::allocated_bytes;
+use super::category::MemoryCategory;
+use super::report::{MemoryReport, MemoryUse};
+
+/// The bytes that a rank holds. Clones share their counters; a rank's is [`Parameters::meter`](crate::Parameters::meter).
+///
+/// What holds memory keeps a [`Held`] beside it.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryMeter(Arc<Counters>);
+
+#[derive(Debug, Default)]
+struct Counters {
+    of: [Counter; MemoryCategory::ALL.len()],
+    /// What was allocated and not held when the passes of the step began.
+    before_passes: AtomicI64,
+}
+
+#[derive(Debug, Default)]
+struct Counter {
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+/// Bytes that count as held until this is dropped.
+#[derive(Debug)]
+#[must_use = "the bytes count until this is dropped"]
+pub struct Held {
+    meter: MemoryMeter,
+    category: MemoryCategory,
+    bytes: u64,
+}
+
+impl MemoryMeter {
+    /// Counts `bytes` until the result is dropped.
+    pub fn hold(&self, category: MemoryCategory, bytes: usize) -> Held {
+        let (counter, bytes) = (self.counter(category), bytes as u64);
+        let now = counter.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        counter.peak.fetch_max(now, Ordering::Relaxed);
+        Held {
+            meter: self.clone(),
+            category,
+            bytes,
+        }
+    }
+
+    /// What is held, and the most that was.
+    pub fn report(&self) -> MemoryReport {
+        MemoryReport::new(|category| {
+            let counter = self.counter(category);
+            MemoryUse {
+                now: counter.now.load(Ordering::Relaxed),
+                peak: counter.peak.load(Ordering::Relaxed),
+            }
+        })
+    }
+
+    fn counter(&self, category: MemoryCategory) -> &Counter {
+        &self.0.of[category as usize]
+    }
+
+    /// The passes of a step begin: what is allocated from now on and not held as something else is activations.
+    pub(crate) fn begin_passes(&self, device: &Device) -> Result<()> {
+        if let Some(bytes) = self.allocated_and_not_held(device)? {
+            self.0.before_passes.store(bytes, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Counts activations, between two blocks' passes.
+    pub(crate) fn count_activations(&self, device: &Device) -> Result<()> {
+        if let Some(bytes) = self.allocated_and_not_held(device)? {
+            let before = self.0.before_passes.load(Ordering::Relaxed);
+            let bytes = (bytes - before).max(0) as u64;
+            let counter = self.counter(MemoryCategory::Activations);
+            counter.now.store(bytes, Ordering::Relaxed);
+            counter.peak.fetch_max(bytes, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn allocated_and_not_held(&self, device: &Device) -> Result<Option<i64>> {
+        let others = MemoryCategory::ALL.into_iter();
+        let others = others.filter(|category| *category != MemoryCategory::Activations);
+        let held: u64 = others
+            .map(|category| self.counter(category).now.load(Ordering::Relaxed))
+            .sum();
+        Ok(allocated_bytes(device)?.map(|bytes| bytes - held as i64))
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let counter = self.meter.counter(self.category);
+        counter.now.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MemoryCategory, MemoryMeter};
+    use crate::memory::MemoryUse;
+
+    #[test]
+    fn bytes_count_while_they_are_held_and_the_peak_stays() {
+        let (meter, category) = (MemoryMeter::default(), MemoryCategory::Weights);
+        let first = meter.hold(category, 30);
+        let second = meter.clone().hold(category, 12);
+        let other = meter.hold(MemoryCategory::Buffers, 5);
+        drop(first);
+        let third = meter.hold(category, 20);
+        let held = |category| meter.report().of(category);
+        assert_eq!(held(category), MemoryUse { now: 32, peak: 42 });
+        drop((second, third, other));
+        assert_eq!(held(category), MemoryUse { now: 0, peak: 42 });
+        assert_eq!(held(MemoryCategory::Buffers), MemoryUse { now: 0, peak: 5 });
+    }
+}

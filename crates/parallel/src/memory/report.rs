@@ -1,0 +1,118 @@
+//! The numbers of a [`MemoryMeter`](super::MemoryMeter), as they are written to files.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Error, bail};
+use serde::{Deserialize, Serialize};
+
+use super::category::MemoryCategory;
+
+/// Bytes of one category.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Held now.
+    pub now: u64,
+    /// The most held at a time.
+    pub peak: u64,
+}
+
+/// The bytes that a rank holds, now and at their peak, by category. Files have two fields of each: `weights_bytes` and
+/// `weights_peak_bytes`, and so on with the names of [`MemoryCategory`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "Fields", try_from = "Fields")]
+pub struct MemoryReport([MemoryUse; MemoryCategory::ALL.len()]);
+
+type Fields = BTreeMap<String, u64>;
+
+impl MemoryReport {
+    /// A report of what `of` tells of each category.
+    pub(super) fn new(of: impl Fn(MemoryCategory) -> MemoryUse) -> Self {
+        Self(MemoryCategory::ALL.map(of))
+    }
+
+    /// The bytes of a category.
+    pub fn of(&self, category: MemoryCategory) -> MemoryUse {
+        self.0[category as usize]
+    }
+
+    /// Of each number the larger one.
+    pub fn max(&self, other: &Self) -> Self {
+        Self::new(|category| MemoryUse {
+            now: self.of(category).now.max(other.of(category).now),
+            peak: self.of(category).peak.max(other.of(category).peak),
+        })
+    }
+}
+
+impl From<MemoryReport> for Fields {
+    fn from(report: MemoryReport) -> Self {
+        let fields = MemoryCategory::ALL.into_iter().flat_map(|category| {
+            let MemoryUse { now, peak } = report.of(category);
+            let [now_name, peak_name] = names(category);
+            [(now_name, now), (peak_name, peak)]
+        });
+        fields.collect()
+    }
+}
+
+impl TryFrom<Fields> for MemoryReport {
+    type Error = Error;
+
+    fn try_from(mut fields: Fields) -> Result<Self, Error> {
+        let mut report = Self::default();
+        for category in MemoryCategory::ALL {
+            let [now, peak] = names(category).map(|name| fields.remove(&name));
+            let (Some(now), Some(peak)) = (now, peak) else {
+                bail!("the bytes of {category} are missing from a report of memory");
+            };
+            report.0[category as usize] = MemoryUse { now, peak };
+        }
+        match fields.keys().next() {
+            None => Ok(report),
+            Some(name) => bail!("a report of memory has no field {name}"),
+        }
+    }
+}
+
+fn names(category: MemoryCategory) -> [String; 2] {
+    [
+        format!("{category}_bytes"),
+        format!("{category}_peak_bytes"),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MemoryReport, MemoryUse};
+
+    #[test]
+    fn the_fields_of_a_file_are_flat_and_come_back() {
+        let report = MemoryReport::new(|category| MemoryUse {
+            now: category as u64,
+            peak: 10 + category as u64,
+        });
+        let json = serde_json::to_value(report).unwrap();
+        let fields = json.as_object().unwrap();
+        assert_eq!(fields.len(), 12);
+        assert_eq!(fields["weights_bytes"], 0);
+        assert_eq!(fields["gradients_peak_bytes"], 11);
+        assert_eq!(fields["optimizer_bytes"], 2);
+        assert_eq!(fields["activations_bytes"], 3);
+        assert_eq!(fields["gathered_peak_bytes"], 14);
+        assert_eq!(fields["buffers_peak_bytes"], 15);
+        let again: MemoryReport = serde_json::from_value(json.clone()).unwrap();
+        assert_eq!(again, report);
+        let mut more = fields.clone();
+        more.insert("cache_bytes".into(), 1.into());
+        let error = serde_json::from_value::<MemoryReport>(more.into()).unwrap_err();
+        assert!(
+            error.to_string().contains("no field cache_bytes"),
+            "{error}"
+        );
+        let error = serde_json::from_str::<MemoryReport>("{}").unwrap_err();
+        assert!(
+            error.to_string().contains("bytes of weights are missing"),
+            "{error}"
+        );
+    }
+}
