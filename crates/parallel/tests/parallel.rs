@@ -46,6 +46,8 @@ mod regions;
 mod released;
 #[path = "parallel/save.rs"]
 mod save;
+#[path = "parallel/save_exact.rs"]
+mod save_exact;
 #[path = "parallel/save_failures.rs"]
 mod save_failures;
 #[path = "parallel/schedule.rs"]

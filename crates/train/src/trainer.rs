@@ -5,6 +5,7 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Result};
 use candle_ops::Stopwatch;
+use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
     DataParallel, DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
@@ -157,6 +158,11 @@ impl Trainer {
         };
         self.step += 1;
         Ok(metrics)
+    }
+
+    /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
+    pub fn save_hf(&self, save: &HfSave) -> Result<()> {
+        self.optimizer.save_hf(save)
     }
 
     /// The step that comes next, from 0.

@@ -225,15 +225,10 @@ pub fn gather(
 ) -> Result<Tensors> {
     let mut tensors = Tensors::new();
     for entry in stage.params().catalog() {
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
+        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+        if let Some(whole) = whole {
             assert_eq!(whole.dims(), entry.shape);
-            tensors.insert(
-                entry.name.clone(),
-                whole
-                    .flatten_all()?
-                    .to_dtype(DType::F32)?
-                    .to_vec1::<f32>()?,
-            );
+            tensors.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
         }
     }
     Ok(tensors)

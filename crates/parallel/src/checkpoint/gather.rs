@@ -1,41 +1,41 @@
 //! Whole tensors out of the parts that ranks hold, one at a time, on the first rank.
 
 use candle_comm::{Mesh, P2p};
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
-use crate::params::{CatalogEntry, Holder, Parameters};
+use crate::params::{CatalogEntry, Holder, Param, Parameters};
 
-/// Joins the parts of parameter `entry` on world rank 0 and returns it there, `None` elsewhere.
+/// Joins the parts of parameter `entry` on world rank 0 and returns it there, in the type `dtype`; `None` elsewhere.
 ///
 /// `local` gives this rank's tensor for a parameter index, in the parameter's local shape: its values, its gradient. Every
-/// rank must call this; only those that hold a part send it, and no rank ever has more than this one tensor whole.
+/// rank must call this. `local` is called on every rank that has the parameter, on all replicas and stages, and so may be
+/// collective among them; only holders send their part, and no rank ever has more than this one tensor whole.
 pub fn gather_full(
     params: &Parameters,
     mesh: &Mesh,
     entry: &CatalogEntry,
+    dtype: DType,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
     let rank = mesh.world.rank();
+    let index = params.iter().position(|param| param.name == entry.name);
+    let local = index.map(|index| Ok::<_, Error>((params.get(index), local(index)?)));
+    let local = local.transpose()?;
     let own = entry.holders.iter().find(|holder| holder.rank == rank);
-    let own = own
-        .map(|holder| own_part(params, entry, holder, &local))
-        .transpose()?;
+    let own = match (own, local) {
+        (None, _) => None,
+        (Some(holder), Some((param, local))) => {
+            let part = own_part(param, &local, entry.dim, holder)?;
+            Some(part.to_dtype(dtype)?.contiguous()?)
+        }
+        (Some(_), None) => bail!("rank {rank} does not hold parameter {}", entry.name),
+    };
     if rank != 0 {
         if let Some(xs) = &own {
             mesh.world.batch_send_recv(&[P2p::Send { xs, dst: 0 }])?;
         }
         return Ok(None);
     }
-    let Some(dtype) = own
-        .as_ref()
-        .map(Tensor::dtype)
-        .or_else(|| (0..params.len()).find_map(|index| Some(local(index).ok()?.dtype())))
-    else {
-        bail!(
-            "rank 0 holds no parameter: it does not know the type of {}",
-            entry.name
-        );
-    };
     let receives = entry
         .holders
         .iter()
@@ -65,28 +65,14 @@ pub fn gather_full(
     }
 }
 
-fn own_part(
-    params: &Parameters,
-    entry: &CatalogEntry,
-    holder: &Holder,
-    local: impl Fn(usize) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let Some(index) = params.iter().position(|param| param.name == entry.name) else {
-        bail!(
-            "rank {} does not hold parameter {}",
-            holder.rank,
-            entry.name
-        );
-    };
-    let local = local(index)?;
-    match params.get(index).shard() {
-        None => local.contiguous(),
-        Some(shard) => local
-            .narrow(
-                entry.dim,
-                holder.range.start - shard.range.start,
-                holder.range.len(),
-            )?
-            .contiguous(),
+/// What `holder`, this rank, owns of its local values.
+fn own_part(param: &Param, local: &Tensor, dim: usize, holder: &Holder) -> Result<Tensor> {
+    match param.shard() {
+        None => Ok(local.clone()),
+        Some(shard) => local.narrow(
+            dim,
+            holder.range.start - shard.range.start,
+            holder.range.len(),
+        ),
     }
 }

@@ -63,12 +63,23 @@ impl From<ZeroStage> for DataParallel {
 impl DataParallel {
     /// The part of a bucket that this rank updates.
     pub(crate) fn own_range(self, bucket: &Bucket, mesh: &Mesh) -> Range<usize> {
+        self.range_of(mesh.dp.rank(), bucket, mesh)
+    }
+
+    /// The parts of a bucket that the data-parallel ranks update, in rank order.
+    pub(crate) fn slices(self, bucket: &Bucket, mesh: &Mesh) -> Vec<Range<usize>> {
+        let ranks = 0..mesh.dp.world_size();
+        ranks
+            .map(|rank| self.range_of(rank, bucket, mesh))
+            .collect()
+    }
+
+    fn range_of(self, dp_rank: usize, bucket: &Bucket, mesh: &Mesh) -> Range<usize> {
         match self.zero {
             ZeroStage::Zero => 0..bucket.len,
             ZeroStage::One => {
                 let len = bucket.len / mesh.dp.world_size();
-                let rank = mesh.dp.rank();
-                rank * len..(rank + 1) * len
+                dp_rank * len..(dp_rank + 1) * len
             }
         }
     }

@@ -10,13 +10,15 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 use super::master_weights::MasterWeights;
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
-use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect, offset_by};
+use crate::params::{
+    BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect, offset_by,
+};
 use crate::pipeline::PassReport;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
     pub(super) params: Parameters,
-    mesh: Mesh,
+    pub(super) mesh: Mesh,
     config: DataParallel,
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
@@ -126,6 +128,23 @@ impl DistributedOptimizer {
         self.config.own_range(bucket, &self.mesh)
     }
 
+    /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
+    /// data-parallel rank must call it.
+    pub(super) fn master(&self, index: usize) -> Result<Option<Tensor>> {
+        let Some((bucket, start)) = self.params.layout().place(index) else {
+            return Ok(None);
+        };
+        let Some(own) = self.masters[bucket].tensor() else {
+            return Ok(None);
+        };
+        let param = self.params.get(index);
+        let range = start..start + param.num_values();
+        let bucket = &self.params.layout().buckets[bucket];
+        let slices = self.config.slices(bucket, &self.mesh);
+        let values = gather_range(&range, &slices, own, &self.mesh.dp)?;
+        Ok(Some(values.reshape(param.local_shape())?))
+    }
+
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate
     /// `lr`. `passes` is what the step's passes returned. The gradients are cleared.
     ///
@@ -164,6 +183,9 @@ impl DistributedOptimizer {
         let params = self.params.clone();
         let layout = params.layout();
         let number = self.num_steps + 1;
+        for slot in layout.buckets.iter().flat_map(|bucket| &bucket.slots) {
+            params.set_values_from(slot.param, ValuesFrom::Update);
+        }
         let gathers = self.config.zero == ZeroStage::One && self.mesh.dp.world_size() > 1;
         for index in layout.in_forward_order() {
             let bucket = &layout.buckets[index];

@@ -14,7 +14,8 @@ use crate::params::{Bucket, FlatBuffer, Parameters, intersect, offset_by};
 pub(crate) struct MasterWeights(Option<FlatBuffer>);
 
 impl MasterWeights {
-    /// Masters of the weights in the range `own` of `bucket`, with the values that these have.
+    /// Masters of the weights in the range `own` of `bucket`. They begin with the values that the weights were rounded from, or, where
+    /// the weights were changed since, with theirs.
     pub fn new(
         params: &Parameters,
         bucket: &Bucket,
@@ -29,7 +30,11 @@ impl MasterWeights {
             let mine = intersect(&slot.range, own);
             if !mine.is_empty() {
                 let param = params.get(slot.param);
-                let weights = param.flat_part(&offset_by(&mine, slot.range.start))?;
+                let part = offset_by(&mine, slot.range.start);
+                let weights = match params.unrounded(slot.param)? {
+                    Some(whole) => Tensor::new(&whole[part], device)?,
+                    None => param.flat_part(&part)?,
+                };
                 values.write(mine.start - own.start, &weights)?;
             }
         }

@@ -4,6 +4,7 @@ mod adamw;
 mod distributed;
 mod master_weights;
 mod param_group;
+mod save;
 mod state;
 
 use candle_core::{Result, Tensor};

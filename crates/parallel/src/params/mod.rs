@@ -2,6 +2,7 @@
 
 mod builder;
 mod catalog;
+mod changes;
 mod flat_buffer;
 mod init;
 mod layout;
@@ -11,10 +12,12 @@ mod pending_weights;
 mod placement;
 mod released;
 mod replicas;
+mod slices;
 mod store;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
+pub(crate) use changes::ValuesFrom;
 pub(crate) use flat_buffer::FlatBuffer;
 pub(crate) use layout::Bucket;
 pub use param::Param;
@@ -24,4 +27,5 @@ pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::{Checksums, checksum};
+pub(crate) use slices::gather_range;
 pub use store::ParamStore;

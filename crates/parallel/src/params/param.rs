@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var};
+use candle_nn::Init;
 
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
@@ -23,6 +24,8 @@ pub struct Param {
     pub trainable: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
     pub stored_dtype: DType,
+    /// Its distribution if there is no checkpoint.
+    pub(super) init: Init,
     /// The local values, shared with the layers.
     pub(super) var: Var,
     /// Updates that other ranks made and that are on the way here.

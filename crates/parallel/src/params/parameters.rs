@@ -8,6 +8,7 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
+use super::changes::{Changes, ValuesFrom};
 use super::layout::ParamLayout;
 use super::param::Param;
 use super::pending_weights::PendingWeights;
@@ -30,6 +31,7 @@ struct Inner {
     source: Arc<Source>,
     allowance: Allowance,
     pending: Arc<PendingWeights>,
+    changes: Changes,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -76,6 +78,7 @@ impl Parameters {
                 owned: owned.collect(),
                 overlaps: overlaps.collect(),
                 layout: ParamLayout::new(&params, &ties, mesh.dp.world_size()),
+                changes: Changes::new(params.len()),
                 params,
                 ties,
                 catalog,
@@ -173,7 +176,17 @@ impl Parameters {
     /// # Errors
     /// Values that do not fit the parameter.
     pub fn refill(&self, index: usize, values: &Tensor) -> Result<()> {
-        self.get(index).refill(values)
+        self.get(index).refill(values)?;
+        self.set_values_from(index, ValuesFrom::Refill);
+        Ok(())
+    }
+
+    pub(super) fn changes(&self) -> &Changes {
+        &self.inner.changes
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        &self.inner.source
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {

@@ -14,7 +14,7 @@ use super::init::init_values;
 use super::param::Param;
 use super::parameters::Parameters;
 use super::pending_weights::PendingWeights;
-use super::placement::Placement;
+use super::placement::{Placement, Shard};
 use crate::checkpoint::Checkpoint;
 
 /// The parameters of a model under construction, keyed by Hugging Face name.
@@ -31,6 +31,22 @@ pub struct ParamStore {
 pub(crate) enum Source {
     Init { seed: u64 },
     Pretrained(Checkpoint),
+}
+
+impl Source {
+    /// The rank's part of a parameter in f32, row-major.
+    pub fn values(
+        &self,
+        name: &str,
+        shape: &Shape,
+        shard: Option<&Shard>,
+        init: Init,
+    ) -> Result<Vec<f32>> {
+        match self {
+            Self::Init { seed } => init_values(*seed, name, shape, shard, init),
+            Self::Pretrained(checkpoint) => checkpoint.read(name, shape.dims(), shard),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -194,12 +210,10 @@ impl ParamStore {
             }
             local_dims[shard.dim] = shard.len();
         }
-        let (values, stored_dtype) = match &*self.source {
-            Source::Init { seed } => (init_values(*seed, &name, &shape, shard, init)?, dtype),
-            Source::Pretrained(checkpoint) => (
-                checkpoint.read(&name, shape.dims(), shard)?,
-                checkpoint.dtype(&name)?,
-            ),
+        let values = self.source.values(&name, &shape, shard, init)?;
+        let stored_dtype = match &*self.source {
+            Source::Init { .. } => dtype,
+            Source::Pretrained(checkpoint) => checkpoint.dtype(&name)?,
         };
         let values = in_dtype(Tensor::from_vec(values, local_dims, &Device::Cpu)?, dtype)?;
         let num_bytes = values.elem_count() * dtype.size_in_bytes();
@@ -218,6 +232,7 @@ impl ParamStore {
             blocks: vec![block],
             trainable,
             stored_dtype,
+            init,
             pending: self.pending.clone(),
         })
     }

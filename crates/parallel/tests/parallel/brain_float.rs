@@ -49,10 +49,6 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
         on_mesh((1, dp, 1), |mesh| {
             let narrow = chain().stage(&mesh, &ParamStore::init(5))?;
             let wide = Chain::default().stage(&mesh, &ParamStore::init(5))?;
-            for (index, narrow) in narrow.params().iter().enumerate() {
-                let values = narrow.values()?.to_dtype(DType::F32)?;
-                wide.params().refill(index, &values)?;
-            }
             for stage in [&wide, &narrow] {
                 let config = AdamWConfig::default();
                 let mut optimizer =

@@ -169,9 +169,9 @@ pub fn gather(
 ) -> Result<Values> {
     let mut values = Values::new();
     for entry in stage.params().catalog() {
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, &local)? {
-            let whole = whole.flatten_all()?.to_dtype(DType::F32)?;
-            values.insert(entry.name.clone(), whole.to_vec1::<f32>()?);
+        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+        if let Some(whole) = whole {
+            values.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
         }
     }
     Ok(values)
