@@ -40,7 +40,7 @@ use std::process::ExitCode;
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
-use candle_parallel::{AdamWConfig, ParamStore, Schedule, ZeroStage};
+use candle_parallel::{AdamWConfig, Offload, ParamStore, Schedule, ZeroStage};
 use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
     explain_out_of_memory,
@@ -118,6 +118,9 @@ struct Args {
     /// What to compute again in the backward pass
     #[arg(long, default_value = "none")]
     recompute: RecomputeChoice,
+    /// Where the optimizer's state and masters are [default: where the weights are]
+    #[arg(long, value_name = "optimizer|nvme:DIR")]
+    offload: Option<Offload>,
     /// Communicate between data-parallel ranks only when nothing is computed
     #[arg(long)]
     no_overlap: bool,
@@ -287,7 +290,7 @@ fn bench(
     let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
     let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
-    let train = train_config(num_measured_steps + num_profiled_steps, !args.no_overlap);
+    let train = train_config(num_measured_steps + num_profiled_steps, args);
     let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
@@ -365,7 +368,7 @@ impl Measured {
     }
 }
 
-fn train_config(num_steps: usize, overlap: bool) -> TrainConfig {
+fn train_config(num_steps: usize, args: &Args) -> TrainConfig {
     TrainConfig {
         lr_schedule: LrSchedule {
             lr: 1e-4,
@@ -376,7 +379,8 @@ fn train_config(num_steps: usize, overlap: bool) -> TrainConfig {
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
         zero: ZeroStage::One,
-        overlap,
+        overlap: !args.no_overlap,
+        offload: args.offload.clone().unwrap_or_default(),
         schedule: Schedule::OneForwardOneBackward,
     }
 }

@@ -26,6 +26,8 @@ mod linear;
 mod linear_cross_entropy;
 #[path = "parallel/non_finite.rs"]
 mod non_finite;
+#[path = "parallel/offload.rs"]
+mod offload;
 #[path = "parallel/optimizer.rs"]
 mod optimizer;
 #[path = "parallel/optimizer_rule.rs"]

@@ -1,7 +1,7 @@
 //! What a training run needs to know beside the model, the data and the mesh.
 
 use candle_core::{Result, bail};
-use candle_parallel::{AdamWConfig, DataParallel, Schedule, ZeroStage};
+use candle_parallel::{AdamWConfig, DataParallel, Offload, Schedule, ZeroStage};
 use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
@@ -20,6 +20,8 @@ pub struct TrainConfig {
     pub zero: ZeroStage,
     /// Whether communication of data-parallel ranks runs under computation; the bits are the same without.
     pub overlap: bool,
+    /// Where the optimizer's state and masters are.
+    pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,
 }

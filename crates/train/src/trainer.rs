@@ -7,7 +7,7 @@ use candle_core::{Device, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
-    DataParallel, DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage,
+    AdamW, DataParallel, DistributedOptimizer, Gradients, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
 };
 
@@ -34,14 +34,14 @@ pub struct Trainer {
 impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
-        let adamw = config.adamw;
+        let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
         Self::with_optimizer(config, mesh, stage, |params, replicas| {
-            DistributedOptimizer::adamw(params, mesh, replicas, adamw)
+            DistributedOptimizer::offloaded(params, mesh, replicas, rule, &offload)
         })
     }
 
-    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants: one with
-    /// another rule, with parameter groups, or with state that was saved.
+    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
+    /// with another rule, with parameter groups, or with state that was saved.
     pub fn with_optimizer(
         config: TrainConfig,
         mesh: &Mesh,

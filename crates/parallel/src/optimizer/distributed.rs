@@ -7,11 +7,14 @@ use std::ops::Range;
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, Var, bail};
 
-use super::master_weights::MasterWeights;
-use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
+use super::master_weights::{has_masters, master_weights};
+use super::state_store::{BucketShape, BucketState, StateStore};
+use super::{
+    AdamW, AdamWConfig, Offload, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep,
+};
 use crate::gradients::{DataParallel, Gradients, ReducedGradients, ReducedLoss, ZeroStage};
 use crate::params::{
-    BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect, offset_by,
+    Bucket, BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect, offset_by,
 };
 use crate::pipeline::PassReport;
 
@@ -22,9 +25,7 @@ pub struct DistributedOptimizer {
     config: DataParallel,
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
-    /// Of each bucket, a tensor for each of the rule's kinds of state.
-    pub(super) state: Vec<Vec<Tensor>>,
-    pub(super) masters: Vec<MasterWeights>,
+    pub(super) store: StateStore,
     num_steps: usize,
 }
 
@@ -48,6 +49,20 @@ impl DistributedOptimizer {
         config: impl Into<DataParallel>,
         rule: impl Optimizer + 'static,
     ) -> Result<Self> {
+        Self::offloaded(params, mesh, config, rule, &Offload::None)
+    }
+
+    /// As [`Self::new`], with state and masters where `offload` says.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; a folder that is missing, full or may not be written to.
+    pub fn offloaded(
+        params: &Parameters,
+        mesh: &Mesh,
+        config: impl Into<DataParallel>,
+        rule: impl Optimizer + 'static,
+        offload: &Offload,
+    ) -> Result<Self> {
         rule.validate()?;
         if params.is_empty() {
             bail!(
@@ -56,27 +71,35 @@ impl DistributedOptimizer {
             );
         }
         let config = config.into();
-        let (mut state, mut masters) = (Vec::new(), Vec::new());
-        for bucket in &params.layout().buckets {
+        let (layout, device) = (params.layout(), mesh.world.device());
+        let num_kinds = rule.state_names().len();
+        let shape = |bucket: &Bucket| {
+            let has_master = has_masters(params, bucket)?;
+            Ok(BucketShape {
+                len: config.own_range(bucket, mesh).len(),
+                num_tensors: num_kinds + usize::from(has_master),
+                has_master,
+            })
+        };
+        let shapes = layout.buckets.iter().map(shape).collect::<Result<_>>()?;
+        let initial = |index: usize| {
+            let bucket = &layout.buckets[index];
             let own = config.own_range(bucket, mesh);
-            let zeros = |_| Ok(FlatBuffer::zeros(own.len(), mesh.world.device())?.into_tensor());
-            let kinds = rule.state_names().iter();
-            state.push(kinds.map(zeros).collect::<Result<Vec<_>>>()?);
-            masters.push(MasterWeights::new(
-                params,
-                bucket,
-                &own,
-                mesh.world.device(),
-            )?);
-        }
+            let zeros = |_| Ok(FlatBuffer::zeros(own.len(), device)?.into_tensor());
+            Ok(BucketState {
+                state: (0..num_kinds).map(zeros).collect::<Result<_>>()?,
+                master: master_weights(params, bucket, &own, device)?,
+            })
+        };
+        let order = layout.in_forward_order();
+        let store = StateStore::new(offload, shapes, &order, device, initial)?;
         Ok(Self {
             params: params.clone(),
             mesh: mesh.clone(),
             config,
             rule: Box::new(rule),
             groups: Vec::new(),
-            state,
-            masters,
+            store,
             num_steps: 0,
         })
     }
@@ -114,12 +137,14 @@ impl DistributedOptimizer {
         self.num_steps = num_steps;
     }
 
-    /// Memory of the state and the master weights on this rank.
+    /// Memory that the state and the master weights take on this rank now.
     pub fn num_bytes(&self) -> usize {
-        let state = self.state.iter().flatten();
-        let state = state.map(|values| values.elem_count() * values.dtype().size_in_bytes());
-        let masters = self.masters.iter().map(MasterWeights::num_bytes);
-        state.chain(masters).sum()
+        self.store.num_bytes().0
+    }
+
+    /// The most memory that the state and the master weights have taken on this rank.
+    pub fn peak_bytes(&self) -> usize {
+        self.store.num_bytes().1
     }
 
     /// The part of bucket `index` that this rank updates.
@@ -131,18 +156,20 @@ impl DistributedOptimizer {
     /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
     /// data-parallel rank must call it.
     pub(super) fn master(&self, index: usize) -> Result<Option<Tensor>> {
-        let Some((bucket, start)) = self.params.layout().place(index) else {
-            return Ok(None);
-        };
-        let Some(own) = self.masters[bucket].tensor() else {
+        let layout = self.params.layout();
+        let Some((bucket, start)) = layout.place(index) else {
             return Ok(None);
         };
         let param = self.params.get(index);
         let range = start..start + param.num_values();
-        let bucket = &self.params.layout().buckets[bucket];
-        let slices = self.config.slices(bucket, &self.mesh);
-        let values = gather_range(&range, &slices, own, &self.mesh.dp)?;
-        Ok(Some(values.reshape(param.local_shape())?))
+        let slices = self.config.slices(&layout.buckets[bucket], &self.mesh);
+        self.store.read(bucket, |bucket| {
+            let Some(own) = &bucket.master else {
+                return Ok(None);
+            };
+            let values = gather_range(&range, &slices, own, &self.mesh.dp)?;
+            Ok(Some(values.reshape(param.local_shape())?))
+        })
     }
 
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate
@@ -240,26 +267,28 @@ impl DistributedOptimizer {
                 is_matrix: param.global_shape.rank() >= 2,
             });
         }
-        for (group, weights) in by_group.iter().enumerate() {
-            if weights.is_empty() {
-                continue;
+        self.store.update(index, |bucket| {
+            for (group, weights) in by_group.iter().enumerate() {
+                if weights.is_empty() {
+                    continue;
+                }
+                let slice = ParamSlice {
+                    grad: grad.tensor(),
+                    master: bucket.master.as_ref(),
+                    state: &bucket.state,
+                    weights,
+                };
+                let group = self.groups.get(group);
+                let step = UpdateStep {
+                    number,
+                    lr: lr * group.map_or(1.0, |group| group.lr_scale),
+                    weight_decay: group.and_then(|group| group.weight_decay),
+                    grad_scale: reduced.scale(),
+                };
+                self.rule.update(&slice, &step)?;
             }
-            let slice = ParamSlice {
-                grad: grad.tensor(),
-                master: self.masters[index].tensor(),
-                state: &self.state[index],
-                weights,
-            };
-            let group = self.groups.get(group);
-            let step = UpdateStep {
-                number,
-                lr: lr * group.map_or(1.0, |group| group.lr_scale),
-                weight_decay: group.and_then(|group| group.weight_decay),
-                grad_scale: reduced.scale(),
-            };
-            self.rule.update(&slice, &step)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// A bucket's weights, of which this rank's slice is up to date.

@@ -10,45 +10,36 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::params::{Bucket, FlatBuffer, Parameters, intersect, offset_by};
 
-/// The masters of a rank's part of one bucket; `None` if its weights are f32.
-pub(crate) struct MasterWeights(Option<FlatBuffer>);
-
-impl MasterWeights {
-    /// Masters of the weights in the range `own` of `bucket`. They begin with the values that the weights were rounded from, or, where
-    /// the weights were changed since, with theirs.
-    pub fn new(
-        params: &Parameters,
-        bucket: &Bucket,
-        own: &Range<usize>,
-        device: &Device,
-    ) -> Result<Self> {
-        if bucket_dtype(params, bucket)? == DType::F32 {
-            return Ok(Self(None));
+/// Masters of the weights in the range `own` of `bucket`, flat; `None` if these are f32. They begin with the values that the weights
+/// were rounded from, or, where the weights were changed since, with theirs.
+pub(super) fn master_weights(
+    params: &Parameters,
+    bucket: &Bucket,
+    own: &Range<usize>,
+    device: &Device,
+) -> Result<Option<Tensor>> {
+    if !has_masters(params, bucket)? {
+        return Ok(None);
+    }
+    let values = FlatBuffer::zeros(own.len(), device)?;
+    for slot in &bucket.slots {
+        let mine = intersect(&slot.range, own);
+        if !mine.is_empty() {
+            let param = params.get(slot.param);
+            let part = offset_by(&mine, slot.range.start);
+            let weights = match params.unrounded(slot.param)? {
+                Some(whole) => Tensor::new(&whole[part], device)?,
+                None => param.flat_part(&part)?,
+            };
+            values.write(mine.start - own.start, &weights)?;
         }
-        let values = FlatBuffer::zeros(own.len(), device)?;
-        for slot in &bucket.slots {
-            let mine = intersect(&slot.range, own);
-            if !mine.is_empty() {
-                let param = params.get(slot.param);
-                let part = offset_by(&mine, slot.range.start);
-                let weights = match params.unrounded(slot.param)? {
-                    Some(whole) => Tensor::new(&whole[part], device)?,
-                    None => param.flat_part(&part)?,
-                };
-                values.write(mine.start - own.start, &weights)?;
-            }
-        }
-        Ok(Self(Some(values)))
     }
+    Ok(Some(values.into_tensor()))
+}
 
-    /// All masters, flat; `None` if the weights are f32.
-    pub fn tensor(&self) -> Option<&Tensor> {
-        self.0.as_ref().map(FlatBuffer::tensor)
-    }
-
-    pub fn num_bytes(&self) -> usize {
-        self.0.as_ref().map_or(0, FlatBuffer::num_bytes)
-    }
+/// Whether the weights of a bucket have masters: those narrower than f32.
+pub(super) fn has_masters(params: &Parameters, bucket: &Bucket) -> Result<bool> {
+    Ok(bucket_dtype(params, bucket)? != DType::F32)
 }
 
 /// The one type of a bucket's weights.

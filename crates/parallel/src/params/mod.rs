@@ -19,7 +19,7 @@ pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
 pub(crate) use changes::ValuesFrom;
 pub(crate) use flat_buffer::FlatBuffer;
-pub(crate) use layout::Bucket;
+pub(crate) use layout::{Bucket, Slot};
 pub use param::Param;
 pub use parameters::Parameters;
 pub(crate) use parameters::Tie;
