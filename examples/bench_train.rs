@@ -350,6 +350,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs) -> TrainConfig {
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
+        offload: layout.offload.clone().unwrap_or_default(),
         schedule: layout.schedule.into(),
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_parallel::{AdamWConfig, DataParallel, ZeroStage};
+use candle_parallel::{AdamWConfig, DataParallel, Offload, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
@@ -64,6 +64,10 @@ pub struct LayoutArgs {
     /// Type of weights and activations while training
     #[arg(long, default_value = "f32")]
     pub dtype: DTypeChoice,
+    /// Keep the optimizer's state and masters in the host's memory (optimizer), or in a file of a folder, for each rank one that is
+    /// gone after the run (nvme:DIR); the same bits [default: where the weights are]
+    #[arg(long, value_name = "optimizer|nvme:DIR")]
+    pub offload: Option<Offload>,
 }
 
 /// How batches are cut from the data, and how many.
@@ -237,6 +241,7 @@ impl TrainingArgs {
                 weight_decay: args.weight_decay,
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
+            offload: layout.offload.clone().unwrap_or_default(),
             schedule: layout.schedule.into(),
         };
         config.validate()?;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
-use candle_parallel::checkpoint::{HfSave, save_hf};
+use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
@@ -106,7 +106,7 @@ impl TrainingRun<'_> {
         };
         let trainer = self.fit(train, &mesh, stage)?;
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        save_hf(trainer.stage().params(), &mesh, save)
+        trainer.save_hf(save)
     }
 
     /// Trains this rank's stage; the first rank shows progress and writes metrics.

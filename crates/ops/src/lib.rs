@@ -42,6 +42,7 @@ mod gpu_settings;
 mod gpu_state;
 mod head_groups;
 mod host;
+mod host_copies;
 mod host_floats;
 mod in_place;
 mod lanes;
@@ -73,6 +74,7 @@ pub use embedding::{embedding, embedding_forward, embedding_grad_into};
 pub use gpu_settings::GpuSettings;
 pub use gpu_state::GpuState;
 pub use head_groups::HeadGroups;
+pub use host_copies::{HostBuffer, HostCopies, HostCopy};
 pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
 pub use linear::{linear, linear_forward, linear_forward_add};
 pub use linear_grad::{

@@ -28,6 +28,8 @@ mod linear_cross_entropy;
 mod memory;
 #[path = "parallel/non_finite.rs"]
 mod non_finite;
+#[path = "parallel/offload.rs"]
+mod offload;
 #[path = "parallel/optimizer.rs"]
 mod optimizer;
 #[path = "parallel/optimizer_rule.rs"]
@@ -48,6 +50,8 @@ mod regions;
 mod released;
 #[path = "parallel/save.rs"]
 mod save;
+#[path = "parallel/save_exact.rs"]
+mod save_exact;
 #[path = "parallel/save_failures.rs"]
 mod save_failures;
 #[path = "parallel/schedule.rs"]

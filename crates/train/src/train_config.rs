@@ -1,7 +1,7 @@
 //! What a training run needs to know beside the model, the data and the mesh.
 
 use candle_core::{Result, bail};
-use candle_parallel::{AdamWConfig, Schedule};
+use candle_parallel::{AdamWConfig, Offload, Schedule};
 use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
@@ -16,6 +16,8 @@ pub struct TrainConfig {
     pub adamw: AdamWConfig,
     /// Gradients are scaled down to this global L2 norm; `None`: never.
     pub max_grad_norm: Option<f64>,
+    /// Where the optimizer's state and masters are.
+    pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,
 }

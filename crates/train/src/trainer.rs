@@ -5,8 +5,9 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Error, Result};
 use candle_ops::Stopwatch;
+use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
-    DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
+    AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
 };
 
@@ -33,14 +34,14 @@ pub struct Trainer {
 impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
-        let adamw = config.adamw;
+        let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
         Self::with_optimizer(config, mesh, stage, |params| {
-            DistributedOptimizer::adamw(params, mesh, adamw)
+            DistributedOptimizer::offloaded(params, mesh, rule, &offload)
         })
     }
 
-    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants: one with
-    /// another rule, with parameter groups, or with state that was saved.
+    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
+    /// with another rule, with parameter groups, or with state that was saved.
     pub fn with_optimizer(
         config: TrainConfig,
         mesh: &Mesh,
@@ -148,6 +149,11 @@ impl Trainer {
         };
         self.step += 1;
         Ok(metrics)
+    }
+
+    /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
+    pub fn save_hf(&self, save: &HfSave) -> Result<()> {
+        self.optimizer.save_hf(save)
     }
 
     /// The step that comes next, from 0.

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_parallel::AdamWConfig;
+use candle_parallel::{AdamWConfig, Offload};
 use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
 use candle_train_models::ModelConfig;
 use serde::Deserialize;
@@ -116,6 +116,7 @@ impl Run {
                 ..AdamWConfig::default()
             },
             max_grad_norm: Some(self.max_grad_norm),
+            offload: Offload::None,
             schedule: layout.schedule,
         }
     }

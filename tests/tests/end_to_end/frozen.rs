@@ -89,9 +89,7 @@ fn a_group_of_learning_rate_0_stays_in_a_trainer_with_an_optimizer_of_its_own() 
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
         let stage = load(&fixture, &mesh)?;
-        let before = gather(&stage, &mesh, DType::F32, |index| {
-            stage.params().values(index)
-        })?;
+        let before = gather(&stage, &mesh, |index| stage.params().values(index))?;
         let config = run.train_config(layout);
         let mut trainer = Trainer::with_optimizer(config, &mesh, stage, |params| {
             let adamw = AdamWConfig::default();
@@ -100,9 +98,7 @@ fn a_group_of_learning_rate_0_stays_in_a_trainer_with_an_optimizer_of_its_own() 
         })?;
         trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
         let params = trainer.stage().params();
-        let after = gather(trainer.stage(), &mesh, DType::F32, |index| {
-            params.values(index)
-        })?;
+        let after = gather(trainer.stage(), &mesh, |index| params.values(index))?;
         for (name, values) in &after {
             assert_eq!(*values == before[name], name.contains("mlp"), "{name}");
         }

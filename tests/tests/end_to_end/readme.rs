@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result};
-use candle_parallel::checkpoint::{HfSave, save_hf, sidecar_files};
+use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline, Stage};
 use candle_train::{Batches, TrainConfig, Trainer};
 use candle_train_models::{CausalLm, ModelConfig};
@@ -19,8 +19,7 @@ fn with_the_trainer(
     let stage = CausalLm::stage(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
     let mut trainer = Trainer::new(train_config, &mesh, stage)?;
     trainer.train(&batches, |step| { println!("{} {}", step.step, step.loss); Ok(()) })?;
-    save_hf(trainer.stage().params(), &mesh, &HfSave::new("out", sidecar_files(dir)?))?;
-    Ok(())
+    trainer.save_hf(&HfSave::new("out", sidecar_files(dir)?))
 }
 
 #[rustfmt::skip]

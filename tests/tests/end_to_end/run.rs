@@ -161,7 +161,7 @@ fn train_rank(
     let micro_batches = masked(&batches, 0, mask, mesh)?;
     let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
     let local = gradients.reduce(&passes)?.local_gradients()?;
-    let mut first_gradients = gather(&stage, mesh, DType::F32, |index| match local.get(&index) {
+    let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
         Some(grad) => Ok(grad.clone()),
         None => {
             let shape = stage.params().get(index).local_shape();
@@ -176,7 +176,7 @@ fn train_rank(
         .collect::<Result<Vec<_>>>()?;
     let stage = trainer.stage();
     let values = |index| stage.params().values(index);
-    let final_weights = gather(stage, mesh, variant.dtype, values)?;
+    let final_weights = gather(stage, mesh, values)?;
     Ok(Outcome {
         metrics,
         first_gradients,
@@ -243,20 +243,14 @@ pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
 pub fn gather(
     stage: &Stage,
     mesh: &Mesh,
-    dtype: DType,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Tensors> {
     let mut tensors = Tensors::new();
     for entry in stage.params().catalog() {
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, dtype, &local)? {
+        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+        if let Some(whole) = whole {
             assert_eq!(whole.dims(), entry.shape);
-            tensors.insert(
-                entry.name.clone(),
-                whole
-                    .flatten_all()?
-                    .to_dtype(DType::F32)?
-                    .to_vec1::<f32>()?,
-            );
+            tensors.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
         }
     }
     Ok(tensors)

@@ -101,6 +101,7 @@ fn other_values_are_refused_with_the_name_and_the_value() {
     let cases: &[(&str, &str, &[&str])] = &[
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
         ("--dtype", "f64", &["'f64'", "f32, bf16"]),
+        ("--offload", "disk", &["`disk`", "nvme:DIR"]),
         ("--device", "gpu", &["'gpu'", "--device", "`cuda:N`"]),
         ("--device", "cuda:4096", NO_SUCH_GPU),
         (

@@ -41,6 +41,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--dp", &["[default: 2]", "REPLICAS"]),
     ("--zero", &["[default: 1]"]),
     ("--no-overlap", &["same bits"]),
+    ("--offload", &["optimizer|nvme:DIR", "same bits"]),
     (
         "--recompute",
         &["[default: none]", "none", "selective", "full"],

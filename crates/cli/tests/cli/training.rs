@@ -249,8 +249,12 @@ fn training_in_bf16_follows_training_in_f32_and_keeps_the_type_of_the_weights() 
 
 #[test]
 fn frozen_parameters_are_saved_as_they_were() {
-    for dtype in ["f32", "bf16"] {
-        let workspace = Workspace::with_model("bf16_sharded");
+    for (model, dtype) in [
+        ("bf16_sharded", "f32"),
+        ("bf16_sharded", "bf16"),
+        ("gqa", "bf16"),
+    ] {
+        let workspace = Workspace::with_model(model);
         workspace
             .finetune()
             .flag("--freeze", r"embed_tokens|layers\.[0-1]\.mlp")
@@ -266,6 +270,36 @@ fn frozen_parameters_are_saved_as_they_were() {
                 || name.contains("layers.1.mlp");
             assert_eq!(saved[name] == *tensor, is_frozen, "{name}");
         }
+    }
+}
+
+#[test]
+fn after_no_step_the_weights_are_what_they_were() {
+    for (model, flag) in [("gqa", "bf16"), ("bf16_sharded", "bf16"), ("wide", "f32")] {
+        let workspace = Workspace::with_model(model);
+        workspace
+            .finetune()
+            .flag("--steps", 0)
+            .flag("--dtype", flag)
+            .succeeds();
+        let saved = read_checkpoint(&workspace.output());
+        assert!(
+            saved == read_checkpoint(&workspace.path("model")),
+            "{model}"
+        );
+    }
+}
+
+#[test]
+fn an_f32_file_after_training_in_bf16_has_values_that_bf16_has_not() {
+    let workspace = Workspace::with_model("bf16_sharded");
+    let program = workspace.finetune().flag("--dtype", "bf16");
+    program.flag("--save-dtype", "f32").succeeds();
+    for (name, (dtype, _, bytes)) in read_checkpoint(&workspace.output()) {
+        assert_eq!(dtype, Dtype::F32, "{name}");
+        // The lower half of an f32 that is a bf16 is 0.
+        let is_narrow = |bytes: &[u8]| bytes[..2] == [0, 0];
+        assert!(!bytes.chunks_exact(4).all(is_narrow), "{name}");
     }
 }
 

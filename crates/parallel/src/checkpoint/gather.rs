@@ -1,15 +1,15 @@
 //! Whole tensors out of the parts that ranks hold, one at a time, on the first rank.
 
 use candle_comm::{Mesh, P2p};
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
 use crate::params::{CatalogEntry, Holder, Param, Parameters};
 
-/// Joins the parts of parameter `entry` on world rank 0 and returns it there, `None` elsewhere.
+/// Joins the parts of parameter `entry` on world rank 0 and returns it there, in the type `dtype`; `None` elsewhere.
 ///
-/// `local` gives this rank's tensor for a parameter index, in the parameter's local shape and of type `dtype`: its values, its
-/// gradient. Every rank must call this; on each that has the parameter `local` is called, so it may gather over data-parallel
-/// ranks; only those that own a part send it, and no rank ever has more than this one tensor whole.
+/// `local` gives this rank's tensor for a parameter index, in the parameter's local shape: its values, its gradient. Every
+/// rank must call this. `local` is called on every rank that has the parameter, on all replicas and stages, and so may be
+/// collective among them; only holders send their part, and no rank ever has more than this one tensor whole.
 pub fn gather_full(
     params: &Parameters,
     mesh: &Mesh,
@@ -19,12 +19,17 @@ pub fn gather_full(
 ) -> Result<Option<Tensor>> {
     let rank = mesh.world.rank();
     let index = params.iter().position(|param| param.name == entry.name);
-    let local = index.map(local).transpose()?;
+    let local = index.map(|index| Ok::<_, Error>((params.get(index), local(index)?)));
+    let local = local.transpose()?;
     let own = entry.holders.iter().find(|holder| holder.rank == rank);
-    let own = own.zip(index.zip(local));
-    let own =
-        own.map(|(holder, (index, local))| own_part(params.get(index), entry, holder, &local));
-    let own = own.transpose()?;
+    let own = match (own, local) {
+        (None, _) => None,
+        (Some(holder), Some((param, local))) => {
+            let part = own_part(param, &local, entry.dim, holder)?;
+            Some(part.to_dtype(dtype)?.contiguous()?)
+        }
+        (Some(_), None) => bail!("rank {rank} does not hold parameter {}", entry.name),
+    };
     if rank != 0 {
         if let Some(xs) = &own {
             mesh.world.batch_send_recv(&[P2p::Send { xs, dst: 0 }])?;
@@ -60,20 +65,14 @@ pub fn gather_full(
     }
 }
 
-fn own_part(
-    param: &Param,
-    entry: &CatalogEntry,
-    holder: &Holder,
-    local: &Tensor,
-) -> Result<Tensor> {
+/// What `holder`, this rank, owns of its local values.
+fn own_part(param: &Param, local: &Tensor, dim: usize, holder: &Holder) -> Result<Tensor> {
     match param.shard() {
-        None => local.contiguous(),
-        Some(shard) => local
-            .narrow(
-                entry.dim,
-                holder.range.start - shard.range.start,
-                holder.range.len(),
-            )?
-            .contiguous(),
+        None => Ok(local.clone()),
+        Some(shard) => local.narrow(
+            dim,
+            holder.range.start - shard.range.start,
+            holder.range.len(),
+        ),
     }
 }

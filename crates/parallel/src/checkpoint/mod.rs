@@ -7,4 +7,5 @@ mod save;
 
 pub use gather::gather_full;
 pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
+pub(crate) use save::save_with_masters;
 pub use save::{HfSave, save_hf, sidecar_files};

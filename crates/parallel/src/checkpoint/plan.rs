@@ -7,7 +7,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
 use crate::checkpoint::WEIGHTS_FILE;
-use crate::params::Parameters;
+use crate::params::{Parameters, ValuesFrom};
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
@@ -30,10 +30,10 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// Entry of the catalog, gathered from the ranks and converted to this type.
-    Parameter(usize, DType),
-    /// Bytes of the source checkpoint, as they are.
-    Verbatim,
+    /// Entry of the catalog, gathered from the ranks in this type.
+    Gathered(usize, DType),
+    /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
+    Stored(String, Option<DType>),
 }
 
 impl PlannedTensor {
@@ -43,9 +43,15 @@ impl PlannedTensor {
 }
 
 impl SavePlan {
-    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
-    pub fn new(params: &Parameters, dtype: Option<DType>, max_file_bytes: usize) -> Result<Self> {
-        let mut tensors = tensors(params, dtype)?;
+    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each). `values_from` says of each entry
+    /// of the catalog where its values are from.
+    pub fn new(
+        params: &Parameters,
+        values_from: &[ValuesFrom],
+        dtype: Option<DType>,
+        max_file_bytes: usize,
+    ) -> Result<Self> {
+        let mut tensors = tensors(params, values_from, dtype)?;
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let mut files: Vec<Vec<PlannedTensor>> = vec![Vec::new()];
         let mut num_bytes = 0;
@@ -115,16 +121,25 @@ impl PlannedFile {
     }
 }
 
-fn tensors(params: &Parameters, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
+fn tensors(
+    params: &Parameters,
+    values_from: &[ValuesFrom],
+    dtype: Option<DType>,
+) -> Result<Vec<PlannedTensor>> {
     let catalog = params.catalog();
     let parameter = |name: &str, index: usize| -> Result<PlannedTensor> {
         let entry = &catalog[index];
         let dtype = dtype.unwrap_or(entry.stored_dtype);
+        let is_stored = params.checkpoint().is_some() && values_from[index] == ValuesFrom::Source;
+        let converted = (dtype != entry.stored_dtype).then_some(dtype);
         Ok(PlannedTensor {
             name: name.to_string(),
             shape: entry.shape.clone(),
             dtype: dtype.into(),
-            content: Content::Parameter(index, dtype),
+            content: match is_stored {
+                true => Content::Stored(entry.name.clone(), converted),
+                false => Content::Gathered(index, dtype),
+            },
         })
     };
     let mut tensors = (0..catalog.len())
@@ -142,7 +157,7 @@ fn tensors(params: &Parameters, dtype: Option<DType>) -> Result<Vec<PlannedTenso
                 PlannedTensor {
                     shape: entry.shape.clone(),
                     dtype: entry.dtype,
-                    content: Content::Verbatim,
+                    content: Content::Stored(name.clone(), None),
                     name,
                 }
             }

@@ -1,5 +1,6 @@
 //! Writes a Hugging Face checkpoint folder. Nothing that existed is touched before everything new is safely on disk.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use tempfile::NamedTempFile;
 use super::gather::gather_full;
 use super::plan::{Content, PlannedFile, PlannedTensor, SavePlan};
 use crate::checkpoint::{Checkpoint, INDEX_FILE, WEIGHTS_FILE};
-use crate::params::Parameters;
+use crate::params::{Parameters, ValuesFrom};
 
 /// What to write beside the weights, and how.
 #[derive(Clone, Debug)]
@@ -85,6 +86,9 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 
 /// Saves the parameters as a Hugging Face checkpoint that `transformers` loads. Every rank must call it.
 ///
+/// A parameter whose values were never changed is written as the checkpoint that it came from has it. After training in a type
+/// that is narrower than the file's, [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) has the exact values.
+///
 /// Tensors pass through rank 0 one at a time. All files are written under temporary names and flushed to disk before the
 /// first one gets its name, so that a full disk or a crash leaves the previous checkpoint as it was. An error of rank 0 is
 /// returned on every rank.
@@ -92,10 +96,21 @@ pub fn sidecar_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 /// # Errors
 /// Weights that are NaN or infinite, ranks whose copies of a weight differ, and files that cannot be written.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
+    save_with_masters(params, mesh, save, |_| Ok(None))
+}
+
+/// [`save_hf`], where `master` gives the values of a parameter before they were rounded, if it can.
+pub(crate) fn save_with_masters(
+    params: &Parameters,
+    mesh: &Mesh,
+    save: &HfSave,
+    master: impl Fn(usize) -> Result<Option<Tensor>>,
+) -> Result<()> {
     params.check_copies(mesh, "when it was to be saved", |index| {
         params.values(index)
     })?;
-    let plan = SavePlan::new(params, save.dtype, save.max_file_bytes)?;
+    let values_from = params.values_from(mesh)?;
+    let plan = SavePlan::new(params, &values_from, save.dtype, save.max_file_bytes)?;
     let is_writer = mesh.world.rank() == 0;
     let mut failure = None;
     let mut written = Vec::new();
@@ -109,18 +124,21 @@ pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
             }
         }
         for tensor in &file.tensors {
-            let values = match tensor.content {
-                Content::Verbatim => None,
-                Content::Parameter(index, dtype) => {
+            let gathered = match tensor.content {
+                Content::Stored(..) => None,
+                Content::Gathered(index, dtype) => {
                     let entry = &params.catalog()[index];
-                    let local = |index: usize| params.values(index);
-                    gather_full(params, mesh, entry, entry.dtype, local)?
-                        .map(|values| values.to_device(&Device::Cpu)?.to_dtype(dtype))
-                        .transpose()?
+                    let is_refilled = values_from[index] == ValuesFrom::Refill;
+                    gather_full(params, mesh, entry, dtype, |index| {
+                        match is_refilled || params.get(index).dtype() == dtype {
+                            true => params.values(index),
+                            false => master(index)?.map_or_else(|| params.values(index), Ok),
+                        }
+                    })?
                 }
             };
             if let (Some(open), None) = (&mut writer, &failure) {
-                failure = open.write(tensor, values, params.checkpoint()).err();
+                failure = open.write(tensor, gathered, params.checkpoint()).err();
             }
             // Nobody sends the next tensor before this one is written, and no wait lasts longer than one tensor takes.
             mesh.world.barrier()?;
@@ -262,16 +280,22 @@ impl FileWriter {
     fn write(
         &mut self,
         tensor: &PlannedTensor,
-        values: Option<Tensor>,
+        gathered: Option<Tensor>,
         source: Option<&Checkpoint>,
     ) -> Result<()> {
-        let bytes = match (values, source) {
-            (Some(values), _) => {
-                check_finite(&tensor.name, &values)?;
-                to_le_bytes(&values)?
+        let to_bytes = |values: &Tensor| {
+            check_finite(&tensor.name, values)?;
+            to_le_bytes(values).map(Cow::Owned)
+        };
+        let bytes = match (&tensor.content, gathered, source) {
+            (Content::Stored(name, None), _, Some(source)) => Cow::Borrowed(source.bytes(name)?),
+            (Content::Stored(name, Some(dtype)), _, Some(source)) => {
+                let values = source.read(name, &tensor.shape, None)?;
+                let values = Tensor::from_vec(values, tensor.shape.as_slice(), &Device::Cpu)?;
+                to_bytes(&values.to_dtype(*dtype)?)?
             }
-            (None, Some(source)) => source.bytes(&tensor.name)?.to_vec(),
-            (None, None) => bail!("there is nothing to write for tensor {}", tensor.name),
+            (_, Some(values), _) => to_bytes(&values.to_device(&Device::Cpu)?)?,
+            _ => bail!("there is nothing to write for tensor {}", tensor.name),
         };
         if bytes.len() != tensor.num_bytes() {
             bail!(

@@ -7,23 +7,24 @@ use std::ops::Range;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, Var, bail};
 
-use super::master_weights::MasterWeights;
-use super::{AdamW, AdamWConfig, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep};
+use super::master_weights::{has_masters, master_weights};
+use super::state_store::{BucketShape, BucketState, StateStore};
+use super::{
+    AdamW, AdamWConfig, Offload, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep,
+};
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
-use crate::memory::{Held, MemoryCategory, num_bytes};
-use crate::params::{BucketWeights, FlatBuffer, Parameters, intersect};
+use crate::memory::{MemoryCategory, num_bytes};
+use crate::params::{BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect};
 use crate::pipeline::PassReport;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
     pub(super) params: Parameters,
+    pub(super) mesh: Mesh,
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
-    /// Of each bucket, a tensor for each of the rule's kinds of state.
-    pub(super) state: Vec<Vec<Tensor>>,
-    pub(super) masters: Vec<MasterWeights>,
+    pub(super) store: StateStore,
     num_steps: usize,
-    _held: Held,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
@@ -44,6 +45,19 @@ impl DistributedOptimizer {
     /// # Errors
     /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing.
     pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
+        Self::offloaded(params, mesh, rule, &Offload::None)
+    }
+
+    /// As [`Self::new`], with state and masters where `offload` says.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; a folder that is missing, full or may not be written to.
+    pub fn offloaded(
+        params: &Parameters,
+        mesh: &Mesh,
+        rule: impl Optimizer + 'static,
+        offload: &Offload,
+    ) -> Result<Self> {
         rule.validate()?;
         if params.is_empty() {
             bail!(
@@ -51,29 +65,36 @@ impl DistributedOptimizer {
                 mesh.world.rank()
             );
         }
-        let (mut state, mut masters) = (Vec::new(), Vec::new());
-        for bucket in &params.layout().buckets {
-            let own = params.groups().own_range(bucket.len);
-            let zeros = |_| Ok(FlatBuffer::zeros(own.len(), mesh.world.device())?.into_tensor());
-            let kinds = rule.state_names().iter();
-            state.push(kinds.map(zeros).collect::<Result<Vec<_>>>()?);
-            masters.push(MasterWeights::new(
-                params,
-                state.len() - 1,
-                &own,
-                mesh.world.device(),
-            )?);
-        }
-        let num_bytes = state.iter().flatten().map(num_bytes);
-        let num_bytes = num_bytes.chain(masters.iter().map(MasterWeights::num_bytes));
-        let num_bytes = num_bytes.sum();
+        let (layout, groups, device) = (params.layout(), params.groups(), mesh.world.device());
+        let num_kinds = rule.state_names().len();
+        let shape = |index: usize| {
+            let has_master = has_masters(params, index)?;
+            Ok(BucketShape {
+                len: groups.own_range(layout.buckets[index].len).len(),
+                num_tensors: num_kinds + usize::from(has_master),
+                has_master,
+            })
+        };
+        let shapes = (0..layout.buckets.len())
+            .map(shape)
+            .collect::<Result<_>>()?;
+        let initial = |index: usize| {
+            let own = groups.own_range(layout.buckets[index].len);
+            let zeros = |_| Ok(FlatBuffer::zeros(own.len(), device)?.into_tensor());
+            Ok(BucketState {
+                state: (0..num_kinds).map(zeros).collect::<Result<_>>()?,
+                master: master_weights(params, index, &own, device)?,
+            })
+        };
+        let order = layout.in_forward_order();
+        let place = (offload, device, params.meter());
+        let store = StateStore::new(place, shapes, &order, initial)?;
         Ok(Self {
-            _held: params.meter().hold(MemoryCategory::Optimizer, num_bytes),
             params: params.clone(),
+            mesh: mesh.clone(),
             rule: Box::new(rule),
             groups: Vec::new(),
-            state,
-            masters,
+            store,
             num_steps: 0,
         })
     }
@@ -110,6 +131,26 @@ impl DistributedOptimizer {
     pub(super) fn own_range(&self, index: usize) -> Range<usize> {
         let bucket = &self.params.layout().buckets[index];
         self.params.groups().own_range(bucket.len)
+    }
+
+    /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
+    /// data-parallel rank must call it.
+    pub(super) fn master(&self, index: usize) -> Result<Option<Tensor>> {
+        let layout = self.params.layout();
+        let Some((bucket, start)) = layout.place(index) else {
+            return Ok(None);
+        };
+        let param = self.params.get(index);
+        let range = start..start + param.num_values();
+        let groups = self.params.groups();
+        let slices = groups.slices(layout.buckets[bucket].len);
+        self.store.read(bucket, |bucket| {
+            let Some(own) = &bucket.master else {
+                return Ok(None);
+            };
+            let values = gather_range(&range, &slices, own, &groups.shard)?;
+            Ok(Some(values.reshape(param.local_shape())?))
+        })
     }
 
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate
@@ -150,6 +191,9 @@ impl DistributedOptimizer {
         let params = self.params.clone();
         let layout = params.layout();
         let number = self.num_steps + 1;
+        for slot in layout.buckets.iter().flat_map(|bucket| &bucket.slots) {
+            params.set_values_from(slot.param, ValuesFrom::Update);
+        }
         let groups = params.groups();
         if let Some(sharded) = params.sharded() {
             // Nothing that was gathered before the update may be taken for updated.
@@ -212,25 +256,27 @@ impl DistributedOptimizer {
             Some(_) => 1,
             None => usize::MAX,
         };
-        for (group, weights) in by_group.iter().enumerate() {
-            let group = self.groups.get(group);
-            let step = UpdateStep {
-                number,
-                lr: lr * group.map_or(1.0, |group| group.lr_scale),
-                weight_decay: group.and_then(|group| group.weight_decay),
-                grad_scale: reduced.scale(),
-            };
-            for weights in weights.chunks(at_once) {
-                let slice = ParamSlice {
-                    grad: grad.tensor(),
-                    master: self.masters[index].tensor(),
-                    state: &self.state[index],
-                    weights,
+        self.store.update(index, |bucket| {
+            for (group, weights) in by_group.iter().enumerate() {
+                let group = self.groups.get(group);
+                let step = UpdateStep {
+                    number,
+                    lr: lr * group.map_or(1.0, |group| group.lr_scale),
+                    weight_decay: group.and_then(|group| group.weight_decay),
+                    grad_scale: reduced.scale(),
                 };
-                self.rule.update(&slice, &step)?;
+                for weights in weights.chunks(at_once) {
+                    let slice = ParamSlice {
+                        grad: grad.tensor(),
+                        master: bucket.master.as_ref(),
+                        state: &bucket.state,
+                        weights,
+                    };
+                    self.rule.update(&slice, &step)?;
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// A bucket's weights, of which this rank's slice is up to date.

@@ -8,48 +8,39 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::params::{Bucket, FlatBuffer, Parameters, intersect};
+use crate::params::{FlatBuffer, Parameters, intersect, offset_by};
 
-/// The masters of a rank's part of one bucket; `None` if its weights are f32.
-pub(crate) struct MasterWeights(Option<FlatBuffer>);
-
-impl MasterWeights {
-    /// Masters of the weights in the range `own` of bucket `index`, with the values that these have.
-    pub fn new(
-        params: &Parameters,
-        index: usize,
-        own: &Range<usize>,
-        device: &Device,
-    ) -> Result<Self> {
-        let bucket = &params.layout().buckets[index];
-        if check_dtype(params, bucket)? == DType::F32 {
-            return Ok(Self(None));
+/// Masters of the weights in the range `own` of bucket `index`, flat; `None` if these are f32. They begin with the values that the
+/// weights were rounded from, or, where the weights were changed since, with theirs.
+pub(super) fn master_weights(
+    params: &Parameters,
+    index: usize,
+    own: &Range<usize>,
+    device: &Device,
+) -> Result<Option<Tensor>> {
+    if !has_masters(params, index)? {
+        return Ok(None);
+    }
+    let values = FlatBuffer::zeros(own.len(), device)?;
+    for slot in &params.layout().buckets[index].slots {
+        let mine = intersect(&slot.range, own);
+        if !mine.is_empty() {
+            let weights = match params.unrounded(slot.param)? {
+                Some(whole) => Tensor::new(&whole[offset_by(&mine, slot.range.start)], device)?,
+                None => params.own_weights(index, slot, &mine)?,
+            };
+            values.write(mine.start - own.start, &weights)?;
         }
-        let values = FlatBuffer::zeros(own.len(), device)?;
-        for slot in &bucket.slots {
-            let mine = intersect(&slot.range, own);
-            if !mine.is_empty() {
-                let weights = params.own_weights(index, slot, &mine)?;
-                values.write(mine.start - own.start, &weights)?;
-            }
-        }
-        Ok(Self(Some(values)))
     }
-
-    /// All masters, flat; `None` if the weights are f32.
-    pub fn tensor(&self) -> Option<&Tensor> {
-        self.0.as_ref().map(FlatBuffer::tensor)
-    }
-
-    pub fn num_bytes(&self) -> usize {
-        self.0.as_ref().map_or(0, FlatBuffer::num_bytes)
-    }
+    Ok(Some(values.into_tensor()))
 }
 
-/// The type of a bucket's weights, if it is one that can be trained.
-fn check_dtype(params: &Parameters, bucket: &Bucket) -> Result<DType> {
+/// Whether the weights of bucket `index` have masters: those narrower than f32.
+pub(super) fn has_masters(params: &Parameters, index: usize) -> Result<bool> {
+    let bucket = &params.layout().buckets[index];
     match (bucket.dtype, bucket.slots.first()) {
-        (dtype @ (DType::F32 | DType::BF16), _) => Ok(dtype),
+        (DType::F32, _) => Ok(false),
+        (DType::BF16, _) => Ok(true),
         (dtype, slot) => bail!(
             "parameter {} is of type {dtype:?}; expected F32 or BF16",
             slot.map_or("", |slot| &params.get(slot.param).name)

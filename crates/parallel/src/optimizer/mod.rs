@@ -3,13 +3,19 @@
 mod adamw;
 mod distributed;
 mod master_weights;
+mod offload;
 mod param_group;
+mod save;
 mod state;
+mod state_file;
+mod state_on_host;
+mod state_store;
 
 use candle_core::{Result, Tensor};
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use distributed::{DistributedOptimizer, StepReport};
+pub use offload::Offload;
 pub use param_group::ParamGroup;
 pub use state::OptimizerState;
 

@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 use super::distributed::DistributedOptimizer;
-use crate::params::{Param, intersect, offset_by};
+use super::state_store::BucketState;
+use crate::params::{Param, Slot, intersect, offset_by};
 
 /// What a rank keeps of one kind of state for one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,28 +37,42 @@ impl DistributedOptimizer {
     pub fn state(&self) -> Result<Vec<OptimizerState>> {
         let mut all = Vec::new();
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
-            for slot in &bucket.slots {
-                let param = self.params.get(slot.param);
-                let runs = self.runs(index, &slot.range, param);
-                let offsets: Vec<_> = runs.iter().map(|run| run.global.clone()).collect();
-                for (kind, buffer) in self.buffers(index).filter(|_| !offsets.is_empty()) {
-                    let mut values = Vec::new();
-                    if let (Some(first), Some(last)) = (runs.first(), runs.last()) {
-                        // The runs of a parameter lie one after the other here.
-                        let len = last.local.end - first.local.start;
-                        values = buffer.narrow(0, first.local.start, len)?.to_vec1::<f32>()?;
-                    }
-                    all.push(OptimizerState {
-                        name: param.name.clone(),
-                        kind: kind.to_string(),
-                        offsets: offsets.clone(),
-                        values,
-                    });
+            self.store.read(index, |state| {
+                for slot in &bucket.slots {
+                    self.push_state(&mut all, (index, slot), state)?;
                 }
-            }
+                Ok(())
+            })?;
         }
         all.sort_by(|a, b| (&a.name, &a.kind).cmp(&(&b.name, &b.kind)));
         Ok(all)
+    }
+
+    /// Adds what bucket `index`, whose state is `state`, keeps of the parameter at `slot`.
+    fn push_state(
+        &self,
+        all: &mut Vec<OptimizerState>,
+        (index, slot): (usize, &Slot),
+        state: &BucketState,
+    ) -> Result<()> {
+        let param = self.params.get(slot.param);
+        let runs = self.runs(index, &slot.range, param);
+        let offsets: Vec<_> = runs.iter().map(|run| run.global.clone()).collect();
+        // The runs of a parameter lie one after the other here.
+        let (Some(first), Some(last)) = (runs.first(), runs.last()) else {
+            return Ok(());
+        };
+        let local = first.local.start..last.local.end;
+        for (kind, buffer) in self.buffers(state) {
+            let values = buffer.narrow(0, local.start, local.len())?;
+            all.push(OptimizerState {
+                name: param.name.clone(),
+                kind: kind.to_string(),
+                offsets: offsets.clone(),
+                values: values.to_vec1::<f32>()?,
+            });
+        }
+        Ok(())
     }
 
     /// Takes from `state`, of this or another rank and layout, what lies in the values that this rank updates, and returns how
@@ -94,37 +109,25 @@ impl DistributedOptimizer {
                     param.global_shape
                 );
             }
-            let Some((_, buffer)) = self.buffers(index).find(|(known, _)| known == kind) else {
-                continue;
-            };
-            for run in self.runs(index, &slot.range, param) {
-                let mut start = 0;
-                for range in offsets {
-                    let both = intersect(range, &run.global);
-                    if !both.is_empty() {
-                        let from = offset_by(&both, range.start);
-                        let from = &values[start + from.start..start + from.end];
-                        let to = run.local.start + both.start - run.global.start;
-                        let from = Tensor::new(from, buffer.device())?;
-                        buffer.slice_set(&from, 0, to)?;
-                        num_taken += both.len();
-                    }
-                    start += range.len();
+            let runs = self.runs(index, &slot.range, param);
+            num_taken += self.store.change(index, |bucket| {
+                match self.buffers(bucket).find(|(known, _)| known == kind) {
+                    Some((_, buffer)) => take_values(buffer, &runs, state),
+                    None => Ok(0),
                 }
-            }
+            })?;
         }
         Ok(num_taken)
     }
 
-    /// Kinds of state of a bucket, and where their values are.
-    fn buffers(&self, index: usize) -> impl Iterator<Item = (&str, &Tensor)> {
+    /// Kinds of state of a bucket, and their values.
+    fn buffers<'a>(
+        &'a self,
+        bucket: &'a BucketState,
+    ) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
         let names = self.rule.state_names().iter().copied();
-        let state = names.zip(&self.state[index]);
-        state.chain(
-            self.masters[index]
-                .tensor()
-                .map(|values| ("master", values)),
-        )
+        let masters = bucket.master.iter().map(|values| ("master", values));
+        names.zip(&bucket.state).chain(masters)
     }
 
     /// What this rank keeps of the values at `range` of bucket `index`, which are those of `param`.
@@ -148,4 +151,25 @@ impl DistributedOptimizer {
         });
         runs.collect()
     }
+}
+
+/// Writes to `buffer`, of which `runs` tell the places, what of them is in `state`; returns the number of values.
+fn take_values(buffer: &Tensor, runs: &[Run], state: &OptimizerState) -> Result<usize> {
+    let mut num_taken = 0;
+    for run in runs {
+        let mut start = 0;
+        for range in &state.offsets {
+            let both = intersect(range, &run.global);
+            if !both.is_empty() {
+                let from = offset_by(&both, range.start);
+                let from = &state.values[start + from.start..start + from.end];
+                let to = run.local.start + both.start - run.global.start;
+                let from = Tensor::new(from, buffer.device())?;
+                buffer.slice_set(&from, 0, to)?;
+                num_taken += both.len();
+            }
+            start += range.len();
+        }
+    }
+    Ok(num_taken)
 }

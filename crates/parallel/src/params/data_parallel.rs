@@ -131,8 +131,13 @@ impl ReplicaGroups {
         self.range_of(self.shard.rank(), len)
     }
 
-    /// The slice of rank `rank` of [`Self::shard`].
-    pub fn range_of(&self, rank: usize, len: usize) -> Range<usize> {
+    /// The slices of a bucket of `len` values that the ranks of [`Self::shard`] have, in their order.
+    pub fn slices(&self, len: usize) -> Vec<Range<usize>> {
+        let ranks = 0..self.shard.world_size();
+        ranks.map(|rank| self.range_of(rank, len)).collect()
+    }
+
+    fn range_of(&self, rank: usize, len: usize) -> Range<usize> {
         let len = len / self.shard.world_size();
         rank * len..(rank + 1) * len
     }

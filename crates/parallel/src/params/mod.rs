@@ -2,6 +2,7 @@
 
 mod builder;
 mod catalog;
+mod changes;
 mod data_parallel;
 mod flat_buffer;
 mod init;
@@ -13,13 +14,15 @@ mod placement;
 mod released;
 mod replicas;
 mod sharded_weights;
+mod slices;
 mod store;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
+pub(crate) use changes::ValuesFrom;
 pub use data_parallel::{DataParallel, ZeroStage};
 pub(crate) use flat_buffer::FlatBuffer;
-pub(crate) use layout::Bucket;
+pub(crate) use layout::{Bucket, Slot};
 pub use param::Param;
 pub use parameters::Parameters;
 pub(crate) use parameters::Tie;
@@ -27,4 +30,5 @@ pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::{Checksums, checksum};
+pub(crate) use slices::gather_range;
 pub use store::ParamStore;

@@ -5,15 +5,17 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
+use super::changes::{Changes, ValuesFrom};
 use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Slot};
 use super::param::Param;
 use super::pending_weights::PendingWeights;
 use super::placement::{intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
+use super::slices::gather_range;
 use super::store::{Allowance, Source, in_dtype};
 use crate::checkpoint::Checkpoint;
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
@@ -40,6 +42,7 @@ struct Inner {
     meter: MemoryMeter,
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<Held>>>,
+    changes: Changes,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -86,14 +89,9 @@ impl Parameters {
         let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size());
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
-            let Param {
-                name,
-                global_shape,
-                placement,
-                init,
-                ..
-            } = param;
-            let values = source.values(name, global_shape, placement, *init)?;
+            let values =
+                source.values(&param.name, &param.global_shape, param.shard(), param.init)?;
+            let values = Tensor::from_vec(values, param.local_shape(), &Device::Cpu)?;
             in_dtype(values, param.dtype())?.to_device(mesh.world.device())
         };
         let sharded = match groups.shards_weights() {
@@ -115,6 +113,7 @@ impl Parameters {
         Ok(Self {
             inner: Arc::new(Inner {
                 held: Mutex::new(held.collect()),
+                changes: Changes::new(params.len()),
                 meter,
                 owned,
                 overlaps,
@@ -229,7 +228,8 @@ impl Parameters {
             return param.values();
         };
         let groups = self.groups();
-        let values = groups.gather_slot(bucket.len, slot, sharded.slice(place))?;
+        let (slices, own) = (groups.slices(bucket.len), sharded.slice(place));
+        let values = gather_range(&slot.range, &slices, own, &groups.shard)?;
         values.reshape(param.local_shape())
     }
 
@@ -329,10 +329,12 @@ impl Parameters {
         let Some((sharded, (place, bucket, slot))) = slot else {
             param.refill(values)?;
             self.count(index);
+            self.set_values_from(index, ValuesFrom::Refill);
             return Ok(());
         };
         param.check_fits(values)?;
         sharded.free_all()?;
+        self.set_values_from(index, ValuesFrom::Refill);
         let own = self.groups().own_range(bucket.len);
         let mine = intersect(&slot.range, &own);
         if mine.is_empty() {
@@ -344,6 +346,14 @@ impl Parameters {
         sharded
             .slice(place)
             .slice_set(&values, 0, mine.start - own.start)
+    }
+
+    pub(super) fn changes(&self) -> &Changes {
+        &self.inner.changes
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        &self.inner.source
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor};
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Slot};
 use super::param::Param;
-use super::placement::{intersect, offset_by};
+use super::placement::intersect;
 use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
 
 /// The slices of a rank, and what is gathered of the others'.
@@ -163,35 +163,6 @@ impl ShardedBucket {
                 .params
                 .iter()
                 .try_for_each(|(param, _)| param.release()),
-        }
-    }
-}
-
-impl ReplicaGroups {
-    /// The values at a slot of a bucket of `len` values, flat, on every rank of the shard group: all must call it, each with its
-    /// own slice of the bucket.
-    pub fn gather_slot(&self, len: usize, slot: &Slot, slice: &Tensor) -> Result<Tensor> {
-        let piece_of = |rank: usize| intersect(&slot.range, &self.range_of(rank, len));
-        let num_ranks = self.shard.world_size();
-        let longest = (0..num_ranks).map(|rank| piece_of(rank).len()).max();
-        let longest = longest.unwrap_or_default();
-        let own = self.own_range(len);
-        let mine = offset_by(&intersect(&slot.range, &own), own.start);
-        // As long as all others': values beside the piece are not looked at.
-        let start = mine.start.min(own.len() - longest);
-        let sent = slice.narrow(0, start, longest)?;
-        let all = self.shard.all_gather(&sent, 0)?;
-        let pieces = (0..num_ranks).filter_map(|rank| {
-            let piece = piece_of(rank);
-            let range = self.range_of(rank, len);
-            let start = (piece.start - range.start).min(range.len() - longest);
-            let first = rank * longest + (piece.start - range.start) - start;
-            (!piece.is_empty()).then(|| all.narrow(0, first, piece.len()))
-        });
-        match pieces.collect::<Result<Vec<_>>>()?.as_slice() {
-            [] => all.narrow(0, 0, 0),
-            [piece] => Ok(piece.clone()),
-            pieces => Tensor::cat(pieces, 0),
         }
     }
 }

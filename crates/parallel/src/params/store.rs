@@ -15,7 +15,7 @@ use super::init::init_values;
 use super::param::Param;
 use super::parameters::Parameters;
 use super::pending_weights::PendingWeights;
-use super::placement::Placement;
+use super::placement::{Placement, Shard};
 use crate::checkpoint::Checkpoint;
 
 /// The parameters of a model under construction, keyed by Hugging Face name.
@@ -32,6 +32,22 @@ pub struct ParamStore {
 pub(crate) enum Source {
     Init { seed: u64 },
     Pretrained(Checkpoint),
+}
+
+impl Source {
+    /// The rank's part of a parameter in f32, row-major.
+    pub fn values(
+        &self,
+        name: &str,
+        shape: &Shape,
+        shard: Option<&Shard>,
+        init: Init,
+    ) -> Result<Vec<f32>> {
+        match self {
+            Self::Init { seed } => init_values(*seed, name, shape, shard, init),
+            Self::Pretrained(checkpoint) => checkpoint.read(name, shape.dims(), shard),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -72,29 +88,6 @@ pub(super) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
     let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;
     round_into(&rounded, &values)?;
     Ok(rounded)
-}
-
-impl Source {
-    /// The values that a parameter begins with: this rank's part in its local shape, f32, on the CPU, not rounded to the type
-    /// that the model computes with.
-    pub fn values(
-        &self,
-        name: &str,
-        shape: &Shape,
-        placement: &Placement,
-        init: Init,
-    ) -> Result<Tensor> {
-        let shard = placement.shard();
-        let values = match self {
-            Self::Init { seed } => init_values(*seed, name, shape, shard, init)?,
-            Self::Pretrained(checkpoint) => checkpoint.read(name, shape.dims(), shard)?,
-        };
-        let mut dims = shape.dims().to_vec();
-        if let Some(shard) = shard {
-            dims[shard.dim] = shard.len();
-        }
-        Tensor::from_vec(values, dims, &Device::Cpu)
-    }
 }
 
 impl ParamStore {
@@ -229,6 +222,7 @@ impl ParamStore {
             }
             local_dims[shard.dim] = shard.len();
         }
+        let shard = placement.shard();
         let num_bytes = local_dims.iter().product::<usize>() * dtype.size_in_bytes();
         let stored_dtype = match &*self.source {
             Source::Init { .. } => dtype,
@@ -237,7 +231,8 @@ impl ParamStore {
         let var = || match is_deferred {
             true => Var::zeros(local_dims.as_slice(), dtype, device),
             false => {
-                let values = self.source.values(&name, &shape, &placement, init)?;
+                let values = self.source.values(&name, &shape, shard, init)?;
+                let values = Tensor::from_vec(values, local_dims.as_slice(), &Device::Cpu)?;
                 Var::from_tensor(&in_dtype(values, dtype)?.to_device(device)?)
             }
         };

@@ -161,31 +161,29 @@ impl PlainBlock for Head {
     }
 }
 
-/// Whole tensors by name, on rank 0; `local` gives this rank's part of a parameter, in this type or in the parameter's.
+/// Whole tensors by name, on rank 0; `local` gives this rank's part of a parameter.
 pub fn gather(
     stage: &Stage,
     mesh: &Mesh,
-    dtype: Option<DType>,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Values> {
     let mut values = Values::new();
     for entry in stage.params().catalog() {
-        let dtype = dtype.unwrap_or(entry.dtype);
-        if let Some(whole) = gather_full(stage.params(), mesh, entry, dtype, &local)? {
-            let whole = whole.flatten_all()?.to_dtype(DType::F32)?;
-            values.insert(entry.name.clone(), whole.to_vec1::<f32>()?);
+        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+        if let Some(whole) = whole {
+            values.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
         }
     }
     Ok(values)
 }
 
 pub fn gather_weights(stage: &Stage, mesh: &Mesh) -> Result<Values> {
-    gather(stage, mesh, None, |index| stage.params().values(index))
+    gather(stage, mesh, |index| stage.params().values(index))
 }
 
 /// The gradients as they were accumulated, of a mesh without data parallelism, ties or overlaps.
 pub fn gather_gradients(stage: &Stage, mesh: &Mesh, gradients: &Gradients) -> Result<Values> {
-    gather(stage, mesh, Some(DType::F32), |index| gradients.get(index))
+    gather(stage, mesh, |index| gradients.get(index))
 }
 
 /// This rank's values, bit by bit.

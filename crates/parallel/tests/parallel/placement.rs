@@ -68,9 +68,7 @@ fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
         let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
         let reduced = gradients.reduce(&passes)?;
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, Some(DType::F32), |index| {
-            Ok(local[&index].clone())
-        })?;
+        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
         Ok((grads, reduced.norm()))
     });
     all.into_iter().next().unwrap()

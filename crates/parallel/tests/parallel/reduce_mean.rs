@@ -1,6 +1,6 @@
 //! Gradients and loss are those of the mean over the targets of all replicas, which have not as many each.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_parallel::{
     DataParallel, Gradients, MicroBatch, ParamStore, PassReport, Pipeline, Schedule, Stage,
     ZeroStage,
@@ -33,9 +33,7 @@ fn reduced(
         let reduced = gradients.reduce(&passes)?;
         assert_eq!(reduced.loss().num_targets, 36);
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, Some(DType::F32), |index| {
-            Ok(local[&index].clone())
-        })?;
+        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
         Ok((grads, reduced.norm(), reduced.loss().mean))
     });
     all.into_iter().next().unwrap()

@@ -91,7 +91,7 @@ const LARGE: Chain = Chain {
 };
 
 /// Runs this test again in a shell that has run `prepare`, as its own process; whether the preparation was possible.
-fn in_prepared_shell(test: &str, shell: &[&str], prepare: &str, dir: &Path) -> bool {
+pub fn in_prepared_shell(test: &str, shell: &[&str], prepare: &str, dir: &Path) -> bool {
     let script = format!("{prepare} || exit 77; exec \"$0\" --exact {test} --nocapture");
     let output = Command::new(shell[0])
         .args(&shell[1..])
@@ -112,7 +112,7 @@ fn in_prepared_shell(test: &str, shell: &[&str], prepare: &str, dir: &Path) -> b
     false
 }
 
-fn folder_of_child() -> Option<std::path::PathBuf> {
+pub fn folder_of_child() -> Option<std::path::PathBuf> {
     std::env::var_os(FOLDER).map(Into::into)
 }
 

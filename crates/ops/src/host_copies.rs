@@ -1,0 +1,116 @@
+//! Values of a device that are kept on the host, and copies that run beside what the device computes.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+/// Copies between a device and the host's memory. On the CPU nothing is copied.
+pub struct HostCopies(Streams);
+
+enum Streams {
+    None,
+    #[cfg(feature = "cuda")]
+    Gpu(crate::cuda::CopyStreams),
+}
+
+/// Memory of the host for flat f32 values of a device.
+pub struct HostBuffer {
+    len: usize,
+    kept: Kept,
+}
+
+enum Kept {
+    Here(Option<Tensor>),
+    #[cfg(feature = "cuda")]
+    Pinned(crate::cuda::PinnedBuffer),
+}
+
+/// Values on the device that are being copied to or from. When it is dropped the device frees them after the copy.
+pub struct HostCopy(Copying);
+
+enum Copying {
+    Done(Tensor),
+    #[cfg(feature = "cuda")]
+    Gpu(crate::cuda::StreamCopy),
+}
+
+impl HostCopies {
+    /// Copies to and from `device`.
+    ///
+    /// # Errors
+    /// A GPU that has failed.
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self(match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Streams::Gpu(crate::cuda::CopyStreams::new(cuda)?),
+            _ => Streams::None,
+        }))
+    }
+
+    /// Memory for `len` values.
+    ///
+    /// # Errors
+    /// The host has no such memory that a GPU can copy to.
+    pub fn buffer(&self, len: usize) -> Result<HostBuffer> {
+        let kept = match &self.0 {
+            Streams::None => Kept::Here(None),
+            #[cfg(feature = "cuda")]
+            Streams::Gpu(streams) => Kept::Pinned(streams.buffer(len)?),
+        };
+        Ok(HostBuffer { len, kept })
+    }
+
+    /// Starts to copy `values` to the host. They must not be written to any more.
+    ///
+    /// # Errors
+    /// Values that are not as many contiguous f32 values of the device as the buffer is for, and a GPU that has failed.
+    pub fn start_store(&self, values: Tensor, buffer: &mut HostBuffer) -> Result<HostCopy> {
+        if values.dims() != [buffer.len] || !values.is_contiguous() {
+            bail!(
+                "{values:?} cannot be kept in a buffer of {} values",
+                buffer.len
+            );
+        }
+        Ok(HostCopy(match (&self.0, &mut buffer.kept) {
+            (Streams::None, Kept::Here(kept)) => {
+                *kept = Some(values.clone());
+                Copying::Done(values)
+            }
+            #[cfg(feature = "cuda")]
+            (Streams::Gpu(streams), Kept::Pinned(pinned)) => {
+                Copying::Gpu(streams.start_store(values, pinned)?)
+            }
+            #[cfg(feature = "cuda")]
+            _ => bail!("the buffer belongs to another device"),
+        }))
+    }
+
+    /// Starts to copy what was stored last to new memory of the device.
+    ///
+    /// # Errors
+    /// A buffer that nothing was stored in, and a GPU that has no memory left or has failed.
+    pub fn start_fetch(&self, buffer: &HostBuffer) -> Result<HostCopy> {
+        Ok(HostCopy(match (&self.0, &buffer.kept) {
+            (_, Kept::Here(None)) => bail!("nothing was stored in the buffer"),
+            (Streams::None, Kept::Here(Some(kept))) => Copying::Done(kept.clone()),
+            #[cfg(feature = "cuda")]
+            (Streams::Gpu(streams), Kept::Pinned(pinned)) => {
+                Copying::Gpu(streams.start_fetch(pinned)?)
+            }
+            #[cfg(feature = "cuda")]
+            _ => bail!("the buffer belongs to another device"),
+        }))
+    }
+}
+
+impl HostCopy {
+    /// The values; what the device computes from now on comes after the copy. The host does not wait.
+    ///
+    /// # Errors
+    /// A GPU that has failed.
+    pub fn wait(self) -> Result<Tensor> {
+        match self.0 {
+            Copying::Done(values) => Ok(values),
+            #[cfg(feature = "cuda")]
+            Copying::Gpu(copy) => copy.wait(),
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Where an optimizer's state and masters are between updates.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use candle_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Where an optimizer keeps its state and masters. They pass through the device that computes bucket by bucket; the bits are the same
+/// everywhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Offload {
+    /// On the device that computes.
+    #[default]
+    None,
+    /// In the host's memory. On the CPU that is the same.
+    Host,
+    /// In a file of this folder, one for each rank, which vanishes with its process. At most two buckets are in memory: the one that
+    /// is updated, and the one before or after it, which is written or read meanwhile (arXiv:2104.07857).
+    Nvme(PathBuf),
+}
+
+impl FromStr for Offload {
+    type Err = Error;
+
+    /// `optimizer` or `nvme:DIR`.
+    fn from_str(text: &str) -> Result<Self> {
+        match text.split_once(':') {
+            None if text == "optimizer" => Ok(Self::Host),
+            Some(("nvme", dir)) if !dir.is_empty() => Ok(Self::Nvme(PathBuf::from(dir))),
+            _ => Err(Error::Msg(format!(
+                "expected `optimizer` or `nvme:DIR`, got `{text}`"
+            ))),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! State and masters of all buckets, wherever they are between updates.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::Offload;
+use super::state_file::StateFile;
+use super::state_on_host::StateOnHost;
+use crate::memory::{Held, MemoryCategory, MemoryMeter};
+
+/// Of the part of one bucket that a rank updates, on the device that computes.
+pub(super) struct BucketState {
+    /// A tensor for each of the rule's kinds of state.
+    pub state: Vec<Tensor>,
+    /// The weights in f32, if the model's are narrower.
+    pub master: Option<Tensor>,
+}
+
+/// What a bucket's state is, before there is any.
+pub(super) struct BucketShape {
+    /// Number of values of each tensor.
+    pub len: usize,
+    /// Number of tensors: those of the state, then the masters if there are any.
+    pub num_tensors: usize,
+    pub has_master: bool,
+}
+
+/// A bucket's state for as long as an update or a look at it takes.
+pub(super) struct StateStore(Place);
+
+enum Place {
+    Resident {
+        buckets: Vec<BucketState>,
+        _held: Held,
+    },
+    Host(StateOnHost),
+    File(StateFile),
+}
+
+impl BucketShape {
+    pub fn num_bytes(&self) -> usize {
+        self.num_tensors * self.len * DType::F32.size_in_bytes()
+    }
+
+    /// The tensors of a bucket of this shape by their roles, on `device`.
+    pub fn assemble(&self, tensors: &[Tensor], device: &Device) -> Result<BucketState> {
+        let mut tensors = tensors.iter().map(|values| values.to_device(device));
+        let num_kinds = self.num_tensors - usize::from(self.has_master);
+        let state = tensors.by_ref().take(num_kinds).collect::<Result<_>>()?;
+        let master = tensors.next().transpose()?;
+        Ok(BucketState { state, master })
+    }
+}
+
+impl BucketState {
+    /// All tensors: those of the state, then the masters.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.state.iter().chain(&self.master)
+    }
+}
+
+impl StateStore {
+    /// Buckets of these shapes where `offload` says, with the values that `make` gives each on `device`; `order` is that of updates.
+    ///
+    /// # Errors
+    /// Memory or space that is missing, and files that cannot be written.
+    pub fn new(
+        (offload, device, meter): (&Offload, &Device, &MemoryMeter),
+        shapes: Vec<BucketShape>,
+        order: &[usize],
+        make: impl FnMut(usize) -> Result<BucketState>,
+    ) -> Result<Self> {
+        let mut next: Vec<usize> = (0..shapes.len()).collect();
+        for (place, &index) in order.iter().enumerate() {
+            next[index] = order[(place + 1) % order.len()];
+        }
+        Ok(Self(match offload {
+            Offload::Host if !device.is_cpu() => {
+                Place::Host(StateOnHost::new(shapes, next, (device, meter), make)?)
+            }
+            Offload::None | Offload::Host => {
+                let buckets = (0..shapes.len()).map(make).collect::<Result<_>>()?;
+                let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
+                let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
+                Place::Resident { buckets, _held }
+            }
+            Offload::Nvme(dir) => {
+                Place::File(StateFile::create(dir, shapes, next, (device, meter), make)?)
+            }
+        }))
+    }
+
+    /// Lets `look` read bucket `index`.
+    pub fn read<T>(&self, index: usize, look: impl FnOnce(&BucketState) -> Result<T>) -> Result<T> {
+        match &self.0 {
+            Place::Resident { buckets, .. } => look(&buckets[index]),
+            Place::Host(host) => host.read(index, look),
+            Place::File(file) => file.read(index, look),
+        }
+    }
+
+    /// Lets `change` write to the tensors of bucket `index`.
+    pub fn change<T>(
+        &self,
+        index: usize,
+        change: impl FnOnce(&BucketState) -> Result<T>,
+    ) -> Result<T> {
+        match &self.0 {
+            Place::Resident { buckets, .. } => change(&buckets[index]),
+            Place::Host(host) => host.change(index, false, change),
+            Place::File(file) => file.change(index, false, change),
+        }
+    }
+
+    /// As [`Self::change`]; the bucket that is next in the order of updates is fetched meanwhile.
+    pub fn update<T>(
+        &self,
+        index: usize,
+        update: impl FnOnce(&BucketState) -> Result<T>,
+    ) -> Result<T> {
+        match &self.0 {
+            Place::Resident { .. } => self.change(index, update),
+            Place::Host(host) => host.change(index, true, update),
+            Place::File(file) => file.change(index, true, update),
+        }
+    }
+}

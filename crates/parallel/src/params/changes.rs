@@ -1,0 +1,86 @@
+//! Which parameters still have the values of their source: their stored values are exact, those of a narrower type are not.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_comm::Mesh;
+use candle_core::{DType, Result};
+use serde::{Deserialize, Serialize};
+
+use super::parameters::Parameters;
+use super::store::Source;
+
+/// Who gave a parameter its present values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) enum ValuesFrom {
+    /// The checkpoint or the distribution that it came from.
+    #[default]
+    Source,
+    /// An optimizer.
+    Update,
+    /// A caller of [`Parameters::refill`].
+    Refill,
+}
+
+/// Of each parameter of a rank, where its values are from.
+pub(super) struct Changes(Mutex<Vec<ValuesFrom>>);
+
+impl Changes {
+    pub fn new(num_params: usize) -> Self {
+        Self(Mutex::new(vec![ValuesFrom::default(); num_params]))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<ValuesFrom>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Parameters {
+    /// Remembers who gave parameter `index` new values.
+    pub(crate) fn set_values_from(&self, index: usize, from: ValuesFrom) {
+        self.changes().lock()[index] = from;
+    }
+
+    /// Of each entry of the catalog, where its values are from, the same on every rank: a refill anywhere counts for all. Every
+    /// rank must call it.
+    pub(crate) fn values_from(&self, mesh: &Mesh) -> Result<Vec<ValuesFrom>> {
+        let own: BTreeMap<&str, ValuesFrom> = {
+            let changes = self.changes().lock();
+            let all = self.iter().zip(changes.iter());
+            all.map(|(param, &from)| (param.name.as_str(), from))
+                .filter(|(_, from)| *from != ValuesFrom::Source)
+                .collect()
+        };
+        let bytes = serde_json::to_vec(&own).map_err(candle_core::Error::msg)?;
+        let mut changed: BTreeMap<String, ValuesFrom> = BTreeMap::new();
+        for bytes in mesh.world.all_gather_bytes(&bytes)? {
+            let of_rank: BTreeMap<String, ValuesFrom> =
+                serde_json::from_slice(&bytes).map_err(candle_core::Error::msg)?;
+            for (name, from) in of_rank {
+                let known = changed.entry(name).or_default();
+                *known = from.max(*known);
+            }
+        }
+        let entries = self.catalog().iter();
+        let from = entries.map(|entry| changed.get(&entry.name).copied().unwrap_or_default());
+        Ok(from.collect())
+    }
+
+    /// The local values of parameter `index` in f32 as its source has them, if they were rounded when they were read and are still
+    /// the parameter's.
+    pub(crate) fn unrounded(&self, index: usize) -> Result<Option<Vec<f32>>> {
+        let param = self.get(index);
+        let is_rounded = match self.source() {
+            Source::Init { .. } => param.dtype() != DType::F32,
+            Source::Pretrained(_) => param.dtype() != param.stored_dtype,
+        };
+        if !is_rounded || self.changes().lock()[index] != ValuesFrom::Source {
+            return Ok(None);
+        }
+        let shape = &param.global_shape;
+        let values = self
+            .source()
+            .values(&param.name, shape, param.shard(), param.init)?;
+        Ok(Some(values))
+    }
+}

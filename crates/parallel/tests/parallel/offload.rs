@@ -1,0 +1,310 @@
+//! Optimizer state on the host and in files: the same bits, two buckets in memory, nothing left behind, and errors in time.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use candle_comm::Mesh;
+use candle_core::{DType, Result};
+use candle_parallel::{
+    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MemoryCategory, Offload,
+    Optimizer, OptimizerState, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+};
+use tempfile::tempdir;
+
+use crate::chain::{Chain, local_bits};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
+use crate::optimizer_rule::Momentum;
+use crate::save_failures::{folder_of_child, in_prepared_shell};
+
+type Bits = BTreeMap<String, Vec<u32>>;
+
+fn adamw() -> AdamW {
+    AdamW(AdamWConfig::default())
+}
+
+fn steps(
+    chain: Chain,
+    mesh: &Mesh,
+    stage: &Stage,
+    optimizer: &mut DistributedOptimizer,
+) -> Result<()> {
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
+    let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
+    for step in 0..3 {
+        let batches = chain.micro_batches(50 * step, 6)?;
+        let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
+        let passes = pipeline.forward_backward(stage, batches, &mut gradients)?;
+        optimizer.step(&mut gradients, &passes, 0.01, Some(1.0))?;
+    }
+    Ok(())
+}
+
+/// The most that a bucket's part of a rank takes, of `num_tensors` f32 tensors: one bucket per block, each part padded to 64 values.
+fn largest_bucket_bytes(stage: &Stage, dp: usize, zero: ZeroStage, num_tensors: usize) -> usize {
+    let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
+    for param in stage.params().iter() {
+        *by_block.entry(param.blocks[0]).or_default() += param.num_values();
+    }
+    let lens = by_block.into_values();
+    let parts = lens.map(|len| match zero {
+        ZeroStage::Zero => len.next_multiple_of(64 * dp),
+        _ => len.next_multiple_of(64 * dp) / dp,
+    });
+    parts.max().unwrap() * num_tensors * 4
+}
+
+/// Trains and returns every rank's weights and state.
+fn trained<R: Optimizer + 'static>(
+    layout: (usize, usize, usize),
+    replicas: DataParallel,
+    (chain, offload): (Chain, &Offload),
+    rule: fn() -> R,
+) -> Vec<(Bits, Vec<OptimizerState>)> {
+    on_mesh(layout, |mesh| {
+        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+        let params = stage.params();
+        let mut optimizer = DistributedOptimizer::offloaded(params, &mesh, rule(), offload)?;
+        steps(chain, &mesh, &stage, &mut optimizer)?;
+        let state = optimizer.state()?;
+        let num_buckets = match offload {
+            Offload::None => usize::MAX,
+            Offload::Host if mesh.world.device().is_cpu() => usize::MAX,
+            Offload::Host => 3,
+            Offload::Nvme(_) => 2,
+        };
+        if num_buckets < usize::MAX {
+            let num_tensors = 2 + usize::from(chain.dtype == DType::BF16);
+            let largest = largest_bucket_bytes(&stage, layout.1, replicas.zero, num_tensors);
+            let peak = params.meter().report().of(MemoryCategory::Optimizer).peak;
+            let most = (num_buckets * largest) as u64;
+            assert!(peak <= most, "{peak} of {num_buckets} {largest}");
+        }
+        Ok((local_bits(&stage), state))
+    })
+}
+
+#[test]
+fn bits_are_the_same_wherever_the_state_is() {
+    let dir = tempdir().unwrap();
+    let file = Offload::Nvme(dir.path().to_path_buf());
+    for (layout, dtype, tied) in [
+        ((1, 1, 1), DType::F32, false),
+        ((1, 3, 1), DType::BF16, false),
+        ((2, 1, 2), DType::BF16, true),
+        ((2, 2, 2), DType::F32, true),
+    ] {
+        for zero in ZERO_STAGES {
+            for overlap in [false, true] {
+                let replicas = DataParallel {
+                    zero,
+                    overlap,
+                    ..DataParallel::default()
+                };
+                let chain = Chain {
+                    dtype,
+                    tied,
+                    ..Chain::default()
+                };
+                let trained = |offload| trained(layout, replicas, (chain, offload), adamw);
+                let want = trained(&Offload::None);
+                assert!(want.iter().any(|(_, state)| !state.is_empty()));
+                let what = format!("{layout:?} {dtype:?} {replicas:?}");
+                assert!(trained(&Offload::Host) == want, "{what}: host");
+                assert!(trained(&file) == want, "{what}: file");
+            }
+        }
+    }
+    let trained = |offload| {
+        trained(
+            (1, 3, 1),
+            DataParallel::default(),
+            (Chain::default(), offload),
+            || Momentum,
+        )
+    };
+    assert!(
+        trained(&file) == trained(&Offload::None),
+        "a rule of one's own"
+    );
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn state_moves_from_one_place_to_another() -> Result<()> {
+    let (dir, mesh) = (tempdir().unwrap(), single_mesh());
+    let places = [
+        Offload::None,
+        Offload::Host,
+        Offload::Nvme(dir.path().to_path_buf()),
+    ];
+    let chain = Chain {
+        dtype: DType::BF16,
+        ..Chain::default()
+    };
+    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+    let make = |offload| DistributedOptimizer::offloaded(stage.params(), &mesh, adamw(), offload);
+    let mut first = make(&places[0])?;
+    steps(chain, &mesh, &stage, &mut first)?;
+    let want = first.state()?;
+    for place in &places {
+        let mut other = make(place)?;
+        assert!(other.state()? != want);
+        for state in &want {
+            assert_eq!(other.load_state(state)?, state.values.len());
+        }
+        assert!(other.state()? == want, "{place:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn places_have_names() {
+    let parse = |text: &str| text.parse::<Offload>();
+    assert_eq!(parse("optimizer").unwrap(), Offload::Host);
+    let dir = Offload::Nvme("/a:b".into());
+    assert_eq!(parse("nvme:/a:b").unwrap(), dir);
+    for text in ["", "nvme", "nvme:", "cpu", "optimizer:"] {
+        let words = ["`optimizer` or `nvme:DIR`", &format!("`{text}`")];
+        assert_says(&message(parse(text)), &words);
+    }
+}
+
+/// An optimizer of 13 kB of state in `dir`.
+fn in_folder(dir: &Path) -> Result<(Chain, Mesh, Stage, DistributedOptimizer)> {
+    let (chain, mesh) = (
+        Chain {
+            vocab: 200,
+            ..Chain::default()
+        },
+        single_mesh(),
+    );
+    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+    let offload = Offload::Nvme(dir.to_path_buf());
+    let params = stage.params();
+    let optimizer = DistributedOptimizer::offloaded(params, &mesh, adamw(), &offload)?;
+    Ok((chain, mesh, stage, optimizer))
+}
+
+/// The message when an optimizer cannot be made in `dir`, which tells the bytes that it needs.
+fn refused(dir: &Path) -> String {
+    let mesh = single_mesh();
+    let stage = Chain {
+        vocab: 200,
+        ..Chain::default()
+    }
+    .stage(&mesh, &ParamStore::init(5))
+    .unwrap();
+    let _resident = DistributedOptimizer::new(stage.params(), &mesh, adamw()).unwrap();
+    let said = message(in_folder(dir).map(drop));
+    let held = stage.params().meter().report();
+    let bytes = held.of(MemoryCategory::Optimizer).now;
+    let bytes = format!("cannot keep {bytes} bytes");
+    assert_says(&said, &[&bytes, &dir.display().to_string(), "hint:"]);
+    said
+}
+
+#[test]
+fn a_folder_that_is_missing_or_not_writable_is_an_error_at_once() {
+    let dir = tempdir().unwrap();
+    std::fs::write(dir.path().join("file"), "x").unwrap();
+    refused(&dir.path().join("missing"));
+    refused(&dir.path().join("file"));
+    let closed = dir.path().join("closed");
+    std::fs::create_dir(&closed).unwrap();
+    let mut permissions = std::fs::metadata(&closed).unwrap().permissions();
+    permissions.set_readonly(true);
+    std::fs::set_permissions(&closed, permissions).unwrap();
+    match tempfile::tempfile_in(&closed) {
+        Err(_) => assert_says(&refused(&closed), &["ermission"]),
+        // This user may write everywhere: another one tries.
+        Ok(_) => {
+            let test = "offload::a_folder_that_this_user_may_not_write_to";
+            let other = ["setpriv", "--reuid", "65534", "--clear-groups"];
+            in_prepared_shell(test, &other, "test -x \"$0\"", &closed);
+        }
+    }
+}
+
+#[test]
+fn a_folder_that_this_user_may_not_write_to() {
+    if let Some(dir) = folder_of_child() {
+        assert_says(&refused(&dir), &["ermission"]);
+    }
+}
+
+#[test]
+fn a_limit_of_file_size_is_an_error_at_once() {
+    if let Some(dir) = folder_of_child() {
+        assert_says(&refused(&dir), &["large"]);
+        return;
+    }
+    let dir = tempdir().unwrap();
+    let test = "offload::a_limit_of_file_size_is_an_error_at_once";
+    in_prepared_shell(test, &["env"], "trap '' XFSZ && ulimit -f 8", dir.path());
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_full_disk_is_an_error_at_once() {
+    if let Some(dir) = folder_of_child() {
+        assert_says(&refused(&dir), &["space"]);
+        return;
+    }
+    let dir = tempdir().unwrap();
+    let test = "offload::a_full_disk_is_an_error_at_once";
+    let mount = "mount -t tmpfs -o size=8k none \"$SAVE_FAILURES_FOLDER\"";
+    in_prepared_shell(test, &["unshare", "-Urm"], mount, dir.path());
+}
+
+#[test]
+fn a_file_that_cannot_be_written_to_any_more_ends_the_run() {
+    if let Some(dir) = folder_of_child() {
+        let (chain, mesh, stage, mut optimizer) = in_folder(&dir).unwrap();
+        let limit = Command::new("prlimit")
+            .arg("--fsize=4096")
+            .args(["--pid", &std::process::id().to_string()])
+            .status();
+        assert!(limit.unwrap().success());
+        let said = message(steps(chain, &mesh, &stage, &mut optimizer));
+        let words = [
+            "cannot write the optimizer's state",
+            &dir.display().to_string(),
+            "large",
+        ];
+        assert_says(&said, &words);
+        assert_says(&message(optimizer.state()), &words);
+        return;
+    }
+    let dir = tempdir().unwrap();
+    let test = "offload::a_file_that_cannot_be_written_to_any_more_ends_the_run";
+    in_prepared_shell(
+        test,
+        &["env"],
+        "trap '' XFSZ && prlimit --version",
+        dir.path(),
+    );
+}
+
+#[test]
+fn nothing_is_left_of_a_process_that_was_killed() {
+    if let Some(dir) = folder_of_child() {
+        let (chain, mesh, stage, mut optimizer) = in_folder(&dir).unwrap();
+        steps(chain, &mesh, &stage, &mut optimizer).unwrap();
+        // The end of the process without any chance to tidy up.
+        std::process::abort();
+    }
+    let dir = tempdir().unwrap();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "offload::nothing_is_left_of_a_process_that_was_killed",
+        ])
+        .env("SAVE_FAILURES_FOLDER", dir.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    assert_eq!(child.unwrap().code(), None, "ended by a signal");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
