@@ -109,19 +109,44 @@ fn replicas_divide_what_the_stage_of_zero_says() {
     let memory = |zero: u8| {
         let program = bench().flag("--device", "cpu").flag("--batch-size", 2);
         let line = measured(program.flag("--dp", 2).flag("--zero", zero));
-        let bytes = |category: &str| {
-            line["memory"][format!("{category}_bytes")]
-                .as_u64()
-                .unwrap()
-        };
-        // Weights as they are, gradients in buckets that are padded to 128 values each.
-        assert_eq!(bytes("weights"), 4 * line["parameters"].as_u64().unwrap());
-        assert_eq!(bytes("gathered") + bytes("buffers"), 0);
-        [bytes("gradients"), bytes("optimizer")]
+        let memory = line["memory"].as_object().unwrap().clone();
+        let bytes = move |field: &str| memory[field].as_u64().unwrap();
+        (bytes, 4 * line["parameters"].as_u64().unwrap())
     };
-    let [gradients, optimizer] = memory(0);
-    assert_eq!(optimizer, 2 * gradients);
-    assert_eq!(memory(1), [gradients, gradients]);
+    let held = |zero: u8| {
+        let (bytes, _) = memory(zero);
+        ["weights_bytes", "gradients_bytes", "optimizer_bytes"].map(bytes)
+    };
+    // Weights as they are; gradients, and all that is divided, in buckets that are padded to 128 values each.
+    let (bytes, weights) = memory(0);
+    assert_eq!(bytes("weights_bytes"), weights);
+    assert_eq!(bytes("gathered_peak_bytes") + bytes("buffers_bytes"), 0);
+    let gradients = bytes("gradients_bytes");
+    assert_eq!(held(0), [weights, gradients, 2 * gradients]);
+    assert_eq!(held(1), [weights, gradients, gradients]);
+    assert_eq!(held(2), [weights, gradients / 2, gradients]);
+    assert_eq!(held(3), [gradients / 2, gradients / 2, gradients]);
+    let (bytes, _) = memory(3);
+    assert_eq!(bytes("gathered_bytes"), 0);
+    assert!((1..gradients).contains(&bytes("gathered_peak_bytes")));
+}
+
+#[test]
+fn losses_do_not_depend_on_where_the_optimizer_state_is() {
+    let losses = |offload: Option<&str>| {
+        let program = bench().flag("--device", "cpu").flag("--dp", 2);
+        let program = match offload {
+            None => program,
+            Some(place) => program.flag("--offload", place),
+        };
+        let measured = measured(program.flag("--batch-size", 2));
+        measured["losses"].clone()
+    };
+    let file = format!("nvme:{}", std::env::temp_dir().display());
+    let want = losses(None);
+    assert!(want.is_array());
+    assert_eq!(losses(Some("optimizer")), want);
+    assert_eq!(losses(Some(&file)), want);
 }
 
 #[test]
