@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use candle_comm::{Backend, Degrees, RankEnv, RunConfig};
+use candle_comm::{Backend, Degrees, HalfSums, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_ops::{DeviceChoice, GpuSettings};
 use candle_parallel::count_memory_with;
@@ -26,6 +26,10 @@ pub struct RankArgs {
     /// call different things without it, nccl does not; steps take longer
     #[arg(long)]
     pub check_collectives: bool,
+    /// How nccl adds bf16 and f16: f32, sent as f32 and rounded once; or native, sent as they are, half the bytes, and rounded after
+    /// each addition. local and mpi always send them as they are and add them in f32
+    #[arg(long, default_value_t = HalfSums::F32, value_name = "PRECISION")]
+    pub half_sums: HalfSums,
     /// On a GPU: the same bits in each run. cuDNN's backward pass of attention then adds in a fixed order, which takes longer and
     /// more memory; everything else always does
     #[arg(long)]
@@ -76,6 +80,7 @@ impl RankArgs {
         Ok(RunConfig {
             deadline: Duration::from_secs(self.deadline),
             check_collectives: self.check_collectives,
+            half_sums: self.half_sums,
             ..config
         })
     }

@@ -7,7 +7,7 @@ use crate::Pending;
 /// How a reduction combines the values of the ranks, elementwise and in rank order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum. bf16 and f16 are accumulated in f32 and rounded once; integers wrap.
+    /// The sum. bf16 and f16 are accumulated in f32 and rounded once, but with [`HalfSums::Native`](crate::HalfSums); integers wrap.
     Sum,
     /// The largest value. A NaN on any rank gives NaN.
     Max,
@@ -64,6 +64,11 @@ pub trait Communicator: Send + Sync {
 
     /// The device on which this rank's tensors live.
     fn device(&self) -> &Device;
+
+    /// Bytes that travel for each value of a reduction, where a backend does not send values as they are.
+    fn bytes_per_reduced_value(&self, _op: ReduceOp, dtype: DType) -> usize {
+        dtype.size_in_bytes()
+    }
 
     /// `(n, ..) -> (n, ..)`: the elementwise reduction over the ranks, on every rank.
     #[track_caller]

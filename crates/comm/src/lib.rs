@@ -34,6 +34,7 @@ mod deadline;
 mod device;
 mod element;
 mod error;
+mod half_sums;
 pub mod launch;
 mod local;
 mod mesh;
@@ -54,6 +55,7 @@ pub use candle_launch::{Fingerprint, RankEnv};
 pub use communicator::{Communicator, P2p, ReduceOp};
 pub use counters::{Counters, OpCount};
 pub use error::{Error, message_of};
+pub use half_sums::HalfSums;
 pub use local::LocalConfig;
 pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]

@@ -11,7 +11,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
 use crate::single::Single;
-use crate::{Communicator, Counters, Error, Watched};
+use crate::{Communicator, Counters, Error, ReduceOp, Watched};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -129,6 +129,11 @@ impl ProcessGroup {
         let bytes = numerator as u128 * (n - 1) * size_in_bytes as u128 / n;
         self.lock_counters()
             .add(operation, u64::try_from(bytes).unwrap_or(u64::MAX));
+    }
+
+    /// Bytes of `xs` as a reduction sends them.
+    fn reduced_bytes(&self, xs: &Tensor, op: ReduceOp) -> usize {
+        xs.elem_count() * self.comm.bytes_per_reduced_value(op, xs.dtype())
     }
 
     /// An error unless `rank` is in the group.

@@ -6,7 +6,7 @@ use candle_core::{Device, Result};
 use candle_launch::{Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
-use crate::{Backend, Degrees, Error};
+use crate::{Backend, Degrees, Error, HalfSums};
 
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
 #[derive(Debug, Clone)]
@@ -21,6 +21,8 @@ pub struct RunConfig {
     pub devices: Vec<Device>,
     /// How long a rank may wait for the others in one operation before the run ends with an error. Default: 10 minutes.
     pub deadline: Duration,
+    /// How NCCL adds bf16 and f16. Default: in f32.
+    pub half_sums: HalfSums,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
     pub threads_per_rank: Option<usize>,
     /// Whether ranks that are processes compare each collective by way of rank 0 before it starts, so that no rank starts one
@@ -50,6 +52,7 @@ impl RunConfig {
             degrees,
             devices,
             deadline: Duration::from_secs(600),
+            half_sums: HalfSums::default(),
             threads_per_rank: None,
             check_collectives: false,
             fingerprint: Fingerprint::default(),

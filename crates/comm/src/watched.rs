@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
 use crate::call::describe;
@@ -190,6 +190,10 @@ impl Communicator for Watched {
 
     fn device(&self) -> &Device {
         self.inner.device()
+    }
+
+    fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
+        self.inner.bytes_per_reduced_value(op, dtype)
     }
 
     #[track_caller]

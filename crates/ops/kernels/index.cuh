@@ -4,6 +4,7 @@
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
+typedef unsigned char u8;
 
 // Number of this thread among all threads of a one-dimensional grid.
 __device__ inline i64 thread_index() {

@@ -11,6 +11,10 @@ pub(crate) struct HostF32(Tensor);
 #[derive(Clone)]
 pub(crate) struct HostU32(Tensor);
 
+/// A contiguous, detached tensor of `u8` on the CPU.
+#[derive(Clone)]
+pub(crate) struct HostU8(Tensor);
+
 fn checked(op: &str, what: &str, tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     if !matches!(tensor.device(), Device::Cpu) || tensor.dtype() != dtype {
         bail!(
@@ -60,6 +64,21 @@ impl HostU32 {
     pub(crate) fn read(&self) -> Values<'_, u32> {
         Values::new(&self.0, |storage| match storage {
             CpuStorage::U32(values) => values,
+            _ => &[],
+        })
+    }
+}
+
+impl HostU8 {
+    /// Checks `tensor`, the argument `what` of the operation `op`; copies it only if it is not contiguous.
+    pub(crate) fn new(op: &str, what: &str, tensor: &Tensor) -> Result<Self> {
+        Ok(Self(checked(op, what, tensor, DType::U8)?))
+    }
+
+    /// Locks the values for reading.
+    pub(crate) fn read(&self) -> Values<'_, u8> {
+        Values::new(&self.0, |storage| match storage {
+            CpuStorage::U8(values) => values,
             _ => &[],
         })
     }

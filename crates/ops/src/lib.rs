@@ -52,6 +52,7 @@ mod linear_grad;
 mod matrix;
 mod op_output;
 mod profile;
+mod quantized;
 mod rms_norm;
 mod rope;
 mod row_norm;
@@ -83,6 +84,9 @@ pub use linear_grad::{
 };
 pub use op_output::OpOutput;
 pub use profile::{OpTime, Profile};
+pub use quantized::{
+    dequantize_int8_into, dequantize_int8_sum_into, quantize_int8, quantized_bytes,
+};
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use stopwatch::Stopwatch;

@@ -32,6 +32,8 @@ mod optimizer;
 mod pieces;
 #[path = "ops/profile.rs"]
 mod profile;
+#[path = "ops/quantized.rs"]
+mod quantized;
 #[path = "ops/rms_norm.rs"]
 mod rms_norm;
 #[path = "ops/size_zero.rs"]

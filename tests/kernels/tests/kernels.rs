@@ -30,6 +30,8 @@ mod embedding;
 mod embedding_order;
 #[path = "kernels/layer_norm.rs"]
 mod layer_norm;
+#[path = "kernels/quantized.rs"]
+mod quantized;
 #[path = "kernels/rms_norm.rs"]
 mod rms_norm;
 #[path = "kernels/rope.rs"]

@@ -56,6 +56,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         ],
     ),
     ("--check-collectives", &["processes", "rank 0"]),
+    ("--half-sums", &["[default: f32]", "native", "nccl"]),
     ("--deterministic", &["same bits", "attention"]),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),

@@ -47,6 +47,7 @@ pub(super) fn nccl<T: Send>(
     let share = crate::cores::num_cores() / config.env.local_world_size().max(1);
     let nccl = crate::NcclConfig {
         deadline: config.deadline,
+        half_sums: config.half_sums,
         threads_per_rank: config.threads_per_rank.or(Some(share)),
         ..crate::NcclConfig::new(rank, world_size, device.clone(), exchange)
     };

@@ -16,7 +16,7 @@ use crate::communicator::own_slice;
 use crate::device::empty;
 use crate::element;
 use crate::single::Single;
-use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
+use crate::{Communicator, Error, HalfSums, P2p, Pending, ReduceOp, call_site};
 
 /// One rank's end of a group over NCCL; the rank's GPU is its own.
 ///
@@ -25,6 +25,7 @@ pub struct NcclCommunicator {
     pub(super) session: Arc<Session>,
     pub(super) group: Arc<Group>,
     pub(super) device: Device,
+    pub(super) half_sums: HalfSums,
 }
 
 impl NcclCommunicator {
@@ -103,7 +104,7 @@ impl NcclCommunicator {
         if xs.elem_count() == 0 {
             return self.nothing(dims, xs.dtype());
         }
-        let reduction = Reduction::new(op, xs.dtype());
+        let reduction = Reduction::new(op, xs.dtype(), self.half_sums);
         if let (Reduction::Plain, Some(place)) = (&reduction, &place) {
             return self.start_one(&call, transfer(xs.clone(), place.clone()), place.clone());
         }
@@ -144,6 +145,10 @@ impl Communicator for NcclCommunicator {
 
     fn device(&self) -> &Device {
         &self.device
+    }
+
+    fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
+        Reduction::new(op, dtype, self.half_sums).bytes_per_value(dtype)
     }
 
     #[track_caller]
@@ -294,6 +299,7 @@ impl Communicator for NcclCommunicator {
                 session: self.session.clone(),
                 group: self.session.add(group),
                 device: self.device.clone(),
+                half_sums: self.half_sums,
             })),
             Ok(None) => Ok(Box::new(Single::new(self.device.clone()))),
             Err(error) => {

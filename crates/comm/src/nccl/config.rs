@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use candle_core::{Device, Result};
 
+use crate::HalfSums;
+
 /// Brings rank 0's bytes to all ranks: called once by every rank, with nothing on the others.
 pub type Exchange = Arc<dyn Fn(&[u8]) -> Result<Vec<u8>> + Send + Sync>;
 
@@ -21,6 +23,8 @@ pub struct NcclConfig {
     pub exchange: Exchange,
     /// How long one operation may be under way before the run ends with an error. Default: 10 minutes.
     pub deadline: Duration,
+    /// How bf16 and f16 are added, the same on all ranks. Default: in f32.
+    pub half_sums: HalfSums,
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS or the cores, divided by the number of GPUs; at least
     /// one.
     pub threads_per_rank: Option<usize>,
@@ -38,6 +42,7 @@ impl NcclConfig {
             device,
             exchange,
             deadline: Duration::from_secs(600),
+            half_sums: HalfSums::default(),
             threads_per_rank: None,
             stack_bytes: 64 << 20,
         }

@@ -63,6 +63,7 @@ impl NcclCommunicator {
             session,
             group,
             device: config.device.clone(),
+            half_sums: config.half_sums,
         })
     }
 

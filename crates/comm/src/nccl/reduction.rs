@@ -1,6 +1,7 @@
 //! Reductions as [`ReduceOp`] defines them, out of those of NCCL.
 //!
-//! NCCL adds bf16 and f16 in their own precision, rounding after each rank, so they travel as f32 and are rounded once.
+//! NCCL adds bf16 and f16 in their own precision, rounding after each addition, so they travel as f32 and are rounded once,
+//! unless its own sums are wanted.
 //! Its maximum drops a NaN, so a mask of the NaNs travels along: with the largest value `y` and the mask `m` in {0, 1},
 //! ```text
 //! y + sqrt(-m) = y if m = 0        (sqrt(-0) = -0, and y + -0 = y for every y)
@@ -9,7 +10,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::ReduceOp;
+use crate::{HalfSums, ReduceOp};
 
 /// How a reduction is made.
 #[derive(Clone, Copy)]
@@ -23,11 +24,21 @@ pub(super) enum Reduction {
 }
 
 impl Reduction {
-    pub fn new(op: ReduceOp, dtype: DType) -> Self {
+    pub fn new(op: ReduceOp, dtype: DType, half_sums: HalfSums) -> Self {
+        let is_half = matches!(dtype, DType::BF16 | DType::F16);
         match op {
-            ReduceOp::Sum if matches!(dtype, DType::BF16 | DType::F16) => Self::Widened(dtype),
+            ReduceOp::Sum if is_half && half_sums == HalfSums::F32 => Self::Widened(dtype),
             ReduceOp::Max if dtype.is_float() => Self::Masked,
             _ => Self::Plain,
+        }
+    }
+
+    /// Bytes that travel for each value of `dtype`.
+    pub fn bytes_per_value(self, dtype: DType) -> usize {
+        match self {
+            Self::Plain => dtype.size_in_bytes(),
+            Self::Widened(_) => DType::F32.size_in_bytes(),
+            Self::Masked => dtype.size_in_bytes() + DType::U8.size_in_bytes(),
         }
     }
 
@@ -56,6 +67,22 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+
+    #[test]
+    fn what_travels_is_what_is_counted() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::I64] {
+            let xs = Tensor::zeros(5, dtype, &Device::Cpu)?;
+            for op in [ReduceOp::Sum, ReduceOp::Max] {
+                for half_sums in [HalfSums::F32, HalfSums::Native] {
+                    let reduction = Reduction::new(op, dtype, half_sums);
+                    let bytes = |xs: &Tensor| xs.elem_count() * xs.dtype().size_in_bytes();
+                    let sent: usize = reduction.inputs(&xs)?.iter().map(bytes).sum();
+                    assert_eq!(sent, 5 * reduction.bytes_per_value(dtype));
+                }
+            }
+        }
+        Ok(())
+    }
 
     #[test]
     fn a_mask_brings_nan_back_and_changes_nothing_else() -> Result<()> {

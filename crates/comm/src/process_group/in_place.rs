@@ -27,7 +27,7 @@ impl ProcessGroup {
         if self.is_single() || xs.elem_count() == 0 {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_reduce", 2, size_in_bytes(xs));
+        self.count("all_reduce", 2, self.reduced_bytes(xs, op));
         let xs = xs.detach();
         scope(Location::caller(), || {
             self.comm.all_reduce_in_place(&xs, op)
@@ -54,7 +54,7 @@ impl ProcessGroup {
         if self.is_single() || xs.elem_count() == 0 {
             return Ok(Pending::ready(own_slice(&*self.comm, &xs.detach())?));
         }
-        self.count("reduce_scatter", 1, size_in_bytes(xs));
+        self.count("reduce_scatter", 1, self.reduced_bytes(xs, op));
         let xs = xs.detach();
         scope(Location::caller(), || {
             self.comm.reduce_scatter_in_place(&xs, op)

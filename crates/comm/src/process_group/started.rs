@@ -18,7 +18,7 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_reduce", 2, size_in_bytes(xs));
+        self.count("all_reduce", 2, self.reduced_bytes(xs, op));
         let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.all_reduce(&xs, op))
     }
@@ -48,7 +48,7 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("reduce_scatter", 1, size_in_bytes(xs));
+        self.count("reduce_scatter", 1, self.reduced_bytes(xs, op));
         let xs = dims::contiguous(xs)?;
         scope(Location::caller(), || self.comm.reduce_scatter(&xs, op))
     }

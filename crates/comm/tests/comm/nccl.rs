@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use candle_comm::{Exchange, NcclConfig, ProcessGroup, launch};
+use candle_comm::{Exchange, HalfSums, NcclConfig, ProcessGroup, launch};
 use candle_core::{Device, Result};
 
 use crate::conformance::{self, Launch};
@@ -71,6 +71,15 @@ pub fn each<T: Send>(
     deadline: Duration,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
+    each_with(world_size, (deadline, HalfSums::F32), run)
+}
+
+/// [`each`] with sums of half precision of either kind.
+pub fn each_with<T: Send>(
+    world_size: usize,
+    (deadline, half_sums): (Duration, HalfSums),
+    run: impl Fn(ProcessGroup) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
     let _alone = alone();
     let board = Arc::new(Board::default());
     thread::scope(|scope| {
@@ -81,6 +90,7 @@ pub fn each<T: Send>(
                 let exchange = board.exchange(rank);
                 let config = NcclConfig {
                     deadline,
+                    half_sums,
                     threads_per_rank: Some(1),
                     ..NcclConfig::new(rank, world_size, device, exchange)
                 };

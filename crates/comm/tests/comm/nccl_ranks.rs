@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_comm::{Communicator, NcclCommunicator, NcclConfig, P2p, ReduceOp};
+use candle_comm::{Communicator, HalfSums, NcclCommunicator, NcclConfig, P2p, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::nccl::{Board, devices, each};
+use crate::nccl::{Board, devices, each, each_with};
 use crate::reference::{DTYPES, assert_same, input, on};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -150,6 +150,56 @@ fn reductions_keep_their_contract() -> Result<()> {
         Ok(())
     });
     results.into_iter().collect()
+}
+
+/// The sums differ whatever the order in which three ranks are added, and the bytes with them, in a split too.
+#[test]
+fn half_sums_are_made_as_asked_and_counted_as_sent() -> Result<()> {
+    // Values of the ranks, their sum rounded once, and rounded after each addition.
+    let sums = [
+        (DType::BF16, [111.0, 94.5, 672.0], 876.0, 880.0),
+        (DType::F16, [559.5, 2664.0, 2558.0], 5780.0, 5784.0),
+    ];
+    for (half_sums, bytes_per_value) in [(HalfSums::F32, 4), (HalfSums::Native, 2)] {
+        let results = each_with(3, (LONG, half_sums), |world| {
+            for world in [world.split(0, world.rank())?, world] {
+                for (dtype, values, once, native) in sums {
+                    let want = match half_sums {
+                        HalfSums::F32 => once,
+                        HalfSums::Native => native,
+                    };
+                    let mine = Tensor::full(values[world.rank()], 6, &Device::Cpu)?;
+                    let xs = on(&world, &mine.to_dtype(dtype)?)?;
+                    world.reset_counters();
+                    let sum = ReduceOp::Sum;
+                    let whole = world.start_all_reduce(&xs, sum)?.wait()?;
+                    let slice = world.start_reduce_scatter(&xs, sum)?.wait()?;
+                    let place = xs.copy()?;
+                    let own = world.start_reduce_scatter_in_place(&place, sum)?.wait()?;
+                    let place = xs.copy()?;
+                    let same = world.start_all_reduce_in_place(&place, sum)?.wait()?;
+                    for (got, len) in [(whole, 6), (slice, 2), (own, 2), (same, 6)] {
+                        let got = got.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+                        assert_eq!(got.to_vec1::<f64>()?, vec![want; len], "{dtype:?}");
+                    }
+                    let counters = world.counters();
+                    let once = 6 * bytes_per_value * 2 / 3;
+                    assert_eq!(counters.bytes("all_reduce"), 2 * 2 * once);
+                    assert_eq!(counters.bytes("reduce_scatter"), 2 * once);
+                    world.reset_counters();
+                    world.all_reduce(&xs, ReduceOp::Max)?;
+                    world.all_gather(&xs, 0)?;
+                    // A maximum takes a mask along, a gathering nothing.
+                    let counters = world.counters();
+                    assert_eq!(counters.bytes("all_reduce"), 2 * 6 * 3 * 2 / 3);
+                    assert_eq!(counters.bytes("all_gather"), 18 * 2 * 2 / 3);
+                }
+            }
+            Ok(())
+        });
+        results.into_iter().collect::<Result<()>>()?;
+    }
+    Ok(())
 }
 
 #[test]

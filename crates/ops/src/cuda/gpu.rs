@@ -109,6 +109,11 @@ impl Gpu {
         Fresh::new(&self.device, len)
     }
 
+    /// Memory for `len` bytes, not yet written.
+    pub(super) fn alloc_u8(&self, len: usize) -> Result<Fresh<u8>> {
+        Fresh::new(&self.device, len)
+    }
+
     /// Memory for `len` sums, not yet written.
     pub(super) fn alloc_f64(&self, len: usize) -> Result<Fresh<f64>> {
         Fresh::new(&self.device, len)

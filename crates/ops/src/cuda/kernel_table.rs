@@ -65,6 +65,10 @@ macro_rules! for_each_kernel {
                 layer_norm_backward[T](dx: Out<T>, dw: OptOut<f32>, db: OptOut<f32>, x: In<T>, w: In<T>, dy: In<T>,
                     residual: OptIn<T>, rows: i64, cols: i32, eps: f32);
             }
+            "quantized" {
+                quantize_int8[T](packed: Out<u8>, src: In<T>, len: i64);
+                dequantize_int8[T](dst: Out<T>, packed: In<u8>, num_summed: i64, len: i64, add: i32);
+            }
             "rms_norm" {
                 rms_norm_forward[T](y: Out<T>, x: In<T>, w: In<T>, rows: i64, cols: i32, eps: f32);
                 rms_norm_backward[T](dx: Out<T>, partials: OptOut<f32>, x: In<T>, w: In<T>, dy: In<T>,

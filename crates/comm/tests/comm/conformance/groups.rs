@@ -106,7 +106,7 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
             let xs = Tensor::zeros((world_size, 10), DType::F32, world.device())?;
             let size = n * 40;
             world.all_reduce(&xs, ReduceOp::Sum)?;
-            world.start_all_reduce(&xs, ReduceOp::Max)?.wait()?;
+            world.start_all_reduce(&xs, ReduceOp::Sum)?.wait()?;
             world.all_gather(&xs, 1)?;
             world.reduce_scatter(&xs, ReduceOp::Sum, 0)?;
             world.broadcast(&xs, 0)?;
@@ -140,6 +140,16 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
             assert_eq!(count("barrier"), (1, 0));
             let sends = [(1, 2 * size), (1, 0), (0, 0), (0, 0), (0, 0)];
             assert_eq!(count("batch_send_recv"), sends[world.rank()]);
+            // Of integers all backends send as many bytes as they have.
+            world.reset_counters();
+            let codes = Tensor::zeros((world_size, 7), DType::U8, world.device())?;
+            world.start_all_to_all(&codes)?.wait()?;
+            world.start_all_gather(&codes)?.wait()?;
+            world.start_all_gather_in_place(&codes)?.wait()?;
+            let counters = world.counters();
+            let count = |name| (counters.calls(name), counters.bytes(name));
+            assert_eq!(count("all_to_all"), (1, 7 * (n - 1)));
+            assert_eq!(count("all_gather"), (2, 7 * (n - 1) * (n + 1)));
             let half = world.split(0, 0)?;
             assert_eq!(
                 half.counters().total().calls,

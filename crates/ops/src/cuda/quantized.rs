@@ -1,0 +1,48 @@
+//! Blockwise int8 on the GPU.
+
+use super::element::by_dtype;
+use super::gpu::{BLOCK, Gpu};
+use super::launch;
+use crate::host::detached;
+use crate::quantized::quantized_bytes;
+use candle_core::{Result, Tensor};
+
+/// Values of a row for each block of threads: 8 for each thread.
+const VALUES_PER_BLOCK: usize = 2048;
+
+/// The packed form of `xs`, rows of `len` values, in `shape`.
+pub(crate) fn quantize_int8(
+    xs: &Tensor,
+    [rows, len]: [usize; 2],
+    shape: Vec<usize>,
+) -> Result<Tensor> {
+    let gpu = Gpu::of("quantize_int8", xs)?;
+    let xs = detached(xs)?;
+    let packed = gpu.alloc_u8(rows * quantized_bytes(len))?;
+    by_dtype!(gpu.op(), "xs", xs, T => if rows * len > 0 {
+        let src = gpu.read::<T>("xs", &xs)?;
+        let launch = gpu.grid([len.div_ceil(VALUES_PER_BLOCK), rows, 1], BLOCK, 0)?;
+        // SAFETY: xs has rows of len values, packed the bytes of as many rows, from an aligned address.
+        unsafe { launch::quantize_int8::<T>(&launch, packed.out(), src.get(), len as i64) }?;
+    });
+    Ok(packed.into_tensor(shape))
+}
+
+/// Each of `num_sums` rows of `len` values of `dst`, as many as it has, gets the sum of `num_summed` rows of `packed`.
+pub(crate) fn dequantize_int8(
+    op: &'static str,
+    dst: &Tensor,
+    add: bool,
+    packed: &Tensor,
+    [num_sums, num_summed, len]: [usize; 3],
+) -> Result<()> {
+    let gpu = Gpu::of(op, dst)?;
+    let packed = detached(packed)?;
+    let packed = gpu.read::<u8>("packed", &packed)?;
+    let launch = gpu.grid([len.div_ceil(VALUES_PER_BLOCK), num_sums, 1], BLOCK, 0)?;
+    let (rows, cols) = (num_summed as i64, len as i64);
+    by_dtype!(op, "dst", dst, T => gpu.write::<T>("dst", dst, |dst| {
+        // SAFETY: dst has num_sums rows of len values, packed the bytes of num_summed rows for each.
+        unsafe { launch::dequantize_int8::<T>(&launch, dst, packed.get(), rows, cols, add.into()) }
+    }))
+}
