@@ -99,8 +99,8 @@ pub use layers::{
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 pub use optimizer::{
-    AdamW, AdamWConfig, DistributedOptimizer, Optimizer, OptimizerState, ParamGroup, ParamSlice,
-    SliceWeight, StepReport, UpdateStep,
+    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Optimizer, OptimizerState, ParamGroup,
+    ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
     CatalogEntry, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters, Placement, Shard,

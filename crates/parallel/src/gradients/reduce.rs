@@ -157,6 +157,7 @@ impl Gradients {
             mean: loss_sum / num_targets,
             num_targets: num_targets as usize,
         };
+        let divisor = num_targets * self.loss_scale;
         let own = buckets.iter();
         let own = own.map(|bucket| self.config.own_range(bucket, &self.mesh));
         Ok(ReducedGradients {
@@ -170,8 +171,8 @@ impl Gradients {
                 .map(|bucket| bucket.tensor().clone())
                 .collect(),
             clip: 1.0,
-            scale: 1.0 / num_targets,
-            norm: squares.sqrt() / num_targets,
+            scale: 1.0 / divisor,
+            norm: squares.sqrt() / divisor,
             loss,
         })
     }

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod distributed;
+mod loss_scaling;
 mod master_weights;
 mod param_group;
 mod state;
@@ -10,6 +11,7 @@ use candle_core::{Result, Tensor};
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use distributed::{DistributedOptimizer, StepReport};
+pub use loss_scaling::LossScaling;
 pub use param_group::ParamGroup;
 pub use state::OptimizerState;
 
@@ -63,6 +65,6 @@ pub struct UpdateStep {
     pub lr: f64,
     /// The group's decay, for all of its parameters; `None`: the optimizer's own, for matrices.
     pub weight_decay: Option<f64>,
-    /// The gradients' factor: one over the number of targets, and what clipping asks for.
+    /// The gradients' factor: one over the number of targets and over the loss scale, and what clipping asks for.
     pub grad_scale: f64,
 }
