@@ -33,17 +33,15 @@ struct AdamWSlots {
 };
 
 // Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `master` is flat as the other buffers are,
-// and the weights get its values rounded to bf16; without it the weights are the fp32 values themselves.
-extern "C" __global__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                 float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2, float eps,
-                                 float scale) {
-    const AdamWSlot& slot = slots.slots[blockIdx.y];
+// and the weights get its values rounded to T; without it the weights are the fp32 values themselves.
+template <typename T>
+__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlot& slot,
+                      const AdamW& constants, float scale) {
     float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
-    bf16* rounded = master ? static_cast<bf16*>(slot.weights) : nullptr;
+    T* rounded = master ? static_cast<T*>(slot.weights) : nullptr;
     exp_avg += slot.start;
     exp_avg_sq += slot.start;
     grad += slot.start;
-    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
     bool packed = aligned(x_at, exp_avg, exp_avg_sq, rounded, grad);
     for_each_pack_of_grid<PACK<float>>(slot.len, packed, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;
@@ -62,4 +60,28 @@ extern "C" __global__ void adamw(float* master, float* exp_avg, float* exp_avg_s
             store(rounded + i, x);
         }
     });
+}
+
+extern "C" __global__ void adamw_f32(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                     float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                     float eps, float scale) {
+    const AdamWSlot& slot = slots.slots[blockIdx.y];
+    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
+    adamw<float>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
+}
+
+extern "C" __global__ void adamw_bf16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                      float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                      float eps, float scale) {
+    const AdamWSlot& slot = slots.slots[blockIdx.y];
+    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
+    adamw<bf16>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
+}
+
+extern "C" __global__ void adamw_f16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                     float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                     float eps, float scale) {
+    const AdamWSlot& slot = slots.slots[blockIdx.y];
+    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
+    adamw<f16>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
 }

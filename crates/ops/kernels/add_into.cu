@@ -22,3 +22,7 @@ extern "C" __global__ void add_into_f32(float* dst, const float* src, i64 len) {
 extern "C" __global__ void add_into_bf16(float* dst, const bf16* src, i64 len) {
     add_into(dst, src, len);
 }
+
+extern "C" __global__ void add_into_f16(float* dst, const f16* src, i64 len) {
+    add_into(dst, src, len);
+}

@@ -60,3 +60,9 @@ extern "C" __global__ void attention_forward_bf16(bf16* o, float* log_sum_exp, c
                                                   int group_offset, int window, float scale) {
     attention_forward(o, log_sum_exp, q, k, v, {t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
+
+extern "C" __global__ void attention_forward_f16(f16* o, float* log_sum_exp, const f16* q, const f16* k,
+                                                 const f16* v, int t, int heads, int kv_heads, int d, int group_size,
+                                                 int group_offset, int window, float scale) {
+    attention_forward(o, log_sum_exp, q, k, v, {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+}

@@ -2,7 +2,7 @@
 // (row, lane) owns the score of one query and one key, and the elements lane, lane + TILE, .. of one row of the result.
 #pragma once
 
-#include "bf16.cuh"
+#include "half_precision.cuh"
 #include "reduce.cuh"
 
 constexpr int TILE = 16;

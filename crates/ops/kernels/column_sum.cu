@@ -1,5 +1,5 @@
 // Sums over rows, in a fixed order: gradients of norms' weights from partial sums, gradients of biases.
-#include "bf16.cuh"
+#include "half_precision.cuh"
 #include "reduce.cuh"
 
 // Threads along the columns and along the rows of a block.
@@ -39,5 +39,9 @@ extern "C" __global__ void column_sum_f32(float* dst, const float* src, i64 rows
 }
 
 extern "C" __global__ void column_sum_bf16(float* dst, const bf16* src, i64 rows, i64 cols, int add) {
+    column_sum(dst, src, rows, cols, add);
+}
+
+extern "C" __global__ void column_sum_f16(float* dst, const f16* src, i64 rows, i64 cols, int add) {
     column_sum(dst, src, rows, cols, add);
 }

@@ -34,6 +34,11 @@ extern "C" __global__ void embedding_forward_bf16(bf16* y, const bf16* table, co
     embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
 }
 
+extern "C" __global__ void embedding_forward_f16(f16* y, const f16* table, const u32* ids, i64 num_ids, i64 hidden,
+                                                 u32 vocab_start, u32 local_vocab) {
+    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
+}
+
 // Rows loaded before the first of them is added: additions are in order, loads need not be.
 constexpr int IN_FLIGHT = 4;
 
@@ -85,5 +90,10 @@ extern "C" __global__ void embedding_backward_f32(float* grad, const float* dy, 
 
 extern "C" __global__ void embedding_backward_bf16(float* grad, const bf16* dy, const u32* sorted_rows,
                                                    const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
+    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
+}
+
+extern "C" __global__ void embedding_backward_f16(float* grad, const f16* dy, const u32* sorted_rows,
+                                                  const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
     embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
 }

@@ -22,6 +22,10 @@ extern "C" __global__ void fill_bf16(bf16* dst, float value, i64 len) {
     fill(dst, value, len);
 }
 
+extern "C" __global__ void fill_f16(f16* dst, float value, i64 len) {
+    fill(dst, value, len);
+}
+
 // dst (rows, cols): each row = row (cols). A block per row, in turns.
 template <typename T>
 __device__ void fill_rows(T* dst, const T* row, i64 rows, i64 cols) {
@@ -39,5 +43,9 @@ extern "C" __global__ void fill_rows_f32(float* dst, const float* row, i64 rows,
 }
 
 extern "C" __global__ void fill_rows_bf16(bf16* dst, const bf16* row, i64 rows, i64 cols) {
+    fill_rows(dst, row, rows, cols);
+}
+
+extern "C" __global__ void fill_rows_f16(f16* dst, const f16* row, i64 rows, i64 cols) {
     fill_rows(dst, row, rows, cols);
 }

@@ -1,7 +1,7 @@
 // Memory access 16 bytes at a time where addresses and sizes permit, one element at a time elsewhere.
 #pragma once
 
-#include "bf16.cuh"
+#include "half_precision.cuh"
 #include "index.cuh"
 
 // Elements of T in 16 bytes.

@@ -105,6 +105,10 @@ extern "C" __global__ void rms_norm_forward_bf16(bf16* y, const bf16* x, const b
     rms_norm_forward(y, x, w, rows, cols, eps);
 }
 
+extern "C" __global__ void rms_norm_forward_f16(f16* y, const f16* x, const f16* w, i64 rows, int cols, float eps) {
+    rms_norm_forward(y, x, w, rows, cols, eps);
+}
+
 extern "C" __global__ void rms_norm_backward_f32(float* dx, float* partials, const float* x, const float* w,
                                                  const float* dy, const float* residual, i64 rows, int cols,
                                                  float eps) {
@@ -114,5 +118,11 @@ extern "C" __global__ void rms_norm_backward_f32(float* dx, float* partials, con
 extern "C" __global__ void rms_norm_backward_bf16(bf16* dx, float* partials, const bf16* x, const bf16* w,
                                                   const bf16* dy, const bf16* residual, i64 rows, int cols,
                                                   float eps) {
+    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
+}
+
+extern "C" __global__ void rms_norm_backward_f16(f16* dx, float* partials, const f16* x, const f16* w,
+                                                 const f16* dy, const f16* residual, i64 rows, int cols,
+                                                 float eps) {
     rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
 }

@@ -39,3 +39,8 @@ extern "C" __global__ void rope_bf16(bf16* x, const float* cos, const float* sin
                                      float sign) {
     rope(x, cos, sin, rows, t, heads, half, sign);
 }
+
+extern "C" __global__ void rope_f16(f16* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half,
+                                    float sign) {
+    rope(x, cos, sin, rows, t, heads, half, sign);
+}

@@ -29,6 +29,10 @@ extern "C" __global__ void sum_of_squares_bf16(double* partials, const bf16* src
     sum_of_squares(partials, src, len);
 }
 
+extern "C" __global__ void sum_of_squares_f16(double* partials, const f16* src, i64 len) {
+    sum_of_squares(partials, src, len);
+}
+
 // *dst = the sum of the partials, added to what is there if `add`. One block.
 extern "C" __global__ void sum_partials_f64(double* dst, const double* partials, int num_partials, int add) {
     double sum = 0.0;

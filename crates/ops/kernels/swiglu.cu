@@ -50,6 +50,10 @@ extern "C" __global__ void swiglu_forward_bf16(bf16* y, const bf16* gate, const 
     swiglu_forward(y, gate, up, len);
 }
 
+extern "C" __global__ void swiglu_forward_f16(f16* y, const f16* gate, const f16* up, i64 len) {
+    swiglu_forward(y, gate, up, len);
+}
+
 extern "C" __global__ void swiglu_backward_f32(float* dgate, float* dup, const float* gate, const float* up,
                                                const float* dy, i64 len) {
     swiglu_backward(dgate, dup, gate, up, dy, len);
@@ -57,5 +61,10 @@ extern "C" __global__ void swiglu_backward_f32(float* dgate, float* dup, const f
 
 extern "C" __global__ void swiglu_backward_bf16(bf16* dgate, bf16* dup, const bf16* gate, const bf16* up,
                                                 const bf16* dy, i64 len) {
+    swiglu_backward(dgate, dup, gate, up, dy, len);
+}
+
+extern "C" __global__ void swiglu_backward_f16(f16* dgate, f16* dup, const f16* gate, const f16* up,
+                                               const f16* dy, i64 len) {
     swiglu_backward(dgate, dup, gate, up, dy, len);
 }

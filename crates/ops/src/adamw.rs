@@ -2,10 +2,10 @@
 //! arXiv:1711.05101): `m = m + (g - m)(1 - b1)`, `v = v b2 + g^2 (1 - b2)`,
 //! `x = x decay_factor - step_size m / (sqrt(v) correction + eps)`. The same bits on every device.
 
-use crate::brain_float::round_into;
 use crate::dispatch::on_cuda;
+use crate::half_precision::{HalfPrecision, by_half_precision, round_into};
 use crate::host::HostF32;
-use crate::in_place::{storage_address, try_write};
+use crate::in_place::{storage_address, try_write, write};
 use crate::vectorised::vectorised;
 use candle_core::{Result, Tensor, bail};
 use half::bf16;
@@ -41,7 +41,7 @@ pub struct AdamWConstants {
 /// Weights that have a place in the flat buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWSlot<'a> {
-    /// Contiguous, of any shape: f32, or bf16 if there are master values.
+    /// Contiguous, of any shape: f32, or bf16 or f16 if there are master values.
     pub weights: &'a Tensor,
     /// Place of the first weight in the flat buffers; the others follow.
     pub start: usize,
@@ -68,7 +68,7 @@ impl AdamWSlot<'_> {
 /// storage.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWBuffers<'a> {
-    /// The values that are trained, if the weights are bf16 and only get them rounded.
+    /// The values that are trained, if the weights are bf16 or f16 and only get them rounded.
     pub master: Option<&'a Tensor>,
     /// First moments.
     pub exp_avg: &'a Tensor,
@@ -117,16 +117,16 @@ impl Part {
         try_write::<f32>(NAME, "exp_avg", &self.exp_avg, len, |m| {
             try_write::<f32>(NAME, "exp_avg_sq", &self.exp_avg_sq, len, |v| {
                 let Some(master) = &self.master else {
-                    return try_write::<f32>(NAME, "weights", slot.weights, len, |weights| {
-                        step([weights, m, v], None, &grad, constants);
-                        Ok(())
+                    return write::<f32>(NAME, "weights", slot.weights, len, |weights| {
+                        step::<bf16>([weights, m, v], None, &grad, constants);
                     });
                 };
                 try_write::<f32>(NAME, "master", master, len, |master| {
-                    try_write::<bf16>(NAME, "weights", slot.weights, len, |weights| {
-                        step([master, m, v], Some(weights), &grad, constants);
-                        Ok(())
-                    })
+                    by_half_precision!(NAME, "weights", slot.weights, T =>
+                        write::<T>(NAME, "weights", slot.weights, len, |weights| {
+                            step([master, m, v], Some(weights), &grad, constants);
+                        })
+                    )
                 })
             })
         })
@@ -196,13 +196,13 @@ impl AdamWBuffers<'_> {
     }
 }
 
-fn step(
+fn step<T: HalfPrecision>(
     [master, exp_avg, exp_avg_sq]: [&mut [f32]; 3],
-    weights: Option<&mut [bf16]>,
+    weights: Option<&mut [T]>,
     grad: &[f32],
     constants: &AdamWConstants,
 ) {
-    let weights: Vec<Option<&mut [bf16]>> = match weights {
+    let weights: Vec<Option<&mut [T]>> = match weights {
         Some(weights) => weights.chunks_mut(CHUNK).map(Some).collect(),
         None => grad.chunks(CHUNK).map(|_| None).collect(),
     };

@@ -26,7 +26,7 @@ const NAME: &str = "causal_attention";
 /// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<Tensor> {
     let (out, log_sum_exp) = forward(q, k, v, spec)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
@@ -56,7 +56,7 @@ pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec)
 /// dtype, and `(b, hq, t)` in f32.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn attention_forward(
     q: &Tensor,
     k: &Tensor,
@@ -87,7 +87,7 @@ pub struct AttentionGrad<'a> {
 /// Gradients of `q`, `k` and `v`, in their shapes and dtype; outside any graph.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn attention_backward(
     pass: &AttentionGrad<'_>,
     spec: AttentionSpec,

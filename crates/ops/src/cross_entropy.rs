@@ -13,7 +13,7 @@ const NAME: &str = "cross_entropy";
 /// about 4e-8, that of the gradient 8e-8: see `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `logits (n, v)` f32 or bf16, `targets (n)` u32 -> `(n)` f32, in nats.
+/// `logits (n, v)` f32, bf16 or f16, `targets (n)` u32 -> `(n)` f32, in nats.
 ///
 /// # Errors
 /// When a target is not an id of the vocabulary (on a GPU, where checking would stall it, such a loss is NaN), the shapes do not fit, or a tensor has another dtype or device.

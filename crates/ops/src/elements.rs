@@ -1,20 +1,20 @@
 //! Converting and adding, value by value, into memory that exists.
 
-use crate::brain_float::round_into as round_values;
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::half_precision::{by_half_precision, round_into as round_values};
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::{len_must_be, must_not_share, write};
 use candle_core::{Result, Tensor};
 
-/// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 are widened.
+/// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 and f16 are widened.
 ///
 /// # Shapes
-/// `dst` as many values as `values`, in row-major order, f32, contiguous; `values` f32 or bf16.
+/// `dst` as many values as `values`, in row-major order, f32, contiguous; `values` f32, bf16 or f16.
 ///
 /// # Errors
-/// When the numbers of values differ, the two share a storage, `values` is not f32 or bf16, or the two are on different devices.
+/// When the numbers of values differ, the two share a storage, `values` is not f32, bf16 or f16, or the two are on different devices.
 pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
     let op = "add_into";
     len_must_be(op, dst, values.elem_count())?;
@@ -27,10 +27,10 @@ pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
     })
 }
 
-/// Overwrites `dst` with `values`, rounded to the nearest bf16, ties to even; outside any graph.
+/// Overwrites `dst` with `values`, rounded to the nearest bf16 or f16, ties to even; outside any graph.
 ///
 /// # Shapes
-/// `dst`, bf16, contiguous, with as many values as `values`, f32, in row-major order.
+/// `dst`, bf16 or f16, contiguous, with as many values as `values`, f32, in row-major order.
 ///
 /// # Errors
 /// When the numbers of values differ, the two share a storage, `dst` is not contiguous, or a tensor has another dtype or device.
@@ -41,9 +41,9 @@ pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     on_cuda!(dst => crate::cuda::round_into(dst, values));
     let values = HostF32::new(op, "values", values)?;
     let values = values.read();
-    write(op, "dst", dst, values.len(), |dst| {
+    by_half_precision!(op, "dst", dst, T => write(op, "dst", dst, values.len(), |dst: &mut [T]| {
         round_values(dst, &values);
-    })
+    }))
 }
 
 fn add_values(dst: &mut [f32], add: bool, values: &[f32]) {

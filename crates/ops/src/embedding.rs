@@ -3,12 +3,12 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::filled::{filled, zeros};
+use crate::half_precision::HalfPrecision;
 use crate::host::HostU32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;
 use crate::{OpOutput, with_backward1};
 use candle_core::{CpuStorage, DType, Result, Tensor, bail};
-use half::bf16;
 
 const NAME: &str = "embedding";
 
@@ -47,7 +47,7 @@ pub fn embedding_forward(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// Ids that are no row of the table are skipped; without `add`, rows that no id names become zeros.
 ///
 /// # Shapes
-/// `dst` the `v * h` values of the table, row by row, f32; `ids (b, t)` u32 (any rank), `dy (b, t, h)` f32 or bf16.
+/// `dst` the `v * h` values of the table, row by row, f32; `ids (b, t)` u32 (any rank), `dy (b, t, h)` f32, bf16 or f16.
 ///
 /// # Errors
 /// When the shapes do not fit, or a tensor has another dtype or device.
@@ -108,15 +108,16 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     let dims = [ids.tensor().dims(), &[h]].concat();
     let y = match table.dtype() {
         // Only the rows that are asked for are read: widening the table would cost more than the look-up.
-        DType::BF16 => CpuStorage::BF16(gather_bf16(&table.read_bf16(), &ids.read(), h)),
+        DType::BF16 => CpuStorage::BF16(gather_narrow(&table.read_as(), &ids.read(), h)),
+        DType::F16 => CpuStorage::F16(gather_narrow(&table.read_as(), &ids.read(), h)),
         _ => CpuStorage::F32(gather(&table.read(), &ids.read(), h)),
     };
     Ok(OpOutput::from((y, dims)))
 }
 
-fn gather_bf16(table: &[bf16], ids: &[u32], h: usize) -> Vec<bf16> {
+fn gather_narrow<T: HalfPrecision>(table: &[T], ids: &[u32], h: usize) -> Vec<T> {
     let (rows, len) = (rows_per_chunk(h), ids.len() * h);
-    let mut y = vec![bf16::ZERO; len];
+    let mut y = vec![T::zero(); len];
     for_each_chunk(&mut y, rows * h, len, |chunk, y| {
         copy_rows(y, table, &ids[chunk * rows..], h);
     });

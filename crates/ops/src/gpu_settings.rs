@@ -11,7 +11,7 @@ use std::sync::{PoisonError, RwLock};
 pub struct GpuSettings {
     /// Whether two runs give the same bits. Only cuDNN's backward pass of attention is slower for it and takes more memory.
     pub deterministic: bool,
-    /// What must compute attention in bf16; without it cuDNN where it can.
+    /// What must compute attention in bf16 and f16; without it cuDNN where it can.
     pub attention: Option<AttentionCode>,
     /// Which of the configurations that cuDNN suggests for the forward pass and for the backward pass to run; without it the
     /// first that works.

@@ -1,23 +1,23 @@
-//! Reading tensors of f32 or bf16 in host memory as f32: what is f32 is read where it is, what is bf16 is widened.
+//! Reading tensors of f32, bf16 or f16 in host memory as f32: what is f32 is read where it is, the others are widened.
 
-use crate::brain_float::widened;
 use crate::filled::copied;
+use crate::half_precision::widened;
 use crate::host::{Values, detached};
-use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
-use half::bf16;
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use half::{bf16, f16};
 use std::ops::Deref;
 
-/// A contiguous, detached tensor of f32 or bf16 on the CPU.
+/// A contiguous, detached tensor of f32, bf16 or f16 on the CPU.
 #[derive(Clone)]
 pub(crate) struct HostFloats(Tensor);
 
 impl HostFloats {
     /// Checks `tensor`, the argument `what` of the operation `op`; copies it only if it is not contiguous.
     pub(crate) fn new(op: &str, what: &str, tensor: &Tensor) -> Result<Self> {
-        let is_float = matches!(tensor.dtype(), DType::F32 | DType::BF16);
+        let is_float = matches!(tensor.dtype(), DType::F32 | DType::BF16 | DType::F16);
         if !matches!(tensor.device(), Device::Cpu) || !is_float {
             bail!(
-                "{op}: {what} must be an F32 or BF16 tensor on the CPU, got dtype {:?} on device {:?}\nhint: convert it with to_dtype or move it with to_device",
+                "{op}: {what} must be an F32, BF16 or F16 tensor on the CPU, got dtype {:?} on device {:?}\nhint: convert it with to_dtype or move it with to_device",
                 tensor.dtype(),
                 tensor.device().location()
             )
@@ -37,22 +37,19 @@ impl HostFloats {
         self.0
     }
 
-    /// The values: f32 under candle's read lock, bf16 as a widened copy that lives as long as what is returned.
+    /// The values: f32 under candle's read lock, others as a widened copy that lives as long as what is returned.
     pub(crate) fn read(&self) -> Floats<'_> {
-        if self.dtype() == DType::F32 {
-            return Floats::InPlace(Values::new(&self.0, |storage| match storage {
-                CpuStorage::F32(values) => values,
-                _ => &[],
-            }));
+        match self.dtype() {
+            DType::BF16 => Floats::Widened(widened(&self.read_as::<bf16>())),
+            DType::F16 => Floats::Widened(widened(&self.read_as::<f16>())),
+            _ => Floats::InPlace(self.read_as()),
         }
-        Floats::Widened(widened(&self.read_bf16()))
     }
 
-    /// The values of a tensor of bf16, as they are.
-    pub(crate) fn read_bf16(&self) -> Values<'_, bf16> {
-        Values::new(&self.0, |storage| match storage {
-            CpuStorage::BF16(values) => values,
-            _ => &[],
+    /// The values of a tensor of `T`, as they are.
+    pub(crate) fn read_as<T: WithDType>(&self) -> Values<'_, T> {
+        Values::new(&self.0, |storage| {
+            T::cpu_storage_as_slice(storage).unwrap_or_default()
         })
     }
 }

@@ -1,14 +1,14 @@
 //! Changing the values of a tensor where they are.
 
-use crate::brain_float::{round_into, widened};
+use crate::half_precision::{HalfPrecision, round_into, widened};
 use crate::host_floats::HostFloats;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use half::bf16;
+use half::{bf16, f16};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
 /// Lets `change` write the values of `xs`, the argument `what` of the operation `op`, and returns the tensor. Values of
-/// bf16 are widened for it and rounded back.
+/// bf16 and f16 are widened for it and rounded back.
 ///
 /// Every tensor that shares the storage of `xs` changes with it; values that are not contiguous are copied first.
 pub(crate) fn in_place(
@@ -50,6 +50,7 @@ host_values! {
     f32, F32;
     f64, F64;
     bf16, BF16;
+    f16, F16;
 }
 
 /// Lets `write` fill or change the `len` values of `dst`, the argument `what` that the operation `op` writes to, such as a
@@ -166,17 +167,19 @@ impl<F: Fn(&mut [f32])> InplaceOp1 for Change<F> {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         match (storage, layout.contiguous_offsets()) {
-            (CpuStorage::F32(values), Some((start, end))) => {
-                (self.change)(&mut values[start..end]);
-                Ok(())
-            }
-            (CpuStorage::BF16(values), Some((start, end))) => {
-                let mut wide = widened(&values[start..end]);
-                (self.change)(&mut wide);
-                round_into(&mut values[start..end], &wide);
-                Ok(())
-            }
-            _ => bail!("{}: expected contiguous f32 or bf16 values", self.op),
+            (CpuStorage::F32(values), Some((start, end))) => (self.change)(&mut values[start..end]),
+            (CpuStorage::BF16(values), Some((start, end))) => self.widen(&mut values[start..end]),
+            (CpuStorage::F16(values), Some((start, end))) => self.widen(&mut values[start..end]),
+            _ => bail!("{}: expected contiguous f32, bf16 or f16 values", self.op),
         }
+        Ok(())
+    }
+}
+
+impl<F: Fn(&mut [f32])> Change<F> {
+    fn widen<T: HalfPrecision>(&self, values: &mut [T]) {
+        let mut wide = widened(values);
+        (self.change)(&mut wide);
+        round_into(values, &wide);
     }
 }

@@ -21,7 +21,7 @@ const NAME: &str = "layer_norm";
 /// `xs (.., h)`, `weight (h)`, `bias (h)` -> `(.., h)`; one dtype.
 ///
 /// # Errors
-/// When `weight` or `bias` is not as long as the last dimension of `xs`, or a tensor is not f32 or bf16, or two differ in
+/// When `weight` or `bias` is not as long as the last dimension of `xs`, or a tensor is not f32, bf16 or f16, or two differ in
 /// dtype or device.
 pub fn layer_norm(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let y = forward(xs, weight, bias, eps)?;
@@ -69,7 +69,7 @@ pub fn layer_norm_forward(
 /// `xs`, `dy` and `residual` `(.., h)`, `weight (h)`, of one dtype -> `(.., h)` in that dtype, and `(h)` in f32.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn layer_norm_backward(
     xs: &Tensor,
     weight: &Tensor,

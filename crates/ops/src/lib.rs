@@ -2,15 +2,15 @@
 //!
 //! Every operation here has a forward that touches memory once and a hand-written backward, both on all cores and
 //! both giving the same bits for any number of threads: work is cut into chunks that depend on the shape alone, and
-//! partial sums are added in chunk order. Inputs are tensors of f32 or bf16, all of one dtype and on one device; anything else
-//! is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for both: bf16 is widened
-//! when it is read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
+//! partial sums are added in chunk order. Inputs are tensors of f32, bf16 or f16, all of one dtype and on one device; anything
+//! else is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for all: bf16 and f16 are
+//! widened when they are read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
 //! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks.
 //!
 //! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
 //! device's one stream and without waiting for it. They sum in orders of their own, which depend on the shapes alone, so
 //! bits differ from the CPU's, but not from run to run; sums of several products (`linear_input_grad_sum`) are rounded
-//! after each. Only cuDNN's backward pass of attention, in bf16 with the feature `cudnn`, adds in no fixed order, unless
+//! after each. Only cuDNN's backward pass of attention, in bf16 or f16 with the feature `cudnn`, adds in no fixed order, unless
 //! [`GpuSettings::deterministic`] is set.
 //!
 //! Each operation comes twice, made of the same code: differentiable in candle's graph (`rms_norm`), and as functions
@@ -27,7 +27,6 @@ mod attention_code;
 mod attention_spec;
 #[cfg(target_arch = "x86_64")]
 mod avx512_product;
-mod brain_float;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -40,6 +39,7 @@ mod exp;
 mod filled;
 mod gpu_settings;
 mod gpu_state;
+mod half_precision;
 mod head_groups;
 mod host;
 mod host_copies;

@@ -23,7 +23,7 @@ const NAME: &str = "linear";
 /// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = forward(xs, weight, bias)?;
     let (x, w) = (xs.detach(), weight.detach());
@@ -50,7 +50,7 @@ pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 /// `xs (.., in)`, `weight (out, in)`, `bias (out)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     Ok(forward(xs, weight, bias)?.into_tensor())
 }
@@ -61,7 +61,7 @@ pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 /// `residual (.., out)`, `xs (.., in)` with the same leading dimensions, `weight (out, in)` -> `(.., out)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let op = "linear_forward_add";
     let dims = dims(op, xs, weight)?;

@@ -16,7 +16,7 @@ use candle_core::{Result, Tensor, bail};
 /// `dy (.., out)`, `weight (out, in)` -> `(.., in)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     input_grad("linear_input_grad", &[(dy, weight)])
 }
@@ -27,7 +27,7 @@ pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// Each `dy (.., out)` and `weight (out, in)`, with `in` and the leading dimensions in common -> `(.., in)`; one dtype.
 ///
 /// # Errors
-/// When there is no term, the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When there is no term, the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_input_grad_sum(terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
     input_grad("linear_input_grad_sum", terms)
 }
@@ -89,7 +89,7 @@ fn dims_of_sum(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Vec<usize>> {
 /// `dy (.., out)`, `xs (.., in)` with the same leading dimensions -> `(out, in)`; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
@@ -110,7 +110,7 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
 /// dimensions; one dtype.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor) -> Result<()> {
     let op = "linear_weight_grad_into";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
@@ -132,7 +132,7 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
 /// `dy (.., out)` -> `(out)`, of its dtype.
 ///
 /// # Errors
-/// When `dy` has no dimension or is not f32 or bf16.
+/// When `dy` has no dimension or is not f32, bf16 or f16.
 pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
     let op = "linear_bias_grad";
     let num_out = bias_len(op, dy)?;
@@ -148,7 +148,7 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
 /// `dst` the `out` values of the bias, f32; `dy (.., out)`.
 ///
 /// # Errors
-/// When the shapes do not fit or `dy` is not f32 or bf16.
+/// When the shapes do not fit or `dy` is not f32, bf16 or f16.
 pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()> {
     let op = "linear_bias_grad_into";
     let num_out = bias_len(op, dy)?;

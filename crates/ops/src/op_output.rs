@@ -1,6 +1,6 @@
 //! What an operation computed, before it is known whether it enters a graph.
 
-use crate::brain_float::rounded;
+use crate::half_precision::rounded;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -37,10 +37,11 @@ impl<S: Into<Shape>> From<(Vec<f32>, S)> for OpOutput {
 }
 
 impl OpOutput {
-    /// `values`, exactly as many as `shape` has elements, as they are for f32, rounded once for bf16.
+    /// `values`, exactly as many as `shape` has elements, as they are for f32, rounded once for bf16 and f16.
     pub(crate) fn rounded(values: Vec<f32>, dtype: DType, shape: impl Into<Shape>) -> Self {
         let storage = match dtype {
             DType::BF16 => CpuStorage::BF16(rounded(&values)),
+            DType::F16 => CpuStorage::F16(rounded(&values)),
             _ => CpuStorage::F32(values),
         };
         Self::from((storage, shape))

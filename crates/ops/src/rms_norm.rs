@@ -20,7 +20,7 @@ const NAME: &str = "rms_norm";
 /// `xs (.., h)`, `weight (h)` -> `(.., h)`; one dtype.
 ///
 /// # Errors
-/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let y = forward(xs, weight, eps)?;
     let (x, w) = (xs.detach(), weight.detach());
@@ -39,7 +39,7 @@ pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// `xs (.., h)`, `weight (h)` -> `(.., h)`; one dtype.
 ///
 /// # Errors
-/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When `weight` is not as long as the last dimension of `xs`, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(forward(xs, weight, eps)?.into_tensor())
 }
@@ -52,7 +52,7 @@ pub fn rms_norm_forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor
 /// `xs`, `dy` and `residual` `(.., h)`, `weight (h)`, of one dtype -> `(.., h)` in that dtype, and `(h)` in f32.
 ///
 /// # Errors
-/// When the shapes do not fit or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn rms_norm_backward(
     xs: &Tensor,
     weight: &Tensor,

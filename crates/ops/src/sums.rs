@@ -31,10 +31,10 @@ pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
 /// The sum of the squares of `xs` in f64, in an order that depends on the number of values alone; outside any graph.
 ///
 /// # Shapes
-/// `xs`, f32 or bf16, of any shape -> one f64 value, a scalar on the device of `xs`.
+/// `xs`, f32, bf16 or f16, of any shape -> one f64 value, a scalar on the device of `xs`.
 ///
 /// # Errors
-/// When `xs` is not f32 or bf16.
+/// When `xs` is not f32, bf16 or f16.
 pub fn sum_of_squares(xs: &Tensor) -> Result<Tensor> {
     on_cuda!(xs => crate::cuda::sum_of_squares(xs));
     Tensor::new(host_sum("sum_of_squares", xs)?, &Device::Cpu)
@@ -43,10 +43,10 @@ pub fn sum_of_squares(xs: &Tensor) -> Result<Tensor> {
 /// Writes, or adds if `add`, the sum of the squares of `xs` to `dst`; outside any graph.
 ///
 /// # Shapes
-/// `dst` one f64 value; `xs`, f32 or bf16, of any shape, on the same device.
+/// `dst` one f64 value; `xs`, f32, bf16 or f16, of any shape, on the same device.
 ///
 /// # Errors
-/// When `dst` is not one f64 value, `xs` is not f32 or bf16, or they are on different devices.
+/// When `dst` is not one f64 value, `xs` is not f32, bf16 or f16, or they are on different devices.
 pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_of_squares_into";
     one_value(op, "dst", dst)?;

@@ -21,7 +21,7 @@ const NAME: &str = "swiglu";
 /// `gate` and `up` of one shape -> the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes differ or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let y = forward(gate, up)?;
     let (g, u) = (detached(gate)?, detached(up)?);
@@ -38,7 +38,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `gate` and `up` of one shape -> the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes differ or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(forward(gate, up)?.into_tensor())
 }
@@ -49,7 +49,7 @@ pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `gate`, `up` and `dy` of one shape -> two of the same shape; one dtype.
 ///
 /// # Errors
-/// When the shapes differ or a tensor is not f32 or bf16, or two differ in dtype or device.
+/// When the shapes differ or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     one_shape(gate, up)?;
     if dy.dims() != gate.dims() {

@@ -31,7 +31,7 @@ const STATS: usize = 3;
 /// The local columns are the vocabulary `vocab_start .. vocab_start + v`; `targets` are ids of the whole vocabulary.
 ///
 /// # Shapes
-/// `logits (n, v)` f32 or bf16, `targets (n)` u32 -> `(n, 3)` f32, outside any graph.
+/// `logits (n, v)` f32, bf16 or f16, `targets (n)` u32 -> `(n, 3)` f32, outside any graph.
 ///
 /// # Errors
 /// When the shapes do not fit or a tensor has another dtype or device.

@@ -2,10 +2,8 @@
 
 #[path = "ops/attention.rs"]
 mod attention;
-#[path = "ops/attention_bf16.rs"]
-mod attention_bf16;
-#[path = "ops/brain_float.rs"]
-mod brain_float;
+#[path = "ops/attention_narrow.rs"]
+mod attention_narrow;
 #[path = "ops/check.rs"]
 mod check;
 #[path = "ops/cross_entropy.rs"]
@@ -20,6 +18,8 @@ mod elementwise;
 mod embedding;
 #[path = "ops/errors.rs"]
 mod errors;
+#[path = "ops/half_precision.rs"]
+mod half_precision;
 #[path = "ops/kernel_signatures.rs"]
 mod kernel_signatures;
 #[path = "ops/layer_norm.rs"]

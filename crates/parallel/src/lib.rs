@@ -101,8 +101,8 @@ pub use layers::{
 };
 pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{
-    AdamW, AdamWConfig, DistributedOptimizer, Offload, Optimizer, OptimizerState, ParamGroup,
-    ParamSlice, SliceWeight, StepReport, UpdateStep,
+    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Offload, Optimizer, OptimizerState,
+    ParamGroup, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
     CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,

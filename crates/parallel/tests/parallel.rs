@@ -1,7 +1,5 @@
 //! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
 
-#[path = "parallel/brain_float.rs"]
-mod brain_float;
 #[path = "parallel/chain.rs"]
 mod chain;
 #[path = "parallel/check.rs"]
@@ -16,6 +14,8 @@ mod embedding;
 mod explicit;
 #[path = "parallel/folder.rs"]
 mod folder;
+#[path = "parallel/half_precision.rs"]
+mod half_precision;
 #[path = "parallel/head_partition.rs"]
 mod head_partition;
 #[path = "parallel/inputs.rs"]
@@ -24,6 +24,8 @@ mod inputs;
 mod linear;
 #[path = "parallel/linear_cross_entropy.rs"]
 mod linear_cross_entropy;
+#[path = "parallel/loss_scaling.rs"]
+mod loss_scaling;
 #[path = "parallel/memory.rs"]
 mod memory;
 #[path = "parallel/non_finite.rs"]

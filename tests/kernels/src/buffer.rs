@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 /// Bytes before and after the elements; a multiple of the alignment that a GPU's allocator gives.
 const GUARD_BYTES: usize = 512;
 const ALIGN_BYTES: usize = 256;
-/// Makes NaN of f32, f64 and bf16.
+/// Makes NaN of f32, f64, bf16 and f16.
 const POISON: u8 = 0xff;
 
 /// `len` elements of `T`, NaN at first, between two guard zones.

@@ -14,8 +14,6 @@ mod adamw;
 mod attention;
 #[path = "kernels/attention_reference.rs"]
 mod attention_reference;
-#[path = "kernels/bf16.rs"]
-mod bf16;
 #[path = "kernels/column_sum.rs"]
 mod column_sum;
 #[path = "kernels/cross_entropy.rs"]
@@ -28,6 +26,8 @@ mod elementwise;
 mod embedding;
 #[path = "kernels/embedding_order.rs"]
 mod embedding_order;
+#[path = "kernels/half_precision.rs"]
+mod half_precision;
 #[path = "kernels/layer_norm.rs"]
 mod layer_norm;
 #[path = "kernels/quantized.rs"]

@@ -1,15 +1,14 @@
 //! AdamW on the GPU, one launch for the weights of a bucket; the equations are those of the crate's `adamw`.
 
 use super::adamw_slots::AdamWSlots;
+use super::element::Element;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::launch::Launch;
 use super::pointer::OptOut;
 use crate::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
-use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{Result, WithDType};
-use half::bf16;
+use crate::half_precision::by_half_precision;
+use candle_core::Result;
 
 /// Blocks for one tensor of weights.
 const MAX_BLOCKS: usize = 1056;
@@ -27,18 +26,30 @@ pub(crate) fn adamw(
         .copied()
         .collect();
     for slots in slots.chunks(AdamWSlots::MAX) {
-        let raw = AdamWSlots::default();
-        let mut update = |raw| launch_update(&gpu, buffers, slots, constants, raw);
-        match buffers.master {
-            None => with_weights::<f32>(&gpu, slots, constants, (0, raw), &mut update),
-            Some(_) => with_weights::<bf16>(&gpu, slots, constants, (0, raw), &mut update),
+        match (buffers.master, slots.first()) {
+            (Some(_), Some(first)) => by_half_precision!(NAME, "weights", first.weights, T => {
+                update::<T>(&gpu, buffers, slots, constants)
+            }),
+            _ => update::<f32>(&gpu, buffers, slots, constants),
         }?;
     }
     Ok(())
 }
 
+/// Weights of one launch, of type `T`.
+fn update<T: Element>(
+    gpu: &Gpu,
+    buffers: &AdamWBuffers<'_>,
+    slots: &[AdamWSlot<'_>],
+    constants: &AdamWConstants,
+) -> Result<()> {
+    let mut update = |raw| launch_update::<T>(gpu, buffers, slots, constants, raw);
+    let raw = AdamWSlots::default();
+    with_weights::<T>(gpu, slots, constants, (0, raw), &mut update)
+}
+
 /// Calls `then` with all weights under their write locks; those before `next` are set and locked.
-fn with_weights<T: CudaDType + WithDType + DeviceRepr>(
+fn with_weights<T: Element>(
     gpu: &Gpu,
     slots: &[AdamWSlot<'_>],
     constants: &AdamWConstants,
@@ -62,7 +73,7 @@ fn grid(gpu: &Gpu, slots: &[AdamWSlot<'_>]) -> Result<Launch> {
     gpu.grid([blocks, slots.len(), 1], BLOCK, 0)
 }
 
-fn launch_update(
+fn launch_update<T: Element>(
     gpu: &Gpu,
     buffers: &AdamWBuffers<'_>,
     slots: &[AdamWSlot<'_>],
@@ -77,7 +88,7 @@ fn launch_update(
                 let (grid, grad) = (grid(gpu, slots)?, grad.get());
                 // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
                 unsafe {
-                    launch::adamw(
+                    launch::adamw::<T>(
                         &grid,
                         master,
                         m,

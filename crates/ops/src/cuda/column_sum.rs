@@ -5,6 +5,7 @@ use super::elements::rounded;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
+use crate::half_precision::by_half_precision;
 use crate::host::detached;
 use candle_core::{DType, Result, Tensor};
 
@@ -14,12 +15,12 @@ const ROWS_PER_SLICE: usize = 256;
 /// The sum of `dy` over its rows, in its dtype.
 pub(crate) fn linear_bias_grad(op: &'static str, dy: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of(op, dy)?;
-    let (cols, dtype, dy) = (last_dim(dy), dy.dtype(), detached(dy)?);
+    let (cols, dy) = (last_dim(dy), detached(dy)?);
     let db = gpu.alloc::<f32>(cols)?;
     by_dtype!(op, "dy", dy, T => sum::<T>(&gpu, db.out(), false, &dy, cols))?;
-    match dtype {
+    match dy.dtype() {
         DType::F32 => Ok(db.into_tensor(cols)),
-        _ => rounded(&gpu, &db, cols, cols),
+        _ => by_half_precision!(op, "dy", dy, T => rounded::<T>(&gpu, &db, cols, cols)),
     }
 }
 

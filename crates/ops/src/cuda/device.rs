@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Device, Result, bail};
 
 /// Opens GPU `ordinal`: one stream shared by all threads, freed memory kept, no events per tensor,
-/// products of bf16 summed in f32, kernels loaded.
+/// products of bf16 and f16 summed in f32, kernels loaded.
 ///
 /// # Errors
 /// When a library could not be loaded, there is no such GPU, or it fails to start.
@@ -71,7 +71,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 /// made here and nowhere else, and candle's products change none either. Its workspace is shared by products on one stream,
 /// one after the other.
 ///
-/// Makes cuBLAS add the parts of a product in f32: by default it may round them to bf16 first where it divides a long sum.
+/// Makes cuBLAS add the parts of a product in f32: by default it may round them to the result's type first where it divides a long sum.
 fn sum_in_f32(device: &CudaDevice) -> Result<()> {
     let blas = device.cublas_handle();
     let mode = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;

@@ -3,7 +3,7 @@
 use candle_core::WithDType;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use half::bf16;
+use half::{bf16, f16};
 
 /// A type that kernels have an instance for.
 pub(super) trait Element: CudaDType + DeviceRepr + WithDType {
@@ -19,7 +19,11 @@ impl Element for bf16 {
     const SUFFIX: &'static str = "_bf16";
 }
 
-/// Evaluates an expression with `$t` being the type of `$tensor`'s values, f32 or bf16.
+impl Element for f16 {
+    const SUFFIX: &'static str = "_f16";
+}
+
+/// Evaluates an expression with `$t` being the type of `$tensor`'s values, f32, bf16 or f16.
 macro_rules! by_dtype {
     ($op:expr, $what:expr, $tensor:expr, $t:ident => $expression:expr) => {
         match $tensor.dtype() {
@@ -31,8 +35,12 @@ macro_rules! by_dtype {
                 type $t = half::bf16;
                 $expression
             }
+            candle_core::DType::F16 => {
+                type $t = half::f16;
+                $expression
+            }
             dtype => candle_core::bail!(
-                "{}: {} must be an F32 or BF16 tensor, got dtype {dtype:?} on device {:?}\nhint: convert it with to_dtype",
+                "{}: {} must be an F32, BF16 or F16 tensor, got dtype {dtype:?} on device {:?}\nhint: convert it with to_dtype",
                 $op,
                 $what,
                 $tensor.device().location()

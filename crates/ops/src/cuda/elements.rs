@@ -5,11 +5,11 @@ use super::gpu::Gpu;
 use super::launch;
 use super::pointer::Out;
 use super::values::Fresh;
+use crate::half_precision::by_half_precision;
 use crate::host::detached;
 use candle_core::{DType, Result, Shape, Tensor, bail};
-use half::bf16;
 
-/// `dst`, f32, `= src` or, if `add`, `+= src`, f32 or bf16.
+/// `dst`, f32, `= src` or, if `add`, `+= src`, f32, bf16 or f16.
 pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("add_into", dst)?;
     same_len(&gpu, dst, src)?;
@@ -17,24 +17,20 @@ pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     match (add, src.dtype()) {
         (true, _) => by_dtype!(gpu.op(), "values", src, T => add_as::<T>(&gpu, dst, &src)),
         (false, DType::F32) => copy(&gpu, dst, &src),
-        (false, DType::BF16) => widen(&gpu, dst, &src),
-        (false, dtype) => bail!(
-            "{}: expected values of F32 or BF16, got {dtype:?}",
-            gpu.op()
-        ),
+        (false, _) => by_dtype!(gpu.op(), "values", src, T => widen::<T>(&gpu, dst, &src)),
     }
 }
 
-/// `dst`, bf16, `= src`, f32, rounded to the nearest, ties to even.
+/// `dst`, bf16 or f16, `= src`, f32, rounded to the nearest, ties to even.
 pub(crate) fn round_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("round_into", dst)?;
     same_len(&gpu, dst, src)?;
     let (len, src) = (src.elem_count(), detached(src)?);
     let src = gpu.read::<f32>("values", &src)?;
-    gpu.write::<bf16>("dst", dst, |dst| {
+    by_half_precision!(gpu.op(), "dst", dst, T => gpu.write::<T>("dst", dst, |dst| {
         // SAFETY: both have len values.
-        unsafe { launch::cast_f32_to_bf16(&gpu.elements(len)?, dst, src.get(), len as i64) }
-    })
+        unsafe { launch::round::<T>(&gpu.elements(len)?, dst, src.get(), len as i64) }
+    }))
 }
 
 /// Sets the `len` values of `dst` to zero.
@@ -49,18 +45,18 @@ pub(super) unsafe fn zero<T: Element>(gpu: &Gpu, dst: Out<T>, len: usize) -> Res
     unsafe { launch::fill(&gpu.elements(len)?, dst, 0.0, len as i64) }
 }
 
-/// The first `len` values of `src` as a tensor of bf16.
-pub(super) fn rounded(
+/// The first `len` values of `src` as a tensor of `T`.
+pub(super) fn rounded<T: Element>(
     gpu: &Gpu,
     src: &Fresh<f32>,
     len: usize,
     shape: impl Into<Shape>,
 ) -> Result<Tensor> {
-    let dst = gpu.alloc::<bf16>(len)?;
+    let dst = gpu.alloc::<T>(len)?;
     if len > 0 {
         let (launch, src) = (gpu.elements(len)?, src.out().read());
         // SAFETY: both have len values.
-        unsafe { launch::cast_f32_to_bf16(&launch, dst.out(), src, len as i64) }?;
+        unsafe { launch::round::<T>(&launch, dst.out(), src, len as i64) }?;
     }
     Ok(dst.into_tensor(shape))
 }
@@ -74,12 +70,12 @@ fn add_as<T: Element>(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
     })
 }
 
-fn widen(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
+fn widen<T: Element>(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
     let len = src.elem_count();
-    let src = gpu.read::<bf16>("values", src)?;
+    let src = gpu.read::<T>("values", src)?;
     gpu.write::<f32>("dst", dst, |dst| {
         // SAFETY: both have len values.
-        unsafe { launch::cast_bf16_to_f32(&gpu.elements(len)?, dst, src.get(), len as i64) }
+        unsafe { launch::widen::<T>(&gpu.elements(len)?, dst, src.get(), len as i64) }
     })
 }
 

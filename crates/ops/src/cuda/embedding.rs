@@ -8,6 +8,7 @@ use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
 use crate::OpOutput;
+use crate::half_precision::by_half_precision;
 use crate::host::detached;
 use candle_core::{DType, Result, Tensor};
 
@@ -56,7 +57,9 @@ pub(crate) fn embedding_grad((v, h): (usize, usize), ids: &Tensor, dy: &Tensor) 
     by_dtype!(NAME, "the gradient", dy, T => add::<T>(&gpu, (dw.out(), v, h), &ids, &dy))?;
     match dy.dtype() {
         DType::F32 => Ok(dw.into_tensor((v, h))),
-        _ => rounded(&gpu, &dw, len, (v, h)),
+        _ => {
+            by_half_precision!(NAME, "the gradient", dy, T => rounded::<T>(&gpu, &dw, len, (v, h)))
+        }
     }
 }
 

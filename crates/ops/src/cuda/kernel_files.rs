@@ -24,7 +24,7 @@ macro_rules! suffixes {
         &[""]
     };
     ($t:ident) => {
-        &["_f32", "_bf16"]
+        &["_f32", "_bf16", "_f16"]
     };
 }
 

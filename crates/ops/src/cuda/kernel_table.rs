@@ -2,13 +2,13 @@
 //!
 //! The launch functions are made from this table and nothing else, and a test that needs no compiler for GPUs compares it
 //! with the sources, so an argument of another type or in another place is an error before anything runs on a GPU.
-//! `name[T]` stands for `name_f32` and `name_bf16`; an `Opt` pointer may be null.
+//! `name[T]` stands for `name_f32`, `name_bf16` and `name_f16`; an `Opt` pointer may be null.
 
 macro_rules! for_each_kernel {
     ($expand:ident) => {
         $expand! {
             "adamw" {
-                adamw(master: OptOut<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
+                adamw[T](master: OptOut<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
                     step_size: f32, correction: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, eps: f32, scale: f32);
             }
             "add_into" {
@@ -28,8 +28,8 @@ macro_rules! for_each_kernel {
                     kv_heads: i32, d: i32, group_size: i32, group_offset: i32, window: i32, scale: f32);
             }
             "cast" {
-                cast_f32_to_bf16(dst: Out<bf16>, src: In<f32>, len: i64);
-                cast_bf16_to_f32(dst: Out<f32>, src: In<bf16>, len: i64);
+                round[T](dst: Out<T>, src: In<f32>, len: i64);
+                widen[T](dst: Out<f32>, src: In<T>, len: i64);
             }
             "column_sum" {
                 column_sum[T](dst: Out<f32>, src: In<T>, rows: i64, cols: i64, add: i32);

@@ -12,7 +12,6 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::C
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaStream, LaunchConfig, PushKernelArg,
 };
-use half::bf16;
 use std::sync::Arc;
 
 /// Shared memory that a block may have without asking for it.

@@ -1,4 +1,4 @@
-//! Linear layers on the GPU by cuBLAS: `y = x W^T`, `dx = dy W` and `dW += dy^T x`, products of f32 or bf16 summed in f32;
+//! Linear layers on the GPU by cuBLAS: `y = x W^T`, `dx = dy W` and `dW += dy^T x`, products of f32, bf16 or f16 summed in f32;
 //! shapes are checked by the crate's `linear` and `linear_grad`.
 //!
 //! cuBLAS counts along columns, so a matrix of rows is its own transpose to it: each product below is asked for as the
@@ -264,6 +264,7 @@ fn operation(transposed: bool) -> sys::cublasOperation_t {
 fn data_type<T: Element>() -> sys::cudaDataType {
     match T::DTYPE {
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
         _ => sys::cudaDataType::CUDA_R_32F,
     }
 }

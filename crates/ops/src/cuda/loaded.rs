@@ -43,20 +43,30 @@ const OF_CANDLE: [(&kernels::Module, &[&str]); 5] = [
         &[
             "const_set_f32",
             "const_set_bf16",
+            "const_set_f16",
             "const_set_f64",
             "copy2d_f32",
             "copy2d_bf16",
+            "copy2d_f16",
             "copy2d_f64",
         ],
     ),
-    (&kernels::UNARY, &["ucopy_f32", "ucopy_bf16"]),
+    (&kernels::UNARY, &["ucopy_f32", "ucopy_bf16", "ucopy_f16"]),
     (
         &kernels::BINARY,
-        &["badd_f32", "badd_bf16", "badd_f64", "bmul_f32", "bmul_bf16"],
+        &[
+            "badd_f32",
+            "badd_bf16",
+            "badd_f16",
+            "badd_f64",
+            "bmul_f32",
+            "bmul_bf16",
+            "bmul_f16",
+        ],
     ),
     (
         &kernels::AFFINE,
-        &["affine_f32", "affine_bf16", "affine_f64"],
+        &["affine_f32", "affine_bf16", "affine_f16", "affine_f64"],
     ),
     (
         &kernels::CAST,
@@ -66,6 +76,9 @@ const OF_CANDLE: [(&kernels::Module, &[&str]); 5] = [
             "cast_f32_f64",
             "cast_f64_f32",
             "cast_bf16_f64",
+            "cast_f16_f32",
+            "cast_f32_f16",
+            "cast_f16_f64",
         ],
     ),
 ];
@@ -171,7 +184,7 @@ mod tests {
         let loaded = [load(&embedded), load(b"no code of a GPU")];
         std::fs::remove_dir_all(&folder)?;
         let [whole, broken] = loaded;
-        assert_eq!(whole?, 2);
+        assert_eq!(whole?, 3);
         let error = broken.err().map(|err| err.to_string()).unwrap_or_default();
         let name = path.display().to_string();
         assert!(

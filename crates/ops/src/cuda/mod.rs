@@ -1,4 +1,4 @@
-//! The operations on a GPU, in f32 and bf16: kernels from `kernels/`, launched on candle's stream, and cuBLAS for matrix
+//! The operations on a GPU, in f32, bf16 and f16: kernels from `kernels/`, launched on candle's stream, and cuBLAS for matrix
 //! products. The crate's public functions come here when their tensors are on a GPU, with shapes that they have checked;
 //! here the dtypes, the device and the layouts are.
 //!

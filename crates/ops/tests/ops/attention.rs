@@ -243,7 +243,7 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
     on_each_device(|| {
         for (t, dtype) in [1, 2, 127, 129, 200]
             .into_iter()
-            .flat_map(|t| [(t, DType::F32), (t, DType::BF16)])
+            .flat_map(|t| [DType::F32, DType::BF16, DType::F16].map(|dtype| (t, dtype)))
         {
             let case = case(1, t, 4, 2, 24, 2, 0);
             let [q, k, v] = case.inputs()?;

@@ -103,7 +103,7 @@ pub fn random_ids(seed: u64, count: usize, bound: u32) -> Vec<u32> {
     (0..count).map(|_| rng.random_range(0..bound)).collect()
 }
 
-/// The values, bf16 widened.
+/// The values, bf16 and f16 widened.
 pub fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
     let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
     tensor.flatten_all()?.to_vec1()

@@ -58,7 +58,7 @@ fn declared() -> Signatures {
     let mut all = Signatures::new();
     for entry in ENTRIES {
         let instances: &[(&str, &str)] = match entry.generic {
-            true => &[("_f32", "float"), ("_bf16", "bf16")],
+            true => &[("_f32", "float"), ("_bf16", "bf16"), ("_f16", "f16")],
             false => &[("", "")],
         };
         for (suffix, t) in instances {

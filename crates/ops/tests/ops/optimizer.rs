@@ -49,20 +49,21 @@ struct Case {
     buffers: [Tensor; 4],
     weights: Vec<Tensor>,
     starts: Vec<usize>,
-    has_master: bool,
+    /// The type of the weights, if they are rounded from master values.
+    narrow: Option<DType>,
 }
 
 impl Case {
-    fn new(lens: &[usize], has_master: bool) -> Result<Self> {
+    fn new(lens: &[usize], narrow: Option<DType>) -> Result<Self> {
         let starts: Vec<usize> = (0..lens.len())
             .map(|i| 3 + lens[..i].iter().sum::<usize>())
             .collect();
         let buffers = state(3 + lens.iter().sum::<usize>() + 2)?;
         let weights = starts.iter().zip(lens).map(|(start, len)| {
             // One more, as candle asks a GPU for 0 bytes, which is an error to it.
-            let values = match has_master {
-                true => Tensor::zeros(*len + 1, DType::BF16, &device()),
-                false => buffers[0].narrow(0, *start, *len + 1)?.copy(),
+            let values = match narrow {
+                Some(dtype) => Tensor::zeros(*len + 1, dtype, &device()),
+                None => buffers[0].narrow(0, *start, *len + 1)?.copy(),
             };
             values?.narrow(0, 0, *len)
         });
@@ -70,14 +71,14 @@ impl Case {
             weights: weights.collect::<Result<_>>()?,
             buffers,
             starts,
-            has_master,
+            narrow,
         })
     }
 
     fn step(&self) -> Result<()> {
         let [master, exp_avg, exp_avg_sq, grad] = &self.buffers;
         let buffers = AdamWBuffers {
-            master: self.has_master.then_some(master),
+            master: self.narrow.map(|_| master),
             exp_avg,
             exp_avg_sq,
             grad,
@@ -98,8 +99,8 @@ fn adamw_is_its_equation_on_every_device() -> Result<()> {
         // No weights; less than 16 bytes, a part of a chunk, more than one chunk; more tensors than one launch takes.
         let many: Vec<usize> = (0..19).map(|i| (i * 37) % 50).collect();
         for lens in [&[][..], &[0, 3, 1000, 2 * 16 * 1024 + 5, 8], &many] {
-            for has_master in [false, true] {
-                let (before, case) = (Case::new(lens, has_master)?, Case::new(lens, has_master)?);
+            for narrow in [None, Some(DType::BF16), Some(DType::F16)] {
+                let (before, case) = (Case::new(lens, narrow)?, Case::new(lens, narrow)?);
                 case.step()?;
                 let [x0, m0, v0, g0] = before.buffers.each_ref().map(floats);
                 let [x1, m1, v1, g1] = case.buffers.each_ref().map(floats);
@@ -111,7 +112,7 @@ fn adamw_is_its_equation_on_every_device() -> Result<()> {
                     for i in *start..start + len {
                         let before = [x0[i], m0[i], v0[i], g0[i]].map(f64::from);
                         let want = updated(before, slot % 2 == 0);
-                        let x = if has_master {
+                        let x = if narrow.is_some() {
                             x1[i]
                         } else {
                             weights[i - start]
@@ -120,9 +121,9 @@ fn adamw_is_its_equation_on_every_device() -> Result<()> {
                             assert!((f64::from(got) - want).abs() <= 1e-6, "{got} for {want}");
                         }
                     }
-                    if has_master {
+                    if let Some(dtype) = narrow {
                         let master = case.buffers[0].narrow(0, *start, *len)?;
-                        assert_eq!(weights, floats(&in_dtype(&master, DType::BF16)?)?);
+                        assert_eq!(weights, floats(&in_dtype(&master, dtype)?)?);
                     }
                 }
                 let used = 3..x0.len() - 2;
@@ -143,7 +144,7 @@ fn adamw_gives_the_same_bits_on_each_device() -> Result<()> {
     let mut bits: Vec<Vec<Vec<u32>>> = Vec::new();
     let steps = std::cell::RefCell::new(&mut bits);
     on_each_device(|| {
-        let case = Case::new(&[5003, 4, 77], false)?;
+        let case = Case::new(&[5003, 4, 77], None)?;
         case.step()?;
         case.step()?;
         let after = case.buffers.iter().chain(&case.weights);
@@ -209,7 +210,7 @@ fn buffers_of_adamw_fit_and_share_nothing() -> Result<()> {
             master: Some(&random(6, 6)?),
             ..buffers
         };
-        says(&with_master, &[slot], "weights must be contiguous BF16");
+        says(&with_master, &[slot], "expected weights of BF16 or F16");
         Ok(())
     })
 }
@@ -226,8 +227,10 @@ fn sums_of_squares_are_written_or_added() -> Result<()> {
             assert!((got - want).abs() <= 1e-12 * want, "{got} for {want}");
             sum_of_squares_into(&sum, true, &xs)?;
             assert_eq!(sum.to_scalar::<f64>()?, 2.0 * got);
-            sum_of_squares_into(&sum, false, &in_dtype(&xs, DType::BF16)?)?;
-            assert!((sum.to_scalar::<f64>()? - want).abs() <= 1e-2 * want);
+            for (dtype, bound) in [(DType::BF16, 1e-2), (DType::F16, 1.25e-3)] {
+                sum_of_squares_into(&sum, false, &in_dtype(&xs, dtype)?)?;
+                assert!((sum.to_scalar::<f64>()? - want).abs() <= bound * want);
+            }
         }
         Ok(())
     })
@@ -239,7 +242,7 @@ fn values_are_written_added_and_rounded_in_place() -> Result<()> {
         let (buffer, xs) = (random(1, 1000)?, random(2, (10, 10))?);
         let before = floats(&buffer)?;
         let view = buffer.narrow(0, 13, 100)?;
-        for dtype in [DType::F32, DType::BF16] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
             let values = xs.to_dtype(dtype)?.t()?;
             let wide = floats(&values)?;
             add_into(&view, false, &values)?;
@@ -254,17 +257,15 @@ fn values_are_written_added_and_rounded_in_place() -> Result<()> {
         let shared = add_into(&view, true, &buffer.narrow(0, 500, 100)?);
         let message = shared.expect_err("one lock for two views").to_string();
         assert!(message.contains("share a storage"), "{message}");
-        let narrow = Tensor::zeros(1000, DType::BF16, &device())?;
-        round_into(&narrow.narrow(0, 7, 100)?, &xs)?;
-        let rounded = floats(&narrow)?;
-        let want = floats(&in_dtype(&xs, DType::BF16)?)?;
-        assert_eq!(rounded[7..107], want);
-        assert!(
-            rounded[..7]
-                .iter()
-                .chain(&rounded[107..])
-                .all(|x| *x == 0.0)
-        );
+        for dtype in [DType::BF16, DType::F16] {
+            let narrow = Tensor::zeros(1000, dtype, &device())?;
+            round_into(&narrow.narrow(0, 7, 100)?, &xs)?;
+            let rounded = floats(&narrow)?;
+            let want = floats(&in_dtype(&xs, dtype)?)?;
+            assert_eq!(rounded[7..107], want);
+            let others = rounded[..7].iter().chain(&rounded[107..]);
+            assert!(others.into_iter().all(|x| *x == 0.0));
+        }
         Ok(())
     })
 }

@@ -30,6 +30,7 @@ pub struct Gradients {
     num_writes: Vec<usize>,
     index_of: HashMap<TensorId, usize>,
     pub(super) reductions: Reductions,
+    pub(super) loss_scale: f64,
 }
 
 impl Gradients {
@@ -65,6 +66,7 @@ impl Gradients {
             reductions: Reductions::new(buckets.len(), mesh),
             params: params.clone(),
             mesh: mesh.clone(),
+            loss_scale: 1.0,
         })
     }
 
@@ -81,8 +83,18 @@ impl Gradients {
         }
     }
 
+    /// Multiplies the gradient of the loss by `scale`, a power of two, from the next step's passes on. [`Self::reduce`] divides by it.
+    pub fn set_loss_scale(&mut self, scale: f64) {
+        self.loss_scale = scale;
+    }
+
+    /// The factor of the gradients that passes add.
+    pub fn loss_scale(&self) -> f64 {
+        self.loss_scale
+    }
+
     /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
-    /// so rounded once a micro-batch if that is bf16; what a [`crate::Layer`] writes is never rounded.
+    /// so rounded once a micro-batch if that has 16 bits; what a [`crate::Layer`] writes is never rounded.
     ///
     /// # Errors
     /// A gradient of another shape than the parameter, and a parameter that is frozen.

@@ -159,6 +159,7 @@ impl Gradients {
             mean: loss_sum / num_targets,
             num_targets: num_targets as usize,
         };
+        let divisor = num_targets * self.loss_scale;
         let whole = self.whole.iter();
         Ok(ReducedGradients {
             params: self.params.clone(),
@@ -168,8 +169,8 @@ impl Gradients {
                 .map(|flat| Some(flat.as_ref()?.tensor().clone()))
                 .collect(),
             clip: 1.0,
-            scale: 1.0 / num_targets,
-            norm: squares.sqrt() / num_targets,
+            scale: 1.0 / divisor,
+            norm: squares.sqrt() / divisor,
             loss,
         })
     }

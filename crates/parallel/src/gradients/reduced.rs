@@ -15,7 +15,7 @@ pub struct ReducedGradients {
     pub(super) buckets: Vec<FlatBuffer>,
     /// The buffers that they are parts of, if there are any.
     pub(super) whole: Vec<Option<Tensor>>,
-    /// One over the number of targets.
+    /// One over the number of targets and over the loss scale.
     pub(super) scale: f64,
     /// What clipping asks for.
     pub(super) clip: f64,
@@ -63,16 +63,21 @@ impl ReducedGradients {
         self.clip = (max_norm / (self.norm + 1e-6)).min(1.0);
     }
 
+    /// Whether loss and norm are finite: the same on every rank.
+    pub fn is_finite(&self) -> bool {
+        self.norm.is_finite() && self.loss.mean.is_finite()
+    }
+
     /// An error on every rank if the loss or the norm is not finite; it names the first parameter, in name order, that has a
     /// NaN or infinite gradient. Every rank must call it.
     ///
     /// # Errors
     /// The one that it is for, and failures of ranks.
     pub fn check_finite(&self) -> Result<()> {
-        let loss = self.loss.mean;
-        if self.norm.is_finite() && loss.is_finite() {
+        if self.is_finite() {
             return Ok(());
         }
+        let loss = self.loss.mean;
         let about_loss = match loss.is_finite() {
             true => String::new(),
             false => format!("the loss is {loss}: "),

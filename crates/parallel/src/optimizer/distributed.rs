@@ -7,6 +7,7 @@ use std::ops::Range;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, Var, bail};
 
+use super::loss_scaling::{LossScaler, LossScaling};
 use super::master_weights::{has_masters, master_weights};
 use super::state_store::{BucketShape, BucketState, StateStore};
 use super::{
@@ -25,6 +26,7 @@ pub struct DistributedOptimizer {
     groups: Vec<ParamGroup>,
     pub(super) store: StateStore,
     num_steps: usize,
+    scaler: Option<LossScaler>,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
@@ -37,6 +39,8 @@ pub struct StepReport {
     pub loss: ReducedLoss,
     /// Global L2 norm of the gradient, before clipping.
     pub grad_norm: f64,
+    /// Whether loss or gradients overflowed, and nothing was updated: see [`DistributedOptimizer::with_loss_scaling`].
+    pub is_skipped: bool,
 }
 
 impl DistributedOptimizer {
@@ -96,6 +100,7 @@ impl DistributedOptimizer {
             groups: Vec::new(),
             store,
             num_steps: 0,
+            scaler: None,
         })
     }
 
@@ -114,6 +119,28 @@ impl DistributedOptimizer {
     pub fn with_groups(self, groups: Vec<ParamGroup>) -> Result<Self> {
         groups.iter().try_for_each(ParamGroup::validate)?;
         Ok(Self { groups, ..self })
+    }
+
+    /// The optimizer with a loss scale that changes, for models that compute in f16. A step whose loss or norm is not finite is then
+    /// skipped on every rank, and [`Self::loss_scale`], which is to be given to [`Gradients::set_loss_scale`] before each step,
+    /// halves. Only with a scale of 1 it is an error.
+    ///
+    /// # Errors
+    /// Numbers out of their range.
+    pub fn with_loss_scaling(self, config: LossScaling) -> Result<Self> {
+        config.validate()?;
+        let scaler = Some(LossScaler::new(config));
+        Ok(Self { scaler, ..self })
+    }
+
+    /// The loss scale of the next step; 1 without [`Self::with_loss_scaling`].
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// Number of steps that were skipped.
+    pub fn num_skipped_steps(&self) -> usize {
+        self.scaler.as_ref().map_or(0, LossScaler::num_skipped)
     }
 
     /// Number of updates made.
@@ -157,8 +184,8 @@ impl DistributedOptimizer {
     /// `lr`. `passes` is what the step's passes returned. The gradients are cleared.
     ///
     /// # Errors
-    /// A loss or norm that is not finite: an error on every rank, which names the first parameter to blame; nothing is
-    /// updated. Else as [`Gradients::reduce`] and [`Self::apply`].
+    /// A loss or norm that is not finite, unless [the step is skipped](Self::with_loss_scaling): an error on every rank, which
+    /// names the first parameter to blame; nothing is updated. Else as [`Gradients::reduce`] and [`Self::apply`].
     pub fn step(
         &mut self,
         gradients: &mut Gradients,
@@ -167,14 +194,25 @@ impl DistributedOptimizer {
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
         let mut reduced = gradients.reduce(passes)?;
-        reduced.check_finite()?;
-        if let Some(max_norm) = max_norm {
-            reduced.clip(max_norm);
-        }
+        let is_finite = reduced.is_finite();
         let report = StepReport {
             loss: reduced.loss(),
             grad_norm: reduced.norm(),
+            is_skipped: !is_finite && self.scaler.as_mut().is_some_and(LossScaler::shrink),
         };
+        if report.is_skipped {
+            return Ok(report);
+        }
+        reduced.check_finite().map_err(|err| match &self.scaler {
+            Some(_) => err.context("the loss scale is 1 already"),
+            None => err,
+        })?;
+        if let Some(scaler) = &mut self.scaler {
+            scaler.grow();
+        }
+        if let Some(max_norm) = max_norm {
+            reduced.clip(max_norm);
+        }
         self.apply(reduced, lr)?;
         Ok(report)
     }

@@ -1,6 +1,6 @@
 //! The f32 weights that an optimizer updates when the model computes with narrower ones (arXiv:1710.03740, section 3.1).
 //!
-//! bf16 keeps 8 bits: an update of less than 1/512 of a weight would be rounded away, step after step. So the sum of the
+//! bf16 keeps 8 bits: an update of less than 1/512 of a weight would be rounded away, step after step; f16 keeps 11. So the sum of the
 //! updates lives in f32, and the model's weight is that sum, rounded anew after each step. Weights in f32 are their own
 //! masters. Each rank has masters only of what it updates.
 
@@ -40,9 +40,9 @@ pub(super) fn has_masters(params: &Parameters, index: usize) -> Result<bool> {
     let bucket = &params.layout().buckets[index];
     match (bucket.dtype, bucket.slots.first()) {
         (DType::F32, _) => Ok(false),
-        (DType::BF16, _) => Ok(true),
+        (DType::BF16 | DType::F16, _) => Ok(true),
         (dtype, slot) => bail!(
-            "parameter {} is of type {dtype:?}; expected F32 or BF16",
+            "parameter {} is of type {dtype:?}; expected F32, BF16 or F16",
             slot.map_or("", |slot| &params.get(slot.param).name)
         ),
     }

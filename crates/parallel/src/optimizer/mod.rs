@@ -2,6 +2,7 @@
 
 mod adamw;
 mod distributed;
+mod loss_scaling;
 mod master_weights;
 mod offload;
 mod param_group;
@@ -15,6 +16,7 @@ use candle_core::{Result, Tensor};
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use distributed::{DistributedOptimizer, StepReport};
+pub use loss_scaling::LossScaling;
 pub use offload::Offload;
 pub use param_group::ParamGroup;
 pub use state::OptimizerState;
@@ -69,6 +71,6 @@ pub struct UpdateStep {
     pub lr: f64,
     /// The group's decay, for all of its parameters; `None`: the optimizer's own, for matrices.
     pub weight_decay: Option<f64>,
-    /// The gradients' factor: one over the number of targets, and what clipping asks for.
+    /// The gradients' factor: one over the number of targets and over the loss scale, and what clipping asks for.
     pub grad_scale: f64,
 }

@@ -54,12 +54,12 @@ impl FlatBuffer {
         self.values.narrow(0, offset, len)
     }
 
-    /// Overwrites the values from `offset` on, with values of f32 or bf16.
+    /// Overwrites the values from `offset` on, with values of f32, bf16 or f16.
     pub fn write(&self, offset: usize, values: &Tensor) -> Result<()> {
         self.put(offset, values, false)
     }
 
-    /// Adds to the values from `offset` on, values of f32 or bf16.
+    /// Adds to the values from `offset` on, values of f32, bf16 or f16.
     pub fn add(&self, offset: usize, values: &Tensor) -> Result<()> {
         self.put(offset, values, true)
     }

@@ -80,9 +80,10 @@ pub(crate) struct ParamRequest<'a> {
     pub block: usize,
 }
 
-/// f32 values in another type; on all threads if that is bf16, as billions of them are.
+/// f32 values in another type; on all threads if that has 16 bits, as billions of them are.
 pub(super) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
-    if dtype != DType::BF16 || values.elem_count() == 0 {
+    let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
+    if !is_narrow || values.elem_count() == 0 {
         return values.to_dtype(dtype);
     }
     let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;

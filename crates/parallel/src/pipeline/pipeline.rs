@@ -24,9 +24,6 @@ pub struct Pipeline {
     stopwatches: Option<[Mutex<Stopwatch>; 2]>,
 }
 
-/// The gradient of the loss: a sum is trained on as it is.
-const LOSS_SCALE: f64 = 1.0;
-
 /// Places of the stopwatches.
 const FORWARD: usize = 0;
 const BACKWARD: usize = 1;
@@ -85,7 +82,7 @@ impl Pipeline {
     }
 
     /// Forward and backward passes of all micro-batches of a step: adds to `gradients` those of the sum of the losses over
-    /// this replica's targets. [`Gradients::reduce`] makes them those of the mean over the global batch.
+    /// this replica's targets, times [`Gradients::loss_scale`]. [`Gradients::reduce`] makes them those of the mean over the global batch.
     ///
     /// Every rank of a replica, whatever its stage, must be given the same micro-batches.
     ///
@@ -107,6 +104,7 @@ impl Pipeline {
         let instructions = self
             .schedule
             .instructions(rank, num_stages, micro_batches.len());
+        let loss_scale = gradients.loss_scale();
         let mut num_backwards = 0;
         let mut flight = InFlight::default();
         let mut report = PassReport::default();
@@ -124,7 +122,7 @@ impl Pipeline {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
                     let (output, tape) = self.timed(FORWARD, || {
-                        stage.forward(input, &micro_batches[index], gradients, LOSS_SCALE)
+                        stage.forward(input, &micro_batches[index], gradients, loss_scale)
                     })?;
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {

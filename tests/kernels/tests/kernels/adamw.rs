@@ -1,8 +1,8 @@
 //! AdamW: the bits of the CPU's update, and the f64 formula over several steps.
 
-use crate::element::{assert_close, random, rng};
+use crate::element::{Element, assert_close, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 use std::ffi::c_void;
 
 /// `AdamWSlot` of the source.
@@ -21,22 +21,33 @@ struct Slot {
 #[repr(C)]
 struct Slots([Slot; 16]);
 
-unsafe extern "C" {
-    fn adamw(
-        master: *mut f32,
-        exp_avg: *mut f32,
-        exp_avg_sq: *mut f32,
-        grad: *const f32,
-        slots: Slots,
-        step_size: f32,
-        correction: f32,
-        one_minus_beta1: f32,
-        beta2: f32,
-        one_minus_beta2: f32,
-        eps: f32,
-        scale: f32,
-    );
+macro_rules! kernels {
+    ($($name:ident)*) => {
+        unsafe extern "C" {
+            $(fn $name(
+                master: *mut f32,
+                exp_avg: *mut f32,
+                exp_avg_sq: *mut f32,
+                grad: *const f32,
+                slots: Slots,
+                step_size: f32,
+                correction: f32,
+                one_minus_beta1: f32,
+                beta2: f32,
+                one_minus_beta2: f32,
+                eps: f32,
+                scale: f32,
+            );)*
+        }
+    };
 }
+
+kernels! { adamw_f32 adamw_bf16 adamw_f16 }
+
+#[rustfmt::skip]
+type Kernel = unsafe extern "C" fn(
+    *mut f32, *mut f32, *mut f32, *const f32, Slots, f32, f32, f32, f32, f32, f32, f32,
+);
 
 const LR: f64 = 0.01;
 const BETAS: [f64; 2] = [0.9, 0.95];
@@ -102,7 +113,13 @@ fn cpu_update([x, m, v]: [&mut f32; 3], g: f32, step: i32, (decay_factor, scale)
 }
 
 #[test]
-fn both_types_of_weights_give_the_bits_of_the_cpu() {
+fn all_types_of_weights_give_the_bits_of_the_cpu() {
+    check_bits::<bf16>(adamw_bf16);
+    check_bits::<f16>(adamw_f16);
+}
+
+/// Of weights in f32, and of weights of `T` rounded from masters.
+fn check_bits<T: Element>(adamw_narrow: Kernel) {
     let mut rng = rng(7);
     for (lens, shift) in [
         (&[1][..], 0),
@@ -118,7 +135,7 @@ fn both_types_of_weights_give_the_bits_of_the_cpu() {
         let mut x = random::<f32>(&mut rng, len, 1.0);
         let (mut m, mut v) = (vec![0f32; len], vec![0f32; len]);
         let zeros = || Buffer::shifted(len, shift).with(&vec![0f32; len]);
-        let (f32_state, bf16_state) = ([zeros(), zeros()], [zeros(), zeros()]);
+        let (f32_state, narrow_state) = ([zeros(), zeros()], [zeros(), zeros()]);
         let master = Buffer::shifted(len, shift).with(&x);
         let mut rest = &x[..];
         let weights: Vec<Buffer<f32>> = lens
@@ -129,11 +146,11 @@ fn both_types_of_weights_give_the_bits_of_the_cpu() {
                 Buffer::from_slice(mine)
             })
             .collect();
-        let rounded: Vec<Buffer<bf16>> = lens.iter().map(|len| Buffer::new(*len)).collect();
+        let rounded: Vec<Buffer<T>> = lens.iter().map(|len| Buffer::new(*len)).collect();
         let at: Vec<_> = weights.iter().map(Buffer::ptr).zip(lens.to_vec()).collect();
         let in_f32 = slots(&at);
         let at: Vec<_> = rounded.iter().map(Buffer::ptr).zip(lens.to_vec()).collect();
-        let in_bf16 = slots(&at);
+        let in_narrow = slots(&at);
         let launch = Launch {
             grid: [3, lens.len(), 1],
             ..Launch::new(1, 64, 0)
@@ -146,20 +163,20 @@ fn both_types_of_weights_give_the_bits_of_the_cpu() {
             let [m1, v1] = f32_state.each_ref().map(Buffer::ptr);
             launch!(
                 launch,
-                adamw(none, m1, v1, g.ptr(), in_f32, a, b, c, d, e, f, 0.37)
+                adamw_f32(none, m1, v1, g.ptr(), in_f32, a, b, c, d, e, f, 0.37)
             )
             .unwrap();
-            let ([m2, v2], x2) = (bf16_state.each_ref().map(Buffer::ptr), master.ptr());
+            let ([m2, v2], x2) = (narrow_state.each_ref().map(Buffer::ptr), master.ptr());
             launch!(
                 launch,
-                adamw(x2, m2, v2, g.ptr(), in_bf16, a, b, c, d, e, f, 0.37)
+                adamw_narrow(x2, m2, v2, g.ptr(), in_narrow, a, b, c, d, e, f, 0.37)
             )
             .unwrap();
             for (i, g) in grad.iter().enumerate() {
                 let factors = (decay_factor(slot_of[i]), 0.37);
                 cpu_update([&mut x[i], &mut m[i], &mut v[i]], *g, step, factors);
             }
-            for state in [&f32_state, &bf16_state] {
+            for state in [&f32_state, &narrow_state] {
                 for (got, want) in state.iter().zip([&m, &v]) {
                     assert_eq!(&got.read(), want, "step {step}");
                 }
@@ -167,8 +184,8 @@ fn both_types_of_weights_give_the_bits_of_the_cpu() {
             assert_eq!(master.read(), x);
             let updated: Vec<f32> = weights.iter().flat_map(Buffer::read).collect();
             assert_eq!(updated, x);
-            let updated: Vec<bf16> = rounded.iter().flat_map(Buffer::read).collect();
-            let want: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            let updated: Vec<T> = rounded.iter().flat_map(Buffer::read).collect();
+            let want: Vec<T> = x.iter().map(|x| T::from_f64(f64::from(*x))).collect();
             assert_eq!(updated, want);
         }
     }
@@ -189,7 +206,11 @@ fn several_steps_equal_the_f64_formula() {
         let (launch, slots) = (Launch::new(1, 32, 0), slots(&[(x.ptr(), len)]));
         let (m, v, g) = (m.ptr(), v.ptr(), g.ptr());
         let none = std::ptr::null_mut();
-        launch!(launch, adamw(none, m, v, g, slots, a, b, c, d, e, f, 1.0)).unwrap();
+        launch!(
+            launch,
+            adamw_f32(none, m, v, g, slots, a, b, c, d, e, f, 1.0)
+        )
+        .unwrap();
         for ([x, m, v], g) in want.iter_mut().zip(grad) {
             let g = f64::from(g);
             *m = BETAS[0] * *m + (1.0 - BETAS[0]) * g;

@@ -3,7 +3,7 @@
 use crate::attention_reference::{Sizes, backward, delta, forward};
 use crate::element::{Element, assert_close, assert_close_at, from_f64, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Forward<T> = unsafe extern "C" fn(
     *mut T,
@@ -137,6 +137,13 @@ declare!(
     attention_delta_bf16,
     attention_backward_q_bf16,
     attention_backward_kv_bf16
+);
+declare!(
+    f16,
+    attention_forward_f16,
+    attention_delta_f16,
+    attention_backward_q_f16,
+    attention_backward_kv_f16
 );
 
 const TILE: usize = 16;
@@ -337,6 +344,11 @@ fn bf16_forward_equals_the_reference() {
 }
 
 #[test]
+fn f16_forward_equals_the_reference() {
+    check_forward(attention_forward_f16);
+}
+
+#[test]
 fn f32_backward_equals_the_reference() {
     check_backward(
         attention_delta_f32,
@@ -351,5 +363,14 @@ fn bf16_backward_equals_the_reference() {
         attention_delta_bf16,
         attention_backward_q_bf16,
         attention_backward_kv_bf16,
+    );
+}
+
+#[test]
+fn f16_backward_equals_the_reference() {
+    check_backward(
+        attention_delta_f16,
+        attention_backward_q_f16,
+        attention_backward_kv_f16,
     );
 }

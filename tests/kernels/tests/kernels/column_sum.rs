@@ -2,13 +2,14 @@
 
 use crate::element::{Element, assert_close, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type ColumnSum<T> = unsafe extern "C" fn(*mut f32, *const T, i64, i64, i32);
 
 unsafe extern "C" {
     fn column_sum_f32(dst: *mut f32, src: *const f32, rows: i64, cols: i64, add: i32);
     fn column_sum_bf16(dst: *mut f32, src: *const bf16, rows: i64, cols: i64, add: i32);
+    fn column_sum_f16(dst: *mut f32, src: *const f16, rows: i64, cols: i64, add: i32);
 }
 
 fn check<T: Element>(column_sum: ColumnSum<T>) {
@@ -52,4 +53,9 @@ fn f32_equals_the_reference() {
 #[test]
 fn bf16_equals_the_reference() {
     check::<bf16>(column_sum_bf16);
+}
+
+#[test]
+fn f16_equals_the_reference() {
+    check::<f16>(column_sum_f16);
 }

@@ -2,7 +2,7 @@
 
 use crate::element::{Element, assert_close, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 use rand::Rng;
 
 type Stats<T> = unsafe extern "C" fn(*mut f32, *const T, *const u32, i64, i64, i64);
@@ -21,6 +21,14 @@ unsafe extern "C" {
     fn softmax_stats_bf16(
         stats: *mut f32,
         logits: *const bf16,
+        targets: *const u32,
+        rows: i64,
+        cols: i64,
+        vocab_start: i64,
+    );
+    fn softmax_stats_f16(
+        stats: *mut f32,
+        logits: *const f16,
         targets: *const u32,
         rows: i64,
         cols: i64,
@@ -49,6 +57,17 @@ unsafe extern "C" {
     fn cross_entropy_backward_bf16(
         dlogits: *mut bf16,
         logits: *const bf16,
+        log_sum_exp: *const f32,
+        targets: *const u32,
+        row_grads: *const f32,
+        grad: f32,
+        rows: i64,
+        cols: i64,
+        vocab_start: i64,
+    );
+    fn cross_entropy_backward_f16(
+        dlogits: *mut f16,
+        logits: *const f16,
         log_sum_exp: *const f32,
         targets: *const u32,
         row_grads: *const f32,
@@ -284,6 +303,14 @@ fn bf16_equals_the_reference() {
     check(Kernels {
         stats: softmax_stats_bf16,
         backward: cross_entropy_backward_bf16,
+    });
+}
+
+#[test]
+fn f16_equals_the_reference() {
+    check(Kernels {
+        stats: softmax_stats_f16,
+        backward: cross_entropy_backward_f16,
     });
 }
 

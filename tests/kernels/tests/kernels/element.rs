@@ -1,6 +1,6 @@
 //! The element types of the kernels, random values of them, and how close a result must be.
 
-use half::bf16;
+use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -10,6 +10,8 @@ pub const F32: f64 = 1.0 / (1u64 << 24) as f64;
 pub trait Element: Copy + Default + PartialEq + std::fmt::Debug {
     /// Largest relative error of one rounding to this type.
     const ROUNDING: f64;
+    /// Largest error of rounding a subnormal number.
+    const SUBNORMAL_ROUNDING: f64 = 0.0;
 
     fn from_f64(x: f64) -> Self;
     fn to_f64(self) -> f64;
@@ -33,6 +35,20 @@ impl Element for bf16 {
 
     fn from_f64(x: f64) -> Self {
         bf16::from_f64(x)
+    }
+
+    fn to_f64(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+impl Element for f16 {
+    // Eleven significant bits, and none below 2^-24.
+    const ROUNDING: f64 = 1.0 / 2048.0;
+    const SUBNORMAL_ROUNDING: f64 = 1.0 / (1u64 << 25) as f64;
+
+    fn from_f64(x: f64) -> Self {
+        f16::from_f64(x)
     }
 
     fn to_f64(self) -> f64 {
@@ -70,7 +86,7 @@ pub fn assert_close<T: Element>(what: &str, got: &[T], want: &[f64], num_roundin
 pub fn assert_close_at<T: Element>(what: &str, got: &[T], want: &[f64], summed: f64) {
     assert_eq!(got.len(), want.len(), "{what}: number of values");
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let bound = 1.001 * T::ROUNDING * want.abs() + F32 * summed;
+        let bound = 1.001 * T::ROUNDING * want.abs() + T::SUBNORMAL_ROUNDING + F32 * summed;
         let error = (got.to_f64() - want).abs();
         assert!(
             error <= bound,

@@ -2,15 +2,18 @@
 
 use crate::element::{Element, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 unsafe extern "C" {
     fn fill_f32(dst: *mut f32, value: f32, len: i64);
     fn fill_bf16(dst: *mut bf16, value: f32, len: i64);
+    fn fill_f16(dst: *mut f16, value: f32, len: i64);
     fn fill_rows_f32(dst: *mut f32, row: *const f32, rows: i64, cols: i64);
     fn fill_rows_bf16(dst: *mut bf16, row: *const bf16, rows: i64, cols: i64);
+    fn fill_rows_f16(dst: *mut f16, row: *const f16, rows: i64, cols: i64);
     fn add_into_f32(dst: *mut f32, src: *const f32, len: i64);
     fn add_into_bf16(dst: *mut f32, src: *const bf16, len: i64);
+    fn add_into_f16(dst: *mut f32, src: *const f16, len: i64);
 }
 
 const LENGTHS: [usize; 8] = [0, 1, 3, 7, 8, 33, 1000, 4099];
@@ -32,6 +35,7 @@ fn check_fill<T: Element>(fill: unsafe extern "C" fn(*mut T, f32, i64)) {
 fn fill_writes_each_element() {
     check_fill(fill_f32);
     check_fill(fill_bf16);
+    check_fill(fill_f16);
 }
 
 fn check_fill_rows<T: Element>(fill_rows: unsafe extern "C" fn(*mut T, *const T, i64, i64)) {
@@ -55,6 +59,7 @@ fn check_fill_rows<T: Element>(fill_rows: unsafe extern "C" fn(*mut T, *const T,
 fn fill_rows_repeats_the_row() {
     check_fill_rows(fill_rows_f32);
     check_fill_rows(fill_rows_bf16);
+    check_fill_rows(fill_rows_f16);
 }
 
 fn check_add<T: Element>(add_into: unsafe extern "C" fn(*mut f32, *const T, i64)) {
@@ -81,4 +86,5 @@ fn check_add<T: Element>(add_into: unsafe extern "C" fn(*mut f32, *const T, i64)
 fn add_into_adds_in_f32() {
     check_add(add_into_f32);
     check_add(add_into_bf16);
+    check_add(add_into_f16);
 }

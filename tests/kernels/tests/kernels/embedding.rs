@@ -2,7 +2,7 @@
 
 use crate::element::{Element, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 use rand::Rng;
 
 type Forward<T> = unsafe extern "C" fn(*mut T, *const T, *const u32, i64, i64, u32, u32);
@@ -27,6 +27,15 @@ unsafe extern "C" {
         vocab_start: u32,
         local_vocab: u32,
     );
+    fn embedding_forward_f16(
+        y: *mut f16,
+        table: *const f16,
+        ids: *const u32,
+        num_ids: i64,
+        hidden: i64,
+        vocab_start: u32,
+        local_vocab: u32,
+    );
     fn embedding_backward_f32(
         grad: *mut f32,
         dy: *const f32,
@@ -39,6 +48,15 @@ unsafe extern "C" {
     fn embedding_backward_bf16(
         grad: *mut f32,
         dy: *const bf16,
+        sorted_rows: *const u32,
+        order: *const u32,
+        num_ids: u32,
+        hidden: i64,
+        local_vocab: u32,
+    );
+    fn embedding_backward_f16(
+        grad: *mut f32,
+        dy: *const f16,
         sorted_rows: *const u32,
         order: *const u32,
         num_ids: u32,
@@ -134,4 +152,9 @@ fn f32_gives_the_bits_of_the_cpu() {
 #[test]
 fn bf16_gives_the_bits_of_the_cpu() {
     check(embedding_forward_bf16, embedding_backward_bf16);
+}
+
+#[test]
+fn f16_gives_the_bits_of_the_cpu() {
+    check(embedding_forward_f16, embedding_backward_f16);
 }

@@ -2,7 +2,7 @@
 
 use crate::element::{Element, assert_close, assert_close_at, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 use std::ptr::null_mut;
 
 type Forward<T> = unsafe extern "C" fn(*mut T, *const T, *const T, *const T, i64, i32, f32);
@@ -35,6 +35,7 @@ macro_rules! kernels {
 kernels! {
     layer_norm_forward_f32 layer_norm_backward_f32 f32;
     layer_norm_forward_bf16 layer_norm_backward_bf16 bf16;
+    layer_norm_forward_f16 layer_norm_backward_f16 f16;
 }
 
 const EPS: f32 = 1e-5;
@@ -242,6 +243,11 @@ fn bf16_forward_equals_the_reference() {
 }
 
 #[test]
+fn f16_forward_equals_the_reference() {
+    check_forward(layer_norm_forward_f16);
+}
+
+#[test]
 fn f32_backward_equals_the_reference() {
     check_backward(layer_norm_backward_f32);
 }
@@ -249,4 +255,9 @@ fn f32_backward_equals_the_reference() {
 #[test]
 fn bf16_backward_equals_the_reference() {
     check_backward(layer_norm_backward_bf16);
+}
+
+#[test]
+fn f16_backward_equals_the_reference() {
+    check_backward(layer_norm_backward_f16);
 }

@@ -2,7 +2,7 @@
 
 use crate::element::{Element, assert_close, assert_close_at, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Forward<T> = unsafe extern "C" fn(*mut T, *const T, *const T, i64, i32, f32);
 type Backward<T> =
@@ -25,6 +25,14 @@ unsafe extern "C" {
         cols: i32,
         eps: f32,
     );
+    fn rms_norm_forward_f16(
+        y: *mut f16,
+        x: *const f16,
+        w: *const f16,
+        rows: i64,
+        cols: i32,
+        eps: f32,
+    );
     fn rms_norm_backward_f32(
         dx: *mut f32,
         partials: *mut f32,
@@ -43,6 +51,17 @@ unsafe extern "C" {
         w: *const bf16,
         dy: *const bf16,
         residual: *const bf16,
+        rows: i64,
+        cols: i32,
+        eps: f32,
+    );
+    fn rms_norm_backward_f16(
+        dx: *mut f16,
+        partials: *mut f32,
+        x: *const f16,
+        w: *const f16,
+        dy: *const f16,
+        residual: *const f16,
         rows: i64,
         cols: i32,
         eps: f32,
@@ -203,6 +222,11 @@ fn bf16_forward_equals_the_reference() {
 }
 
 #[test]
+fn f16_forward_equals_the_reference() {
+    check_forward(rms_norm_forward_f16);
+}
+
+#[test]
 fn f32_backward_equals_the_reference() {
     check_backward(rms_norm_backward_f32);
 }
@@ -210,4 +234,9 @@ fn f32_backward_equals_the_reference() {
 #[test]
 fn bf16_backward_equals_the_reference() {
     check_backward(rms_norm_backward_bf16);
+}
+
+#[test]
+fn f16_backward_equals_the_reference() {
+    check_backward(rms_norm_backward_f16);
 }

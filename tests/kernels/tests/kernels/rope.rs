@@ -2,7 +2,7 @@
 
 use crate::element::{Element, assert_close, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Rope<T> = unsafe extern "C" fn(*mut T, *const f32, *const f32, i64, i32, i32, i32, f32);
 
@@ -19,6 +19,16 @@ unsafe extern "C" {
     );
     fn rope_bf16(
         x: *mut bf16,
+        cos: *const f32,
+        sin: *const f32,
+        rows: i64,
+        t: i32,
+        heads: i32,
+        half: i32,
+        sign: f32,
+    );
+    fn rope_f16(
+        x: *mut f16,
         cos: *const f32,
         sin: *const f32,
         rows: i64,
@@ -93,4 +103,9 @@ fn f32_equals_the_reference() {
 #[test]
 fn bf16_equals_the_reference() {
     check::<bf16>(rope_bf16);
+}
+
+#[test]
+fn f16_equals_the_reference() {
+    check::<f16>(rope_f16);
 }

@@ -2,13 +2,14 @@
 
 use crate::element::{Element, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Partials<T> = unsafe extern "C" fn(*mut f64, *const T, i64);
 
 unsafe extern "C" {
     fn sum_of_squares_f32(partials: *mut f64, src: *const f32, len: i64);
     fn sum_of_squares_bf16(partials: *mut f64, src: *const bf16, len: i64);
+    fn sum_of_squares_f16(partials: *mut f64, src: *const f16, len: i64);
     fn sum_partials_f64(dst: *mut f64, partials: *const f64, num_partials: i32, add: i32);
 }
 
@@ -69,6 +70,11 @@ fn f32_equals_the_reference() {
 #[test]
 fn bf16_equals_the_reference() {
     check::<bf16>(sum_of_squares_bf16);
+}
+
+#[test]
+fn f16_equals_the_reference() {
+    check::<f16>(sum_of_squares_f16);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::element::{Element, assert_close, random, rng};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Forward<T> = unsafe extern "C" fn(*mut T, *const T, *const T, i64);
 type Backward<T> = unsafe extern "C" fn(*mut T, *mut T, *const T, *const T, *const T, i64);
@@ -10,6 +10,7 @@ type Backward<T> = unsafe extern "C" fn(*mut T, *mut T, *const T, *const T, *con
 unsafe extern "C" {
     fn swiglu_forward_f32(y: *mut f32, gate: *const f32, up: *const f32, len: i64);
     fn swiglu_forward_bf16(y: *mut bf16, gate: *const bf16, up: *const bf16, len: i64);
+    fn swiglu_forward_f16(y: *mut f16, gate: *const f16, up: *const f16, len: i64);
     fn swiglu_backward_f32(
         dgate: *mut f32,
         dup: *mut f32,
@@ -24,6 +25,14 @@ unsafe extern "C" {
         gate: *const bf16,
         up: *const bf16,
         dy: *const bf16,
+        len: i64,
+    );
+    fn swiglu_backward_f16(
+        dgate: *mut f16,
+        dup: *mut f16,
+        gate: *const f16,
+        up: *const f16,
+        dy: *const f16,
         len: i64,
     );
 }
@@ -80,6 +89,11 @@ fn f32_equals_the_reference() {
 #[test]
 fn bf16_equals_the_reference() {
     check(swiglu_forward_bf16, swiglu_backward_bf16);
+}
+
+#[test]
+fn f16_equals_the_reference() {
+    check(swiglu_forward_f16, swiglu_backward_f16);
 }
 
 #[test]

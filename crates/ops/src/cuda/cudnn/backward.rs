@@ -3,13 +3,13 @@
 //! keys and values being summed over the heads of queries that read it.
 //!
 //! cuDNN chooses how to add up dQ by where it goes. Into an f32 tensor in memory, which is then rounded, blocks of keys add what
-//! they have as they come; cuDNN sets the tensor to zero itself, from 9.6 on. For dQ straight into the bf16 result it keeps dS in
+//! they have as they come; cuDNN sets the tensor to zero itself, from 9.6 on. For dQ straight into the narrow result it keeps dS in
 //! the workspace, `2 heads t^2` bytes a sequence, and multiplies it with K after. (Both by NVIDIA's cudnn-frontend 1.32,
 //! `scaled_dot_product_flash_attention.h`, and by the workspaces of the plans.)
 
 use super::graph::{
-    BFLOAT16, DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE,
-    OUT, Q, Q_GRAD, Q_SUMS, SCALE, SUB, SUM, V, V_GRAD, by_column,
+    DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE, OUT, Q,
+    Q_GRAD, Q_SUMS, SCALE, SUB, SUM, V, V_GRAD, by_column,
 };
 use super::sizes::Pass;
 use candle_core::Result;
@@ -68,11 +68,11 @@ fn describe_delta(graph: &mut Graph, grad: Node, out: Node) -> Result<Node> {
 /// `scores^T rows`, summed over the heads of a group.
 fn describe_key_grad(graph: &mut Graph, scores: Node, rows: Node, number: i64) -> Result<()> {
     let dims = graph.score_dims();
-    let transposed = graph.between_with_strides(BFLOAT16, dims, by_column(dims))?;
+    let transposed = graph.between_with_strides(graph.narrow(), dims, by_column(dims))?;
     let transposed = graph.reordered(scores, transposed)?;
     let grad = graph.of_keys(number)?;
     if graph.has_groups() {
-        let of_each_head = graph.between(BFLOAT16, graph.query_dims())?;
+        let of_each_head = graph.between(graph.narrow(), graph.query_dims())?;
         let of_each_head = graph.product(transposed, rows, of_each_head)?;
         graph.reduction(SUM, of_each_head, grad)?;
     } else {

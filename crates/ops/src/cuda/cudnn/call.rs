@@ -1,6 +1,7 @@
 //! Attention by cuDNN where it can; none where our own kernels must do.
 
 use super::super::attention::NAME;
+use super::super::element::Element;
 use super::super::gpu::Gpu;
 use super::super::profile::{OpName, timed};
 use super::super::values::{Fresh, Values};
@@ -12,9 +13,9 @@ use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::Plan;
 use super::plans::with_plans;
 use super::sizes::{Pass, Sizes};
+use crate::half_precision::by_half_precision;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec, GpuSettings, OpOutput};
 use candle_core::{DType, Result, Tensor, bail};
-use half::bf16;
 
 /// A tensor of a call: its number in the graph, the address of its first value, and the bytes of a sequence.
 type Argument = (i64, u64, usize);
@@ -27,14 +28,23 @@ pub(in super::super) fn attention_forward(
     let Some((library, sizes)) = supported(q, k, spec, Pass::Forward)? else {
         return Ok(None);
     };
+    by_half_precision!(NAME, "q", q, T => forward::<T>(library, sizes, [q, k, v], spec.scale))
+}
+
+fn forward<T: Element>(
+    library: &'static Library,
+    sizes: Sizes,
+    [q, k, v]: [&Tensor; 3],
+    scale: f32,
+) -> Result<Option<(OpOutput, Tensor)>> {
     let gpu = Gpu::of(NAME, q)?;
-    let inputs = read(&gpu, [(Q, "q", q), (K, "k", k), (V, "v", v)], sizes.b)?;
-    let o = gpu.alloc::<bf16>(q.elem_count())?;
+    let inputs = read::<T, _>(&gpu, [(Q, "q", q), (K, "k", k), (V, "v", v)], sizes.b)?;
+    let o = gpu.alloc::<T>(q.elem_count())?;
     let log_sum_exp = gpu.alloc::<f32>(sizes.num_rows())?;
     let mut arguments: Vec<Argument> = inputs.iter().map(|(_, argument)| *argument).collect();
     arguments.push((OUT, o.out().address(), bytes_each(q, sizes.b)));
     arguments.push(of_rows(LOG_SUM_EXP, &log_sum_exp, sizes));
-    if !run(&gpu, library, sizes, &arguments, spec.scale)? {
+    if !run(&gpu, library, sizes, &arguments, scale)? {
         return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     let log_sum_exp = log_sum_exp.into_tensor((sizes.b, sizes.heads, sizes.t));
@@ -46,6 +56,22 @@ pub(in super::super) fn attention_backward(
     pass: &AttentionGrad<'_>,
     spec: AttentionSpec,
 ) -> Result<Option<(Tensor, Tensor, Tensor)>> {
+    let kind = match GpuSettings::get()?.deterministic {
+        true => Pass::DeterministicBackward,
+        false => Pass::Backward,
+    };
+    let Some((library, sizes)) = supported(pass.q, pass.k, spec, kind)? else {
+        return Ok(None);
+    };
+    by_half_precision!(NAME, "q", pass.q, T => backward::<T>(library, sizes, pass, spec.scale))
+}
+
+fn backward<T: Element>(
+    library: &'static Library,
+    sizes: Sizes,
+    pass: &AttentionGrad<'_>,
+    scale: f32,
+) -> Result<Option<(Tensor, Tensor, Tensor)>> {
     let AttentionGrad {
         q,
         k,
@@ -54,13 +80,6 @@ pub(in super::super) fn attention_backward(
         log_sum_exp,
         grad,
     } = *pass;
-    let pass = match GpuSettings::get()?.deterministic {
-        true => Pass::DeterministicBackward,
-        false => Pass::Backward,
-    };
-    let Some((library, sizes)) = supported(q, k, spec, pass)? else {
-        return Ok(None);
-    };
     let gpu = Gpu::of(NAME, q)?;
     let tensors = [
         (Q, "q", q),
@@ -69,10 +88,10 @@ pub(in super::super) fn attention_backward(
         (OUT, "the output", out),
         (GRAD, "the gradient", grad),
     ];
-    let inputs = read(&gpu, tensors, sizes.b)?;
+    let inputs = read::<T, _>(&gpu, tensors, sizes.b)?;
     let sums = gpu.read::<f32>("log_sum_exp", log_sum_exp)?;
     let grads = [(Q_GRAD, q), (K_GRAD, k), (V_GRAD, v)];
-    let [dq, dk, dv] = grads.map(|(_, like)| gpu.alloc::<bf16>(like.elem_count()));
+    let [dq, dk, dv] = grads.map(|(_, like)| gpu.alloc::<T>(like.elem_count()));
     let (dq, dk, dv) = (dq?, dk?, dv?);
     let delta = gpu.alloc::<f32>(sizes.num_rows())?;
     let mut arguments: Vec<Argument> = inputs.iter().map(|(_, argument)| *argument).collect();
@@ -82,7 +101,7 @@ pub(in super::super) fn attention_backward(
     for ((number, like), grad) in grads.into_iter().zip([&dq, &dk, &dv]) {
         arguments.push((number, grad.out().address(), bytes_each(like, sizes.b)));
     }
-    if !run(&gpu, library, sizes, &arguments, spec.scale)? {
+    if !run(&gpu, library, sizes, &arguments, scale)? {
         return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
     Ok(Some((
@@ -110,10 +129,11 @@ fn supported(
         return Ok(None);
     }
     let asked_for = GpuSettings::get()?.attention;
+    let is_narrow = matches!(q.dtype(), DType::BF16 | DType::F16);
     let refusal = if asked_for == Some(AttentionCode::Own) {
         Some("CANDLE_TRAIN_ATTENTION=own".to_string())
-    } else if q.dtype() != DType::BF16 {
-        Some(format!("it takes BF16, not {:?}", q.dtype()))
+    } else if !is_narrow {
+        Some(format!("it takes BF16 and F16, not {:?}", q.dtype()))
     } else if t < MIN_TOKENS && asked_for != Some(AttentionCode::Cudnn) {
         Some(format!("sequences are shorter than {MIN_TOKENS} tokens"))
     } else if !d.is_multiple_of(8) || d > 256 {
@@ -135,6 +155,7 @@ fn supported(
         Ok(library) => {
             let sizes = Sizes {
                 pass,
+                dtype: q.dtype(),
                 b,
                 t,
                 heads,
@@ -144,7 +165,7 @@ fn supported(
             };
             Ok(Some((library, sizes)))
         }
-        Err(reason) if q.dtype() == DType::BF16 && asked_for != Some(AttentionCode::Own) => {
+        Err(reason) if is_narrow && asked_for != Some(AttentionCode::Own) => {
             with_plans(|plans| plans.tell(reason.clone()));
             not_by_cudnn(&reason)
         }
@@ -163,7 +184,7 @@ fn not_by_cudnn<R>(reason: &str) -> Result<Option<R>> {
     Ok(None)
 }
 
-/// Bytes of a sequence of one of `b`, of bf16.
+/// Bytes of a sequence of one of `b`, of 16 bits a value.
 fn bytes_each(tensor: &Tensor, b: usize) -> usize {
     2 * tensor.elem_count() / b
 }
@@ -177,14 +198,14 @@ fn of_rows(number: i64, values: &Fresh<f32>, sizes: Sizes) -> Argument {
 }
 
 /// The values of tensors, locked, and where they are.
-fn read<'a, const N: usize>(
+fn read<'a, T: Element, const N: usize>(
     gpu: &Gpu,
     tensors: [(i64, &str, &'a Tensor); N],
     b: usize,
 ) -> Result<Vec<(Values<'a>, Argument)>> {
     let read = |(number, what, tensor): (i64, &str, &'a Tensor)| {
-        let values = gpu.read::<bf16>(what, tensor)?;
-        let address = values.get::<bf16>().address();
+        let values = gpu.read::<T>(what, tensor)?;
+        let address = values.get::<T>().address();
         Ok((values, (number, address, bytes_each(tensor, b))))
     };
     tensors.into_iter().map(read).collect()

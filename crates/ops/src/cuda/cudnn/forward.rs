@@ -1,8 +1,7 @@
 //! The forward pass: `o = softmax(seen(scale q k^T)) v`, and the log-sum-exp of each row of scores.
 
 use super::graph::{
-    ADD, BFLOAT16, DIV, EXP, FLOAT, Graph, K, LOG, LOG_SUM_EXP, MAX, MUL, OUT, Q, SCALE, SUB, SUM,
-    V,
+    ADD, DIV, EXP, FLOAT, Graph, K, LOG, LOG_SUM_EXP, MAX, MUL, OUT, Q, SCALE, SUB, SUM, V,
 };
 use candle_core::Result;
 
@@ -27,7 +26,7 @@ pub(super) fn describe(graph: &mut Graph) -> Result<()> {
     let log = graph.map(LOG, sum)?;
     let log_sum_exp = graph.of_rows(LOG_SUM_EXP)?;
     graph.map2_into(ADD, max, log, log_sum_exp)?;
-    let probabilities = graph.between(BFLOAT16, scores)?;
+    let probabilities = graph.between(graph.narrow(), scores)?;
     graph.map2_into(DIV, exp, sum, probabilities)?;
     let out = graph.of_queries(OUT)?;
     graph.product(probabilities, v, out)?;

@@ -6,13 +6,14 @@
 use super::descriptor::{Descriptor, Value};
 use super::library::{Library, Opaque};
 use super::sizes::Sizes;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use std::ffi::c_int;
 
 /// Types of values.
 pub(super) const FLOAT: c_int = 0;
+const HALF: c_int = 2;
 pub(super) const INT32: c_int = 4;
-pub(super) const BFLOAT16: c_int = 9;
+const BFLOAT16: c_int = 9;
 pub(super) const BOOLEAN: c_int = 11;
 
 /// Elementwise functions.
@@ -94,12 +95,20 @@ impl Graph {
         }
     }
 
+    /// The type of the call's queries, keys and values.
+    pub(super) fn narrow(&self) -> c_int {
+        match self.sizes.dtype {
+            DType::F16 => HALF,
+            _ => BFLOAT16,
+        }
+    }
+
     /// A tensor of the call's with heads of queries, `(b, t, heads, d)` in memory.
     pub(super) fn of_queries(&mut self, number: i64) -> Result<Node> {
         let [b, t, d] = self.counts();
         let heads = self.sizes.heads as i64;
         let strides = [t * heads * d, d, heads * d, 1];
-        self.tensor(number, BFLOAT16, [b, heads, t, d], strides, &[])
+        self.tensor(number, self.narrow(), [b, heads, t, d], strides, &[])
     }
 
     /// A tensor of the call's with heads of keys and values, `(b, t, kv_heads, d)` in memory.
@@ -107,7 +116,7 @@ impl Graph {
         let [b, t, d] = self.counts();
         let heads = self.sizes.kv_heads as i64;
         let strides = [t * heads * d, d, heads * d, 1];
-        self.tensor(number, BFLOAT16, [b, heads, t, d], strides, &[])
+        self.tensor(number, self.narrow(), [b, heads, t, d], strides, &[])
     }
 
     /// The same memory with rows as columns.
@@ -115,7 +124,7 @@ impl Graph {
         let [b, t, d] = self.counts();
         let heads = self.sizes.kv_heads as i64;
         let strides = [t * heads * d, d, 1, heads * d];
-        self.tensor(number, BFLOAT16, [b, heads, d, t], strides, &[])
+        self.tensor(number, self.narrow(), [b, heads, d, t], strides, &[])
     }
 
     /// A number for each row of scores, f32, `(b, heads, t)` in memory.

@@ -1,4 +1,4 @@
-//! Causal attention by cuDNN's fused kernels, where it can: bf16, head dimensions that are multiples of 8 up to 256, whole
+//! Causal attention by cuDNN's fused kernels, where it can: bf16 and f16, head dimensions that are multiples of 8 up to 256, whole
 //! groups of query heads, sm_80 and later. Everything else goes to this crate's own kernels, which says why, once for each
 //! reason, through `tracing`.
 //!
@@ -13,7 +13,7 @@
 //! A configuration of kernels that fails when it runs gives way to the next that cuDNN suggests.
 //!
 //! The library is opened when it is first needed, so a build needs neither its headers nor itself.
-//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out; with `=cudnn` attention in bf16 that cuDNN cannot compute is an error;
+//! `CANDLE_TRAIN_ATTENTION=own` leaves cuDNN out; with `=cudnn` attention in 16 bits that cuDNN cannot compute is an error;
 //! `CANDLE_TRAIN_CUDNN_CONFIG` names the configuration.
 //!
 //! Nothing here has run on a GPU yet: cuDNN 9.19 accepts the graphs and plans them for sm_90, which a test repeats with

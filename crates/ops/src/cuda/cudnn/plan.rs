@@ -73,7 +73,7 @@ mod tests {
     use super::super::library::Library;
     use super::super::plans::PlansOfSizes;
     use super::super::sizes::{Pass, Sizes};
-    use candle_core::Result;
+    use candle_core::{DType, Result};
 
     /// An H200 as cuDNN describes it.
     const H200: &str = r#"{"maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
@@ -103,7 +103,7 @@ mod tests {
         }
         let library = Library::get().map_err(candle_core::Error::msg)?;
         println!(
-            "| GPU | pass | b | t | heads | d | window | sequences a call | workspace MiB | sums MiB | configurations |"
+            "| GPU | pass | type | b | t | heads | d | window | sequences a call | workspace MiB | sums MiB | configurations |"
         );
         for gpu in gpus() {
             let properties =
@@ -123,13 +123,16 @@ mod tests {
                 .map(|sizes| (heads, sizes))
             }) {
                 let passes = [Pass::Forward, Pass::Backward, Pass::DeterministicBackward];
-                let windows = [None, Some(t / 3 + 1)];
-                for (pass, window) in passes
+                let variants = [None, Some(t / 3 + 1)]
                     .into_iter()
-                    .flat_map(|pass| windows.map(|window| (pass, window)))
+                    .flat_map(|window| [(window, DType::BF16), (window, DType::F16)]);
+                for (pass, (window, dtype)) in passes
+                    .into_iter()
+                    .flat_map(|pass| variants.clone().map(move |variant| (pass, variant)))
                 {
                     let all = Sizes {
                         pass,
+                        dtype,
                         b,
                         t,
                         heads,
@@ -148,7 +151,7 @@ mod tests {
                     let (workspace, sums) = (mib(bytes), mib(4 * call.num_sums()));
                     let mut configurations = Configurations::new(library, target, call)?;
                     println!(
-                        "| {name} | {pass:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {sums:.1} | {} |",
+                        "| {name} | {pass:?} | {dtype:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {sums:.1} | {} |",
                         call.b,
                         configurations.count()?
                     );

@@ -1,5 +1,6 @@
 //! What a plan of attention is made for.
 
+use candle_core::DType;
 use std::fmt::{Display, Formatter};
 
 /// Which pass, and how it adds up.
@@ -8,7 +9,7 @@ pub(super) enum Pass {
     Forward,
     /// The queries' gradient is added up in one f32 tensor, in the order in which blocks come to it.
     Backward,
-    /// The queries' gradient is added up in a fixed order, from the gradients of all scores, which lie in the workspace in bf16.
+    /// The queries' gradient is added up in a fixed order, from the gradients of all scores, which lie in the workspace in 16 bits.
     DeterministicBackward,
 }
 
@@ -27,6 +28,8 @@ impl Display for Pass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Sizes {
     pub(super) pass: Pass,
+    /// Of queries, keys and values: bf16 or f16.
+    pub(super) dtype: DType,
     pub(super) b: usize,
     pub(super) t: usize,
     pub(super) heads: usize,
@@ -72,10 +75,11 @@ impl Sizes {
 
 #[cfg(test)]
 mod tests {
-    use super::{Pass, Sizes};
+    use super::{DType, Pass, Sizes};
 
     const SIZES: Sizes = Sizes {
         pass: Pass::Backward,
+        dtype: DType::BF16,
         b: 6,
         t: 2048,
         heads: 32,

@@ -1,4 +1,4 @@
-//! bf16: every operation gives what it gives for the same values in f32, rounded once (on a GPU, to the error of a few
+//! bf16 and f16: every operation gives what it gives for the same values in f32, rounded once (on a GPU, to the error of a few
 //! roundings), and writes gradients of weights in f32, unrounded.
 
 use crate::check::{assert_close, device, doubles, floats, on_each_device, random, random_ids};
@@ -13,24 +13,28 @@ use candle_ops::{
     rope, rope_in_place, round_into, softmax_stats, swiglu, swiglu_backward, swiglu_forward,
 };
 
-/// Values that bf16 holds, as f32.
-fn exact(seed: u64, dims: &[usize]) -> Result<Tensor> {
-    random(seed, dims)?
-        .to_dtype(DType::BF16)?
-        .to_dtype(DType::F32)
+/// Values that `narrow` holds, as f32.
+fn exact(narrow: DType, seed: u64, dims: &[usize]) -> Result<Tensor> {
+    random(seed, dims)?.to_dtype(narrow)?.to_dtype(F32)
 }
 
-/// Asserts that `run` gives, for the inputs in bf16, the results it gives for them in f32: those of `dtypes` bf16
+/// Runs a test on each device, with each of the types.
+fn with_each(test: impl Fn(DType) -> Result<()>) -> Result<()> {
+    on_each_device(|| [DType::BF16, DType::F16].into_iter().try_for_each(&test))
+}
+
+/// Asserts that `run` gives, for the inputs in `narrow`, the results it gives for them in f32: those of `dtypes` `narrow`
 /// rounded once by candle, those of f32 bit by bit.
 #[track_caller]
 fn assert_rounded_once(
     what: &str,
+    narrow: DType,
     inputs: &[Tensor],
     dtypes: &[DType],
     run: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<()> {
-    let narrow = inputs.iter().map(|x| x.to_dtype(DType::BF16));
-    let got = run(&narrow.collect::<Result<Vec<_>>>()?)?;
+    let rounded = inputs.iter().map(|x| x.to_dtype(narrow));
+    let got = run(&rounded.collect::<Result<Vec<_>>>()?)?;
     let want = run(inputs)?;
     assert_eq!(got.len(), dtypes.len(), "{what}");
     for (i, ((got, want), dtype)) in got.iter().zip(&want).zip(dtypes).enumerate() {
@@ -40,8 +44,12 @@ fn assert_rounded_once(
             "{what} {i}"
         );
         if !device().is_cpu() {
-            // GPUs round sums of products more than once, and read attention's output in bf16.
-            let bound = if *dtype == BF16 { 1e-2 } else { 1e-5 };
+            // GPUs round sums of products more than once, and read attention's output in the type.
+            let bound = match *dtype {
+                DType::BF16 => 1e-2,
+                DType::F16 => 1.25e-3,
+                _ => 1e-5,
+            };
             let (got, want) = (got.to_dtype(F32)?, doubles(want)?);
             assert_close(&format!("{what} {i}"), &got, &want, bound);
             continue;
@@ -56,12 +64,11 @@ fn assert_rounded_once(
     Ok(())
 }
 
-const BF16: DType = DType::BF16;
 const F32: DType = DType::F32;
 
 #[test]
 fn linear_layers() -> Result<()> {
-    on_each_device(|| {
+    with_each(|narrow| {
         for (n, num_in, num_out) in [(1, 1, 1), (127, 48, 97), (300, 130, 257)] {
             let shapes: [&[usize]; 7] = [
                 &[1, n, num_in],
@@ -72,10 +79,12 @@ fn linear_layers() -> Result<()> {
                 &[1, n, 33],
                 &[33, num_in],
             ];
-            let inputs = (1..).zip(shapes).map(|(seed, dims)| exact(seed, dims));
+            let inputs = (1..)
+                .zip(shapes)
+                .map(|(seed, dims)| exact(narrow, seed, dims));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
-            let dtypes = [[BF16; 7].as_slice(), &[F32; 4]].concat();
-            assert_rounded_once("linear", &inputs, &dtypes, |inputs| {
+            let dtypes = [[narrow; 7].as_slice(), &[F32; 4]].concat();
+            assert_rounded_once("linear", narrow, &inputs, &dtypes, |inputs| {
                 let [x, w, bias, residual, dy, dy2, w2] = inputs else {
                     unreachable!()
                 };
@@ -108,19 +117,23 @@ fn linear_layers() -> Result<()> {
 
 #[test]
 fn rows() -> Result<()> {
-    on_each_device(|| {
+    with_each(|narrow| {
         for (b, t, h) in [(1, 1, 5), (2, 127, 33), (3, 40, 512)] {
             let dims = [b, t, h];
             let inputs = [
-                exact(1, &dims)?,
-                exact(2, &[h])?,
-                exact(3, &dims)?,
-                exact(4, &dims)?,
-                exact(5, &[h])?,
+                exact(narrow, 1, &dims)?,
+                exact(narrow, 2, &[h])?,
+                exact(narrow, 3, &dims)?,
+                exact(narrow, 4, &dims)?,
+                exact(narrow, 5, &[h])?,
             ];
-            let norms = [BF16, BF16, BF16, F32, F32, BF16];
-            let dtypes = [&[BF16, BF16, F32, BF16, BF16, BF16, BF16], &norms[..]].concat();
-            assert_rounded_once("rows", &inputs, &dtypes, |inputs| {
+            let norms = [narrow, narrow, narrow, F32, F32, narrow];
+            let dtypes = [
+                &[narrow, narrow, F32, narrow, narrow, narrow, narrow],
+                &norms[..],
+            ]
+            .concat();
+            assert_rounded_once("rows", narrow, &inputs, &dtypes, |inputs| {
                 let [x, w, dy, up, b] = inputs else {
                     unreachable!()
                 };
@@ -154,13 +167,18 @@ fn rows() -> Result<()> {
 
 #[test]
 fn heads() -> Result<()> {
-    on_each_device(|| {
+    with_each(|narrow| {
         let (b, t, hq, hkv, d) = (2, 130, 4, 2, 16);
         let (q, kv) = ([b, t, hq, d], [b, t, hkv, d]);
-        let inputs = [exact(1, &q)?, exact(2, &kv)?, exact(3, &kv)?, exact(4, &q)?];
+        let inputs = [
+            exact(narrow, 1, &q)?,
+            exact(narrow, 2, &kv)?,
+            exact(narrow, 3, &kv)?,
+            exact(narrow, 4, &q)?,
+        ];
         let angles = random(5, (t, d / 2))?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
-        let dtypes = [BF16, F32, BF16, BF16, BF16, BF16, BF16, BF16];
+        let dtypes = [narrow, F32, narrow, narrow, narrow, narrow, narrow, narrow];
         let lse = attention_forward(
             &inputs[0],
             &inputs[1],
@@ -168,7 +186,7 @@ fn heads() -> Result<()> {
             AttentionSpec::new(0.3, HeadGroups::new(2)),
         )?
         .1;
-        assert_rounded_once("heads", &inputs, &dtypes, |inputs| {
+        assert_rounded_once("heads", narrow, &inputs, &dtypes, |inputs| {
             let [q, k, v, grad] = inputs else {
                 unreachable!()
             };
@@ -193,15 +211,19 @@ fn heads() -> Result<()> {
 
 #[test]
 fn vocabularies() -> Result<()> {
-    on_each_device(|| {
+    with_each(|narrow| {
         let (n, v, h) = (130, 1301, 48);
         let mut ids = random_ids(1, n, v as u32);
         ids[3] = u32::MAX;
         let ids = Tensor::new(ids, &device())?;
-        let inputs = [exact(1, &[v, h])?, exact(2, &[n, h])?, exact(3, &[n, v])?];
+        let inputs = [
+            exact(narrow, 1, &[v, h])?,
+            exact(narrow, 2, &[n, h])?,
+            exact(narrow, 3, &[n, v])?,
+        ];
         let (lse, grad) = (random(5, n)?, random(6, n)?);
-        let dtypes = [BF16, F32, F32, F32, BF16, BF16];
-        assert_rounded_once("vocabularies", &inputs, &dtypes, |inputs| {
+        let dtypes = [narrow, F32, F32, F32, narrow, narrow];
+        assert_rounded_once("vocabularies", narrow, &inputs, &dtypes, |inputs| {
             let [table, dy, logits] = inputs else {
                 unreachable!()
             };
@@ -221,8 +243,8 @@ fn vocabularies() -> Result<()> {
 
 #[test]
 fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()> {
-    on_each_device(|| {
-        let var = |seed, dims: &[usize]| Var::from_tensor(&random(seed, dims)?.to_dtype(BF16)?);
+    with_each(|narrow| {
+        let var = |seed, dims: &[usize]| Var::from_tensor(&random(seed, dims)?.to_dtype(narrow)?);
         let (table, norm, weight, bias) = (
             var(1, &[50, 16])?,
             var(2, &[16])?,
@@ -252,7 +274,7 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
             ("bias", &bias),
         ] {
             let grad = grads.get(var).expect(name);
-            assert_eq!((grad.dtype(), grad.dims()), (BF16, var.dims()), "{name}");
+            assert_eq!((grad.dtype(), grad.dims()), (narrow, var.dims()), "{name}");
             let squares = grad.to_dtype(F32)?.sqr()?.sum_all()?.to_scalar::<f32>()?;
             assert!(squares > 0.0 && squares.is_finite(), "{name}");
         }
@@ -262,33 +284,33 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
 
 #[test]
 fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
-    on_each_device(|| {
+    with_each(|narrow| {
         let (x, w) = (random(1, (2, 4))?, random(2, (4, 4))?);
-        let (narrow, row) = (w.to_dtype(BF16)?, random(3, 4)?);
+        let (other, row) = (w.to_dtype(narrow)?, random(3, 4)?);
         let heads = random(4, (1, 2, 2, 2))?;
-        let narrow_heads = heads.to_dtype(BF16)?;
+        let narrow_heads = heads.to_dtype(narrow)?;
         let failures = [
-            linear(&x, &narrow, None),
-            linear_forward_add(&x.to_dtype(BF16)?, &x, &w),
-            linear_input_grad(&x, &narrow),
-            linear_weight_grad(&x, &x.to_dtype(BF16)?),
-            linear(&x, &w, Some(&row.to_dtype(BF16)?)),
-            rms_norm(&x.to_dtype(BF16)?, &row, 1e-5),
-            layer_norm(&x, &row, Some(&row.to_dtype(BF16)?), 1e-5),
-            layer_norm_backward(&x, &row, &x, 1e-5, Some(&x.to_dtype(BF16)?), [true; 2])
+            linear(&x, &other, None),
+            linear_forward_add(&x.to_dtype(narrow)?, &x, &w),
+            linear_input_grad(&x, &other),
+            linear_weight_grad(&x, &x.to_dtype(narrow)?),
+            linear(&x, &w, Some(&row.to_dtype(narrow)?)),
+            rms_norm(&x.to_dtype(narrow)?, &row, 1e-5),
+            layer_norm(&x, &row, Some(&row.to_dtype(narrow)?), 1e-5),
+            layer_norm_backward(&x, &row, &x, 1e-5, Some(&x.to_dtype(narrow)?), [true; 2])
                 .map(|(dx, _)| dx),
-            swiglu(&x, &x.to_dtype(BF16)?),
+            swiglu(&x, &x.to_dtype(narrow)?),
             causal_attention(
                 &heads,
                 &narrow_heads,
                 &heads,
                 AttentionSpec::new(1.0, HeadGroups::new(1)),
             ),
-            linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(BF16)?, &narrow)]),
+            linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(narrow)?, &other)]),
         ];
         for (i, failure) in failures.into_iter().enumerate() {
             let message = failure.expect_err("mixed").to_string();
-            for part in ["dtype", "F32", "BF16"] {
+            for part in ["dtype", "F32", &format!("{narrow:?}")] {
                 assert!(message.contains(part), "{i}: {message}");
             }
         }
@@ -298,18 +320,18 @@ fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
 
 #[test]
 fn rounding_into_a_view_is_candles_rounding_and_leaves_the_rest() -> Result<()> {
-    on_each_device(|| {
-        let (values, buffer) = (random(1, 30_000)?, Tensor::ones(30_003, BF16, &device())?);
+    with_each(|narrow| {
+        let (values, buffer) = (random(1, 30_000)?, Tensor::ones(30_003, narrow, &device())?);
         let view = buffer.narrow(0, 2, 30_000)?;
         round_into(&view, &values)?;
-        let want = values.to_dtype(BF16)?.to_dtype(F32)?;
+        let want = values.to_dtype(narrow)?.to_dtype(F32)?;
         let got = floats(&buffer.to_dtype(F32)?)?;
         assert_eq!(got[2..30_002], floats(&want)?);
         assert_eq!([got[0], got[1], got[30_002]], [1.0; 3]);
         for (dst, values, part) in [
             (&view, &random(2, 3)?, "dst of 3 values"),
             (&view, &view.copy()?, "F32"),
-            (&values, &values.copy()?, "BF16"),
+            (&values, &values.copy()?, "BF16 or F16"),
         ] {
             let message = round_into(dst, values).expect_err(part).to_string();
             assert!(message.contains(part), "{message}");

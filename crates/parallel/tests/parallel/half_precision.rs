@@ -1,4 +1,4 @@
-//! bf16 weights: f32 masters, gradients in f32, half the bytes, and layouts that agree.
+//! bf16 and f16 weights: f32 masters, gradients in f32, half the bytes, and layouts that agree.
 
 use std::collections::BTreeMap;
 
@@ -13,20 +13,32 @@ use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random, single_me
 
 const STEPS: usize = 4;
 
-fn chain() -> Chain {
+const NARROW: [DType; 2] = [DType::BF16, DType::F16];
+
+fn chain(dtype: DType) -> Chain {
     Chain {
-        dtype: DType::BF16,
+        dtype,
         ..Chain::default()
     }
 }
 
-/// Any gradient, the same for both types of weights, in f32 and not a value of bf16.
+/// Any gradient, the same for all types of weights, in f32 and not a value of the others.
 fn accumulate(stage: &Stage, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
     for (index, param) in stage.params().iter().enumerate() {
         let seed = 1000 * step + 100 * mesh.dp.rank() + index;
         gradients.accumulate(index, &random(seed as u64, param.local_shape())?)?;
     }
     Ok(())
+}
+
+/// Runs a rank's part with each of the types.
+fn on_mesh_with_each(
+    layout: (usize, usize, usize),
+    rank: impl Fn(Mesh, DType) -> Result<()> + Sync,
+) {
+    for dtype in NARROW {
+        on_mesh(layout, |mesh| rank(mesh, dtype));
+    }
 }
 
 fn bits(values: &Tensor) -> Result<Vec<u32>> {
@@ -46,8 +58,9 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
         (3, ZeroStage::Zero),
         (3, ZeroStage::One),
     ] {
-        on_mesh((1, dp, 1), |mesh| {
-            let narrow = chain().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        on_mesh_with_each((1, dp, 1), |mesh, dtype| {
+            let store = ParamStore::init(5).with_data_parallel(zero);
+            let narrow = chain(dtype).stage(&mesh, &store)?;
             let wide = Chain::default().stage(&mesh, &ParamStore::init(5))?;
             for stage in [&wide, &narrow] {
                 let config = AdamWConfig::default();
@@ -59,9 +72,9 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
                 }
                 let state = optimizer.state()?;
                 let masters = state.iter().filter(|state| state.kind == "master");
-                let has_masters = stage.dtype() == DType::BF16 && mesh.dp.rank() == 0;
+                let has_masters = stage.dtype() == dtype && mesh.dp.rank() == 0;
                 assert!(masters.clone().count() > 0 || !has_masters);
-                assert!(masters.clone().count() == 0 || stage.dtype() == DType::BF16);
+                assert!(masters.clone().count() == 0 || stage.dtype() == dtype);
                 for state in masters {
                     let is_it = |param: &&candle_parallel::Param| param.name == state.name;
                     let param = wide.params().iter().find(is_it).unwrap();
@@ -77,8 +90,8 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
                 }
             }
             for (wide, narrow) in wide.params().iter().zip(narrow.params().iter()) {
-                assert_eq!(narrow.dtype(), DType::BF16);
-                let rounded = wide.values()?.to_dtype(DType::BF16)?;
+                assert_eq!(narrow.dtype(), dtype);
+                let rounded = wide.values()?.to_dtype(dtype)?;
                 assert_eq!(bits(&narrow.values()?)?, bits(&rounded)?, "{}", narrow.name);
             }
             Ok(())
@@ -90,7 +103,7 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
 fn updates_smaller_than_a_step_of_bf16_add_up() -> Result<()> {
     const LR: f64 = 2e-5;
     let mesh = single_mesh();
-    let stage = chain().stage(&mesh, &ParamStore::init(5))?;
+    let stage = chain(DType::BF16).stage(&mesh, &ParamStore::init(5))?;
     let config = AdamWConfig {
         weight_decay: 0.0,
         ..AdamWConfig::default()
@@ -134,7 +147,7 @@ fn padded_values(stage: &Stage, dp: usize) -> usize {
 fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
     for zero in ZERO_STAGES {
         on_mesh((2, 3, 1), |mesh| {
-            let (chain, dp) = (chain(), 3);
+            let (chain, dp) = (chain(DType::BF16), 3);
             let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
             let mut optimizer =
                 DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
@@ -215,12 +228,18 @@ fn distance(a: &Values, b: &Values) -> f64 {
 }
 
 #[test]
-fn layouts_agree_up_to_the_roundings_of_bf16() {
+fn layouts_agree_up_to_the_roundings_of_their_type() {
     // A value goes through about 6 roundings per layer forward and as many backward, 3 layers and the two ends: 48. Each is
-    // off by at most 2^-9, evenly spread, so 2^-9 / sqrt(3) on average; they add up like a random walk, in both runs.
-    let tolerance = 2f64.powi(-9) / 3f64.sqrt() * (2.0 * 48f64).sqrt();
-    for tied in [false, true] {
-        let (alone, _) = trained((1, 1, 1), DType::BF16, tied);
+    // off by at most 2^-9 in bf16 and 2^-12 in f16, evenly spread, so that over sqrt(3) on average; they add up like a random walk, in
+    // both runs.
+    let roundings = (2.0 * 48f64 / 3.0).sqrt();
+    for (dtype, tied) in NARROW
+        .into_iter()
+        .flat_map(|dtype| [(dtype, false), (dtype, true)])
+    {
+        let rounding = if dtype == DType::BF16 { -9 } else { -12 };
+        let tolerance = 2f64.powi(rounding) * roundings;
+        let (alone, _) = trained((1, 1, 1), dtype, tied);
         let (wide, _) = trained((1, 1, 1), DType::F32, tied);
         assert!(
             distance(&alone, &wide) <= tolerance,
@@ -228,11 +247,11 @@ fn layouts_agree_up_to_the_roundings_of_bf16() {
             distance(&alone, &wide)
         );
         for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2), (3, 1, 3)] {
-            let (grads, bits) = trained(layout, DType::BF16, tied);
+            let (grads, bits) = trained(layout, dtype, tied);
             let error = distance(&grads, &alone);
             assert!(error <= tolerance, "{layout:?} tied {tied}: {error}");
             assert_eq!(
-                trained(layout, DType::BF16, tied),
+                trained(layout, dtype, tied),
                 (grads, bits),
                 "{layout:?}: two runs differ"
             );
@@ -244,14 +263,14 @@ fn layouts_agree_up_to_the_roundings_of_bf16() {
 fn types_that_cannot_be_trained_are_errors_that_name_the_parameter() -> Result<()> {
     let mesh = single_mesh();
     let chain = Chain {
-        dtype: DType::F16,
+        dtype: DType::F64,
         ..Chain::default()
     };
     let stage = chain.stage(&mesh, &ParamStore::init(5))?;
     let made = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default());
     assert_says(
         &message(made),
-        &["head.weight", "F16", "expected F32 or BF16"],
+        &["head.weight", "F64", "expected F32, BF16 or F16"],
     );
     Ok(())
 }

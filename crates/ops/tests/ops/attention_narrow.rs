@@ -1,4 +1,4 @@
-//! Attention in bf16 against that in f32, from the same values. A GPU with cuDNN computes the first by cuDNN and the second by
+//! Attention in bf16 and f16 against that in f32, from the same values. A GPU with cuDNN computes the first by cuDNN and the second by
 //! our own kernels, so there this compares the two, with cuDNN's backward pass in no fixed order and in one.
 
 use crate::check::{
@@ -7,9 +7,11 @@ use crate::check::{
 use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{AttentionSpec, GpuSettings, GpuState, HeadGroups, causal_attention};
 
-/// Probabilities and their gradients may be rounded to bf16 before the second product, as results are: to 2^-9 each.
+/// Probabilities and their gradients may be rounded to bf16 before the second product, as results are: to 2^-9 each. To f16 it is
+/// 2^-12.
 const OUT_BOUND: f64 = 8e-3;
 const GRAD_BOUND: f64 = 2e-2;
+const F16_SHARE: f64 = 1.0 / 8.0;
 
 /// More than an emulated GPU has.
 const LARGE_GPU_BYTES: u64 = 32 << 30;
@@ -18,7 +20,7 @@ const LARGE_GPU_BYTES: u64 = 32 << 30;
 type Case = (usize, usize, usize, usize, usize);
 
 #[test]
-fn bf16_is_f32_but_for_its_roundings() -> Result<()> {
+fn narrow_types_are_f32_but_for_their_roundings() -> Result<()> {
     on_each_device(|| {
         let mut cases = vec![
             (2, 130, 4, 1, 64),
@@ -44,15 +46,16 @@ fn bf16_is_f32_but_for_its_roundings() -> Result<()> {
 /// With all positions before each, and with a window that is no multiple of any tile.
 fn check_windows(case: Case) -> Result<()> {
     let windows = [None, Some(case.1 / 3 + 1)];
-    windows
-        .into_iter()
-        .try_for_each(|window| check(case, window))
+    windows.into_iter().try_for_each(|window| {
+        check(case, window, DType::BF16, 1.0)?;
+        check(case, window, DType::F16, F16_SHARE)
+    })
 }
 
 /// In the form of the backward pass that is usual, and in the one that gives the same bits in each run.
-fn check(case: Case, window: Option<usize>) -> Result<()> {
+fn check(case: Case, window: Option<usize>, narrow: DType, share: f64) -> Result<()> {
     let (_, t, heads, kv_heads, d) = case;
-    let want = run(case, window, DType::F32)?;
+    let want = run(case, window, DType::F32, narrow)?;
     let forms: &[bool] = if device().is_cpu() {
         &[false]
     } else {
@@ -65,16 +68,17 @@ fn check(case: Case, window: Option<usize>) -> Result<()> {
             ..GpuSettings::get()?
         };
         settings.set();
-        let got = run(case, window, DType::BF16)?;
-        let bounds = [OUT_BOUND, GRAD_BOUND, GRAD_BOUND, GRAD_BOUND];
+        let got = run(case, window, narrow, narrow)?;
+        let bounds = [OUT_BOUND, GRAD_BOUND, GRAD_BOUND, GRAD_BOUND].map(|bound| share * bound);
         let names = ["out", "dq", "dk", "dv"];
         for (((name, bound), got), want) in names.iter().zip(bounds).zip(&got).zip(&want) {
-            let what =
-                format!("{name}, t {t} heads {heads} on {kv_heads} of {d}, window {window:?}");
+            let what = format!(
+                "{name}, {narrow:?}, t {t} heads {heads} on {kv_heads} of {d}, window {window:?}"
+            );
             assert_close(&what, got, &doubles(want)?, bound);
         }
         if deterministic {
-            for (first, second) in got.iter().zip(&run(case, window, DType::BF16)?) {
+            for (first, second) in got.iter().zip(&run(case, window, narrow, narrow)?) {
                 assert!(
                     floats(first)? == floats(second)?,
                     "t {t} window {window:?}: other bits"
@@ -90,11 +94,12 @@ fn run(
     (b, t, heads, kv_heads, d): Case,
     window: Option<usize>,
     dtype: DType,
+    of: DType,
 ) -> Result<[Tensor; 4]> {
     let (q, kv) = ((b, t, heads, d), (b, t, kv_heads, d));
     let values = [random(1, q)?, random(2, kv)?, random(3, kv)?, random(4, q)?];
-    // In either dtype from values that bf16 has.
-    let of = |index: usize| in_dtype(&in_dtype(&values[index], DType::BF16)?, dtype);
+    // In either dtype from values that `of` has.
+    let of = |index: usize| in_dtype(&in_dtype(&values[index], of)?, dtype);
     let (q, k, v) = (
         Var::from_tensor(&of(0)?)?,
         Var::from_tensor(&of(1)?)?,
