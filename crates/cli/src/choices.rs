@@ -1,7 +1,7 @@
 //! Values of flags that are names.
 
 use candle_core::DType;
-use candle_parallel::{Recompute, Schedule};
+use candle_parallel::{Recompute, ReduceType, Schedule};
 use clap::ValueEnum;
 
 /// `--schedule`
@@ -61,6 +61,31 @@ impl From<DTypeChoice> for DType {
             DTypeChoice::Bf16 => DType::BF16,
         }
     }
+}
+
+/// `--grad-reduce-dtype`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ReduceChoice {
+    /// As they are kept
+    F32,
+    /// Rounded: half the bytes
+    Bf16,
+}
+
+impl From<ReduceChoice> for ReduceType {
+    fn from(choice: ReduceChoice) -> Self {
+        match choice {
+            ReduceChoice::F32 => ReduceType::F32,
+            ReduceChoice::Bf16 => ReduceType::Bf16,
+        }
+    }
+}
+
+/// `--quantize-weights` and `--quantize-gradients`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Quantization {
+    /// Blocks of 256 values with a scale each (ZeRO++)
+    Int8,
 }
 
 /// `--save-dtype`

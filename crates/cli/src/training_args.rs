@@ -5,12 +5,12 @@ use std::path::PathBuf;
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_parallel::{AdamWConfig, DataParallel, Offload, ZeroStage};
+use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
-use crate::choices::{DTypeChoice, RecomputeChoice, ScheduleChoice};
+use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
 use crate::freeze::FreezeArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
@@ -52,6 +52,15 @@ pub struct LayoutArgs {
     /// Divide it within groups of so many replicas, which hold the same; they move less, and hold more [default: all replicas]
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_group: Option<usize>,
+    /// Type in which gradients move between replicas; they are summed in f32
+    #[arg(long, default_value = "f32")]
+    pub grad_reduce_dtype: ReduceChoice,
+    /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
+    #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
+    pub quantize_gradients: Option<Quantization>,
+    /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]
+    #[arg(long, value_name = "TYPE")]
+    pub quantize_weights: Option<Quantization>,
     /// Communicate between replicas only while nothing is computed; slower, and the same bits
     #[arg(long)]
     pub no_overlap: bool,
@@ -138,6 +147,11 @@ impl LayoutArgs {
                 _ => ZeroStage::Three,
             },
             zero_group: self.zero_group,
+            reduce: match self.quantize_gradients {
+                Some(_) => ReduceType::Int8,
+                None => self.grad_reduce_dtype.into(),
+            },
+            quantize_weights: self.quantize_weights.is_some(),
             overlap: !self.no_overlap,
         }
     }
@@ -149,14 +163,6 @@ impl LayoutArgs {
             dp: self.dp,
             cp: 1,
             tp: self.tp,
-        }
-    }
-
-    /// What the replicas divide between them.
-    pub fn zero_stage(&self) -> ZeroStage {
-        match self.zero {
-            0 => ZeroStage::Zero,
-            _ => ZeroStage::One,
         }
     }
 }

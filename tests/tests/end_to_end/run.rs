@@ -54,6 +54,7 @@ impl Layout {
             zero: self.zero,
             zero_group: self.zero_group,
             overlap: self.overlap,
+            ..DataParallel::default()
         }
     }
 

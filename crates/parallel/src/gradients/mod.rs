@@ -4,6 +4,7 @@ mod accumulate;
 mod reduce;
 mod reduced;
 mod shared;
+mod transfer;
 
 pub use accumulate::Gradients;
 pub use reduced::{ReducedGradients, ReducedLoss};

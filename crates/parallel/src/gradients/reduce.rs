@@ -6,22 +6,23 @@
 
 use std::collections::VecDeque;
 
-use candle_comm::{Mesh, Pending, ReduceOp};
+use candle_comm::{Mesh, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use super::reduced::{ReducedGradients, ReducedLoss};
 use super::shared::sum_overlaps;
+use super::transfer::Sum;
 use crate::params::{Bucket, Checksums, FlatBuffer, intersect, joined};
 use crate::pipeline::PassReport;
 
 /// Reductions under way.
 pub(super) struct Reductions {
     /// Of whole buckets, one after the last micro-batch.
-    started: Vec<Option<Pending<Tensor>>>,
-    /// Of divided buckets, one after each micro-batch: the bucket, its whole gradients until they are summed.
-    dividing: VecDeque<(usize, FlatBuffer, Pending<Tensor>)>,
+    started: Vec<Option<Sum>>,
+    /// Of divided buckets, one after each micro-batch.
+    dividing: VecDeque<(usize, Sum)>,
     /// Whether the slice of a divided bucket holds the sum of some micro-batches.
     has_sum: Vec<bool>,
     /// Of the gradients that several tensor-parallel ranks hold, until they have been compared once.
@@ -86,9 +87,8 @@ impl Gradients {
         if !self.reductions.has_sum[index] {
             self.add_checksums(bucket, &whole)?;
         }
-        let shard = &params.groups().shard;
-        let sum = shard.start_reduce_scatter_in_place(whole.tensor(), ReduceOp::Sum)?;
-        self.reductions.dividing.push_back((index, whole, sum));
+        let sum = Sum::start(whole, params.groups(), params.meter())?;
+        self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
             true => self.finish_dividing(MAX_DIVIDING),
             false => self.finish_dividing(0),
@@ -98,13 +98,13 @@ impl Gradients {
     /// Adds what was summed over the ranks to the slices, until at most `num_left` sums are under way.
     fn finish_dividing(&mut self, num_left: usize) -> Result<()> {
         while self.reductions.dividing.len() > num_left {
-            let Some((index, _whole, sum)) = self.reductions.dividing.pop_front() else {
+            let Some((index, sum)) = self.reductions.dividing.pop_front() else {
                 break;
             };
-            let (slice, sum) = (&self.slices[index], sum.wait()?);
+            let (slice, sum) = (&self.slices[index], sum.finish(self.params.groups())?);
             match std::mem::replace(&mut self.reductions.has_sum[index], true) {
-                true => slice.add(0, &sum)?,
-                false => slice.write(0, &sum)?,
+                true => slice.add(0, sum.tensor())?,
+                false => slice.write(0, sum.tensor())?,
             }
         }
         Ok(())
@@ -211,14 +211,7 @@ impl Gradients {
         };
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
         self.add_checksums(bucket, &whole)?;
-        let started = match groups.shard.world_size() {
-            1 => groups
-                .copies
-                .start_all_reduce_in_place(whole.tensor(), ReduceOp::Sum)?,
-            _ => groups
-                .shard
-                .start_reduce_scatter_in_place(whole.tensor(), ReduceOp::Sum)?,
-        };
+        let started = Sum::start(whole, groups, params.meter())?;
         self.reductions.started[index] = Some(started);
         Ok(())
     }
@@ -227,13 +220,9 @@ impl Gradients {
     fn finish_reduction(&mut self, index: usize) -> Result<FlatBuffer> {
         let params = self.params.clone();
         let (bucket, groups) = (&params.layout().buckets[index], params.groups());
-        let own = match (self.reductions.started[index].take(), &self.whole[index]) {
-            (Some(started), Some(whole)) => {
-                started.wait()?;
-                let own = groups.own_range(bucket.len);
-                FlatBuffer::new(whole.view(own.start, own.len())?)?
-            }
-            _ => self.slices[index].clone(),
+        let own = match self.reductions.started[index].take() {
+            Some(started) => started.finish(groups)?,
+            None => self.slices[index].clone(),
         };
         // Sums over slices, of which each rank has one, move less than sums over whole buckets.
         if groups.shard.world_size() > 1 {

@@ -19,6 +19,20 @@ pub enum ZeroStage {
     Three,
 }
 
+/// In what form gradients move between replicas. Wherever they are added it is in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ReduceType {
+    /// As they are kept.
+    #[default]
+    F32,
+    /// Half the bytes: each rank's sum over its micro-batches, or with ZeRO-2 and 3 each micro-batch's gradient, is rounded, and
+    /// the sum over the ranks is rounded again.
+    Bf16,
+    /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). Between groups of
+    /// replicas, which move slices only, f32.
+    Int8,
+}
+
 /// How data-parallel replicas work together: see [`ParamStore::with_data_parallel`](crate::ParamStore::with_data_parallel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -28,6 +42,11 @@ pub struct DataParallel {
     /// Number of neighbouring replicas that divide it; groups of so many hold the same (hybrid sharding, arXiv:2304.11277,
     /// section 3.2.2). `None`: all replicas.
     pub zero_group: Option<usize>,
+    /// In what form gradients move.
+    pub reduce: ReduceType,
+    /// Whether the weights that ZeRO-3 gathers move as 8 bits, 256 values with one scale (arXiv:2306.10209). A block computes with
+    /// what arrives, the same on every rank; updates and checkpoints have the exact values.
+    pub quantize_weights: bool,
     /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
     /// under the next forward pass. The bits are the same without.
     ///
@@ -43,6 +62,8 @@ impl Default for DataParallel {
         Self {
             zero: ZeroStage::One,
             zero_group: None,
+            reduce: ReduceType::F32,
+            quantize_weights: false,
             overlap: true,
         }
     }
@@ -63,6 +84,18 @@ impl DataParallel {
     /// # Errors
     /// The one that it is for.
     pub fn validate(&self, dp: usize) -> Result<()> {
+        if self.quantize_weights && self.zero != ZeroStage::Three {
+            bail!(
+                "quantize-weights is given without ZeRO stage 3, which alone gathers weights for the passes\nhint: use ZeRO stage 3, \
+                 or leave it out"
+            )
+        }
+        if self.reduce == ReduceType::Int8 && self.zero == ZeroStage::Zero {
+            bail!(
+                "quantize-gradients is given with ZeRO stage 0, whose sums each rank needs whole\nhint: use ZeRO stage 1, 2 or 3, \
+                 which divide them, or gradients that move as bf16"
+            )
+        }
         match (self.zero, self.zero_group) {
             (_, None) => Ok(()),
             (ZeroStage::Zero, Some(_)) => bail!(
@@ -124,6 +157,15 @@ impl ReplicaGroups {
     /// Whether a rank keeps its slice of the weights only.
     pub fn shards_weights(&self) -> bool {
         self.config.zero == ZeroStage::Three && self.shard.world_size() > 1
+    }
+
+    /// In what form gradients move; without replicas they do not.
+    pub fn reduce_type(&self) -> ReduceType {
+        let is_single = self.shard.world_size() == 1;
+        match self.config.reduce {
+            _ if is_single && self.copies.world_size() == 1 => ReduceType::F32,
+            reduce => reduce,
+        }
     }
 
     /// This rank's slice of a bucket of `len` values.

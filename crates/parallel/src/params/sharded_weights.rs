@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
 use candle_core::{Result, Tensor};
+use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
 
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Slot};
@@ -16,6 +17,7 @@ use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
     shard: ProcessGroup,
+    is_quantized: bool,
     /// In the order of [`ParamLayout::all`].
     buckets: Vec<ShardedBucket>,
     /// Buckets that the passes of each block need.
@@ -78,6 +80,7 @@ impl ShardedWeights {
         }
         Ok(Self {
             shard: groups.shard.clone(),
+            is_quantized: groups.config.quantize_weights,
             buckets: layout.all().map(sharded).collect::<Result<_>>()?,
             of_block,
         })
@@ -98,10 +101,13 @@ impl ShardedWeights {
             let bucket = &self.buckets[index];
             let mut state = bucket.lock();
             if let State::Absent = *state {
-                let bytes = num_bytes(&bucket.slice) * self.shard.world_size();
+                let sent = match self.is_quantized {
+                    true => quantize_int8(&bucket.slice)?,
+                    false => bucket.slice.clone(),
+                };
+                let bytes = num_bytes(&sent) * self.shard.world_size();
                 let held = bucket.meter.hold(MemoryCategory::Gathered, bytes);
-                let whole = self.shard.start_all_gather(&bucket.slice)?;
-                *state = State::Gathering(whole, held);
+                *state = State::Gathering(self.shard.start_all_gather(&sent)?, held);
             }
         }
         Ok(())
@@ -139,7 +145,7 @@ impl ShardedBucket {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Absent) {
             State::Gathering(whole, _on_the_way) => {
-                let whole = whole.wait()?;
+                let whole = self.unpacked(whole.wait()?)?;
                 let bytes = self.params.iter().map(|(param, _)| param.num_bytes()).sum();
                 let held = self.meter.hold(MemoryCategory::Gathered, bytes);
                 for (param, slot) in &self.params {
@@ -151,6 +157,18 @@ impl ShardedBucket {
             other => *state = other,
         }
         Ok(())
+    }
+
+    /// Whole weights of what was gathered.
+    fn unpacked(&self, gathered: Tensor) -> Result<Tensor> {
+        let (len, dtype) = (self.slice.elem_count(), self.slice.dtype());
+        if gathered.dtype() == dtype {
+            return Ok(gathered);
+        }
+        let rows = gathered.reshape(((), quantized_bytes(len)))?;
+        let whole = Tensor::zeros((rows.dim(0)?, len), dtype, self.slice.device())?;
+        dequantize_int8_into(&whole, false, &rows)?;
+        whole.flatten_all()
     }
 
     fn free(&self) -> Result<()> {

@@ -10,10 +10,10 @@ use candle_ops::IGNORE_INDEX;
 use candle_parallel::regions::copy_to_tensor_parallel_region;
 use candle_parallel::{
     Backward, Block, ColumnParallelLinear, DataParallel, GradientSink, Gradients, Layer,
-    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, RowParallelLinear,
-    Schedule, Shard, Stage, ZeroStage, column_parallel_backward, column_parallel_linear, in_graph,
-    layer_block, linear_cross_entropy, plain_block, row_parallel_linear,
-    vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, ReduceType,
+    RowParallelLinear, Schedule, Shard, Stage, ZeroStage, column_parallel_backward,
+    column_parallel_linear, in_graph, layer_block, linear_cross_entropy, plain_block,
+    row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
 use crate::check::{assert_says, assert_values_close, floats, message, on_mesh, random_ids};
@@ -23,6 +23,8 @@ use crate::device::device;
 const UNREDUCED: DataParallel = DataParallel {
     zero: ZeroStage::Zero,
     zero_group: None,
+    reduce: ReduceType::F32,
+    quantize_weights: false,
     overlap: false,
 };
 const VOCAB: usize = 31;

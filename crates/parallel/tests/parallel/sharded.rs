@@ -3,11 +3,14 @@
 use candle_core::Result;
 use candle_parallel::{
     AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline,
-    Schedule, Stage, ZeroStage,
+    ReduceType, Schedule, Stage, ZeroStage,
 };
 
 use crate::chain::{Chain, Values, gather_weights, local_bits};
-use crate::check::{assert_says, assert_values_close, message, on_mesh};
+use crate::check::{
+    assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays,
+};
+use crate::traffic::padded_values;
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -125,6 +128,100 @@ fn copies_in_other_groups_have_the_same_bits() {
     }
 }
 
+/// Bytes of the packed form of a rank's slice of each bucket: 4 for each 256 values, and one a value.
+fn packed_slices(stage: &Stage, dp: usize) -> u64 {
+    let slices = padded_values(stage, dp).into_iter().map(|len| len / dp);
+    slices.map(|len| len + 4 * len.div_ceil(256)).sum::<usize>() as u64
+}
+
+#[test]
+fn narrow_gradients_and_weights_move_a_half_and_a_quarter_of_the_bytes() {
+    let dp = 3;
+    for zero in STAGES {
+        for reduce in [ReduceType::Bf16, ReduceType::Int8] {
+            let quantize_weights = zero == ZeroStage::Three;
+            let replicas = DataParallel {
+                zero,
+                reduce,
+                quantize_weights,
+                ..DataParallel::default()
+            };
+            on_mesh((1, dp, 1), |mesh| {
+                let chain = Chain {
+                    vocab: 2000,
+                    ..Chain::default()
+                };
+                let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+                step(&stage, &mesh, &chain.micro_batches(mesh.dp.rank() as u64, 1)?)?;
+                let counters = mesh.dp.counters();
+                let slices = padded_values(&stage, dp).iter().sum::<usize>() / dp;
+                let (slices, others) = (slices as u64, dp as u64 - 1);
+                let packed = packed_slices(&stage, dp);
+                assert!((0.25..0.26).contains(&(packed as f64 / (4 * slices) as f64)));
+                match reduce {
+                    ReduceType::Bf16 => {
+                        assert_eq!(counters.bytes("reduce_scatter"), 2 * slices * others);
+                    }
+                    _ => {
+                        assert_eq!(counters.bytes("all_to_all"), packed * others);
+                        assert_eq!(counters.bytes("reduce_scatter"), 0);
+                    }
+                }
+                let gathered = match quantize_weights {
+                    true => 2 * packed,
+                    false => 4 * slices,
+                };
+                assert_eq!(counters.bytes("all_gather"), gathered * others);
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn narrow_gradients_and_weights_stay_close_and_equal_on_every_rank() {
+    let norm = |a: &[f32]| a.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    for (zero, zero_group) in [
+        (ZeroStage::Zero, None),
+        (ZeroStage::One, None),
+        (ZeroStage::Two, Some(2)),
+        (ZeroStage::Three, None),
+        (ZeroStage::Three, Some(2)),
+    ] {
+        let exact = grouped(zero, zero_group);
+        let (want, want_norm) = trained((1, 4, 1), false, exact);
+        for reduce in [ReduceType::Bf16, ReduceType::Int8] {
+            if zero == ZeroStage::Zero && reduce == ReduceType::Int8 {
+                continue;
+            }
+            let narrow = DataParallel {
+                reduce,
+                quantize_weights: zero == ZeroStage::Three,
+                ..exact
+            };
+            let what = format!("{narrow:?}");
+            let (got, got_norm) = trained((1, 4, 1), false, narrow);
+            let relative = (got_norm - want_norm).abs() / want_norm;
+            assert!(relative > 0.0 && relative < 0.02, "{what}: {relative}");
+            for (name, want) in &want {
+                let error: Vec<f32> = want.iter().zip(&got[name]).map(|(a, b)| a - b).collect();
+                // Adam's first steps are as long as the rate, whatever the gradient.
+                assert!(norm(&error) <= 0.05 * norm(want).max(0.2), "{what}: {name}");
+            }
+            for delays in [None, Some(4)] {
+                let ranks = on_mesh_with_delays((1, 4, 1), delays, |mesh| {
+                    let chain = Chain::default();
+                    let store = ParamStore::init(5).with_data_parallel(narrow);
+                    let stage = chain.stage(&mesh, &store)?;
+                    step(&stage, &mesh, &chain.micro_batches(mesh.dp.rank() as u64, 2)?)?;
+                    Ok(local_bits(&stage))
+                });
+                assert!(ranks.iter().all(|bits| *bits == ranks[0]), "{what}");
+            }
+        }
+    }
+}
+
 #[test]
 fn divided_weights_are_here_in_the_passes_of_their_block_only() {
     on_mesh((1, 2, 1), |mesh| {
@@ -184,6 +281,16 @@ fn groups_that_do_not_fit_are_refused() {
         &refused(6, ZeroStage::One, Some(1)),
         &["zero-group(1)", "at least two"],
     );
+    let narrow = |zero, quantize_weights| DataParallel {
+        zero,
+        reduce: ReduceType::Int8,
+        quantize_weights,
+        ..DataParallel::default()
+    };
+    let said = message(narrow(ZeroStage::Two, true).validate(2));
+    assert_says(&said, &["quantize-weights", "stage 3", "hint"]);
+    let said = message(narrow(ZeroStage::Zero, false).validate(2));
+    assert_says(&said, &["quantize-gradients", "stage 0", "hint"]);
     assert_says(
         &refused(6, ZeroStage::Zero, Some(2)),
         &["ZeRO stage 0", "hint"],

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
     Block, DataParallel, Gradients, MicroBatch, ParamBuilder, ParamStore, Pipeline, PlainBlock,
-    Schedule, Stage, plain_block, stage_blocks,
+    ReduceType, Schedule, Stage, plain_block, stage_blocks,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients};
@@ -88,6 +88,8 @@ fn the_tape_gives_the_gradients_of_one_graph() {
 const UNREDUCED: DataParallel = DataParallel {
     zero: candle_parallel::ZeroStage::Zero,
     zero_group: None,
+    reduce: ReduceType::F32,
+    quantize_weights: false,
     overlap: false,
 };
 

@@ -1,0 +1,62 @@
+//! In what form gradients move between data-parallel ranks, which sum them in f32.
+
+use candle_comm::{Pending, ReduceOp};
+use candle_core::{DType, Result, Tensor};
+use candle_ops::{dequantize_int8_sum_into, quantize_int8};
+
+use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
+use crate::params::{FlatBuffer, ReduceType, ReplicaGroups};
+
+/// The sum of a bucket over the ranks that divide it, under way; without such ranks over those that hold the same.
+pub(super) struct Sum {
+    whole: FlatBuffer,
+    moved: Pending<Tensor>,
+    /// Counts the copy that moves, if it is one.
+    _copy: Option<Held>,
+}
+
+impl Sum {
+    /// Starts to sum `whole`, which must not be touched before [`Self::finish`].
+    pub fn start(whole: FlatBuffer, groups: &ReplicaGroups, meter: &MemoryMeter) -> Result<Self> {
+        let shard = &groups.shard;
+        let is_divided = shard.world_size() > 1;
+        let flat = whole.tensor();
+        let copy = match groups.reduce_type() {
+            ReduceType::F32 => None,
+            ReduceType::Bf16 => Some(flat.to_dtype(DType::BF16)?),
+            // A row for each rank (arXiv:2306.10209, section 4.3).
+            ReduceType::Int8 => {
+                let rows = flat.reshape((shard.world_size(), ()))?;
+                Some(quantize_int8(&rows)?)
+            }
+        };
+        let moved = match (&copy, groups.reduce_type()) {
+            (None, _) if is_divided => shard.start_reduce_scatter_in_place(flat, ReduceOp::Sum)?,
+            (None, _) => groups
+                .copies
+                .start_all_reduce_in_place(flat, ReduceOp::Sum)?,
+            (Some(rows), ReduceType::Int8) => shard.start_all_to_all(rows)?,
+            (Some(copy), _) if is_divided => shard.start_reduce_scatter(copy, ReduceOp::Sum)?,
+            (Some(copy), _) => groups.copies.start_all_reduce(copy, ReduceOp::Sum)?,
+        };
+        let hold = |copy: &Tensor| meter.hold(MemoryCategory::Buffers, num_bytes(copy));
+        Ok(Self {
+            _copy: copy.as_ref().map(hold),
+            whole,
+            moved,
+        })
+    }
+
+    /// Waits for the sum, and returns this rank's part of it, a view of the whole bucket.
+    pub fn finish(self, groups: &ReplicaGroups) -> Result<FlatBuffer> {
+        let moved = self.moved.wait()?;
+        let own = groups.own_range(self.whole.tensor().elem_count());
+        let own = FlatBuffer::new(self.whole.view(own.start, own.len())?)?;
+        match groups.reduce_type() {
+            ReduceType::F32 => {}
+            ReduceType::Bf16 => own.write(0, &moved)?,
+            ReduceType::Int8 => dequantize_int8_sum_into(own.tensor(), false, &moved)?,
+        }
+        Ok(own)
+    }
+}
