@@ -1,5 +1,7 @@
 //! The tests of candle-comm. `conformance` holds what every backend must pass, as functions over a way to launch ranks.
 
+#[path = "comm/adopted.rs"]
+mod adopted;
 #[macro_use]
 #[path = "comm/conformance/mod.rs"]
 mod conformance;

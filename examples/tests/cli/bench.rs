@@ -94,8 +94,9 @@ fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
         ("none", [1, 1, 2], divided(1)),
     ] {
         let [_, pp, dp] = layout;
-        let grown = peak(mode, layout, 4) - peak(mode, layout, 2);
-        let per_layer_and_token = grown / (2 / pp) as f64 / (TOKENS / dp) as f64;
+        let num_tokens = (TOKENS / dp) as f64;
+        let (few, many) = (peak(mode, layout, 2), peak(mode, layout, 4));
+        let per_layer_and_token = (many - few) / (2 / pp) as f64 / num_tokens;
         let expected = 4.0 * values as f64;
         assert!(
             (per_layer_and_token - expected).abs() < 0.01 * expected,

@@ -20,6 +20,8 @@ struct Counters {
     of: [Counter; MemoryCategory::ALL.len()],
     /// What was allocated and not held when the passes of the step began.
     before_passes: AtomicI64,
+    /// The most activations since then.
+    peak_of_passes: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -69,6 +71,7 @@ impl MemoryMeter {
     pub(crate) fn begin_passes(&self, device: &Device) -> Result<()> {
         if let Some(bytes) = self.allocated_and_not_held(device)? {
             self.0.before_passes.store(bytes, Ordering::Relaxed);
+            self.0.peak_of_passes.store(0, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -80,8 +83,20 @@ impl MemoryMeter {
             let bytes = (bytes - before).max(0) as u64;
             let counter = self.counter(MemoryCategory::Activations);
             counter.now.store(bytes, Ordering::Relaxed);
-            counter.peak.fetch_max(bytes, Ordering::Relaxed);
+            self.0.peak_of_passes.fetch_max(bytes, Ordering::Relaxed);
         }
+        Ok(())
+    }
+
+    /// The passes of a step are over and the tape is empty: what they leave behind, as buffers that operations keep to use again, was
+    /// no activations.
+    pub(crate) fn end_passes(&self, device: &Device) -> Result<()> {
+        self.count_activations(device)?;
+        let counter = self.counter(MemoryCategory::Activations);
+        let left = counter.now.swap(0, Ordering::Relaxed);
+        let peak = self.0.peak_of_passes.load(Ordering::Relaxed);
+        let peak = peak.saturating_sub(left);
+        counter.peak.fetch_max(peak, Ordering::Relaxed);
         Ok(())
     }
 
@@ -104,8 +119,40 @@ impl Drop for Held {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use candle_core::{Device, Result};
+
     use super::{MemoryCategory, MemoryMeter};
-    use crate::memory::MemoryUse;
+    use crate::memory::{MemoryUse, count_memory_with};
+
+    thread_local! {
+        static ALLOCATED: Cell<i64> = const { Cell::new(1000) };
+    }
+
+    fn allocate(bytes: i64) {
+        ALLOCATED.set(ALLOCATED.get() + bytes);
+    }
+
+    #[test]
+    fn activations_are_what_passes_allocate_and_free_again_but_for_what_is_held() -> Result<()> {
+        count_memory_with(|| ALLOCATED.get());
+        let (meter, device) = (MemoryMeter::default(), Device::Cpu);
+        let activations = || meter.report().of(MemoryCategory::Activations);
+        let staged = meter.hold(MemoryCategory::Buffers, 200);
+        meter.begin_passes(&device)?;
+        // An output, weights that were gathered for it, a buffer that stays, and one that goes.
+        allocate(100 + 30 + 7 - 200);
+        drop(staged);
+        let gathered = meter.hold(MemoryCategory::Gathered, 30);
+        meter.count_activations(&device)?;
+        assert_eq!(activations(), MemoryUse { now: 107, peak: 0 });
+        allocate(-130);
+        drop(gathered);
+        meter.end_passes(&device)?;
+        assert_eq!(activations(), MemoryUse { now: 0, peak: 100 });
+        Ok(())
+    }
 
     #[test]
     fn bytes_count_while_they_are_held_and_the_peak_stays() {

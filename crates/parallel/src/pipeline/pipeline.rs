@@ -160,7 +160,7 @@ impl Pipeline {
             }
         }
         drop(flight);
-        stage.params().meter().count_activations(stage.device())?;
+        stage.params().meter().end_passes(stage.device())?;
         for batch in micro_batches {
             report.num_targets += batch.num_targets()?;
         }
