@@ -5,7 +5,8 @@
 //! partial sums are added in chunk order. Inputs are tensors of f32, bf16 or f16, all of one dtype and on one device; anything
 //! else is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for all: bf16 and f16 are
 //! widened when they are read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
-//! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks.
+//! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks. [`quantize_int8`]
+//! packs values for their way between ranks, with the same bits on every device.
 //!
 //! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
 //! device's one stream and without waiting for it. They sum in orders of their own, which depend on the shapes alone, so

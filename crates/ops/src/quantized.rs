@@ -76,7 +76,7 @@ pub fn dequantize_int8_into(dst: &Tensor, add: bool, packed: &Tensor) -> Result<
             quantized_bytes(len)
         )
     }
-    dequantize(op, dst, add, packed, [rows, 1, len])
+    dequantize(op, dst, add, packed, [1, len])
 }
 
 /// Writes, or adds if `add`, the sum of the values of packed rows to `dst`: in f32, `dst` first and then row by row, rounded
@@ -92,27 +92,25 @@ pub fn dequantize_int8_sum_into(dst: &Tensor, add: bool, packed: &Tensor) -> Res
     let len = dst.elem_count();
     let bytes = quantized_bytes(len);
     match packed.dims() {
-        [rows, got] if *rows > 0 && *got == bytes => {
-            dequantize(op, dst, add, packed, [1, *rows, len])
-        }
+        [rows, got] if *rows > 0 && *got == bytes => dequantize(op, dst, add, packed, [*rows, len]),
         dims => bail!(
             "{op}: expected packed (rows, {bytes}) with at least one row for dst of {len} values, got {dims:?}"
         ),
     }
 }
 
-/// Each of `num_sums` rows of `dst` gets the sum of as many packed rows as are its own.
+/// Each row of `len` values of `dst` gets the sum of the next `num_summed` rows of `packed`.
 fn dequantize(
     op: &'static str,
     dst: &Tensor,
     add: bool,
     packed: &Tensor,
-    [num_sums, num_summed, len]: [usize; 3],
+    [num_summed, len]: [usize; 2],
 ) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
     }
-    on_cuda!(dst => crate::cuda::dequantize_int8(op, dst, add, packed, [num_sums, num_summed, len]));
+    on_cuda!(dst => crate::cuda::dequantize_int8(op, dst, add, packed, [num_summed, len]));
     let packed = HostU8::new(op, "packed", packed)?;
     let packed = packed.read();
     if !dst.is_contiguous() {

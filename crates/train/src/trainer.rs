@@ -110,7 +110,9 @@ impl Trainer {
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
         let learning_rate = self.config.lr_schedule.at(self.step);
-        let StepReport { loss, grad_norm, .. } = timed(&mut stopwatch, self.world.device(), || {
+        let StepReport {
+            loss, grad_norm, ..
+        } = timed(&mut stopwatch, self.world.device(), || {
             self.optimizer.step(
                 &mut self.gradients,
                 &passes,

@@ -28,17 +28,18 @@ pub(crate) fn quantize_int8(
     Ok(packed.into_tensor(shape))
 }
 
-/// Each of `num_sums` rows of `len` values of `dst`, as many as it has, gets the sum of `num_summed` rows of `packed`.
+/// Each row of `len` values of `dst`, which has some, gets the sum of the next `num_summed` rows of `packed`, which has as many.
 pub(crate) fn dequantize_int8(
     op: &'static str,
     dst: &Tensor,
     add: bool,
     packed: &Tensor,
-    [num_sums, num_summed, len]: [usize; 3],
+    [num_summed, len]: [usize; 2],
 ) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
     let packed = detached(packed)?;
     let packed = gpu.read::<u8>("packed", &packed)?;
+    let num_sums = dst.elem_count() / len;
     let launch = gpu.grid([len.div_ceil(VALUES_PER_BLOCK), num_sums, 1], BLOCK, 0)?;
     let (rows, cols) = (num_summed as i64, len as i64);
     by_dtype!(op, "dst", dst, T => gpu.write::<T>("dst", dst, |dst| {

@@ -7,9 +7,7 @@ use candle_parallel::{
 };
 
 use crate::chain::{Chain, Values, gather_weights, local_bits};
-use crate::check::{
-    assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays,
-};
+use crate::check::{assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays};
 use crate::traffic::padded_values;
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
@@ -151,8 +149,13 @@ fn narrow_gradients_and_weights_move_a_half_and_a_quarter_of_the_bytes() {
                     vocab: 2000,
                     ..Chain::default()
                 };
-                let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
-                step(&stage, &mesh, &chain.micro_batches(mesh.dp.rank() as u64, 1)?)?;
+                let stage =
+                    chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+                step(
+                    &stage,
+                    &mesh,
+                    &chain.micro_batches(mesh.dp.rank() as u64, 1)?,
+                )?;
                 let counters = mesh.dp.counters();
                 let slices = padded_values(&stage, dp).iter().sum::<usize>() / dp;
                 let (slices, others) = (slices as u64, dp as u64 - 1);
@@ -213,7 +216,11 @@ fn narrow_gradients_and_weights_stay_close_and_equal_on_every_rank() {
                     let chain = Chain::default();
                     let store = ParamStore::init(5).with_data_parallel(narrow);
                     let stage = chain.stage(&mesh, &store)?;
-                    step(&stage, &mesh, &chain.micro_batches(mesh.dp.rank() as u64, 2)?)?;
+                    step(
+                        &stage,
+                        &mesh,
+                        &chain.micro_batches(mesh.dp.rank() as u64, 2)?,
+                    )?;
                     Ok(local_bits(&stage))
                 });
                 assert!(ranks.iter().all(|bits| *bits == ranks[0]), "{what}");
