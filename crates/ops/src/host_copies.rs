@@ -87,8 +87,8 @@ impl HostCopies {
     ///
     /// # Errors
     /// A buffer that nothing was stored in, and a GPU that has no memory left or has failed.
-    pub fn start_fetch(&self, buffer: &HostBuffer) -> Result<HostCopy> {
-        Ok(HostCopy(match (&self.0, &buffer.kept) {
+    pub fn start_fetch(&self, buffer: &mut HostBuffer) -> Result<HostCopy> {
+        Ok(HostCopy(match (&self.0, &mut buffer.kept) {
             (_, Kept::Here(None)) => bail!("nothing was stored in the buffer"),
             (Streams::None, Kept::Here(Some(kept))) => Copying::Done(kept.clone()),
             #[cfg(feature = "cuda")]

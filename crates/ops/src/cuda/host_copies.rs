@@ -6,7 +6,7 @@
 //! up                         wait, copy, done                    \         /
 //! down                                                            wait, copy, done
 //! ```
-//! What is done with a buffer of the host is in order by the buffer's own event.
+//! A copy also waits for the last one from or to its buffer of the host.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
@@ -26,14 +26,15 @@ pub(crate) struct CopyStreams {
 pub(crate) struct PinnedBuffer {
     values: PinnedHostSlice<f32>,
     len: usize,
-    is_filled: bool,
+    /// The last copy; none before the first.
+    last: Option<Arc<CudaEvent>>,
 }
 
 /// Values on the GPU that are being copied to or from.
 pub(crate) struct StreamCopy {
     /// Until the end.
     values: Option<Tensor>,
-    done: CudaEvent,
+    done: Arc<CudaEvent>,
     compute: Arc<CudaStream>,
 }
 
@@ -50,7 +51,7 @@ impl CopyStreams {
 
     pub(crate) fn buffer(&self, len: usize) -> Result<PinnedBuffer> {
         let context = self.up.context();
-        // SAFETY: nothing reads the memory before values were copied there: see `is_filled`. An allocation of nothing is an
+        // SAFETY: nothing reads the memory before values were copied there: see `start_fetch`. An allocation of nothing is an
         // error to CUDA.
         let values = unsafe { context.alloc_pinned_with_flags::<f32>(len.max(1), 0) };
         let values = values.w().map_err(|err| {
@@ -62,7 +63,7 @@ impl CopyStreams {
         Ok(PinnedBuffer {
             values,
             len,
-            is_filled: false,
+            last: None,
         })
     }
 
@@ -71,7 +72,7 @@ impl CopyStreams {
         values: Tensor,
         buffer: &mut PinnedBuffer,
     ) -> Result<StreamCopy> {
-        self.let_wait(&self.down)?;
+        self.let_wait(&self.down, buffer)?;
         if buffer.len > 0 {
             let (storage, layout) = values.storage_and_layout();
             let Storage::Cuda(storage) = &*storage else {
@@ -82,12 +83,11 @@ impl CopyStreams {
             let part = slice.slice(start..start + buffer.len);
             self.down.memcpy_dtoh(&part, &mut buffer.values).w()?;
         }
-        buffer.is_filled = true;
-        self.copy(values, &self.down)
+        self.copy(values, &self.down, buffer)
     }
 
-    pub(crate) fn start_fetch(&self, buffer: &PinnedBuffer) -> Result<StreamCopy> {
-        if !buffer.is_filled {
+    pub(crate) fn start_fetch(&self, buffer: &mut PinnedBuffer) -> Result<StreamCopy> {
+        if buffer.last.is_none() {
             bail!("nothing was stored in the buffer");
         }
         // SAFETY: all values that the tensor has are copied there before anything reads them.
@@ -96,28 +96,49 @@ impl CopyStreams {
             let bytes = buffer.len * size_of::<f32>();
             err.context(format!("asking for {bytes} bytes of the GPU's memory"))
         })?;
-        self.let_wait(&self.up)?;
+        self.let_wait(&self.up, buffer)?;
         if buffer.len > 0 {
             self.up.memcpy_htod(&buffer.values, &mut slice).w()?;
         }
         let storage = CudaStorage::wrap_cuda_slice(slice, self.device.clone());
         let values = OpOutput::on_cuda(storage, Shape::from(buffer.len)).into_tensor();
-        self.copy(values, &self.up)
+        self.copy(values, &self.up, buffer)
     }
 
-    /// What is put on `stream` from now on comes after all that computes.
-    fn let_wait(&self, stream: &CudaStream) -> Result<()> {
+    /// What is put on `stream` from now on comes after all that computes, and after the last copy of the buffer. cudarc does not see to
+    /// that: candle's devices here do not track events.
+    fn let_wait(&self, stream: &CudaStream, buffer: &PinnedBuffer) -> Result<()> {
         let ready = self.device.cuda_stream().record_event(None).w()?;
-        stream.wait(&ready).w()
+        stream.wait(&ready).w()?;
+        match &buffer.last {
+            Some(last) => stream.wait(last).w(),
+            None => Ok(()),
+        }
     }
 
     /// What was just put on `stream`.
-    fn copy(&self, values: Tensor, stream: &CudaStream) -> Result<StreamCopy> {
+    fn copy(
+        &self,
+        values: Tensor,
+        stream: &CudaStream,
+        buffer: &mut PinnedBuffer,
+    ) -> Result<StreamCopy> {
+        let done = Arc::new(stream.record_event(None).w()?);
+        buffer.last = Some(done.clone());
         Ok(StreamCopy {
             values: Some(values),
-            done: stream.record_event(None).w()?,
+            done,
             compute: self.device.cuda_stream(),
         })
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        // The memory is freed when nothing copies from or to it. A GPU that has failed copies no more.
+        if let Some(last) = &self.last {
+            let _ = last.synchronize();
+        }
     }
 }
 

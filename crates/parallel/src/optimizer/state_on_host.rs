@@ -91,7 +91,8 @@ impl StateOnHost {
         let (tensors, held) = self.fetch(&mut buckets, index)?;
         let next = self.next[index];
         if fetches_ahead && next != index {
-            buckets.ahead = Some((next, self.start_fetch(&buckets, next)?));
+            let moving = self.start_fetch(&mut buckets, next)?;
+            buckets.ahead = Some((next, moving));
         }
         let changed = change(&self.shapes[index].assemble(&tensors, &self.device)?)?;
         let stores = tensors.into_iter().zip(&mut buckets.kept[index]);
@@ -102,11 +103,11 @@ impl StateOnHost {
         Ok(changed)
     }
 
-    fn start_fetch(&self, buckets: &Buckets, index: usize) -> Result<Moving> {
+    fn start_fetch(&self, buckets: &mut Buckets, index: usize) -> Result<Moving> {
         let held = self
             .meter
             .hold(MemoryCategory::Optimizer, self.shapes[index].num_bytes());
-        let buffers = buckets.kept[index].iter();
+        let buffers = buckets.kept[index].iter_mut();
         let copies = buffers.map(|buffer| self.copies.start_fetch(buffer));
         let copies = copies.collect::<Result<_>>()?;
         Ok(Moving { copies, held })
