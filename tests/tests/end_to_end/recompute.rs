@@ -28,9 +28,10 @@ fn every_mode_gives_the_same_bits() {
             run.global_batch_size,
         ) = (2, 12, 1, 4);
         for (pp, dp, tp) in LAYOUTS {
-            for (is_frozen, overlap, schedule) in [
+            for (is_frozen, zero, overlap, schedule) in [
                 (
                     (|_| false) as fn(&str) -> bool,
+                    ZeroStage::Three,
                     true,
                     Schedule::OneForwardOneBackward,
                 ),
@@ -41,12 +42,13 @@ fn every_mode_gives_the_same_bits() {
                             || name.contains("layers.0.")
                             || name.contains("proj")
                     },
+                    ZeroStage::One,
                     false,
                     Schedule::GPipe,
                 ),
             ] {
                 let layout = Layout {
-                    zero: ZeroStage::One,
+                    zero,
                     overlap,
                     schedule,
                     ..Layout::new(pp, dp, tp)
