@@ -150,7 +150,8 @@ impl LocalCommunicator {
                 Ok(Err(error)) => Err(Error::Argument(format!("{operation}: {error}"))),
                 Err(_) => Err(Error::Argument(format!("{operation}: the work panicked"))),
             };
-            drop(inputs);
+            // A rank that wakes up owns its tensors alone: it frees them where it counts them.
+            drop((inputs, places));
             world.finish(group, seq, outputs);
         };
         if in_background {
