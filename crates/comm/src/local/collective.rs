@@ -31,6 +31,8 @@ pub(super) struct InFlight {
     call: Call,
     /// Number and type of the values of a result that is not in a place of the caller's.
     adopted: Option<(usize, DType)>,
+    /// What this rank gave, so that it is freed where it was allocated, whoever is the last to read it.
+    _input: Option<Tensor>,
 }
 
 impl LocalCommunicator {
@@ -51,6 +53,7 @@ impl LocalCommunicator {
             adopt(len, dtype, &self.device);
         }
         in_flight.adopted = adopted;
+        in_flight._input = Some(xs.clone());
         Ok(Pending::from_work(Box::new(in_flight)))
     }
 
@@ -118,6 +121,7 @@ impl LocalCommunicator {
             world_rank,
             call,
             adopted: None,
+            _input: None,
         })
     }
 
@@ -146,7 +150,8 @@ impl LocalCommunicator {
                 Ok(Err(error)) => Err(Error::Argument(format!("{operation}: {error}"))),
                 Err(_) => Err(Error::Argument(format!("{operation}: the work panicked"))),
             };
-            drop(inputs);
+            // A rank that wakes up owns its tensors alone: it frees them where it counts them.
+            drop((inputs, places));
             world.finish(group, seq, outputs);
         };
         if in_background {
