@@ -14,7 +14,8 @@
 //! |---|---|
 //! | `system`, `device`, `dtype` | the program and its version; `cpu` or the GPU's name; type of weights and activations |
 //! | `step_secs`, `min_step_secs` | median and shortest step |
-//! | `losses`, `grad_norms` | of every step, the two that warm up included: mean over the tokens, and L2 norm before clipping |
+//! | `losses`, `grad_norms` | of every step, the two that warm up included: mean over the tokens, and L2 norm before clipping; null where f16 overflowed |
+//! | `loss_scale`, `skipped_steps` | the loss scale of the last step, and the steps so far that overflowed and updated nothing; 1 and 0 but in f16 |
 //! | `micro_batch_size` | sequences that go through the model together |
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
@@ -41,13 +42,13 @@ use std::process::ExitCode;
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
-use candle_parallel::{AdamWConfig, MemoryReport, ParamStore};
+use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
     BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
     explain_out_of_memory,
 };
 use candle_train_cli::{
-    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, RankArgs, exit_with,
+    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
     fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
 use candle_train_examples::{
@@ -99,13 +100,15 @@ struct Args {
     #[command(flatten)]
     ranks: RankArgs,
     #[command(flatten)]
+    loss_scale: LossScaleArgs,
+    #[command(flatten)]
     freeze: FreezeArgs,
     /// Use the embedding's weight in the head
     #[arg(long)]
     tie: bool,
     #[command(flatten)]
     layout: LayoutArgs,
-    /// Dense bf16 operations per second of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
+    /// Dense operations per second in 16 bits of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
     /// Print the GPU time of each operation on the first GPU to stderr, from three more steps after the measured ones
@@ -124,6 +127,8 @@ const MAX_THREADS: usize = 1024;
 struct Measured {
     losses: Vec<f64>,
     grad_norms: Vec<f64>,
+    loss_scale: f64,
+    skipped_steps: usize,
     step_secs: Vec<f64>,
     times: Vec<StepTimes>,
     num_parameters: usize,
@@ -260,7 +265,11 @@ fn bench(
     let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
     let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
-    let train = train_config(num_measured_steps + num_profiled_steps, &args.layout);
+    let train = train_config(
+        num_measured_steps + num_profiled_steps,
+        &args.layout,
+        args.loss_scale.config(args.layout.dtype)?,
+    );
     let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
@@ -271,6 +280,8 @@ fn bench(
     let mut measured = Measured {
         losses: Vec::new(),
         grad_norms: Vec::new(),
+        loss_scale: 1.0,
+        skipped_steps: 0,
         step_secs: Vec::new(),
         times: Vec::new(),
         num_parameters,
@@ -315,6 +326,8 @@ impl Measured {
         let report = trainer.train_step(&batches.batch(trainer.step())?)?;
         self.losses.push(report.loss);
         self.grad_norms.push(report.grad_norm);
+        self.loss_scale = report.loss_scale;
+        self.skipped_steps = report.skipped_steps;
         Ok(report.step_secs)
     }
 
@@ -340,7 +353,7 @@ impl Measured {
     }
 }
 
-fn train_config(num_steps: usize, layout: &LayoutArgs) -> TrainConfig {
+fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling) -> TrainConfig {
     TrainConfig {
         lr_schedule: LrSchedule {
             lr: 1e-4,
@@ -350,6 +363,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs) -> TrainConfig {
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
+        loss_scaling,
         offload: layout.offload.clone().unwrap_or_default(),
         schedule: layout.schedule.into(),
     }
@@ -378,8 +392,7 @@ fn print(
     let step_secs = steps[steps.len() / 2];
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
-    let default_peak =
-        peak_tflops(device).filter(|_| DType::from(args.layout.dtype) == DType::BF16);
+    let default_peak = peak_tflops(device).filter(|_| DType::from(args.layout.dtype) != DType::F32);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
@@ -392,6 +405,8 @@ fn print(
         "min_step_secs": steps[0],
         "losses": measured.losses,
         "grad_norms": measured.grad_norms,
+        "loss_scale": measured.loss_scale,
+        "skipped_steps": measured.skipped_steps,
         "micro_batch_size": batch_config.micro_batch_size,
         "tokens_per_sec": tokens_per_sec,
         "flops_per_token": measured.flops_per_token,

@@ -33,7 +33,7 @@ PARTS = {
     "parity": Part("second", 120, correct.parity),
     "finetune": Part("second", 30, correct.finetune),
     "frozen": Part("third", 280, speed.frozen),
-    "bf16": Part("third", 80, correct.bf16),
+    "half_precision": Part("third", 120, correct.half_precision),
     "communication": Part("third", 30, correct.communication),
     "nccl": Part("third", 30, correct.nccl),
     "nccl_shared": Part("third", 60, correct.nccl_shared),

@@ -4,13 +4,13 @@
 mod device;
 #[path = "end_to_end/fixture.rs"]
 mod fixture;
+#[path = "end_to_end/half_precision.rs"]
+mod half_precision;
 #[path = "end_to_end/run.rs"]
 mod run;
 #[path = "end_to_end/tensors.rs"]
 mod tensors;
 
-#[path = "end_to_end/brain_float.rs"]
-mod brain_float;
 #[path = "end_to_end/degrees.rs"]
 mod degrees;
 #[path = "end_to_end/determinism.rs"]

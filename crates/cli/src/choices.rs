@@ -46,12 +46,14 @@ impl From<RecomputeChoice> for Recompute {
 }
 
 /// `--dtype`
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum DTypeChoice {
     /// 32-bit floats
     F32,
     /// 16-bit floats with the range of f32; sums, gradients and the optimizer's copy of the weights stay f32
     Bf16,
+    /// 16-bit floats of a small range and three bits more, with dynamic loss scaling; the same stays f32
+    F16,
 }
 
 impl From<DTypeChoice> for DType {
@@ -59,6 +61,7 @@ impl From<DTypeChoice> for DType {
         match choice {
             DTypeChoice::F32 => DType::F32,
             DTypeChoice::Bf16 => DType::BF16,
+            DTypeChoice::F16 => DType::F16,
         }
     }
 }

@@ -14,6 +14,7 @@ mod fingerprint;
 mod flags;
 mod freeze;
 mod launch;
+mod loss_scale;
 mod number;
 mod output;
 mod pretrain;
@@ -30,6 +31,7 @@ pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;
+pub use loss_scale::LossScaleArgs;
 pub use output::exit_with;
 pub use pretrain::Pretrain;
 pub use program::{

@@ -12,6 +12,7 @@ use clap::Args;
 
 use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
 use crate::freeze::FreezeArgs;
+use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 
@@ -29,7 +30,7 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
 }
@@ -134,6 +135,8 @@ pub(crate) struct OptimizerArgs {
     /// Gradients are scaled down to this global L2 norm; 0: never
     #[arg(long, default_value_t = 1.0, value_name = "NORM", value_parser = real(0.0..))]
     pub max_grad_norm: f64,
+    #[command(flatten)]
+    pub loss_scale: LossScaleArgs,
 }
 
 impl LayoutArgs {
@@ -247,6 +250,7 @@ impl TrainingArgs {
                 weight_decay: args.weight_decay,
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
+            loss_scaling: args.loss_scale.config(layout.dtype)?,
             offload: layout.offload.clone().unwrap_or_default(),
             schedule: layout.schedule.into(),
         };

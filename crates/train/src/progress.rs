@@ -12,7 +12,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Plain lines a run prints at least, however short.
 const NUM_LINES: usize = 10;
 
-/// Shows how far a run is: step, loss, tokens/s, learning rate and the time left.
+/// Shows how far a run is: step, loss, tokens/s, learning rate, steps that were skipped, and the time left.
 pub struct Progress {
     num_steps: usize,
     view: View,
@@ -64,10 +64,18 @@ impl Progress {
 
     /// Shows a finished step. A terminal that cannot be written to does not end a run: errors are ignored.
     pub fn update(&mut self, metrics: &StepMetrics) {
-        let message = format!(
+        let mut message = format!(
             "loss {:.4} {:.0} tokens/s lr {:.2e}",
             metrics.loss, metrics.tokens_per_sec, metrics.learning_rate
         );
+        if metrics.skipped_steps > 0 {
+            let StepMetrics {
+                skipped_steps,
+                loss_scale,
+                ..
+            } = metrics;
+            message += &format!(" {skipped_steps} skipped, loss scale {loss_scale}");
+        }
         match &mut self.view {
             View::Bar(bar) => {
                 bar.set_message(message);

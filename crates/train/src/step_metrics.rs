@@ -1,19 +1,26 @@
 //! What is known about one optimizer step.
 
 use candle_parallel::MemoryReport;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Numbers of one optimizer step, over all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Step, counted from 0.
     pub step: usize,
-    /// Cross-entropy in nats, averaged over all target tokens of the global batch.
+    /// Cross-entropy in nats, averaged over all target tokens of the global batch. Of a skipped step it may be NaN or infinite; JSON has
+    /// null for both.
+    #[serde(deserialize_with = "number_or_null")]
     pub loss: f64,
-    /// L2 norm of all gradients before clipping.
+    /// L2 norm of all gradients before clipping; as the loss.
+    #[serde(deserialize_with = "number_or_null")]
     pub grad_norm: f64,
-    /// Learning rate the step used.
+    /// Learning rate the step used, or would have used.
     pub learning_rate: f64,
+    /// What the gradient of the loss was multiplied by in the passes: 1 but in f16.
+    pub loss_scale: f64,
+    /// Steps of the run so far that overflowed in f16, so that nothing was updated.
+    pub skipped_steps: usize,
     /// Target tokens of the global batch.
     pub num_tokens: usize,
     /// `num_tokens / step_secs`.
@@ -22,4 +29,8 @@ pub struct StepMetrics {
     pub step_secs: f64,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
+}
+
+fn number_or_null<'de, D: Deserializer<'de>>(source: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(source)?.unwrap_or(f64::NAN))
 }

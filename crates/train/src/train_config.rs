@@ -1,7 +1,7 @@
 //! What a training run needs to know beside the model, the data and the mesh.
 
 use candle_core::{Result, bail};
-use candle_parallel::{AdamWConfig, Offload, Schedule};
+use candle_parallel::{AdamWConfig, LossScaling, Offload, Schedule};
 use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
@@ -16,6 +16,9 @@ pub struct TrainConfig {
     pub adamw: AdamWConfig,
     /// Gradients are scaled down to this global L2 norm; `None`: never.
     pub max_grad_norm: Option<f64>,
+    /// How the loss scale changes; counts for models that compute in f16.
+    #[serde(default)]
+    pub loss_scaling: LossScaling,
     /// Where the optimizer's state and masters are.
     pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
@@ -27,6 +30,7 @@ impl TrainConfig {
     pub fn validate(&self) -> Result<()> {
         self.lr_schedule.validate()?;
         self.adamw.validate()?;
+        self.loss_scaling.validate()?;
         match self.max_grad_norm {
             Some(norm) if !(norm > 0.0 && norm.is_finite()) => {
                 bail!("max_grad_norm is {norm}; expected a positive number")

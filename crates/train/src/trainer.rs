@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Error, Result};
+use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
@@ -50,7 +50,10 @@ impl Trainer {
     ) -> Result<Self> {
         config.validate()?;
         let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
-        let optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
+        let mut optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
+        if stage.dtype() == DType::F16 {
+            optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
+        }
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh),
             gradients,
@@ -88,7 +91,8 @@ impl Trainer {
     /// One optimizer step on this data-parallel rank's micro-batches.
     ///
     /// A loss or gradient that is NaN or infinite is an error on every rank, which names the step and the first parameter
-    /// to blame; the weights are then those of the step before. An error of a GPU without memory tells what holds how much.
+    /// to blame; the weights are then those of the step before. In f16 the update is skipped instead while the loss scale
+    /// can be halved: the next step takes the next micro-batches and their learning rate. An error of a GPU without memory tells what holds how much.
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;
         self.run_step(micro_batches)
@@ -100,6 +104,8 @@ impl Trainer {
         let start = Instant::now();
         // What an earlier step that failed on the way has left.
         self.gradients.clear();
+        let loss_scale = self.optimizer.loss_scale();
+        self.gradients.set_loss_scale(loss_scale);
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
         self.world.set_step(self.step, "forward and backward pass");
@@ -144,6 +150,8 @@ impl Trainer {
             loss: loss.mean,
             grad_norm,
             learning_rate,
+            loss_scale,
+            skipped_steps: self.optimizer.num_skipped_steps(),
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,

@@ -36,6 +36,7 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
     for (dtype, pattern, trainable) in [
         ("f32", None, all),
         ("bf16", None, all),
+        ("f16", None, all),
         ("f32", Some("proj|embed|lm_head"), norms),
         ("bf16", Some("proj|embed|lm_head"), norms),
         ("bf16", Some(r"layers\.1\.mlp"), all - 3 * 16 * 24),
@@ -48,6 +49,9 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
         }
         let measured = measured(program);
         assert_eq!(measured["dtype"], dtype);
+        let scale = if dtype == "f16" { 256.0 } else { 1.0 };
+        assert_eq!(measured["loss_scale"], scale);
+        assert_eq!(measured["skipped_steps"], 0);
         assert_eq!(measured["attention"], "cpu");
         assert!(measured["libraries"].is_null());
         assert_eq!(measured["parameters"], all, "{pattern:?}");

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_parallel::{AdamWConfig, Offload};
+use candle_parallel::{AdamWConfig, LossScaling, Offload};
 use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
 use candle_train_models::ModelConfig;
 use serde::Deserialize;
@@ -40,6 +40,8 @@ pub struct Run {
     pub warmup_steps: usize,
     pub weight_decay: f64,
     pub max_grad_norm: f64,
+    #[serde(default)]
+    pub loss_scaling: LossScaling,
 }
 
 #[derive(Deserialize)]
@@ -116,6 +118,7 @@ impl Run {
                 ..AdamWConfig::default()
             },
             max_grad_norm: Some(self.max_grad_norm),
+            loss_scaling: self.loss_scaling,
             offload: Offload::None,
             schedule: layout.schedule,
         }

@@ -158,6 +158,9 @@ fn train_rank(
     let config = run.train_config(layout);
 
     let mut gradients = Gradients::new(stage.params(), mesh)?;
+    if variant.dtype == DType::F16 {
+        gradients.set_loss_scale(config.loss_scaling.init);
+    }
     let pipeline = Pipeline::new(layout.schedule, mesh);
     let micro_batches = masked(&batches, 0, mask, mesh)?;
     let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;

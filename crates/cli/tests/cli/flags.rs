@@ -54,6 +54,8 @@ const NUMBERS: &[(&str, &[&str], &str)] = &[
     ),
     ("--adam-eps", &["-1e-8", "0", "inf"], "a number > 0"),
     ("--max-grad-norm", &["-1", "nan"], "a number >= 0"),
+    ("--loss-scale-init", &["0", "0.5"], "a whole number >= 1"),
+    ("--loss-scale-window", &["0", "-1"], "a whole number >= 1"),
     ("--sample-tokens", &["-1"], "a whole number >= 0"),
     ("--temperature", &["-1", "nan"], "a number >= 0"),
     ("--top-p", &["-0.5", "0", "1.1"], "a number > 0 and <= 1"),
@@ -100,8 +102,18 @@ fn other_values_are_refused_with_the_name_and_the_value() {
     let workspace = Workspace::new();
     let cases: &[(&str, &str, &[&str])] = &[
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
-        ("--dtype", "f64", &["'f64'", "f32, bf16"]),
+        ("--dtype", "f64", &["'f64'", "f32, bf16, f16"]),
         ("--offload", "disk", &["`disk`", "nvme:DIR"]),
+        (
+            "--loss-scale-init",
+            "8",
+            &["--loss-scale-init is for --dtype f16"],
+        ),
+        (
+            "--loss-scale-window",
+            "8",
+            &["--loss-scale-window is for --dtype f16"],
+        ),
         ("--device", "gpu", &["'gpu'", "--device", "`cuda:N`"]),
         ("--device", "cuda:4096", NO_SUCH_GPU),
         (
@@ -125,6 +137,14 @@ fn other_values_are_refused_with_the_name_and_the_value() {
     for (flag, value, parts) in cases {
         workspace.refuses(&workspace.finetune().flag(flag, value), parts);
     }
+    let program = workspace.finetune().flag("--dtype", "f16");
+    workspace.refuses(
+        &program.flag("--loss-scale-init", 3),
+        &[
+            "--loss-scale-init",
+            "expected a power of two from 1 to 2^40",
+        ],
+    );
     let program = workspace
         .finetune()
         .flag("--prompt", "")

@@ -60,7 +60,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--deterministic", &["same bits", "attention"]),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
-    ("--dtype", &["[default: f32]", "bf16"]),
+    ("--dtype", &["[default: f32]", "bf16", "f16"]),
     (
         "--freeze",
         &["[default: none]", "PATTERN", "regular expression"],
@@ -91,10 +91,18 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--adam-eps", &["[default: 0.00000001]", "EPSILON"]),
     ("--max-grad-norm", &["[default: 1]", "NORM", "0: never"]),
     (
+        "--loss-scale-init",
+        &["[default: 256]", "SCALE", "power of two", "halves"],
+    ),
+    (
+        "--loss-scale-window",
+        &["[default: 2000]", "STEPS", "double"],
+    ),
+    (
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, num_tokens, tokens_per_sec, step_secs, memory",
+            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
         ],
     ),
     ("--prompt", &["[default: \"The Queen\"]"]),

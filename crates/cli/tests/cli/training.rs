@@ -86,8 +86,10 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
             "grad_norm",
             "learning_rate",
             "loss",
+            "loss_scale",
             "memory",
             "num_tokens",
+            "skipped_steps",
             "step",
             "step_secs",
             "tokens_per_sec",
@@ -218,7 +220,7 @@ fn the_type_of_the_saved_weights_can_be_chosen_and_config_json_says_it() {
 }
 
 #[test]
-fn training_in_bf16_follows_training_in_f32_and_keeps_the_type_of_the_weights() {
+fn training_in_16_bits_follows_training_in_f32_and_keeps_the_type_of_the_weights() {
     let workspace = Workspace::new();
     let losses = |dtype: &str| -> Vec<f64> {
         let path = workspace.path(&format!("{dtype}.jsonl"));
@@ -237,14 +239,53 @@ fn training_in_bf16_follows_training_in_f32_and_keeps_the_type_of_the_weights() 
             .map(|step| step["loss"].as_f64().unwrap())
             .collect()
     };
-    let (wide, narrow) = (losses("f32"), losses("bf16"));
+    let wide = losses("f32");
     assert!(wide[29] < 0.95 * wide[0], "{wide:?}");
-    assert_ne!(wide, narrow);
-    for (step, (a, b)) in wide.iter().zip(&narrow).enumerate() {
-        assert!((a - b).abs() < 0.01 * a, "step {step}: {b} instead of {a}");
+    for dtype in ["bf16", "f16"] {
+        let narrow = losses(dtype);
+        assert_ne!(wide, narrow);
+        for (step, (a, b)) in wide.iter().zip(&narrow).enumerate() {
+            assert!(
+                (a - b).abs() < 0.01 * a,
+                "{dtype}, step {step}: {b} instead of {a}"
+            );
+        }
+        // The same seed and layout: the same bits.
+        assert_eq!(losses(dtype), narrow);
     }
-    // The same seed and layout: the same bits.
-    assert_eq!(losses("bf16"), narrow);
+}
+
+#[test]
+fn the_loss_scale_of_f16_and_what_it_skipped_are_in_the_metrics_and_told() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let program = workspace
+        .finetune()
+        .flag("--metrics", path.display())
+        .flag("--steps", 4);
+    program.succeeds();
+    for step in metrics(&path) {
+        assert_eq!(step["loss_scale"], 1.0);
+        assert_eq!(step["skipped_steps"], 0);
+    }
+    let f16 = program.flag("--dtype", "f16");
+    f16.clone()
+        .flag("--loss-scale-init", 64)
+        .flag("--loss-scale-window", 2)
+        .succeeds();
+    let scales: Vec<Value> = metrics(&path)
+        .iter()
+        .map(|step| step["loss_scale"].clone())
+        .collect();
+    assert_eq!(scales, [64.0, 64.0, 128.0, 128.0]);
+    // No backward pass in f16 survives it.
+    let outcome = f16.flag("--loss-scale-init", 1u64 << 40).succeeds();
+    let told = "4 skipped, loss scale 137438953472";
+    assert!(outcome.stderr.contains(told), "{}", outcome.stderr);
+    for (skipped, step) in (1..).zip(metrics(&path)) {
+        assert_eq!(step["skipped_steps"], skipped);
+        assert!(step["grad_norm"].is_null());
+    }
 }
 
 #[test]

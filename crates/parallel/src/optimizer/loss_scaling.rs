@@ -18,9 +18,10 @@ pub struct LossScaling {
 }
 
 impl Default for LossScaling {
+    /// What 2^16, a usual first scale of the mean over a batch, is to each target of a batch of 256.
     fn default() -> Self {
         Self {
-            init: 65536.0,
+            init: 256.0,
             window: 2000,
         }
     }

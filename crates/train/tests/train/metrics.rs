@@ -11,6 +11,8 @@ pub fn step(step: usize) -> StepMetrics {
         loss: 2.5,
         grad_norm: 0.75,
         learning_rate: 1e-3,
+        loss_scale: 1.0,
+        skipped_steps: 0,
         num_tokens: 512,
         tokens_per_sec: 2048.0,
         step_secs: 0.25,
@@ -35,8 +37,24 @@ fn one_json_object_per_step_at_once() {
         );
     }
     let text = fs::read_to_string(&path).unwrap();
-    let begins = r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25,"memory":{"activations_bytes":0,"#;
+    let begins = r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"loss_scale":1.0,"skipped_steps":0,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25,"memory":{"activations_bytes":0,"#;
     assert!(text.starts_with(begins), "{text}");
+}
+
+#[test]
+fn the_numbers_of_a_skipped_step_are_null() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let skipped = StepMetrics {
+        loss: f64::NAN,
+        grad_norm: f64::INFINITY,
+        ..step(0)
+    };
+    Metrics::create(&path).unwrap().log(&skipped).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.contains(r#""loss":null,"grad_norm":null"#), "{text}");
+    let read: StepMetrics = serde_json::from_str(&text).unwrap();
+    assert!(read.loss.is_nan() && read.grad_norm.is_nan());
 }
 
 #[test]
