@@ -84,6 +84,10 @@ extern "C" __global__ void quantize_int8_bf16(u8* packed, const bf16* src, i64 l
     quantize(packed, src, len);
 }
 
+extern "C" __global__ void quantize_int8_f16(u8* packed, const f16* src, i64 len) {
+    quantize(packed, src, len);
+}
+
 // At any address.
 __device__ inline float scale_at(const u8* bytes) {
     return __uint_as_float(bytes[0] | (u32)bytes[1] << 8 | (u32)bytes[2] << 16 | (u32)bytes[3] << 24);
@@ -121,5 +125,9 @@ extern "C" __global__ void dequantize_int8_f32(float* dst, const u8* packed, i64
 }
 
 extern "C" __global__ void dequantize_int8_bf16(bf16* dst, const u8* packed, i64 num_summed, i64 len, int add) {
+    dequantize(dst, packed, num_summed, len, add);
+}
+
+extern "C" __global__ void dequantize_int8_f16(f16* dst, const u8* packed, i64 num_summed, i64 len, int add) {
     dequantize(dst, packed, num_summed, len, add);
 }

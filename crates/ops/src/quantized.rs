@@ -36,10 +36,10 @@ pub const fn quantized_bytes(len: usize) -> usize {
 /// The packed form of each row, whatever the other rows are; outside any graph.
 ///
 /// # Shapes
-/// `xs (.., len)`, f32 or bf16 -> u8 `(.., quantized_bytes(len))`.
+/// `xs (.., len)`, f32, bf16 or f16 -> u8 `(.., quantized_bytes(len))`.
 ///
 /// # Errors
-/// When `xs` is a scalar or not f32 or bf16.
+/// When `xs` is a scalar or not f32, bf16 or f16.
 pub fn quantize_int8(xs: &Tensor) -> Result<Tensor> {
     let op = "quantize_int8";
     let (rows, len) = rows_of(op, "xs", xs)?;
@@ -62,7 +62,7 @@ pub fn quantize_int8(xs: &Tensor) -> Result<Tensor> {
 /// Writes, or adds if `add`, the values of packed rows to `dst`, in f32, rounded once to the dtype of `dst`; outside any graph.
 ///
 /// # Shapes
-/// `dst (.., len)`, f32 or bf16, contiguous; `packed`, u8, `(.., quantized_bytes(len))` with the same rows.
+/// `dst (.., len)`, f32, bf16 or f16, contiguous; `packed`, u8, `(.., quantized_bytes(len))` with the same rows.
 ///
 /// # Errors
 /// When the shapes differ from that, or a tensor has another dtype, device or layout.
@@ -83,7 +83,7 @@ pub fn dequantize_int8_into(dst: &Tensor, add: bool, packed: &Tensor) -> Result<
 /// once to the dtype of `dst`; outside any graph.
 ///
 /// # Shapes
-/// `dst (len)`, f32 or bf16, contiguous; `packed`, u8, `(rows, quantized_bytes(len))`, of at least one row.
+/// `dst (len)`, f32, bf16 or f16, contiguous; `packed`, u8, `(rows, quantized_bytes(len))`, of at least one row.
 ///
 /// # Errors
 /// When the shapes differ from that, or a tensor has another dtype, device or layout.

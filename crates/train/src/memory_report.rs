@@ -14,9 +14,10 @@ const OUT_OF_MEMORY: [&str; 4] = [
 ];
 
 const HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
-    --dp (ZeRO-1), --tp and --pp less for the rest";
+    --dp with --zero 3, --offload optimizer, --tp and --pp less for the rest";
 
-const HINT_FOR_WEIGHTS: &str = "hint: --dtype bf16, --tp and --pp take less for weights";
+const HINT_FOR_WEIGHTS: &str =
+    "hint: --dtype bf16, --dp with --zero 3, --tp and --pp take less for weights";
 
 /// `err` of building a model on `device`, and if that GPU had no memory left what is held of it.
 pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {

@@ -143,7 +143,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
         "the optimizer's state",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "this rank: weights",
-        "--dp (ZeRO-1)",
+        "--dp with --zero 3",
     ]);
     // The first weight, the embedding, has 50 * 16 values of 4 bytes, twice while it becomes a parameter.
     for (bytes, size) in [(3000, "2.9 KiB"), (5000, "4.9 KiB")] {

@@ -5,7 +5,9 @@ use std::path::Path;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result};
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
-use candle_parallel::{DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline, Stage};
+use candle_parallel::{
+    DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline, Stage, ZeroStage,
+};
 use candle_train::{Batches, TrainConfig, Trainer};
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -15,7 +17,7 @@ fn with_the_trainer(
     world: ProcessGroup, dir: &Path, config: ModelConfig, train_config: TrainConfig, batches: Batches,
 ) -> Result<()> {
     let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, cp: 1, tp: 2 })?;
-    let store = ParamStore::from_pretrained(dir)?;
+    let store = ParamStore::from_pretrained(dir)?.with_data_parallel(ZeroStage::Three);
     let stage = CausalLm::stage(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
     let mut trainer = Trainer::new(train_config, &mesh, stage)?;
     trainer.train(&batches, |step| { println!("{} {}", step.step, step.loss); Ok(()) })?;

@@ -104,6 +104,10 @@ fn other_values_are_refused_with_the_name_and_the_value() {
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
         ("--dtype", "f64", &["'f64'", "f32, bf16, f16"]),
         ("--offload", "disk", &["`disk`", "nvme:DIR"]),
+        ("--zero-group", "3", &["zero-group(3)", "dp(", "hint"]),
+        ("--quantize-weights", "int8", &["ZeRO stage 3", "hint"]),
+        ("--quantize-weights", "int4", &["'int4'", "int8"]),
+        ("--grad-reduce-dtype", "f16", &["'f16'", "f32, bf16"]),
         (
             "--loss-scale-init",
             "8",

@@ -39,7 +39,14 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--tp", &["[default: 2]", "RANKS"]),
     ("--pp", &["[default: 2]", "STAGES"]),
     ("--dp", &["[default: 2]", "REPLICAS"]),
-    ("--zero", &["[default: 1]"]),
+    (
+        "--zero",
+        &["[default: 1]", "optimizer's state", "gradients", "weights"],
+    ),
+    ("--zero-group", &["[default: all replicas]", "REPLICAS"]),
+    ("--grad-reduce-dtype", &["[default: f32]", "bf16"]),
+    ("--quantize-gradients", &["[default: no]", "int8"]),
+    ("--quantize-weights", &["[default: no]", "int8", "--zero 3"]),
     ("--no-overlap", &["same bits"]),
     ("--offload", &["optimizer|nvme:DIR", "same bits"]),
     (

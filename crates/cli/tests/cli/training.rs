@@ -118,6 +118,42 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
 }
 
 #[test]
+fn what_replicas_divide_and_send_changes_what_a_rank_holds_and_hardly_the_loss() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let last = |flags: &[(&str, &str)]| {
+        let program = workspace.finetune().flag("--dp", 2).flag("--pp", 1);
+        let program = program.flag("--tp", 1).flag("--steps", 3);
+        let program = flags
+            .iter()
+            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        program.flag("--metrics", path.display()).succeeds();
+        let last = metrics(&path).pop().unwrap();
+        let bytes = |field: &str| last["memory"][field].as_u64().unwrap();
+        let held = ["weights_bytes", "gradients_bytes", "gathered_peak_bytes"].map(bytes);
+        (last["loss"].as_f64().unwrap(), held)
+    };
+    let (want, [weights, gradients, gathered]) = last(&[("--zero", "1")]);
+    assert_eq!(gathered, 0);
+    let close = |loss: f64, tolerance: f64| (loss - want).abs() <= tolerance * want;
+    let (loss, held) = last(&[("--zero", "2")]);
+    assert!(close(loss, 1e-5), "{loss} {want}");
+    assert_eq!(held, [weights, gradients / 2, 0]);
+    let (loss, held) = last(&[("--zero", "3")]);
+    assert!(close(loss, 1e-5), "{loss} {want}");
+    assert_eq!(held[..2], [gradients / 2, gradients / 2]);
+    assert!(held[2] > 0 && held[2] < gradients);
+    for flags in [
+        [("--zero", "3"), ("--quantize-weights", "int8")],
+        [("--zero", "2"), ("--quantize-gradients", "int8")],
+        [("--zero", "0"), ("--grad-reduce-dtype", "bf16")],
+    ] {
+        let (loss, _) = last(&flags);
+        assert!(loss != want && close(loss, 0.02), "{flags:?} {loss} {want}");
+    }
+}
+
+#[test]
 fn epochs_count_passes_over_the_data() {
     let workspace = Workspace::new();
     // The folder of the metrics is made by the run itself.

@@ -6,7 +6,7 @@ use crate::check::{
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{dequantize_int8_into, dequantize_int8_sum_into, quantize_int8, quantized_bytes};
 
-const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const BLOCK: usize = 256;
 
 /// The values that come back, in f32.
@@ -32,7 +32,12 @@ fn values_are_off_by_at_most_half_a_scale() -> Result<()> {
             .into_iter()
             .enumerate()
         {
-            for (dtype, size) in [(DTYPES[0], 1.0), (DTYPES[1], 1e-3), (DTYPES[0], 1e30)] {
+            for (dtype, size) in [
+                (DTYPES[0], 1.0),
+                (DTYPES[1], 1e-3),
+                (DTYPES[2], 1.0),
+                (DTYPES[0], 1e30),
+            ] {
                 let xs = in_dtype(&(random(seed as u64, (3, len))? * size)?, dtype)?;
                 let packed = quantize_int8(&xs)?;
                 assert_eq!(packed.dims(), [3, quantized_bytes(len)]);
@@ -137,7 +142,12 @@ fn a_broken_value_breaks_its_block_and_no_other() -> Result<()> {
 #[test]
 fn rows_are_summed_in_their_order() -> Result<()> {
     on_each_device(|| {
-        for (len, dtype) in [(1000, DTYPES[0]), (1000, DTYPES[1]), (257, DTYPES[0])] {
+        for (len, dtype) in [
+            (1000, DTYPES[0]),
+            (1000, DTYPES[1]),
+            (1000, DTYPES[2]),
+            (257, DTYPES[0]),
+        ] {
             let packed = quantize_int8(&random(1, (3, len))?)?;
             let rows = floats(&back(&packed, &[3, len])?)?;
             let start = in_dtype(&random(2, len)?, dtype)?;

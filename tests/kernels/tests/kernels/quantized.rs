@@ -2,7 +2,7 @@
 
 use crate::element::{Element, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
-use half::bf16;
+use half::{bf16, f16};
 
 type Quantize<T> = unsafe extern "C" fn(*mut u8, *const T, i64);
 type Dequantize<T> = unsafe extern "C" fn(*mut T, *const u8, i64, i64, i32);
@@ -10,8 +10,10 @@ type Dequantize<T> = unsafe extern "C" fn(*mut T, *const u8, i64, i64, i32);
 unsafe extern "C" {
     fn quantize_int8_f32(packed: *mut u8, src: *const f32, len: i64);
     fn quantize_int8_bf16(packed: *mut u8, src: *const bf16, len: i64);
+    fn quantize_int8_f16(packed: *mut u8, src: *const f16, len: i64);
     fn dequantize_int8_f32(dst: *mut f32, packed: *const u8, num_summed: i64, len: i64, add: i32);
     fn dequantize_int8_bf16(dst: *mut bf16, packed: *const u8, num_summed: i64, len: i64, add: i32);
+    fn dequantize_int8_f16(dst: *mut f16, packed: *const u8, num_summed: i64, len: i64, add: i32);
 }
 
 const LENGTHS: [usize; 8] = [1, 3, 64, 255, 256, 257, 1000, 2307];
@@ -83,6 +85,7 @@ fn check_quantize<T: Element>(kernel: Quantize<T>) {
 fn quantize_packs_each_block() {
     check_quantize(quantize_int8_f32);
     check_quantize(quantize_int8_bf16);
+    check_quantize(quantize_int8_f16);
 }
 
 fn check_dequantize<T: Element>(kernel: Dequantize<T>, rounded: fn(f32) -> T) {
@@ -129,4 +132,5 @@ fn check_dequantize<T: Element>(kernel: Dequantize<T>, rounded: fn(f32) -> T) {
 fn dequantize_adds_rows_in_their_order() {
     check_dequantize(dequantize_int8_f32, |x| x);
     check_dequantize(dequantize_int8_bf16, bf16::from_f32);
+    check_dequantize(dequantize_int8_f16, f16::from_f32);
 }
