@@ -165,6 +165,8 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
         None => model_config(args)?,
     };
     let degrees = args.layout.degrees();
+    args.layout.data_parallel().validate(degrees.dp)?;
+    args.loss_scale.config(args.layout.dtype)?;
     let mut ranks = args.ranks.config(degrees)?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;

@@ -38,7 +38,7 @@ COLD = 120
 # probabilities are, too.
 PRODUCT_BOUND, ATTENTION_BOUND = 4e-3, 1.2e-2
 # Our own kernels, one test each.
-SANITIZED = ["rms_norm::matches", "layer_norm::matches", "linear::", "brain_float::", "elementwise::", "cross_entropy::matches", "embedding::looks_up", "optimizer::adamw_is_its_equation",
+SANITIZED = ["rms_norm::matches", "layer_norm::matches", "linear::", "half_precision::", "quantized::", "elementwise::", "cross_entropy::matches", "embedding::looks_up", "optimizer::adamw_is_its_equation",
              "optimizer::sums_of_squares", "optimizer::values_are", "attention::matches"]
 
 
@@ -172,7 +172,7 @@ def nccl_shared(run):
 
 
 def parity(run):
-    names = ["reference"] if run.smoke else ["reference", "layouts", "brain_float", "frozen", "determinism"]
+    names = ["reference"] if run.smoke else ["reference", "layouts", "half_precision", "frozen", "determinism"]
     return run.tests("parity", "test_end_to_end", 150, *names)
 
 

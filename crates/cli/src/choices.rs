@@ -71,7 +71,7 @@ impl From<DTypeChoice> for DType {
 pub enum ReduceChoice {
     /// As they are kept
     F32,
-    /// Rounded: half the bytes
+    /// Rounded: half the bytes, over nccl with --half-sums native only
     Bf16,
 }
 

@@ -53,7 +53,7 @@ pub struct LayoutArgs {
     /// Divide it within groups of so many replicas, which hold the same; they move less, and hold more [default: all replicas]
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_group: Option<usize>,
-    /// Type in which gradients move between replicas; they are summed in f32
+    /// Type in which gradients move between replicas
     #[arg(long, default_value = "f32")]
     pub grad_reduce_dtype: ReduceChoice,
     /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]

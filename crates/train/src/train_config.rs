@@ -20,6 +20,7 @@ pub struct TrainConfig {
     #[serde(default)]
     pub loss_scaling: LossScaling,
     /// Where the optimizer's state and masters are.
+    #[serde(default)]
     pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,

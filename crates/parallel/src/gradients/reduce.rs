@@ -29,7 +29,8 @@ pub(super) struct Reductions {
     checksums: Option<Checksums>,
 }
 
-/// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to.
+/// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to. One that several blocks
+/// write to is whole from the first write until the backward pass of its first block.
 const MAX_DIVIDING: usize = 1;
 
 impl Reductions {
@@ -78,13 +79,15 @@ impl Gradients {
         let Some(whole) = self.whole[index].take() else {
             return Ok(());
         };
+        // What was not written to is as it was made, zero.
         for slot in &bucket.slots {
-            if !std::mem::take(&mut self.is_filled[slot.param]) {
-                whole.zero(slot.range.start, slot.range.len())?;
-            }
+            self.is_filled[slot.param] = false;
         }
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
-        if !self.reductions.has_sum[index] {
+        let mut dividing = self.reductions.dividing.iter();
+        let is_first =
+            !self.reductions.has_sum[index] && dividing.all(|(other, _)| *other != index);
+        if is_first {
             self.add_checksums(bucket, &whole)?;
         }
         let sum = Sum::start(whole, params.groups(), params.meter())?;

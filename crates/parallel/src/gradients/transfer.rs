@@ -11,7 +11,7 @@ use crate::params::{FlatBuffer, ReduceType, ReplicaGroups};
 pub(super) struct Sum {
     whole: FlatBuffer,
     moved: Pending<Tensor>,
-    /// Counts the copy that moves, if it is one.
+    /// Counts the copy that moves, if it is one, and what comes of it.
     _copy: Option<Held>,
 }
 
@@ -39,7 +39,15 @@ impl Sum {
             (Some(copy), _) if is_divided => shard.start_reduce_scatter(copy, ReduceOp::Sum)?,
             (Some(copy), _) => groups.copies.start_all_reduce(copy, ReduceOp::Sum)?,
         };
-        let hold = |copy: &Tensor| meter.hold(MemoryCategory::Buffers, num_bytes(copy));
+        // And its result, which is here before anybody waits for it.
+        let result = |copy: &Tensor| match groups.reduce_type() {
+            ReduceType::Int8 => num_bytes(copy),
+            _ => num_bytes(copy) / shard.world_size(),
+        };
+        let hold = |copy: &Tensor| {
+            let bytes = num_bytes(copy) + result(copy);
+            meter.hold(MemoryCategory::Buffers, bytes)
+        };
         Ok(Self {
             _copy: copy.as_ref().map(hold),
             whole,

@@ -252,6 +252,9 @@ impl DistributedOptimizer {
                 err.context(format!("updating the parameters from {name} on"))
             })?;
             if gathers {
+                // Room for the one that comes.
+                let room = max_gathers.saturating_sub(1);
+                params.pending().wait_for_all_but(room)?;
                 let weights = self.bucket_weights(index, &reduced)?;
                 params.pending().gather(weights, &groups.shard)?;
             }

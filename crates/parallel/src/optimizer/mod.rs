@@ -24,7 +24,7 @@ pub use state::OptimizerState;
 /// The rule by which an optimizer updates parameters: [`AdamW`], or one of your own.
 ///
 /// A [`DistributedOptimizer`] keeps its state, one f32 value of each name for each value of a parameter that the rank updates,
-/// and calls it for a bucket of parameters at a time.
+/// and calls it for a bucket of parameters at a time, with ZeRO-3 for a parameter.
 pub trait Optimizer: Send {
     /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.
     fn state_names(&self) -> &'static [&'static str];

@@ -19,14 +19,16 @@ pub enum ZeroStage {
     Three,
 }
 
-/// In what form gradients move between replicas. Wherever they are added it is in f32.
+/// In what form gradients move between replicas. They are added in f32, but for what NCCL adds itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReduceType {
     /// As they are kept.
     #[default]
     F32,
     /// Half the bytes: each rank's sum over its micro-batches, or with ZeRO-2 and 3 each micro-batch's gradient, is rounded, and
-    /// the sum over the ranks is rounded again.
+    /// the sum over the ranks is rounded again. Over NCCL only if it is to make such sums itself
+    /// ([`HalfSums::Native`](candle_comm::HalfSums)), which rounds after each addition. Between groups of replicas, which move
+    /// slices only, f32.
     Bf16,
     /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). Between groups of
     /// replicas, which move slices only, f32.

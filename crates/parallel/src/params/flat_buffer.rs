@@ -64,11 +64,6 @@ impl FlatBuffer {
         self.put(offset, values, true)
     }
 
-    /// Zeroes the `len` values from `offset` on.
-    pub fn zero(&self, offset: usize, len: usize) -> Result<()> {
-        self.view(offset, len)?.zero_set()
-    }
-
     fn put(&self, offset: usize, values: &Tensor, add: bool) -> Result<()> {
         add_into(&self.view(offset, values.elem_count())?, add, values)
     }

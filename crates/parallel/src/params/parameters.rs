@@ -319,7 +319,8 @@ impl Parameters {
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
-    /// and device. An optimizer that keeps f32 masters of narrower weights does not take them over.
+    /// and device. An optimizer that keeps f32 masters of narrower weights does not take them over. With ZeRO-3 each rank keeps its
+    /// slice of them, so all replicas put in the same.
     ///
     /// # Errors
     /// Values that do not fit the parameter.

@@ -144,8 +144,10 @@ impl ShardedBucket {
     fn arrive(&self) -> Result<()> {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Absent) {
-            State::Gathering(whole, _on_the_way) => {
+            State::Gathering(whole, on_the_way) => {
                 let whole = self.unpacked(whole.wait()?)?;
+                drop(on_the_way);
+                let _whole = self.meter.hold(MemoryCategory::Gathered, num_bytes(&whole));
                 let bytes = self.params.iter().map(|(param, _)| param.num_bytes()).sum();
                 let held = self.meter.hold(MemoryCategory::Gathered, bytes);
                 for (param, slot) in &self.params {
@@ -164,6 +166,9 @@ impl ShardedBucket {
         let (len, dtype) = (self.slice.elem_count(), self.slice.dtype());
         if gathered.dtype() == dtype {
             return Ok(gathered);
+        }
+        if len == 0 {
+            return Tensor::zeros(0, dtype, self.slice.device());
         }
         let rows = gathered.reshape(((), quantized_bytes(len)))?;
         let whole = Tensor::zeros((rows.dim(0)?, len), dtype, self.slice.device())?;

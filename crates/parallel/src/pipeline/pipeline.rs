@@ -104,7 +104,10 @@ impl Pipeline {
         let instructions = self
             .schedule
             .instructions(rank, num_stages, micro_batches.len());
-        let loss_scale = gradients.loss_scale();
+        if let Some(sharded) = stage.params().sharded() {
+            // What a step that failed has left.
+            sharded.free_all()?;
+        }
         let mut num_backwards = 0;
         let mut flight = InFlight::default();
         let mut report = PassReport::default();
@@ -122,7 +125,7 @@ impl Pipeline {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
                     let (output, tape) = self.timed(FORWARD, || {
-                        stage.forward(input, &micro_batches[index], gradients, loss_scale)
+                        stage.forward(input, &micro_batches[index], gradients)
                     })?;
                     flight.tapes.insert(index, tape);
                     if stage.is_last() {

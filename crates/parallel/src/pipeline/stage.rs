@@ -132,7 +132,8 @@ impl Stage {
         &self.device
     }
 
-    /// Runs the blocks on what the stage before sent (`None` for the first stage, which takes the tokens).
+    /// Runs the blocks on what the stage before sent (`None` for the first stage, which takes the tokens). With ZeRO-3 this and the
+    /// other passes are collectives over replicas: all must make the same ones.
     ///
     /// # Errors
     /// What a block returns, and parameters whose values are not in memory.
@@ -141,14 +142,13 @@ impl Stage {
         input: Option<Tensor>,
         batch: &MicroBatch,
         gradients: &mut Gradients,
-        loss_scale: f64,
     ) -> Result<(Tensor, Tape)> {
         let mut segments = Vec::with_capacity(self.blocks.len());
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
         let num_frozen = self.num_frozen_blocks();
         let pass = BatchPass {
             batch: batch.clone(),
-            loss_scale,
+            loss_scale: gradients.loss_scale(),
         };
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
@@ -206,7 +206,7 @@ impl Stage {
         }
     }
 
-    /// Runs the blocks without keeping anything for a backward pass.
+    /// Runs the blocks without keeping anything for a backward pass. With ZeRO-3 all replicas must call it.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -223,7 +223,8 @@ impl Stage {
     /// the stage's input (`None` for the first stage).
     ///
     /// `upstream` is the gradient of the stage's output; the last stage, whose output is the loss, has none. With
-    /// `is_last_micro_batch` each block's gradients are complete when its backward pass is, and their reduction begins.
+    /// `is_last_micro_batch` each block's gradients are complete when its backward pass is, and their reduction begins; from ZeRO-2 on
+    /// each micro-batch's are reduced.
     ///
     /// # Errors
     /// What a block returns, and trainable parameters that get no gradient.

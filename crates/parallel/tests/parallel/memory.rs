@@ -71,6 +71,10 @@ fn bytes_held_equal_the_formulas() {
                     // Updated weights that are not f32 do not fit the gradients' buffers on their way.
                     let stages_weights = dp > 1 && dtype != DType::F32 && divides[2];
                     assert_eq!(buffers.peak > 0, stages_weights || divides[1], "{what}");
+                    if divides[1] {
+                        let two_buckets = 2 * 4 * blocks.iter().max().unwrap_or(&0);
+                        assert!(buffers.peak <= two_buckets as u64, "{what}: {buffers:?}");
+                    }
                     Ok(())
                 });
             }

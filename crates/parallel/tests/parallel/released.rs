@@ -156,7 +156,7 @@ fn a_weight_that_was_released_before_the_backward_pass_is_named_there() -> Resul
     let (stage, mesh) = (stage(DType::F32)?.0, single_mesh());
     let mut gradients = Gradients::new(stage.params(), &mesh)?;
     let batch = Chain::default().micro_batches(1, 1)?.remove(0);
-    let (_, tape) = stage.forward(None, &batch, &mut gradients, 1.0)?;
+    let (_, tape) = stage.forward(None, &batch, &mut gradients)?;
     stage.params().release(3, &[])?;
     let said = message(stage.backward(tape, None, &mut gradients, true));
     assert_says(

@@ -116,6 +116,19 @@ fn groups_move_weights_and_gradients_inside_and_slices_of_gradients_between() {
 }
 
 #[test]
+fn a_stage_of_one_bucket_divides_it_for_each_micro_batch() {
+    on_mesh((1, 2, 2), |mesh| {
+        let store = ParamStore::init(5)
+            .with_data_parallel(ZeroStage::Two)
+            .freeze(|name| !name.contains("layers.2"));
+        let chain = Chain::default();
+        let stage = chain.stage(&mesh, &store)?;
+        let batches = chain.micro_batches(10 * mesh.dp.rank() as u64, 3)?;
+        step(&stage, &mesh, &batches)
+    });
+}
+
+#[test]
 fn copies_in_other_groups_have_the_same_bits() {
     for zero in STAGES {
         let ranks = on_mesh((1, 4, 1), |mesh| {
