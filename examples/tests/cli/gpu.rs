@@ -154,7 +154,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
             "CUDA_ERROR_OUT_OF_MEMORY",
             &format!("Emulated GPU: {size} in all"),
             "this rank: nothing but weights so far",
-            "hint: --dtype bf16, --tp and --pp",
+            "hint: --dtype bf16, --dp with --zero 3, --tp and --pp",
         ]);
     }
 }
