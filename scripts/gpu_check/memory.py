@@ -18,8 +18,8 @@ MOST_OVER_METERS = 1.05
 
 
 def replicas(run):
-    """Tests of ZeRO, offload, the meter and loss scaling, all ranks on one GPU."""
-    return run.tests("replicas", "test_parallel", 180, "sharded::", "offload::", "memory::", "loss_scaling::")
+    """Tests of ZeRO, tiles, offload, the meter and loss scaling, all ranks on one GPU."""
+    return run.tests("replicas", "test_parallel", 180, "sharded::", "tiles::", "offload::", "memory::", "loss_scaling::")
 
 
 def offload(run):
