@@ -57,6 +57,7 @@ impl TrainingCommand for Finetune {
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
+            inputs: vec![model.clone(), self.data.clone()],
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

@@ -21,6 +21,7 @@ mod pretrain;
 mod program;
 mod rank_args;
 mod samples;
+mod save_args;
 mod training_args;
 mod training_run;
 

@@ -87,6 +87,7 @@ impl TrainingCommand for Pretrain {
             tokens: Tokens::encode(&documents, &tokenizer)?,
             title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
+            inputs: self.tokenizer.iter().chain([&self.data]).cloned().collect(),
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

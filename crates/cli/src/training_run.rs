@@ -17,6 +17,7 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
+use crate::save_args::run_digest;
 use crate::training_args::TrainingArgs;
 
 /// Everything that the ranks of this process need, read once.
@@ -29,6 +30,8 @@ pub(crate) struct TrainingRun<'a> {
     pub tokens: Tokens,
     /// What is trained on what, in words.
     pub title: String,
+    /// Files and folders that are read.
+    pub inputs: Vec<PathBuf>,
     /// Folder of the trained checkpoint.
     pub output: &'a Path,
     /// Files beside its weights.
@@ -51,22 +54,25 @@ impl TrainingRun<'_> {
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
         self.samples.check(tokenizer, &self.config)?;
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
-        let save = HfSave {
-            dtype: self.save_dtype,
-            ..HfSave::new(self.output, sidecars)
-        };
-        if ranks.is_first() {
-            save.check_writable()?;
-            self.training.check_metrics()?;
-            let num_steps = train.lr_schedule.num_steps;
-            let run = self.training.describe(&self.tokens, num_steps, &ranks);
-            print_line(&format!("{}: {run}", self.title));
-        }
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
+        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        let save = HfSave {
+            dtype: self.save_dtype,
+            run: Some(run_digest(&flags, &self.tokens, model)),
+            inputs: self.inputs.clone(),
+            ..self.training.save.hf_save(self.output, sidecars)
+        };
+        // No other run writes there until this one ends.
+        let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
+        if let Some(claimed) = &claimed {
+            self.training.check_metrics(claimed.place())?;
+            let num_steps = train.lr_schedule.num_steps;
+            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            print_line(&format!("{}: {run}", self.title));
+        }
         ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
         launch::run(&ranks, |world| self.run_rank(&train, &save, world))?;
         if ranks.is_first() {
@@ -91,6 +97,9 @@ impl TrainingRun<'_> {
         let stage = stage.with_recompute(|_| training.layout.recompute.into());
         training.optimizer.freeze.check(stage.params())?;
         let is_first = mesh.world.rank() == 0;
+        if is_first {
+            save.check_space(stage.params())?;
+        }
         let last_title = match &self.initial_weights {
             InitialWeights::Random => {
                 if is_first {

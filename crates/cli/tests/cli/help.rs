@@ -112,6 +112,8 @@ const TRAINING: &[(&str, &[&str])] = &[
             "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
         ],
     ),
+    ("--overwrite", &["earlier run of the same command", "never"]),
+    ("--rescue-dir", &["DIR", "[default: beside that]"]),
     ("--prompt", &["[default: \"The Queen\"]"]),
     ("--sample-tokens", &["[default: 80]", "TOKENS", "0: none"]),
     ("--temperature", &["[default: 0.5]"]),
