@@ -64,5 +64,7 @@ mod schedule;
 mod sharded;
 #[path = "parallel/stage.rs"]
 mod stage;
+#[path = "parallel/tiles.rs"]
+mod tiles;
 #[path = "parallel/traffic.rs"]
 mod traffic;
