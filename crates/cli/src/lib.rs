@@ -22,6 +22,7 @@ mod program;
 mod rank_args;
 mod samples;
 mod save_args;
+mod stop;
 mod training_args;
 mod training_run;
 

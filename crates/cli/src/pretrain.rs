@@ -1,6 +1,7 @@
 //! `candle-train pretrain`
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
@@ -70,7 +71,7 @@ struct ModelArgs {
 }
 
 impl TrainingCommand for Pretrain {
-    fn run(&self, flags: Flags) -> Result<()> {
+    fn run(&self, flags: Flags) -> Result<ExitCode> {
         let ranks = self.training.run_config()?;
         let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {

@@ -102,6 +102,9 @@ pub(crate) struct BatchArgs {
     /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
+    /// Stop after the step in which so many seconds have passed since the start, and save [default: never]
+    #[arg(long, value_name = "SECONDS", value_parser = whole::<u64>(1..))]
+    pub max_secs: Option<u64>,
     /// Passes over the data
     #[arg(long, default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
     pub epochs: usize,

@@ -1,6 +1,7 @@
 //! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
@@ -18,6 +19,7 @@ use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
 use crate::save_args::run_digest;
+use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 
 /// Everything that the ranks of this process need, read once.
@@ -49,7 +51,8 @@ pub(crate) enum InitialWeights {
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<()> {
+    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
         let tokenizer = &self.tokenizer;
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
@@ -74,15 +77,28 @@ impl TrainingRun<'_> {
             print_line(&format!("{}: {run}", self.title));
         }
         ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
-        launch::run(&ranks, |world| self.run_rank(&train, &save, world))?;
+        let stopped_at = launch::run(&ranks, |world| self.run_rank(&train, (&save, &stop), world))?;
+        let stopped_at = stopped_at.into_iter().next().flatten();
         if ranks.is_first() {
             print_line(&format!("saved to {}", self.output.display()));
+            if let Some(step) = stopped_at {
+                let num_steps = train.lr_schedule.num_steps;
+                print_line(&stop.describe(step, num_steps, self.output));
+            }
         }
-        Ok(())
+        Ok(match stopped_at {
+            Some(_) => stop.exit_code(),
+            None => ExitCode::SUCCESS,
+        })
     }
 
-    /// One rank's part.
-    fn run_rank(&self, train: &TrainConfig, save: &HfSave, world: ProcessGroup) -> Result<()> {
+    /// One rank's part; the step after which it was stopped, if it was.
+    fn run_rank(
+        &self,
+        train: &TrainConfig,
+        (save, stop): (&HfSave, &Stop),
+        world: ProcessGroup,
+    ) -> Result<Option<usize>> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
         let store = match &self.initial_weights {
@@ -113,13 +129,18 @@ impl TrainingRun<'_> {
                 "after"
             }
         };
-        let trainer = self.fit(train, &mesh, stage)?;
+        let trainer = self.fit(train, stop, &mesh, stage)?;
+        if trainer.is_stopped() {
+            trainer.on_stop(save)?;
+            return Ok(Some(trainer.step()));
+        }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)
+        trainer.save_hf(save)?;
+        Ok(None)
     }
 
     /// Trains this rank's stage; the first rank shows progress and writes metrics.
-    fn fit(&self, train: &TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Trainer> {
+    fn fit(&self, train: &TrainConfig, stop: &Stop, mesh: &Mesh, stage: Stage) -> Result<Trainer> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
         let batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
@@ -127,7 +148,8 @@ impl TrainingRun<'_> {
         let metrics = self.training.metrics.as_ref().filter(|_| is_first);
         let mut metrics = metrics.map(Metrics::create).transpose()?;
         let mut progress = is_first.then(|| Progress::new(train.lr_schedule.num_steps));
-        let mut trainer = Trainer::new(train.clone(), mesh, stage)?;
+        let trainer = Trainer::new(train.clone(), mesh, stage)?;
+        let mut trainer = trainer.with_stop(stop.asks());
         trainer.train(&batches, |step| {
             if let Some(metrics) = &mut metrics {
                 metrics.log(step)?;

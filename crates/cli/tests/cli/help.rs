@@ -84,6 +84,7 @@ const TRAINING: &[(&str, &[&str])] = &[
             "0: ",
         ],
     ),
+    ("--max-secs", &["[default: never]", "SECONDS", "save"]),
     ("--epochs", &["[default: 3]", "PASSES"]),
     ("--no-shuffle", &["order of the data"]),
     ("--seed", &["[default: 0]"]),

@@ -83,7 +83,6 @@ impl Program {
     }
 
     /// Starts the program by a launcher.
-    #[cfg(feature = "mpi")]
     pub fn under(mut self, launcher: Vec<String>) -> Self {
         self.launcher = launcher;
         self
