@@ -21,6 +21,8 @@ mod pretrain;
 mod program;
 mod rank_args;
 mod samples;
+mod save_args;
+mod stop;
 mod training_args;
 mod training_run;
 

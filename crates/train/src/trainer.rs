@@ -29,6 +29,9 @@ pub struct Trainer {
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
+    /// Whether this rank asks to stop.
+    asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
+    is_stopped: bool,
 }
 
 impl Trainer {
@@ -65,7 +68,21 @@ impl Trainer {
             step: 0,
             times: StepTimes::default(),
             stopwatch: None,
+            asks_to_stop: None,
+            is_stopped: false,
         })
+    }
+
+    /// Asks `asks` in each step whether this rank wants to stop. If that of any rank does, [`Self::train`] returns after that step on all
+    /// of them: they tell each other with the sum of the losses.
+    pub fn with_stop(mut self, asks: impl Fn() -> bool + Send + 'static) -> Self {
+        self.asks_to_stop = Some(Box::new(asks));
+        self
+    }
+
+    /// Whether [`Self::train`] has returned before the last step because a rank asked it to: the same on every rank.
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped && self.step < self.config.lr_schedule.num_steps
     }
 
     /// Times the parts of steps on the device from now on: on a GPU [`Self::times`] are those of its own clock. The optimizer's,
@@ -76,13 +93,14 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers.
+    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop); `on_step`
+    /// sees each step's numbers.
     pub fn train(
         &mut self,
         batches: &Batches,
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
-        while self.step < self.config.lr_schedule.num_steps {
+        while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
             let metrics = self.train_step(&batches.batch(self.step)?)?;
             on_step(&metrics)?;
         }
@@ -110,15 +128,19 @@ impl Trainer {
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
         self.world.set_step(self.step, "forward and backward pass");
-        let passes =
+        let mut passes =
             self.pipeline
                 .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
+        passes.asks_to_stop = self.asks_to_stop.as_ref().is_some_and(|asks| asks());
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
         let learning_rate = self.config.lr_schedule.at(self.step);
         let StepReport {
-            loss, grad_norm, ..
+            loss,
+            grad_norm,
+            is_asked_to_stop,
+            ..
         } = timed(&mut stopwatch, self.world.device(), || {
             self.optimizer.step(
                 &mut self.gradients,
@@ -127,6 +149,7 @@ impl Trainer {
                 self.config.max_grad_norm,
             )
         })?;
+        self.is_stopped |= is_asked_to_stop;
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
         self.times = StepTimes {
@@ -160,6 +183,11 @@ impl Trainer {
         };
         self.step += 1;
         Ok(metrics)
+    }
+
+    /// What a run that [is stopped](Self::is_stopped) leaves: the model. Every rank must call it.
+    pub fn on_stop(&self, save: &HfSave) -> Result<()> {
+        self.save_hf(save)
     }
 
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
