@@ -64,3 +64,7 @@ mod sharded;
 mod stage;
 #[path = "parallel/traffic.rs"]
 mod traffic;
+#[path = "parallel/training_checkpoint.rs"]
+mod training_checkpoint;
+#[path = "parallel/training_checkpoint_faults.rs"]
+mod training_checkpoint_faults;

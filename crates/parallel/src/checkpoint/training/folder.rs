@@ -62,7 +62,10 @@ impl CheckpointFolder {
     }
 
     fn error(&self, what: &str, err: &std::io::Error) -> Error {
-        Error::msg(format!("cannot {what} the checkpoint folder {}: {err}", self.0.display()))
+        Error::msg(format!(
+            "cannot {what} the checkpoint folder {}: {err}",
+            self.0.display()
+        ))
     }
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
@@ -114,7 +117,10 @@ impl CheckpointFolder {
     pub fn publish(&self, step: usize) -> Result<PathBuf> {
         let (partial, path) = (self.partial(step), self.path(step));
         let fail = |err: std::io::Error| {
-            Error::msg(format!("cannot finish the checkpoint {}: {err}", path.display()))
+            Error::msg(format!(
+                "cannot finish the checkpoint {}: {err}",
+                path.display()
+            ))
         };
         sync(&partial).map_err(fail)?;
         if path.exists() {
@@ -134,12 +140,16 @@ impl CheckpointFolder {
     /// Removes the older ones of the checkpoints up to `step`, but for the newest `keep`.
     pub fn prune(&self, step: usize, keep: usize) -> Result<()> {
         let steps = self.steps()?.into_iter();
-        let ours = steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
+        let ours =
+            steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
         let old: Vec<usize> = ours.skip(keep).collect();
         for step in old {
             self.remove(step).map_err(|err| {
                 let path = self.path(step);
-                Error::msg(format!("cannot remove the old checkpoint {}: {err}", path.display()))
+                Error::msg(format!(
+                    "cannot remove the old checkpoint {}: {err}",
+                    path.display()
+                ))
             })?;
         }
         Ok(())
@@ -177,7 +187,14 @@ mod tests {
         for step in [0, 15, 999_999, 1_000_000] {
             assert_eq!(step_of(&name(step)), Some(step));
         }
-        for other in ["step-15", "step-0000015", "step-+00015", "step-", ".step-000015", "15"] {
+        for other in [
+            "step-15",
+            "step-0000015",
+            "step-+00015",
+            "step-",
+            ".step-000015",
+            "15",
+        ] {
             assert_eq!(step_of(other), None, "{other}");
         }
     }

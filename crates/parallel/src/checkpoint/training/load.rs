@@ -21,11 +21,18 @@ impl TrainingCheckpoint {
     /// That one.
     pub fn check_model(&self, params: &Parameters) -> Result<()> {
         let records = self.manifest.params.iter();
-        let records: BTreeMap<&str, &ParamRecord> =
-            records.map(|record| (record.name.as_str(), record)).collect();
+        let records: BTreeMap<&str, &ParamRecord> = records
+            .map(|record| (record.name.as_str(), record))
+            .collect();
         let dir = self.dir().display();
         let hint = "hint: resume with the model and the --freeze that the checkpoint was made with";
-        for CatalogEntry { name, shape, trainable, .. } in params.catalog() {
+        for CatalogEntry {
+            name,
+            shape,
+            trainable,
+            ..
+        } in params.catalog()
+        {
             let Some(record) = records.get(name.as_str()) else {
                 bail!("the checkpoint {dir} does not have the model's parameter {name}\n{hint}");
             };

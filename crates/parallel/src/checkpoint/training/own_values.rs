@@ -49,7 +49,11 @@ pub(super) fn written_values(params: &Parameters) -> Vec<OwnValues> {
         params.owned(own.param).iter().filter_map(move |range| {
             let local = intersect(range, &own.local);
             let start = own.start + local.start - own.local.start;
-            (!local.is_empty()).then_some(OwnValues { start, local, ..own })
+            (!local.is_empty()).then_some(OwnValues {
+                start,
+                local,
+                ..own
+            })
         })
     });
     written.collect()
@@ -63,9 +67,7 @@ impl OwnValues {
     /// A flat view of the weights.
     pub fn weights(&self, params: &Parameters) -> Result<Tensor> {
         match params.sharded() {
-            Some(sharded) => sharded
-                .slice(self.bucket)
-                .narrow(0, self.start, self.len()),
+            Some(sharded) => sharded.slice(self.bucket).narrow(0, self.start, self.len()),
             None => params.get(self.param).flat_part(&self.local),
         }
     }

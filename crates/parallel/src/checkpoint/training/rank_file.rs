@@ -49,7 +49,10 @@ pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Re
     let name = file_name(rank);
     let path = dir.join(&name);
     let fail = |err: std::io::Error| {
-        Error::msg(format!("cannot write the checkpoint's file {}: {err}", path.display()))
+        Error::msg(format!(
+            "cannot write the checkpoint's file {}: {err}",
+            path.display()
+        ))
     };
     let header = header(id, staged)?;
     let file = File::create_new(&path).map_err(fail)?;
@@ -58,7 +61,8 @@ pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Re
         hash: Xxh64::default(),
         num_bytes: 0,
     };
-    out.write(&(header.len() as u64).to_le_bytes()).map_err(fail)?;
+    out.write(&(header.len() as u64).to_le_bytes())
+        .map_err(fail)?;
     out.write(&header).map_err(fail)?;
     for tensor in &staged.tensors {
         write_tensor(&mut out, tensor)?.map_err(fail)?;
@@ -116,15 +120,25 @@ fn write_tensor(out: &mut Summed, tensor: &StagedTensor) -> Result<std::io::Resu
     };
     let written = match &*storage {
         Storage::Cpu(CpuStorage::F32(all)) => {
-            write_values(out, &all[start..end], f32::to_le_bytes, |value| value.is_finite())
+            write_values(out, &all[start..end], f32::to_le_bytes, |value| {
+                value.is_finite()
+            })
         }
         Storage::Cpu(CpuStorage::BF16(all)) => {
-            write_values(out, &all[start..end], bf16::to_le_bytes, |value| value.is_finite())
+            write_values(out, &all[start..end], bf16::to_le_bytes, |value| {
+                value.is_finite()
+            })
         }
         Storage::Cpu(CpuStorage::F16(all)) => {
-            write_values(out, &all[start..end], f16::to_le_bytes, |value| value.is_finite())
+            write_values(out, &all[start..end], f16::to_le_bytes, |value| {
+                value.is_finite()
+            })
         }
-        _ => bail!("{} is {:?}; expected floats on the host", tensor.name, tensor.values),
+        _ => bail!(
+            "{} is {:?}; expected floats on the host",
+            tensor.name,
+            tensor.values
+        ),
     };
     if let Ok(false) = written {
         bail!("{} has values that are NaN or infinite", tensor.name);
@@ -157,7 +171,10 @@ impl RankFile {
     pub fn open(path: &Path, id: &SaveId) -> Result<Self> {
         let map = map(path)?;
         let fail = |what: &dyn std::fmt::Display| {
-            Error::msg(format!("{} is not a file of a training checkpoint: {what}", path.display()))
+            Error::msg(format!(
+                "{} is not a file of a training checkpoint: {what}",
+                path.display()
+            ))
         };
         let (header_len, metadata) = SafeTensors::read_metadata(&map).map_err(|err| fail(&err))?;
         let first = header_len + size_of::<u64>();

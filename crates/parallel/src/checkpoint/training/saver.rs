@@ -198,12 +198,14 @@ impl CheckpointSaver {
             self.folder.remove_partial(step);
         }
         // Rank 0's word.
-        let ended = self.world.all_gather_bytes(&serde_json::to_vec(&ended).map_err(Error::wrap)?)?;
-        let ended: std::result::Result<Option<(PathBuf, Option<String>)>, String> = match ended.first()
-        {
-            Some(bytes) => serde_json::from_slice(bytes).map_err(Error::wrap)?,
-            None => Ok(None),
-        };
+        let ended = self
+            .world
+            .all_gather_bytes(&serde_json::to_vec(&ended).map_err(Error::wrap)?)?;
+        let ended: std::result::Result<Option<(PathBuf, Option<String>)>, String> =
+            match ended.first() {
+                Some(bytes) => serde_json::from_slice(bytes).map_err(Error::wrap)?,
+                None => Ok(None),
+            };
         let (saved, warning) = match ended {
             Ok(Some((path, warning))) => (Ok(path), warning),
             Ok(None) => (Err("rank 0 did not save".to_string()), None),

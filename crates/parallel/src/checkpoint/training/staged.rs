@@ -86,10 +86,17 @@ impl Staged {
         piece
     }
 
-    fn push(&mut self, params: &Parameters, kind: &str, piece: &Piece, values: &Tensor) -> Result<()> {
+    fn push(
+        &mut self,
+        params: &Parameters,
+        kind: &str,
+        piece: &Piece,
+        values: &Tensor,
+    ) -> Result<()> {
         let values = values.force_contiguous()?.to_device(&Device::Cpu)?;
         let bytes = num_bytes(&values);
-        self._held.push(params.meter().hold(MemoryCategory::Buffers, bytes));
+        self._held
+            .push(params.meter().hold(MemoryCategory::Buffers, bytes));
         self.tensors.push(StagedTensor {
             name: tensor_name(kind, piece),
             values,
@@ -106,5 +113,6 @@ pub(super) fn refilled(params: &Parameters, values_from: &[ValuesFrom]) -> Vec<b
         .map(|(entry, _)| entry.name.as_str())
         .collect();
     let all = params.iter();
-    all.map(|param| refilled.contains(param.name.as_str())).collect()
+    all.map(|param| refilled.contains(param.name.as_str()))
+        .collect()
 }
