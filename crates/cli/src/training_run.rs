@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
-use candle_parallel::checkpoint::HfSave;
-use candle_parallel::{ParamStore, Stage};
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
+use candle_parallel::ParamStore;
 use candle_train::{
-    Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
-    peaks_in_words,
+    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
+    TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -44,12 +44,20 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+/// What a run goes on from.
+struct Resumed {
+    checkpoint: TrainingCheckpoint,
+    /// The place of its next step in the data.
+    position: DataPosition,
+}
+
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<()> {
         let tokenizer = &self.tokenizer;
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
+        self.training.checkpoints.validate(self.output)?;
         self.samples.check(tokenizer, &self.config)?;
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         let save = HfSave {
@@ -67,8 +75,13 @@ impl TrainingRun<'_> {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
+        let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
+        let config = config.map(|(_, content)| content.as_slice());
+        let record = self.training.record(&train, &self.tokens, config, model)?;
         ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
-        launch::run(&ranks, |world| self.run_rank(&train, &save, world))?;
+        launch::run(&ranks, |world| {
+            self.run_rank(&train, (&save, &record), world)
+        })?;
         if ranks.is_first() {
             print_line(&format!("saved to {}", self.output.display()));
         }
@@ -76,9 +89,18 @@ impl TrainingRun<'_> {
     }
 
     /// One rank's part.
-    fn run_rank(&self, train: &TrainConfig, save: &HfSave, world: ProcessGroup) -> Result<()> {
+    fn run_rank(
+        &self,
+        train: &TrainConfig,
+        (save, record): (&HfSave, &TrainingRecord),
+        world: ProcessGroup,
+    ) -> Result<()> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
+        let resumed = self.resumed(record, &mesh.world)?;
+        let saver = training
+            .checkpoints
+            .saver(&mesh.world, resumed.as_ref().map(|it| &it.checkpoint))?;
         let store = match &self.initial_weights {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
@@ -100,25 +122,69 @@ impl TrainingRun<'_> {
                 "sample"
             }
             InitialWeights::Checkpoint(_) => {
-                self.print_sample("before", &mesh, &stage)?;
+                if resumed.is_none() {
+                    self.print_sample("before", &mesh, &stage)?;
+                }
                 "after"
             }
         };
-        let trainer = self.fit(train, &mesh, stage)?;
+        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        if let Some(resumed) = &resumed {
+            trainer.resume(&resumed.checkpoint)?;
+        }
+        if let Some((saver, every)) = saver {
+            let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
+            trainer = trainer.with_checkpoints(checkpoints);
+        }
+        self.fit(&mut trainer, &mesh, resumed)?;
         self.print_sample(last_title, &mesh, trainer.stage())?;
         trainer.save_hf(save)
     }
 
-    /// Trains this rank's stage; the first rank shows progress and writes metrics.
-    fn fit(&self, train: &TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Trainer> {
+    /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
+    fn resumed(&self, record: &TrainingRecord, world: &ProcessGroup) -> Result<Option<Resumed>> {
+        let args = &self.training.checkpoints;
+        let is_first = world.rank() == 0;
+        let Some(checkpoint) = args.open(world)? else {
+            if let (Some(_), Some(dir), true) = (&args.resume, &args.save_dir, is_first) {
+                print_line(&format!(
+                    "no checkpoint in {}: the run begins",
+                    dir.display()
+                ));
+            }
+            return Ok(None);
+        };
+        let earlier = TrainingRecord::of(&checkpoint)?;
+        let changed = record.check(&earlier, args.resume_anyway)?;
+        for change in changed.iter().filter(|_| is_first) {
+            eprintln!("warning: {change}");
+        }
+        if is_first {
+            let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
+            print_line(&format!("resumed after step {step} from {dir}"));
+        }
+        Ok(Some(Resumed {
+            position: earlier.position,
+            checkpoint,
+        }))
+    }
+
+    /// Trains; the first rank shows progress and writes metrics.
+    fn fit(&self, trainer: &mut Trainer, mesh: &Mesh, resumed: Option<Resumed>) -> Result<()> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
-        let batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        if let Some(Resumed { position, .. }) = &resumed {
+            batches = batches.continued(trainer.step(), position.total);
+        }
         let is_first = mesh.world.rank() == 0;
         let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let mut metrics = metrics.map(Metrics::create).transpose()?;
-        let mut progress = is_first.then(|| Progress::new(train.lr_schedule.num_steps));
-        let mut trainer = Trainer::new(train.clone(), mesh, stage)?;
+        let metrics = metrics.map(|path| match &resumed {
+            Some(_) => Metrics::resume(path, trainer.step()),
+            None => Metrics::create(path),
+        });
+        let mut metrics = metrics.transpose()?;
+        let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
         trainer.train(&batches, |step| {
             if let Some(metrics) = &mut metrics {
                 metrics.log(step)?;
@@ -137,6 +203,6 @@ impl TrainingRun<'_> {
             let memory = peaks_in_words(&memory);
             print_line(&format!("memory of the largest rank: {memory}"));
         }
-        Ok(trainer)
+        Ok(())
     }
 }

@@ -5,13 +5,14 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::HfSave;
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
 };
 
 use crate::batches::Batches;
+use crate::checkpoints::Checkpoints;
 use crate::memory_report::explain;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
@@ -29,6 +30,7 @@ pub struct Trainer {
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
+    checkpoints: Option<Checkpoints>,
 }
 
 impl Trainer {
@@ -64,7 +66,25 @@ impl Trainer {
             step: 0,
             times: StepTimes::default(),
             stopwatch: None,
+            checkpoints: None,
         })
+    }
+
+    /// Saves checkpoints between the steps of [`Self::train`] from now on.
+    pub fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+        self.checkpoints = Some(checkpoints);
+        self
+    }
+
+    /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
+    /// was in the data [`Batches::continued`] takes. Every rank must call it, before the first step.
+    ///
+    /// # Errors
+    /// A checkpoint of another model or optimizer.
+    pub fn resume(&mut self, checkpoint: &TrainingCheckpoint) -> Result<()> {
+        checkpoint.load(&mut self.optimizer)?;
+        self.step = checkpoint.step();
+        Ok(())
     }
 
     /// Times the parts of steps on the device from now on: on a GPU [`Self::times`] are those of its own clock. The optimizer's,
@@ -75,7 +95,8 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers.
+    /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers, before a checkpoint
+    /// of it is saved.
     pub fn train(
         &mut self,
         batches: &Batches,
@@ -84,8 +105,24 @@ impl Trainer {
         while self.step < self.config.lr_schedule.num_steps {
             let metrics = self.train_step(&batches.batch(self.step)?)?;
             on_step(&metrics)?;
+            self.checkpoint(batches)?;
         }
-        Ok(())
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.finish(),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
+    /// rank calls it there.
+    ///
+    /// # Errors
+    /// Failures of ranks. A save that fails is a warning.
+    pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.after_step(&self.optimizer, self.step, batches),
+            None => Ok(()),
+        }
     }
 
     /// One optimizer step on this data-parallel rank's micro-batches.
@@ -169,6 +206,11 @@ impl Trainer {
     /// The step that comes next, from 0.
     pub fn step(&self) -> usize {
         self.step
+    }
+
+    /// Number of steps of the whole run.
+    pub fn num_steps(&self) -> usize {
+        self.config.lr_schedule.num_steps
     }
 
     /// Where the time of the last step went on this rank.
