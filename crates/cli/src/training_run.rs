@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
-use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::ParamStore;
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_train::{
     Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
     TrainingRecord, explain_out_of_memory, peaks_in_words,

@@ -87,6 +87,14 @@ impl Workspace {
         self.assert_output_is_untouched();
     }
 
+    /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is now.
+    #[track_caller]
+    pub fn run_refused(&self, program: &Program, parts: &[&str]) {
+        let before = snapshot(&self.output());
+        program.run().assert_error(parts);
+        assert!(snapshot(&self.output()) == before);
+    }
+
     /// Every file that was in the output folder is as it was; there may be new ones.
     #[cfg(feature = "mpi")]
     #[track_caller]
