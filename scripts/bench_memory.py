@@ -9,7 +9,7 @@ number of layers. The programs run in turns, and the best median step of each is
 
 Then what a rank of N replicas holds at most, by stage of ZeRO, in MiB, and over the formula: measured / formula. Of the weights
 gathered at a time the formula is a bound, the two largest neighbouring blocks. Last the resident size of the process in which all
-of these ranks are threads.
+of these ranks are threads. And what is gathered at a time if ZeRO-3 gathers weights in tiles.
 
 With `-- --device cuda` activations are counted by the GPU's memory pool: take as many replicas as there are GPUs.
 """
@@ -94,6 +94,18 @@ def stage_table(a):
         print(f"| {stage} | {size / MIB:.0f} | {size / resident[first, 'none']:.2f} |")
 
 
+def tile_table(a):
+    print("\n| --tile-linears | gathered, MiB | over 1 tile | tokens/s over 1 tile |\n|---|---|---|---|")
+    whole = None
+    for tiles in [1, 2, 4, 8]:
+        flags = ["--dp", a.replicas, "--zero", 3, "--tile-linears", tiles, "--steps", 3]
+        runs = [bench(a, *flags) for _ in range(max(a.turns, 1))]
+        gathered = runs[0]["memory"]["gathered_peak_bytes"]
+        speed = max(run["tokens_per_sec"] for run in runs)
+        whole = whole or (gathered, speed)
+        print(f"| {tiles} | {gathered / MIB:.1f} | {gathered / whole[0]:.2f} | {speed / whole[1]:.2f} |", flush=True)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--turns", type=int, default=3, help="0: no table of what recomputing costs")
@@ -107,6 +119,8 @@ def main():
         recompute_table(a)
         print()
     stage_table(a)
+    if 3 in a.stages:
+        tile_table(a)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ impl Head {
             false => vb.pp("lm_head"),
         };
         let shape = (config.vocab_size, config.hidden_size);
-        let weight = weight.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
+        let weight = weight.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?;
         let (width, vb) = (config.hidden_size, vb.pp("model.norm"));
         let norm = Norm::new(width, config, Gradient::Complete, vb)?;
         Ok(Self {
@@ -48,7 +48,7 @@ impl Block for Head {
         let normed = self.norm.forward(xs)?;
         let (loss, dnormed) = linear_cross_entropy(
             &normed.flatten_to(1)?,
-            self.lm_head.weight(),
+            self.lm_head.tiled_weight(),
             &targets.flatten_all()?,
             &self.shard,
             &self.tp,

@@ -11,6 +11,8 @@ mod run;
 #[path = "end_to_end/tensors.rs"]
 mod tensors;
 
+#[path = "end_to_end/combinations.rs"]
+mod combinations;
 #[path = "end_to_end/degrees.rs"]
 mod degrees;
 #[path = "end_to_end/determinism.rs"]

@@ -62,6 +62,8 @@ mod schedule;
 mod sharded;
 #[path = "parallel/stage.rs"]
 mod stage;
+#[path = "parallel/tiles.rs"]
+mod tiles;
 #[path = "parallel/traffic.rs"]
 mod traffic;
 #[path = "parallel/training_checkpoint.rs"]

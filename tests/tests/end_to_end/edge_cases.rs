@@ -19,12 +19,7 @@ fn check(name: &str, cases: &[Case], mask: Mask) {
             ..fixture.run.clone()
         };
         let one_rank = train_masked(&fixture, &run, Layout::new(1, 1, 1), mask).unwrap();
-        for (zero, schedule) in kinds(dp) {
-            let layout = Layout {
-                zero,
-                schedule,
-                ..Layout::new(pp, dp, tp)
-            };
+        for layout in kinds(Layout::new(pp, dp, tp)) {
             let ours = train_masked(&fixture, &run, layout, mask).unwrap();
             assert_same(&ours, &one_rank, &format!("{name} {run:?} {layout:?}"));
         }

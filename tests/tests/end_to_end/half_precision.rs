@@ -27,7 +27,7 @@ fn rounding_error(dtype: DType) -> f64 {
 /// What independent roundings add up to, in two runs that are compared, that a gradient has seen in a model of 4 layers:
 /// about 10 results a layer forward and 14 backward, 9 weights a layer each way, and the ends; doubled, because the
 /// exponentials of attention and loss turn absolute errors into relative ones.
-fn gradient_tolerance(dtype: DType) -> f64 {
+pub fn gradient_tolerance(dtype: DType) -> f64 {
     let roundings: f64 = 4.0 * (10.0 + 14.0 + 2.0 * 9.0) + 10.0;
     2.0 * rounding_error(dtype) * (2.0 * roundings).sqrt()
 }
@@ -57,7 +57,7 @@ fn distance(ours: &Tensors, reference: &Tensors) -> f64 {
     (difference / norm).sqrt()
 }
 
-fn assert_near(ours: &Outcome, reference: &Outcome, tolerance: f64, what: &str) {
+pub fn assert_near(ours: &Outcome, reference: &Outcome, tolerance: f64, what: &str) {
     let error = distance(&ours.first_gradients, &reference.first_gradients);
     assert!(error <= tolerance, "{what}: gradients are off by {error}");
     // AdamW divides by the gradient's size: a weight may differ by all its updates where the sign of a small gradient does.

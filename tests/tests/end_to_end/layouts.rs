@@ -43,19 +43,26 @@ fn layouts() -> Vec<Layout> {
     layouts
 }
 
-pub const KINDS: [(ZeroStage, Schedule); 6] = [
-    (ZeroStage::Zero, Schedule::OneForwardOneBackward),
-    (ZeroStage::One, Schedule::GPipe),
-    (ZeroStage::Two, Schedule::OneForwardOneBackward),
-    (ZeroStage::Two, Schedule::GPipe),
-    (ZeroStage::Three, Schedule::OneForwardOneBackward),
-    (ZeroStage::Three, Schedule::GPipe),
+/// Stage of ZeRO, schedule, tiles of weights.
+const KINDS: [(ZeroStage, Schedule, usize); 6] = [
+    (ZeroStage::Zero, Schedule::OneForwardOneBackward, 1),
+    (ZeroStage::One, Schedule::GPipe, 1),
+    (ZeroStage::Two, Schedule::OneForwardOneBackward, 1),
+    (ZeroStage::Two, Schedule::GPipe, 1),
+    (ZeroStage::Three, Schedule::OneForwardOneBackward, 1),
+    (ZeroStage::Three, Schedule::GPipe, 3),
 ];
 
-/// Without replicas ZeRO has nothing to divide.
-pub fn kinds(dp: usize) -> impl Iterator<Item = (ZeroStage, Schedule)> {
+/// The layout with every stage of ZeRO and both schedules; without replicas ZeRO has nothing to divide.
+pub fn kinds(layout: Layout) -> impl Iterator<Item = Layout> {
     let kinds = KINDS.into_iter();
-    kinds.filter(move |(zero, _)| dp > 1 || *zero <= ZeroStage::One)
+    let kinds = kinds.filter(move |(zero, ..)| layout.dp > 1 || *zero <= ZeroStage::One);
+    kinds.map(move |(zero, schedule, tile_linears)| Layout {
+        zero,
+        schedule,
+        tile_linears,
+        ..layout
+    })
 }
 
 /// A shorter run whose global batch fits `dp` replicas.
@@ -86,12 +93,7 @@ fn every_layout_equals_one_rank() {
         for layout in layouts().into_iter().filter(fits) {
             let run = run_for(&fixture, layout.dp);
             let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
-            for (zero, schedule) in kinds(layout.dp) {
-                let layout = Layout {
-                    zero,
-                    schedule,
-                    ..layout
-                };
+            for layout in kinds(layout) {
                 let ours = train(&fixture, &run, layout).unwrap();
                 assert_same(&ours, &one_rank, &format!("{name} {layout:?}"));
             }
@@ -115,12 +117,7 @@ fn every_fixture_equals_one_rank() {
             (2, 1, 3),
             (1, 2, 4),
         ] {
-            for (zero, schedule) in kinds(dp) {
-                let layout = Layout {
-                    zero,
-                    schedule,
-                    ..Layout::new(pp, dp, tp)
-                };
+            for layout in kinds(Layout::new(pp, dp, tp)) {
                 let ours = train(&fixture, &run, layout).unwrap();
                 assert_same(&ours, &one_rank, &format!("{name} {layout:?}"));
             }
@@ -134,12 +131,7 @@ fn embeddings_tied_across_many_stages_equal_one_rank() {
     let run = run_for(&fixture, 2);
     let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
     for (pp, dp, tp) in [(3, 1, 1), (5, 1, 1), (3, 2, 1), (4, 1, 2), (3, 1, 4)] {
-        for (zero, schedule) in kinds(dp) {
-            let layout = Layout {
-                zero,
-                schedule,
-                ..Layout::new(pp, dp, tp)
-            };
+        for layout in kinds(Layout::new(pp, dp, tp)) {
             let ours = train(&fixture, &run, layout).unwrap();
             assert_same(&ours, &one_rank, &format!("{layout:?}"));
         }

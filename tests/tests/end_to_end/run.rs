@@ -25,6 +25,7 @@ pub struct Layout {
     pub tp: usize,
     pub zero: ZeroStage,
     pub zero_group: Option<usize>,
+    pub tile_linears: usize,
     pub overlap: bool,
     pub schedule: Schedule,
     /// Seed of random delays before each operation.
@@ -39,6 +40,7 @@ impl Layout {
             tp,
             zero: ZeroStage::Zero,
             zero_group: None,
+            tile_linears: 1,
             overlap: true,
             schedule: Schedule::OneForwardOneBackward,
             delays: None,
@@ -53,6 +55,7 @@ impl Layout {
         DataParallel {
             zero: self.zero,
             zero_group: self.zero_group,
+            tile_linears: self.tile_linears,
             overlap: self.overlap,
             ..DataParallel::default()
         }

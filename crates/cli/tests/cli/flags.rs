@@ -19,6 +19,7 @@ const NUMBERS: &[(&str, &[&str], &str)] = &[
     ("--dp", &["0", "-1", ""], "a whole number >= 1"),
     ("--zero", &["4", "-1"], "a whole number >= 0 and <= 3"),
     ("--zero-group", &["1", "x"], "a whole number >= 2"),
+    ("--tile-linears", &["0", "many"], "a whole number >= 1"),
     (
         "--deadline",
         &["0", "-5", "604801"],
@@ -106,6 +107,7 @@ fn other_values_are_refused_with_the_name_and_the_value() {
         ("--offload", "disk", &["`disk`", "nvme:DIR"]),
         ("--zero-group", "3", &["zero-group(3)", "dp(", "hint"]),
         ("--quantize-weights", "int8", &["ZeRO stage 3", "hint"]),
+        ("--tile-linears", "2", &["tile-linears(2)", "ZeRO stage 3"]),
         ("--quantize-weights", "int4", &["'int4'", "int8"]),
         ("--grad-reduce-dtype", "f16", &["'f16'", "f32, bf16"]),
         (

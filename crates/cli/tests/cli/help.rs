@@ -47,6 +47,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--grad-reduce-dtype", &["[default: f32]", "bf16"]),
     ("--quantize-gradients", &["[default: no]", "int8"]),
     ("--quantize-weights", &["[default: no]", "int8", "--zero 3"]),
+    ("--tile-linears", &["[default: 1]", "TILES", "--zero 3"]),
     ("--no-overlap", &["same bits"]),
     ("--offload", &["optimizer|nvme:DIR", "same bits"]),
     (

@@ -143,6 +143,9 @@ fn what_replicas_divide_and_send_changes_what_a_rank_holds_and_hardly_the_loss()
     assert!(close(loss, 1e-5), "{loss} {want}");
     assert_eq!(held[..2], [gradients / 2, gradients / 2]);
     assert!(held[2] > 0 && held[2] < gradients);
+    let (tiled_loss, tiled) = last(&[("--zero", "3"), ("--tile-linears", "4")]);
+    assert!(close(tiled_loss, 1e-5), "{tiled_loss} {want}");
+    assert!(tiled[2] > 0 && tiled[2] < held[2] / 2, "{tiled:?} {held:?}");
     for flags in [
         [("--zero", "3"), ("--quantize-weights", "int8")],
         [("--zero", "2"), ("--quantize-gradients", "int8")],

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_ops::{dequantize_int8_sum_into, quantize_int8};
 
 use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
-use crate::params::{FlatBuffer, ReduceType, ReplicaGroups};
+use crate::params::{FlatBuffer, ReduceType, ReplicaGroups, in_dtype};
 
 /// The sum of a bucket over the ranks that divide it, under way; without such ranks over those that hold the same.
 pub(super) struct Sum {
@@ -23,7 +23,7 @@ impl Sum {
         let flat = whole.tensor();
         let copy = match groups.reduce_type() {
             ReduceType::F32 => None,
-            ReduceType::Bf16 => Some(flat.to_dtype(DType::BF16)?),
+            ReduceType::Bf16 => Some(in_dtype(flat.clone(), DType::BF16)?),
             // A row for each rank (arXiv:2306.10209, section 4.3).
             ReduceType::Int8 => {
                 let rows = flat.reshape((shard.world_size(), ()))?;

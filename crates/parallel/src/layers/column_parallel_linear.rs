@@ -4,17 +4,16 @@
 use candle_comm::{Pending, ProcessGroup, ReduceOp};
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Init;
-use candle_ops::{
-    linear_bias_grad_into, linear_forward, linear_input_grad_sum, linear_weight_grad_into,
-};
+use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into};
 
+use super::input_grad::input_grad;
 use super::layer::{GradientSink, Layer, in_graph};
-use crate::params::{ParamBuilder, Shard, WEIGHT_INIT};
+use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
 
 /// Holds rows `r` of a global weight (out, in), and the same part of the bias.
 #[derive(Clone)]
 pub struct ColumnParallelLinear {
-    weight: Tensor,
+    weight: TiledWeight,
     bias: Option<Tensor>,
     tp: ProcessGroup,
     sums_input_grad: bool,
@@ -41,7 +40,7 @@ pub fn column_parallel_linear_shard(
     vb: ParamBuilder,
 ) -> Result<ColumnParallelLinear> {
     let out_dim = shard.global;
-    let weight = vb.get_placed((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
+    let weight = vb.get_tiled((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
     let bias = match bias {
         true => Some(vb.get_placed(out_dim, "bias", shard, Init::Const(0.0))?),
         false => None,
@@ -51,9 +50,9 @@ pub fn column_parallel_linear_shard(
 
 impl ColumnParallelLinear {
     /// The layer with the local weight (local_out, in) and bias (local_out).
-    pub fn new(weight: Tensor, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+    pub fn new(weight: impl Into<TiledWeight>, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
         Self {
-            weight,
+            weight: weight.into(),
             bias,
             tp,
             sums_input_grad: true,
@@ -71,6 +70,11 @@ impl ColumnParallelLinear {
 
     /// The local weight, (local_out, in).
     pub fn weight(&self) -> &Tensor {
+        self.weight.tensor()
+    }
+
+    /// The local weight, (local_out, in), as it may be used: with ZeRO-3 perhaps tile by tile.
+    pub fn tiled_weight(&self) -> &TiledWeight {
         &self.weight
     }
 }
@@ -89,7 +93,7 @@ pub fn column_parallel_backward(
         .iter()
         .map(|(layer, dy)| (*dy, &layer.weight))
         .collect();
-    let partial = linear_input_grad_sum(&terms)?;
+    let partial = input_grad(&terms)?;
     let is_summed_here = layers.iter().any(|(layer, _)| layer.sums_input_grad);
     if layers
         .iter()
@@ -116,7 +120,7 @@ impl ColumnParallelLinear {
         xs: Option<&Tensor>,
         gradients: &mut dyn GradientSink,
     ) -> Result<()> {
-        gradients.write(&self.weight, &mut |dst, add| {
+        gradients.write(self.weight(), &mut |dst, add| {
             linear_weight_grad_into(dst, add, dy, kept(xs)?)
         })?;
         match &self.bias {
@@ -134,8 +138,13 @@ impl Layer for ColumnParallelLinear {
 
     /// (.., in) -> (.., local_out). The input is the same on all ranks.
     fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        let ys = linear_forward(xs, &self.weight, self.bias.as_ref())?;
-        Ok((ys, self.weight.track_op().then(|| xs.clone())))
+        let bias = self.bias.as_ref().map(Tensor::detach);
+        let ys = self.weight.concat(|rows, tile| {
+            let bias = bias.as_ref();
+            let bias = bias.map(|bias| bias.narrow(0, rows.start, rows.len()));
+            linear_forward(xs, tile, bias.transpose()?.as_ref())
+        })?;
+        Ok((ys, self.weight().track_op().then(|| xs.clone())))
     }
 
     fn backward(
@@ -148,7 +157,7 @@ impl Layer for ColumnParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        std::iter::once(&self.weight).chain(&self.bias).collect()
+        std::iter::once(self.weight()).chain(&self.bias).collect()
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod column_parallel_linear;
 mod head_partition;
+mod input_grad;
 mod layer;
 pub mod regions;
 mod row_parallel_linear;

@@ -2,21 +2,21 @@
 //! (arXiv:1909.08053, section 3).
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{Module, Result, Tensor};
+use candle_core::{D, Module, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{
-    linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
-    linear_weight_grad_into,
+    linear_bias_grad_into, linear_forward, linear_forward_add, linear_weight_grad_into,
 };
 
 use super::column_parallel_linear::kept;
+use super::input_grad::input_grad;
 use super::layer::{GradientSink, Layer, in_graph};
-use crate::params::{ParamBuilder, Shard, WEIGHT_INIT};
+use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
 
 /// Holds columns `r` of a global weight (out, in), and the whole bias.
 #[derive(Clone)]
 pub struct RowParallelLinear {
-    weight: Tensor,
+    weight: TiledWeight,
     bias: Option<Tensor>,
     tp: ProcessGroup,
 }
@@ -41,7 +41,7 @@ pub fn row_parallel_linear_shard(
     vb: ParamBuilder,
 ) -> Result<RowParallelLinear> {
     let shard = shard.along(1);
-    let weight = vb.get_placed((out_dim, shard.global), "weight", shard, WEIGHT_INIT)?;
+    let weight = vb.get_tiled((out_dim, shard.global), "weight", shard, WEIGHT_INIT)?;
     let bias = match bias {
         true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
         false => None,
@@ -51,13 +51,14 @@ pub fn row_parallel_linear_shard(
 
 impl RowParallelLinear {
     /// The layer with the local weight (out, local_in) and the whole bias (out).
-    pub fn new(weight: Tensor, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+    pub fn new(weight: impl Into<TiledWeight>, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+        let weight = weight.into();
         Self { weight, bias, tp }
     }
 
     /// The local weight, (out, local_in).
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        self.weight.tensor()
     }
 }
 
@@ -71,18 +72,22 @@ impl RowParallelLinear {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let is_first = self.tp.rank() == 0;
         let bias = self.bias.as_ref().filter(|_| is_first);
-        let partial = match residual.filter(|_| is_first) {
-            None => linear_forward(xs, &self.weight, bias)?,
-            Some(residual) => {
-                let sum = linear_forward_add(residual, xs, &self.weight)?;
-                match bias {
-                    None => sum,
-                    Some(bias) => sum.broadcast_add(&bias.detach())?,
-                }
+        let residual = residual.filter(|_| is_first);
+        let partial = self.weight.concat(|rows, tile| {
+            let bias = bias.map(|bias| bias.detach().narrow(0, rows.start, rows.len()));
+            let bias = bias.transpose()?;
+            let Some(residual) = residual else {
+                return linear_forward(xs, tile, bias.as_ref());
+            };
+            let residual = residual.narrow(D::Minus1, rows.start, rows.len())?;
+            let sum = linear_forward_add(&residual.contiguous()?, xs, tile)?;
+            match bias {
+                None => Ok(sum),
+                Some(bias) => sum.broadcast_add(&bias),
             }
-        };
+        })?;
         let ys = self.tp.all_reduce(&partial, ReduceOp::Sum)?;
-        Ok((ys, self.weight.track_op().then(|| xs.clone())))
+        Ok((ys, self.weight().track_op().then(|| xs.clone())))
     }
 
     /// [`Layer::backward`]: the gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out). `xs` may be
@@ -93,13 +98,13 @@ impl RowParallelLinear {
         xs: Option<&Tensor>,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        gradients.write(&self.weight, &mut |dst, add| {
+        gradients.write(self.weight(), &mut |dst, add| {
             linear_weight_grad_into(dst, add, dy, kept(xs)?)
         })?;
         if let Some(bias) = &self.bias {
             gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))?;
         }
-        linear_input_grad(dy, &self.weight)
+        input_grad(&[(dy, &self.weight)])
     }
 }
 
@@ -122,7 +127,7 @@ impl Layer for RowParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        std::iter::once(&self.weight).chain(&self.bias).collect()
+        std::iter::once(self.weight()).chain(&self.bias).collect()
     }
 }
 

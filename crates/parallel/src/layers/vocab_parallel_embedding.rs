@@ -1,16 +1,18 @@
 //! A token embedding whose vocabulary is divided over tensor-parallel ranks (arXiv:1909.08053, section 3).
 
+use std::ops::Range;
+
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Module, Result, Tensor, bail};
 use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
 use super::layer::{GradientSink, Layer, in_graph};
-use crate::params::{ParamBuilder, Shard, WEIGHT_INIT};
+use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
 
 /// Holds the embeddings of a part of the vocabulary. The parts may differ by one row.
 #[derive(Clone)]
 pub struct VocabParallelEmbedding {
-    weight: Tensor,
+    weight: TiledWeight,
     shard: Shard,
     padding_idx: Option<u32>,
     tp: ProcessGroup,
@@ -24,7 +26,7 @@ pub fn vocab_parallel_embedding(
     vb: ParamBuilder,
 ) -> Result<VocabParallelEmbedding> {
     let shard = Shard::even(0, vocab_size, tp)?;
-    let weight = vb.get_placed(
+    let weight = vb.get_tiled(
         (vocab_size, hidden_size),
         "weight",
         shard.clone(),
@@ -49,12 +51,12 @@ impl VocabParallelEmbedding {
 
     /// The local weight, (local_vocab, hidden).
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        self.weight.tensor()
     }
 
-    /// Rows of the local weight that are read, and those that get a gradient; u32::MAX for none here.
-    fn local_ids(&self, tokens: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (b, t) = tokens.dims2()?;
+    /// Rows of the local weight that are read; u32::MAX for none here.
+    fn local_ids(&self, tokens: &Tensor) -> Result<Vec<u32>> {
+        let (_b, t) = tokens.dims2()?;
         let mut ids = tokens.flatten_all()?.to_vec1::<u32>()?;
         let vocab_size = self.shard.global;
         if let Some(position) = ids.iter().position(|&id| id as usize >= vocab_size) {
@@ -71,16 +73,24 @@ impl VocabParallelEmbedding {
             let is_here = self.shard.range.contains(&(*id as usize));
             *id = if is_here { *id - start } else { u32::MAX };
         }
-        let read = upload(ids.clone(), (b, t), self.weight.device())?;
-        let padding = self.padding_idx.and_then(|id| id.checked_sub(start));
-        if !padding.is_some_and(|row| ids.contains(&row)) {
-            return Ok((read.clone(), read));
-        }
-        for id in ids.iter_mut().filter(|id| Some(**id) == padding) {
-            *id = u32::MAX;
-        }
-        Ok((read, upload(ids, (b, t), self.weight.device())?))
+        Ok(ids)
     }
+
+    /// The row of the local weight that gets no gradient, if it is among those that are read.
+    fn padding_row(&self, read: &[u32]) -> Option<u32> {
+        let row = self.padding_idx?;
+        let row = row.checked_sub(self.shard.range.start as u32)?;
+        read.contains(&row).then_some(row)
+    }
+}
+
+/// The rows of a tile, counted from its first, of rows of the weight that are read; u32::MAX for none there.
+fn within(rows: &Range<usize>, read: &[u32]) -> Vec<u32> {
+    let within = |&row: &u32| match rows.contains(&(row as usize)) {
+        true => row - rows.start as u32,
+        false => u32::MAX,
+    };
+    read.iter().map(within).collect()
 }
 
 impl Layer for VocabParallelEmbedding {
@@ -90,8 +100,34 @@ impl Layer for VocabParallelEmbedding {
     /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
     /// CPU, wherever the weight is: they are read there.
     fn forward_saving(&self, tokens: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        let (read, with_grad) = self.local_ids(tokens)?;
-        let part = embedding_forward(&self.weight, &read)?;
+        let read = self.local_ids(tokens)?;
+        let upload = |ids: Vec<u32>| upload(ids, tokens.dims(), self.weight().device());
+        let num_rows = self.weight().dim(0)?;
+        let whole = upload(read.clone())?;
+        let mut part: Option<Tensor> = None;
+        self.weight.for_each_tile(|rows, tile| {
+            let read = match rows.len() == num_rows {
+                true => whole.clone(),
+                false => upload(within(&rows, &read))?,
+            };
+            let of_tile = embedding_forward(tile, &read)?;
+            // Each row is in one tile, and zero from the others.
+            part = Some(match part.take() {
+                None => of_tile,
+                Some(part) => (part + of_tile)?,
+            });
+            Ok(())
+        })?;
+        let Some(part) = part else {
+            bail!("an embedding without rows");
+        };
+        let with_grad = match self.padding_row(&read) {
+            None => whole,
+            Some(padding) => {
+                let with_grad = |&row: &u32| if row == padding { u32::MAX } else { row };
+                upload(read.iter().map(with_grad).collect())?
+            }
+        };
         Ok((self.tp.all_reduce(&part, ReduceOp::Sum)?, with_grad))
     }
 
@@ -101,14 +137,14 @@ impl Layer for VocabParallelEmbedding {
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        gradients.write(&self.weight, &mut |dst, add| {
+        gradients.write(self.weight(), &mut |dst, add| {
             embedding_grad_into(dst, add, &with_grad, dy)
         })?;
         Ok(None)
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        vec![&self.weight]
+        vec![self.weight()]
     }
 }
 

@@ -110,6 +110,13 @@ impl MemoryMeter {
     }
 }
 
+impl Held {
+    /// What counts.
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.bytes as usize
+    }
+}
+
 impl Drop for Held {
     fn drop(&mut self) {
         let counter = self.meter.counter(self.category);

@@ -6,6 +6,7 @@ use candle_nn::var_builder::SimpleBackend;
 
 use super::placement::{Gradient, Placement};
 use super::store::{ParamRequest, ParamStore};
+use super::tiled_weight::TiledWeight;
 
 /// Initial distribution of weight matrices when there is no checkpoint: N(0, 0.02²), as in Llama.
 pub const WEIGHT_INIT: Init = Init::Randn {
@@ -74,7 +75,23 @@ impl ParamBuilder {
         placement: impl Into<Placement>,
         init: Init,
     ) -> Result<Tensor> {
-        self.request(shape.into(), name, placement.into(), init)
+        let request = self.request(shape.into(), name, placement.into(), init);
+        self.store.get(request)
+    }
+
+    /// [`Self::get_placed`], for a layer that can use the rows (dim 0) of what it holds tile by tile.
+    pub fn get_tiled(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        placement: impl Into<Placement>,
+        init: Init,
+    ) -> Result<TiledWeight> {
+        let request = self.request(shape.into(), name, placement.into(), init);
+        self.store.get_tiled(ParamRequest {
+            by_tiles: true,
+            ..request
+        })
     }
 
     fn request(
@@ -83,8 +100,8 @@ impl ParamBuilder {
         name: &str,
         placement: Placement,
         init: Init,
-    ) -> Result<Tensor> {
-        self.store.get(ParamRequest {
+    ) -> ParamRequest<'_> {
+        ParamRequest {
             name: self.path(name),
             shape,
             placement,
@@ -92,7 +109,8 @@ impl ParamBuilder {
             dtype: self.dtype,
             device: &self.device,
             block: self.block,
-        })
+            by_tiles: false,
+        }
     }
 
     /// The store behind this builder.
@@ -126,12 +144,14 @@ impl SimpleBackend for ParamBuilder {
         _dtype: DType,
         _device: &Device,
     ) -> Result<Tensor> {
-        self.request(shape, name, REPLICATED, init)
+        let request = self.request(shape, name, REPLICATED, init);
+        self.store.get(request)
     }
 
     fn get_unchecked(&self, name: &str, _dtype: DType, _device: &Device) -> Result<Tensor> {
         let shape = self.store.stored_shape(&self.path(name))?;
-        self.request(shape, name, REPLICATED, WEIGHT_INIT)
+        let request = self.request(shape, name, REPLICATED, WEIGHT_INIT);
+        self.store.get(request)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -58,6 +58,7 @@ struct Announcement {
     gradient: Gradient,
     is_replicated: bool,
     trainable: bool,
+    is_tiled: bool,
 }
 
 /// What a rank tells the others.
@@ -99,6 +100,7 @@ impl Announcements {
                 },
                 is_replicated: param.shard().is_none(),
                 trainable: param.trainable,
+                is_tiled: param.is_tiled,
             }
         });
         let own = RankAnnouncement {
@@ -113,6 +115,13 @@ impl Announcements {
             .iter()
             .map(|bytes| serde_json::from_slice(bytes).map_err(candle_core::Error::msg));
         Ok(Self(all.collect::<Result<_>>()?))
+    }
+
+    /// Whether all ranks that hold parameter `name` use it tile by tile: what is tied across stages lies in the same places on each.
+    pub fn is_tiled(&self, name: &str) -> bool {
+        let params = self.0.iter().flat_map(|rank| &rank.params);
+        let mut holders = params.filter(|param| param.name == name);
+        holders.all(|param| param.is_tiled)
     }
 
     /// Of each parameter, the stages with a block that uses it.

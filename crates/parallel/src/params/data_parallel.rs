@@ -49,6 +49,9 @@ pub struct DataParallel {
     /// Whether the weights that ZeRO-3 gathers move as 8 bits, 256 values with one scale (arXiv:2306.10209). A block computes with
     /// what arrives, the same on every rank; updates and checkpoints have the exact values.
     pub quantize_weights: bool,
+    /// In how many tiles of rows ZeRO-3 gathers the weight of a linear layer, of the embedding and of the head, each freed before
+    /// the one after the next comes: memory-centric tiling (arXiv:2104.07857, section 5.1.3). 1: whole, with its block.
+    pub tile_linears: usize,
     /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
     /// under the next forward pass. The bits are the same without.
     ///
@@ -66,6 +69,7 @@ impl Default for DataParallel {
             zero_group: None,
             reduce: ReduceType::F32,
             quantize_weights: false,
+            tile_linears: 1,
             overlap: true,
         }
     }
@@ -91,6 +95,14 @@ impl DataParallel {
                 "quantize-weights is given without ZeRO stage 3, which alone gathers weights for the passes\nhint: use ZeRO stage 3, \
                  or leave it out"
             )
+        }
+        match (self.tile_linears, self.zero) {
+            (1, _) | (2.., ZeroStage::Three) => {}
+            (0, _) => bail!("tile-linears is 0; expected the number of tiles, from 1 on"),
+            (num_tiles, _) => bail!(
+                "tile-linears({num_tiles}) is given without ZeRO stage 3, which alone gathers weights for the passes\nhint: use \
+                 ZeRO stage 3, or leave it out"
+            ),
         }
         if self.reduce == ReduceType::Int8 && self.zero == ZeroStage::Zero {
             bail!(

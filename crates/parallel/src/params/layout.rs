@@ -34,7 +34,9 @@ pub(crate) struct Bucket {
     pub len: usize,
     /// The one type of its parameters.
     pub dtype: DType,
-    /// Its parameters in name order.
+    /// Whether its weights, if replicas divide them, are gathered tile by tile, and not with their block.
+    pub is_tiled: bool,
+    /// Its parameters, the one with the largest global shape first, equal ones in name order: the same order on every rank.
     pub slots: Vec<Slot>,
 }
 
@@ -54,6 +56,7 @@ struct Key {
     /// Of those that are not tied.
     block: Option<Reverse<usize>>,
     dtype: &'static str,
+    is_tiled: bool,
 }
 
 impl ParamLayout {
@@ -110,6 +113,7 @@ fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize)
             tie,
             block: tie.is_none().then(|| Reverse(first_block(index))),
             dtype: params[index].dtype().as_str(),
+            is_tiled: params[index].is_tiled,
         }
     };
     let mut keys: Vec<Key> = members.iter().map(key).collect();
@@ -118,7 +122,9 @@ fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize)
     let bucket = |wanted: &Key| {
         let mut len = 0;
         let members = members.iter().filter(|index| key(index) == *wanted);
-        let slots = members.map(|&param| {
+        let mut members: Vec<usize> = members.copied().collect();
+        members.sort_by_key(|&index| Reverse(params[index].global_shape.elem_count()));
+        let slots = members.into_iter().map(|param| {
             let start = len;
             len += params[param].num_values();
             let range = start..len;
@@ -132,6 +138,7 @@ fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize)
             tie: wanted.tie,
             len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
             dtype: first.unwrap_or(DType::F32),
+            is_tiled: wanted.is_tiled,
             slots,
         }
     };

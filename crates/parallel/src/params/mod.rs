@@ -16,6 +16,7 @@ mod replicas;
 mod sharded_weights;
 mod slices;
 mod store;
+mod tiled_weight;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
@@ -33,3 +34,5 @@ pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::{Checksums, checksum};
 pub(crate) use slices::gather_range;
 pub use store::ParamStore;
+pub(crate) use store::in_dtype;
+pub use tiled_weight::TiledWeight;

@@ -24,6 +24,8 @@ pub struct Param {
     pub(super) init: Init,
     /// Whether it gets a gradient and an update.
     pub trainable: bool,
+    /// Whether every layer that asked for it uses it as a [`TiledWeight`](crate::TiledWeight), and there is more than one tile.
+    pub(super) is_tiled: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
     pub stored_dtype: DType,
     /// The local values, shared with the layers.

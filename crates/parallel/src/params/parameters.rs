@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Device, Result, Tensor, bail};
@@ -37,8 +37,8 @@ struct Inner {
     allowance: Allowance,
     pending: Arc<PendingWeights>,
     groups: ReplicaGroups,
-    /// If replicas divide the weights.
-    sharded: Option<ShardedWeights>,
+    /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
+    sharded: Arc<OnceLock<ShardedWeights>>,
     meter: MemoryMeter,
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<Held>>>,
@@ -55,9 +55,9 @@ pub(crate) struct Tie {
 
 impl Parameters {
     pub(crate) fn new(
-        params: Vec<Param>,
+        mut params: Vec<Param>,
         (source, allowance): (Arc<Source>, Allowance),
-        pending: Arc<PendingWeights>,
+        (pending, sharded): (Arc<PendingWeights>, Arc<OnceLock<ShardedWeights>>),
         (mesh, replicas): (&Mesh, DataParallel),
     ) -> Result<Self> {
         if mesh.degrees.cp > 1 {
@@ -70,6 +70,9 @@ impl Parameters {
         let groups = ReplicaGroups::new(replicas, mesh)?;
         let ranks = Announcements::exchange(&params, mesh)?;
         let catalog = ranks.catalog()?;
+        for param in params.iter_mut().filter(|param| param.is_tiled) {
+            param.is_tiled = ranks.is_tiled(&param.name);
+        }
         if let Source::Pretrained(checkpoint) = &*source {
             check_all_used(checkpoint, &catalog, &allowance)?;
         }
@@ -94,18 +97,18 @@ impl Parameters {
             let values = Tensor::from_vec(values, param.local_shape(), &Device::Cpu)?;
             in_dtype(values, param.dtype())?.to_device(mesh.world.device())
         };
-        let sharded = match groups.shards_weights() {
-            true => Some(ShardedWeights::new(
-                &params,
-                (&layout, &groups, &meter),
-                initial,
-            )?),
-            false => {
-                let mut absent = params.iter().filter(|param| !param.is_present());
-                absent.try_for_each(|param| param.refill(&initial(param)?))?;
-                None
+        if groups.shards_weights() {
+            let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
+            if sharded.set(slices).is_err() {
+                bail!(
+                    "a second model is built from a parameter store whose weights replicas divide (ZeRO-3)\nhint: open a store \
+                     for each model"
+                );
             }
-        };
+        } else {
+            let mut absent = params.iter().filter(|param| !param.is_present());
+            absent.try_for_each(|param| param.refill(&initial(param)?))?;
+        }
         let held = params.iter().map(|param| {
             let is_present = param.is_present();
             is_present.then(|| meter.hold(MemoryCategory::Weights, param.num_bytes()))
@@ -213,7 +216,7 @@ impl Parameters {
 
     /// The slices of weights, if replicas divide them.
     pub(crate) fn sharded(&self) -> Option<&ShardedWeights> {
-        self.inner.sharded.as_ref()
+        self.inner.sharded.get()
     }
 
     /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
@@ -261,6 +264,16 @@ impl Parameters {
             Some(sharded) => sharded.acquire(block),
             None => Ok(()),
         }
+    }
+
+    /// An error that names the first of `params` whose values are not here for the pass of a block that was acquired.
+    pub(crate) fn check_present(&self, params: &[usize]) -> Result<()> {
+        let comes_by_tiles = |param: &Param| param.is_tiled && self.sharded().is_some();
+        let mut params = params.iter().map(|&index| self.get(index));
+        params.try_for_each(|param| match comes_by_tiles(param) {
+            true => Ok(()),
+            false => param.check_present(),
+        })
     }
 
     /// Starts to gather what replicas divide of the parameters of a block.

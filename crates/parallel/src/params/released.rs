@@ -50,12 +50,24 @@ impl Param {
     /// Gives the parameter values again; `values` has its local shape and type.
     pub(super) fn refill(&self, values: &Tensor) -> Result<()> {
         self.check_fits(values)?;
+        // A storage of its own, without what a view leaves out.
+        self.adopt(&values.force_contiguous()?)
+    }
+
+    /// Gives the parameter the storage of `values`, which begin it, have the parameter's local shape and type, and cannot be read
+    /// any more. What follows them in their storage stays in memory.
+    pub(super) fn adopt(&self, values: &Tensor) -> Result<()> {
+        self.check_fits(values)?;
+        if !values.is_contiguous() || values.layout().start_offset() > 0 {
+            bail!(
+                "parameter {} cannot take over values that do not begin their storage",
+                self.name
+            );
+        }
         self.pending.wait_for_all()?;
         let var = self.var.as_detached_tensor();
-        // A storage of its own, without what a view leaves out.
-        let own = values.force_contiguous()?;
         let take = Exchange::new(None);
-        own.inplace_op1(&take)?;
+        values.inplace_op1(&take)?;
         var.inplace_op1(&Exchange::new(take.into_taken()))
     }
 

@@ -2,35 +2,46 @@
 //! block, behind the tensors that its layers hold, and freed after.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{Result, Tensor};
-use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
+use candle_core::{Result, Tensor, bail};
+use candle_ops::quantize_int8;
 
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Slot};
 use super::param::Param;
 use super::placement::intersect;
+use super::slices::{GatheredRange, start_gather_range, unpacked};
 use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
 
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
     shard: ProcessGroup,
     is_quantized: bool,
+    overlap: bool,
+    num_tiles: usize,
     /// In the order of [`ParamLayout::all`].
     buckets: Vec<ShardedBucket>,
     /// Buckets that the passes of each block need.
     of_block: BTreeMap<usize, Vec<usize>>,
+    /// Of each weight that comes tile by tile, by name: its bucket, its values there, and the number of its rows.
+    tiled: BTreeMap<String, (usize, Range<usize>, usize)>,
 }
 
 struct ShardedBucket {
     slice: Tensor,
+    /// The slices of all ranks in the bucket.
+    slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
     state: Mutex<State>,
     meter: MemoryMeter,
     _held: Held,
 }
+
+/// A buffer becomes the storage of its first parameter if the others are at most one part in so many of it: they exist twice then.
+const ADOPTED: usize = 16;
 
 /// Where a bucket's whole weights are.
 enum State {
@@ -63,14 +74,22 @@ impl ShardedWeights {
                 _held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
                 meter: meter.clone(),
                 slice,
+                slices: groups.slices(bucket.len),
                 params: slots.map(of_slot).collect(),
                 state: Mutex::new(State::Absent),
             })
         };
         let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        let mut tiled = BTreeMap::new();
         for (index, bucket) in layout.all().enumerate() {
             for slot in &bucket.slots {
-                for &block in &params[slot.param].blocks {
+                let param = &params[slot.param];
+                if bucket.is_tiled {
+                    let num_rows = param.local_shape().dims().first().copied().unwrap_or(1);
+                    tiled.insert(param.name.clone(), (index, slot.range.clone(), num_rows));
+                    continue;
+                }
+                for &block in &param.blocks {
                     let needed = of_block.entry(block).or_default();
                     if !needed.contains(&index) {
                         needed.push(index);
@@ -81,6 +100,9 @@ impl ShardedWeights {
         Ok(Self {
             shard: groups.shard.clone(),
             is_quantized: groups.config.quantize_weights,
+            overlap: groups.config.overlap,
+            num_tiles: groups.config.tile_linears,
+            tiled,
             buckets: layout.all().map(sharded).collect::<Result<_>>()?,
             of_block,
         })
@@ -93,6 +115,42 @@ impl ShardedWeights {
 
     fn needed(&self, block: usize) -> &[usize] {
         self.of_block.get(&block).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether weight `name` comes tile by tile.
+    pub fn is_tiled(&self, name: &str) -> bool {
+        self.tiled.contains_key(name)
+    }
+
+    /// Number of tiles of a weight that has so many rows.
+    pub fn num_tiles(&self) -> usize {
+        self.num_tiles
+    }
+
+    /// Whether a tile is to be started while the one before it is used.
+    pub fn prefetches(&self) -> bool {
+        self.overlap
+    }
+
+    /// Starts to gather rows of a weight that comes tile by tile. All ranks of the shard group must call it.
+    pub(super) fn start_tile(&self, name: &str, rows: &Range<usize>) -> Result<TileGather> {
+        let Some((index, values, num_rows)) = self.tiled.get(name) else {
+            bail!("parameter {name} does not come tile by tile");
+        };
+        let (bucket, width) = (&self.buckets[*index], values.len() / num_rows.max(&1));
+        let range = values.start + rows.start * width..values.start + rows.end * width;
+        let bytes = range.len() * bucket.slice.dtype().size_in_bytes();
+        Ok(TileGather {
+            held: bucket.meter.hold(MemoryCategory::Gathered, bytes),
+            meter: bucket.meter.clone(),
+            values: start_gather_range(
+                &range,
+                &bucket.slices,
+                &bucket.slice,
+                &self.shard,
+                self.is_quantized,
+            )?,
+        })
     }
 
     /// Starts to gather what a block needs and what is not here. All ranks of the shard group must call it.
@@ -136,6 +194,25 @@ impl ShardedWeights {
     }
 }
 
+/// Rows of a weight on their way.
+pub(super) struct TileGather {
+    values: GatheredRange,
+    held: Held,
+    meter: MemoryMeter,
+}
+
+impl TileGather {
+    /// The values, flat, which count as held.
+    pub fn wait(self) -> Result<(Tensor, Held)> {
+        // Pieces of several ranks exist a second time while they are joined.
+        let _pieces = (self.values.num_pieces() > 1).then(|| {
+            self.meter
+                .hold(MemoryCategory::Gathered, self.held.num_bytes())
+        });
+        Ok((self.values.wait()?, self.held))
+    }
+}
+
 impl ShardedBucket {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -145,35 +222,43 @@ impl ShardedBucket {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Absent) {
             State::Gathering(whole, on_the_way) => {
-                let whole = self.unpacked(whole.wait()?)?;
+                let whole = unpacked(whole.wait()?, self.slice.elem_count(), &self.slice)?;
                 drop(on_the_way);
-                let _whole = self.meter.hold(MemoryCategory::Gathered, num_bytes(&whole));
-                let bytes = self.params.iter().map(|(param, _)| param.num_bytes()).sum();
-                let held = self.meter.hold(MemoryCategory::Gathered, bytes);
-                for (param, slot) in &self.params {
-                    let values = whole.narrow(0, slot.range.start, slot.range.len())?;
-                    param.refill(&values.reshape(param.local_shape())?)?;
-                }
-                *state = State::Present(held);
+                *state = State::Present(self.distribute(whole)?);
             }
             other => *state = other,
         }
         Ok(())
     }
 
-    /// Whole weights of what was gathered.
-    fn unpacked(&self, gathered: Tensor) -> Result<Tensor> {
-        let (len, dtype) = (self.slice.elem_count(), self.slice.dtype());
-        if gathered.dtype() == dtype {
-            return Ok(gathered);
+    /// Gives the parameters their values, `whole`, the first in the bucket first; what they hold then.
+    fn distribute(&self, whole: Tensor) -> Result<Held> {
+        let hold = |bytes| self.meter.hold(MemoryCategory::Gathered, bytes);
+        let whole_bytes = num_bytes(&whole);
+        let values_of = |param: &Param, slot: &Slot| {
+            let values = whole.narrow(0, slot.range.start, slot.range.len())?;
+            values.reshape(param.local_shape())
+        };
+        let bytes_of = |params: &[(Param, Slot)]| -> usize {
+            params.iter().map(|(param, _)| param.num_bytes()).sum()
+        };
+        // A parameter that is nearly all of its bucket, as an embedding, takes the buffer over.
+        let (adopting, copied) = match self.params.split_first() {
+            Some((first, others)) if ADOPTED * bytes_of(others) <= whole_bytes => {
+                (Some(first), others)
+            }
+            _ => (None, self.params.as_slice()),
+        };
+        let (buffer, copies) = (hold(whole_bytes), hold(bytes_of(copied)));
+        for (param, slot) in copied {
+            param.refill(&values_of(param, slot)?)?;
         }
-        if len == 0 {
-            return Tensor::zeros(0, dtype, self.slice.device());
-        }
-        let rows = gathered.reshape(((), quantized_bytes(len)))?;
-        let whole = Tensor::zeros((rows.dim(0)?, len), dtype, self.slice.device())?;
-        dequantize_int8_into(&whole, false, &rows)?;
-        whole.flatten_all()
+        let Some((param, slot)) = adopting else {
+            return Ok(copies);
+        };
+        param.adopt(&values_of(param, slot)?)?;
+        drop((buffer, copies));
+        Ok(hold(whole_bytes + bytes_of(copied)))
     }
 
     fn free(&self) -> Result<()> {

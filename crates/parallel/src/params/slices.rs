@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use candle_comm::ProcessGroup;
-use candle_core::{Result, Tensor};
+use candle_comm::{Pending, ProcessGroup};
+use candle_core::{DType, Result, Tensor};
+use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
 
 use super::placement::{intersect, offset_by};
 
@@ -17,29 +18,81 @@ pub(crate) fn gather_range(
     own: &Tensor,
     dp: &ProcessGroup,
 ) -> Result<Tensor> {
+    start_gather_range(range, slices, own, dp, false)?.wait()
+}
+
+/// Pieces of a range on their way.
+pub(crate) struct GatheredRange {
+    pieces: Vec<(usize, Pending<Tensor>)>,
+    /// An empty tensor of the type of the values, and where they are.
+    like: Tensor,
+}
+
+/// [`gather_range`], started; if `is_quantized` pieces are sent in 8 bits, and what they hold then is what every rank gets.
+pub(crate) fn start_gather_range(
+    range: &Range<usize>,
+    slices: &[Range<usize>],
+    own: &Tensor,
+    dp: &ProcessGroup,
+    is_quantized: bool,
+) -> Result<GatheredRange> {
     let own_start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
-    let here = |piece: &Range<usize>| {
-        let piece = offset_by(piece, own_start);
-        own.narrow(0, piece.start, piece.len())
-    };
-    let pieces = slices.iter().map(|slice| intersect(range, slice));
-    let pieces: Vec<Range<usize>> = pieces.collect();
-    if range.is_empty() {
-        return Tensor::zeros(0, own.dtype(), own.device());
-    }
-    if pieces.iter().all(|piece| piece == range) {
-        return here(range);
-    }
-    let mut parts = Vec::new();
-    for (root, piece) in pieces.iter().enumerate() {
+    let mut pieces = Vec::new();
+    for (root, slice) in slices.iter().enumerate() {
+        let piece = intersect(range, slice);
         if piece.is_empty() {
             continue;
         }
-        let part = match root == dp.rank() {
-            true => here(piece)?,
-            false => Tensor::zeros(piece.len(), own.dtype(), own.device())?,
+        let len = piece.len();
+        let sent = if root == dp.rank() {
+            let piece = offset_by(&piece, own_start);
+            let values = own.narrow(0, piece.start, len)?;
+            match is_quantized {
+                true => quantize_int8(&values)?,
+                false => values,
+            }
+        } else {
+            match is_quantized {
+                true => Tensor::zeros(quantized_bytes(len), DType::U8, own.device())?,
+                false => Tensor::zeros(len, own.dtype(), own.device())?,
+            }
         };
-        parts.push(dp.broadcast(&part, root)?);
+        pieces.push((len, dp.start_broadcast(&sent, root)?));
     }
-    Tensor::cat(&parts, 0)
+    let like = Tensor::zeros(0, own.dtype(), own.device())?;
+    Ok(GatheredRange { pieces, like })
+}
+
+impl GatheredRange {
+    /// Number of ranks that hold a piece.
+    pub fn num_pieces(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// All values of the range, flat.
+    pub fn wait(self) -> Result<Tensor> {
+        let mut parts = Vec::with_capacity(self.pieces.len());
+        for (len, piece) in self.pieces {
+            parts.push(unpacked(piece.wait()?, len, &self.like)?);
+        }
+        match parts.as_slice() {
+            [] => Ok(self.like),
+            [part] => Ok(part.clone()),
+            parts => Tensor::cat(parts, 0),
+        }
+    }
+}
+
+/// Rows of `len` values of the type of `like`, flat, of what may have been sent in 8 bits.
+pub(super) fn unpacked(sent: Tensor, len: usize, like: &Tensor) -> Result<Tensor> {
+    if sent.dtype() == like.dtype() {
+        return Ok(sent);
+    }
+    if len == 0 {
+        return Tensor::zeros(0, like.dtype(), like.device());
+    }
+    let rows = sent.reshape(((), quantized_bytes(len)))?;
+    let whole = Tensor::zeros((rows.dim(0)?, len), like.dtype(), like.device())?;
+    dequantize_int8_into(&whole, false, &rows)?;
+    whole.flatten_all()
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
@@ -16,6 +16,8 @@ use super::param::Param;
 use super::parameters::Parameters;
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
+use super::sharded_weights::ShardedWeights;
+use super::tiled_weight::TiledWeight;
 use crate::checkpoint::Checkpoint;
 
 /// The parameters of a model under construction, keyed by Hugging Face name.
@@ -27,6 +29,7 @@ pub struct ParamStore {
     source: Arc<Source>,
     state: Arc<Mutex<State>>,
     pending: Arc<PendingWeights>,
+    sharded: Arc<OnceLock<ShardedWeights>>,
 }
 
 pub(crate) enum Source {
@@ -78,10 +81,12 @@ pub(crate) struct ParamRequest<'a> {
     pub dtype: DType,
     pub device: &'a Device,
     pub block: usize,
+    /// Whether the layer can use its rows tile by tile.
+    pub by_tiles: bool,
 }
 
 /// f32 values in another type; on all threads if that has 16 bits, as billions of them are.
-pub(super) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
+pub(crate) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
     let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
     if !is_narrow || values.elem_count() == 0 {
         return values.to_dtype(dtype);
@@ -109,6 +114,7 @@ impl ParamStore {
             source: Arc::new(source),
             state: Arc::default(),
             pending: Arc::default(),
+            sharded: Arc::default(),
         }
     }
 
@@ -173,6 +179,13 @@ impl ParamStore {
         }
     }
 
+    /// [`Self::get`] for a layer that can use the rows tile by tile.
+    pub(crate) fn get_tiled(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
+        let name = request.name.clone();
+        let whole = self.get(request)?;
+        Ok(TiledWeight::new(whole, name, &self.sharded))
+    }
+
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
         let mut state = self.lock();
         if let Some(param) = state.params.get_mut(&request.name) {
@@ -186,6 +199,7 @@ impl ParamStore {
                     request.placement
                 );
             }
+            param.is_tiled &= request.by_tiles;
             if !param.blocks.contains(&request.block) {
                 param.blocks.push(request.block);
             }
@@ -196,7 +210,9 @@ impl ParamStore {
             .as_ref()
             .is_some_and(|is_frozen| is_frozen(&request.name));
         let is_deferred = state.replicas.zero == ZeroStage::Three;
-        let param = self.load(request, trainable, is_deferred)?;
+        let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
+        let mut param = self.load(request, trainable, is_deferred)?;
+        param.is_tiled = is_tiled;
         let tensor = param.tensor();
         state.params.insert(param.name.clone(), param);
         Ok(tensor)
@@ -212,6 +228,7 @@ impl ParamStore {
             dtype,
             device,
             block,
+            by_tiles: _,
         } = request;
         let mut local_dims = shape.dims().to_vec();
         if let Some(shard) = placement.shard() {
@@ -251,6 +268,7 @@ impl ParamStore {
             init,
             blocks: vec![block],
             trainable,
+            is_tiled: false,
             stored_dtype,
             pending: self.pending.clone(),
         };
@@ -267,7 +285,7 @@ impl ParamStore {
         Parameters::new(
             state.params.values().cloned().collect(),
             (self.source.clone(), state.allowance.clone()),
-            self.pending.clone(),
+            (self.pending.clone(), self.sharded.clone()),
             (mesh, state.replicas),
         )
     }

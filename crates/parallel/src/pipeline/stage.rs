@@ -180,8 +180,7 @@ impl Stage {
             if let Some(next) = next {
                 self.params.prefetch(next)?;
             }
-            let mut params = block.params.iter();
-            params.try_for_each(|&index| self.params.get(index).check_present())?;
+            self.params.check_present(&block.params)?;
             let result = pass()?;
             self.params.free(block.index, next)?;
             Ok(result)

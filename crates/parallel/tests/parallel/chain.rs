@@ -91,7 +91,13 @@ impl Chain {
         let shard = Shard::even(0, self.vocab, tp)?;
         let vb = vb.pp(if self.tied { "embed" } else { "head" });
         let shape = (self.vocab, HIDDEN);
-        let weight = vb.get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?;
+        // Of a weight that one of its users takes whole there are no tiles.
+        let weight = match self.tied {
+            true => vb
+                .get_placed(shape, "weight", shard.clone(), WEIGHT_INIT)?
+                .into(),
+            false => vb.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?,
+        };
         Ok(Plain(Box::new(Head {
             weight: ColumnParallelLinear::new(weight, None, tp.clone()),
             shard,

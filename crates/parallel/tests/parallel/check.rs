@@ -2,7 +2,7 @@
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Device, Result, Shape, Tensor, Var};
-use candle_parallel::{ZeroStage, part};
+use candle_parallel::{DataParallel, ReduceType, ZeroStage, part};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -18,6 +18,16 @@ pub const ZERO_STAGES: [ZeroStage; 4] = [
     ZeroStage::Two,
     ZeroStage::Three,
 ];
+
+/// Gradients that can be read after the passes.
+pub const UNREDUCED: DataParallel = DataParallel {
+    zero: ZeroStage::Zero,
+    zero_group: None,
+    reduce: ReduceType::F32,
+    quantize_weights: false,
+    tile_linears: 1,
+    overlap: false,
+};
 
 /// Values in -1..1, a function of the seed and the shape, on the device of this thread.
 pub fn random(seed: u64, shape: impl Into<Shape>) -> Result<Tensor> {

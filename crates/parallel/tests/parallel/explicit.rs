@@ -9,24 +9,18 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::regions::copy_to_tensor_parallel_region;
 use candle_parallel::{
-    Backward, Block, ColumnParallelLinear, DataParallel, GradientSink, Gradients, Layer,
-    MicroBatch, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, ReduceType,
-    RowParallelLinear, Schedule, Shard, Stage, ZeroStage, column_parallel_backward,
-    column_parallel_linear, in_graph, layer_block, linear_cross_entropy, plain_block,
-    row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    Backward, Block, ColumnParallelLinear, GradientSink, Gradients, Layer, MicroBatch,
+    ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, RowParallelLinear, Schedule,
+    Shard, Stage, column_parallel_backward, column_parallel_linear, in_graph, layer_block,
+    linear_cross_entropy, plain_block, row_parallel_linear, vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 };
 
-use crate::check::{assert_says, assert_values_close, floats, message, on_mesh, random_ids};
+use crate::check::{
+    UNREDUCED, assert_says, assert_values_close, floats, message, on_mesh, random_ids,
+};
 use crate::device::device;
 
-/// Gradients that can be read after the passes.
-const UNREDUCED: DataParallel = DataParallel {
-    zero: ZeroStage::Zero,
-    zero_group: None,
-    reduce: ReduceType::F32,
-    quantize_weights: false,
-    overlap: false,
-};
 const VOCAB: usize = 31;
 const HIDDEN: usize = 6;
 const WIDTH: usize = 9;
@@ -119,7 +113,7 @@ impl Block for Head {
         let (rows, scale) = (xs.flatten_to(1)?, pass.loss_scale);
         let (loss, dx) = linear_cross_entropy(
             &rows,
-            &self.weight,
+            &self.weight.clone().into(),
             &targets,
             &self.shard,
             &self.tp,

@@ -1,15 +1,16 @@
 //! The head and its loss in chunks of rows, against f64 loops over the whole logits: odd numbers of rows, more rows than a
-//! chunk, and vocabularies of 1, 97 and 32001 ids.
+//! chunk, vocabularies of 1, 97 and 32001 ids, and weights that come whole or, to two replicas, tile by tile.
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
-    Gradients, MicroBatch, ParamStore, PlainBlock, Shard, Stage, ZeroStage, linear_cross_entropy,
-    plain_block,
+    DataParallel, Gradients, MicroBatch, ParamStore, PlainBlock, Shard, Stage, ZeroStage,
+    linear_cross_entropy, plain_block,
 };
 
+use crate::chain::one_target;
 use crate::check::{floats, here, on_mesh, random, random_ids};
 use crate::device::device;
 
@@ -28,22 +29,38 @@ impl PlainBlock for Link {
 /// What one rank holds: the loss, the gradient of the rows, its part of the weight, and the gradient of that.
 type Part = (f64, Vec<f32>, Vec<f32>, Vec<f32>);
 
-fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part> {
+fn run(
+    mesh: &Mesh,
+    xs: &Tensor,
+    targets: &Tensor,
+    vocab: usize,
+    tile_linears: usize,
+) -> Result<Part> {
+    let zero = match tile_linears {
+        1 => ZeroStage::Zero,
+        _ => ZeroStage::Three,
+    };
+    let replicas = DataParallel {
+        tile_linears,
+        ..zero.into()
+    };
     let vb = ParamStore::init(5)
-        .with_data_parallel(ZeroStage::Zero)
+        .with_data_parallel(replicas)
         .builder(DType::F32, &device());
     let shard = Shard::even(0, vocab, &mesh.tp)?;
+    let weight = std::cell::RefCell::new(None);
     let stage = Stage::build(mesh, &vb, 2, HIDDEN, |index, vb| {
         let stdev = 1.0;
         let init = Init::Randn { mean: 0.0, stdev };
         if index == 1 {
-            vb.get_placed((vocab, HIDDEN), "weight", shard.clone(), init)?;
+            let shape = (vocab, HIDDEN);
+            weight.replace(Some(vb.get_tiled(shape, "weight", shard.clone(), init)?));
         }
         Ok(plain_block(Link))
     })?;
+    let weight = weight.take().unwrap();
+    assert_eq!(weight.is_tiled(), tile_linears > 1);
     let mut gradients = Gradients::new(stage.params(), mesh)?;
-    let params: Vec<_> = stage.params().iter().collect();
-    let weight = params[0].tensor();
     let xs = here(xs)?;
     let (loss, dx) = linear_cross_entropy(
         &xs,
@@ -57,9 +74,21 @@ fn run(mesh: &Mesh, xs: &Tensor, targets: &Tensor, vocab: usize) -> Result<Part>
     Ok((
         loss.to_scalar::<f64>()?,
         floats(&dx)?,
-        floats(&weight)?,
-        floats(&gradients.get(0)?)?,
+        floats(&stage.params().values(0)?)?,
+        floats(&gradient_of_one_replica(&mut gradients, mesh)?)?,
     ))
+}
+
+/// The gradient of the weight, which is the same on every replica.
+fn gradient_of_one_replica(gradients: &mut Gradients, mesh: &Mesh) -> Result<Tensor> {
+    if mesh.dp.world_size() == 1 {
+        return gradients.get(0);
+    }
+    let sum = gradients
+        .reduce(&one_target(mesh))?
+        .local_gradients()?
+        .remove(&0);
+    sum.unwrap() / mesh.dp.world_size() as f64
 }
 
 /// Loss, gradient of the rows, and of the weight, in f64.
@@ -130,14 +159,18 @@ fn equals_the_loss_of_whole_logits() {
             .for_each(|id| *id = IGNORE_INDEX);
         let targets = Tensor::new(ids.as_slice(), &Device::Cpu).unwrap();
         let mut want: Option<(f64, Vec<f64>, Vec<f64>)> = None;
-        for tp in degrees {
-            let parts = on_mesh((1, 1, tp), |mesh| run(&mesh, &xs, &targets, vocab));
+        let runs = degrees.iter().map(|tp| (*tp, 1));
+        let tiled = degrees.last().map(|tp| (*tp, 5.min(vocab + 1)));
+        for (tp, tiles) in runs.chain(tiled) {
+            let dp = if tiles > 1 { 2 } else { 1 };
+            let mut parts = on_mesh((1, dp, tp), |mesh| run(&mesh, &xs, &targets, vocab, tiles));
+            parts.truncate(tp);
             let weight: Vec<f32> = parts.iter().flat_map(|part| part.2.clone()).collect();
             let dw: Vec<f32> = parts.iter().flat_map(|part| part.3.clone()).collect();
             // The weight is the same for any number of ranks.
             let (loss, dx, want_dw) =
                 want.get_or_insert_with(|| reference(&floats(&xs).unwrap(), &weight, &ids));
-            let what = format!("{rows} rows, {vocab} ids, tp {tp}");
+            let what = format!("{rows} rows, {vocab} ids, tp {tp}, {tiles} tiles");
             // Logits below 10 are off by the rounding of their products, and so is the logarithm of the sum: each makes
             // a probability wrong by that many half epsilons. Then come sums over the rows.
             let half_epsilon = f64::from(f32::EPSILON) / 2.0;
@@ -160,7 +193,7 @@ fn gives_the_same_bits_in_each_run_and_for_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(num_threads);
         pool.build().unwrap().install(|| {
             let mesh = crate::check::single_mesh();
-            let (loss, dx, _, dw) = run(&mesh, &xs, &targets, vocab).unwrap();
+            let (loss, dx, _, dw) = run(&mesh, &xs, &targets, vocab, 1).unwrap();
             let values = dx.into_iter().chain(dw).map(f32::to_bits);
             (loss.to_bits(), values.collect::<Vec<u32>>())
         })

@@ -12,7 +12,7 @@ use crate::traffic::padded_values;
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
-fn grouped(zero: ZeroStage, zero_group: Option<usize>) -> DataParallel {
+pub fn grouped(zero: ZeroStage, zero_group: Option<usize>) -> DataParallel {
     DataParallel {
         zero,
         zero_group,
@@ -22,7 +22,7 @@ fn grouped(zero: ZeroStage, zero_group: Option<usize>) -> DataParallel {
 
 /// Whole weights on rank 0, the first step's norm and the last one's loss after steps on micro-batches of which 12 replicas' worth is the same however many there are; frozen
 /// parameters and tied ones among them.
-fn trained(
+pub fn trained(
     layout: (usize, usize, usize),
     tied: bool,
     replicas: DataParallel,
@@ -81,7 +81,7 @@ fn groups_of_replicas_train_like_one_rank() {
     }
 }
 
-fn step(stage: &Stage, mesh: &candle_comm::Mesh, batches: &[MicroBatch]) -> Result<()> {
+pub fn step(stage: &Stage, mesh: &candle_comm::Mesh, batches: &[MicroBatch]) -> Result<()> {
     let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())?;
     let mut gradients = Gradients::new(stage.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);

@@ -5,12 +5,12 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
-    Block, DataParallel, Gradients, MicroBatch, ParamBuilder, ParamStore, Pipeline, PlainBlock,
-    ReduceType, Schedule, Stage, plain_block, stage_blocks,
+    Block, Gradients, MicroBatch, ParamBuilder, ParamStore, Pipeline, PlainBlock, Schedule, Stage,
+    plain_block, stage_blocks,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients};
-use crate::check::{assert_says, assert_values_close, message, on_mesh, single_mesh};
+use crate::check::{UNREDUCED, assert_says, assert_values_close, message, on_mesh, single_mesh};
 use crate::device::device;
 
 /// Gradients of the sum of the losses of the micro-batches, and that sum, by one candle graph a micro-batch.
@@ -83,15 +83,6 @@ fn the_tape_gives_the_gradients_of_one_graph() {
         }
     }
 }
-
-/// Gradients that can be read after the passes.
-const UNREDUCED: DataParallel = DataParallel {
-    zero: candle_parallel::ZeroStage::Zero,
-    zero_group: None,
-    reduce: ReduceType::F32,
-    quantize_weights: false,
-    overlap: false,
-};
 
 type Forward = Box<dyn Fn(&Tensor, &MicroBatch) -> Result<Tensor> + Send + Sync>;
 

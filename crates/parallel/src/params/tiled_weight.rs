@@ -1,0 +1,120 @@
+//! Weights of which a layer uses some rows at a time, so that with ZeRO-3 only these need to be gathered: memory-centric tiling
+//! (arXiv:2104.07857, section 5.1.3).
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use candle_core::{D, Result, Tensor};
+
+use super::placement::part;
+use super::sharded_weights::ShardedWeights;
+
+/// A weight whose rows (dim 0) a layer can use tile by tile: see [`DataParallel::tile_linears`](crate::DataParallel::tile_linears).
+///
+/// Without tiling, and made from a tensor, it is one tile.
+#[derive(Clone)]
+pub struct TiledWeight {
+    whole: Tensor,
+    divided: Option<Divided>,
+}
+
+/// Where the tiles of a weight come from if replicas divide it.
+#[derive(Clone)]
+struct Divided {
+    name: String,
+    /// Empty until the model is built, and if replicas do not divide weights.
+    weights: Arc<OnceLock<ShardedWeights>>,
+}
+
+impl From<Tensor> for TiledWeight {
+    fn from(whole: Tensor) -> Self {
+        Self {
+            whole,
+            divided: None,
+        }
+    }
+}
+
+impl TiledWeight {
+    pub(super) fn new(
+        whole: Tensor,
+        name: String,
+        weights: &Arc<OnceLock<ShardedWeights>>,
+    ) -> Self {
+        let weights = weights.clone();
+        Self {
+            whole,
+            divided: Some(Divided { name, weights }),
+        }
+    }
+
+    /// The parameter: its shape, and the identity by which its gradient is found. Its values are here only if it is one tile.
+    pub fn tensor(&self) -> &Tensor {
+        &self.whole
+    }
+
+    /// Whether there is more than one tile.
+    pub fn is_tiled(&self) -> bool {
+        self.tiled().is_some()
+    }
+
+    /// Number of tiles; a weight that has fewer rows comes in fewer.
+    pub fn num_tiles(&self) -> usize {
+        self.tiled().map_or(1, |(weights, _)| weights.num_tiles())
+    }
+
+    /// The slices of this weight if it comes tile by tile, and its name.
+    fn tiled(&self) -> Option<(&ShardedWeights, &str)> {
+        let Divided { name, weights } = self.divided.as_ref()?;
+        let weights = weights.get()?;
+        weights.is_tiled(name).then_some((weights, name.as_str()))
+    }
+
+    /// Calls `use_tile` with each tile and its rows, in order. A tile is freed when the call has returned, and the next one is
+    /// on its way meanwhile if communication overlaps. With ZeRO-3 all replicas must call it.
+    ///
+    /// # Errors
+    /// What `use_tile` returns, and failures of ranks.
+    pub fn for_each_tile(
+        &self,
+        mut use_tile: impl FnMut(Range<usize>, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let num_rows = self.whole.dim(0)?;
+        let Some((weights, name)) = self.tiled() else {
+            return use_tile(0..num_rows, &self.whole);
+        };
+        let num_tiles = weights.num_tiles().min(num_rows);
+        let rows = |tile| part(num_rows, tile, num_tiles);
+        let start = |tile| weights.start_tile(name, &rows(tile));
+        let mut started = None;
+        for tile in 0..num_tiles {
+            let (values, _held) = started.take().map_or_else(|| start(tile), Ok)?.wait()?;
+            if weights.prefetches() && tile + 1 < num_tiles {
+                started = Some(start(tile + 1)?);
+            }
+            let rows = rows(tile);
+            let shape = [&[rows.len()], &self.whole.dims()[1..]].concat();
+            use_tile(rows, &values.reshape(shape)?)?;
+        }
+        Ok(())
+    }
+
+    /// The outputs (.., rows) that `product` gives for the tiles, as one tensor (.., all rows).
+    ///
+    /// # Errors
+    /// As [`Self::for_each_tile`].
+    pub fn concat(
+        &self,
+        mut product: impl FnMut(Range<usize>, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut parts = Vec::new();
+        self.for_each_tile(|rows, tile| {
+            parts.push(product(rows, tile)?);
+            Ok(())
+        })?;
+        match parts.as_slice() {
+            [one] => Ok(one.clone()),
+            parts => Tensor::cat(parts, D::Minus1),
+        }
+    }
+}
