@@ -16,6 +16,8 @@ pub struct Checkpoints {
     every: usize,
     record: TrainingRecord,
     is_first: bool,
+    /// How the newest save that ended did.
+    last: Option<SaveOutcome>,
 }
 
 impl Checkpoints {
@@ -31,6 +33,7 @@ impl Checkpoints {
             every: every.max(1),
             record,
             is_first,
+            last: None,
         }
     }
 
@@ -41,11 +44,43 @@ impl Checkpoints {
         step: usize,
         batches: &Batches,
     ) -> Result<()> {
-        if !step.is_multiple_of(self.every) {
-            let outcome = self.saver.poll()?;
-            self.tell(outcome);
-            return Ok(());
+        if step.is_multiple_of(self.every) {
+            return self.start(optimizer, step, batches);
         }
+        let outcome = self.saver.poll()?;
+        self.tell(outcome);
+        Ok(())
+    }
+
+    /// A checkpoint after `step` steps, written when this returns; how that ended. Every rank must call it.
+    pub(crate) fn save_now(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        batches: &Batches,
+    ) -> Result<Option<SaveOutcome>> {
+        self.finish()?;
+        let is_there = |last: &SaveOutcome| last.step == step && last.saved.is_ok();
+        if !self.last.as_ref().is_some_and(is_there) {
+            self.start(optimizer, step, batches)?;
+            self.finish()?;
+        }
+        Ok(self.last.clone())
+    }
+
+    /// Waits for a save that is under way. Every rank must call it.
+    pub(crate) fn finish(&mut self) -> Result<()> {
+        let outcome = self.saver.finish()?;
+        self.tell(outcome);
+        Ok(())
+    }
+
+    fn start(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        batches: &Batches,
+    ) -> Result<()> {
         self.finish()?;
         let record = TrainingRecord {
             position: DataPosition::of(batches, step)?,
@@ -57,26 +92,22 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Waits for a save that is under way. Every rank must call it.
-    pub(crate) fn finish(&mut self) -> Result<()> {
-        let outcome = self.saver.finish()?;
-        self.tell(outcome);
-        Ok(())
-    }
-
-    fn tell(&self, outcome: Option<SaveOutcome>) {
-        let Some(outcome) = outcome.filter(|_| self.is_first) else {
+    fn tell(&mut self, outcome: Option<SaveOutcome>) {
+        let Some(outcome) = outcome else {
             return;
         };
-        match outcome.saved {
-            Ok(path) => tracing::debug!("saved {}", path.display()),
-            Err(message) => tracing::warn!(
-                "there is no checkpoint of step {}, and training goes on: {message}",
-                outcome.step
-            ),
+        if self.is_first {
+            match &outcome.saved {
+                Ok(path) => tracing::debug!("saved {}", path.display()),
+                Err(message) => tracing::warn!(
+                    "there is no checkpoint of step {}, and training goes on: {message}",
+                    outcome.step
+                ),
+            }
+            if let Some(warning) = &outcome.warning {
+                tracing::warn!("{warning}");
+            }
         }
-        if let Some(warning) = outcome.warning {
-            tracing::warn!("{warning}");
-        }
+        self.last = Some(outcome);
     }
 }

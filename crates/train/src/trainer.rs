@@ -5,7 +5,7 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
@@ -122,6 +122,18 @@ impl Trainer {
         match &mut self.checkpoints {
             Some(checkpoints) => checkpoints.after_step(&self.optimizer, self.step, batches),
             None => Ok(()),
+        }
+    }
+
+    /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
+    /// [`Self::with_checkpoints`]. Every rank must call it, between steps.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.save_now(&self.optimizer, self.step, batches),
+            None => Ok(None),
         }
     }
 

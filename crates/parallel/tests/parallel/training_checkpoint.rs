@@ -24,15 +24,19 @@ pub struct Layout {
     zero_group: Option<usize>,
     in_file: bool,
     recompute: bool,
+    num_tiles: usize,
 }
 
-/// All stages of ZeRO, a vocabulary of 13 on two tensor-parallel ranks, state in files, and recomputation.
+/// All stages of ZeRO, tiles, a vocabulary of 13 on two tensor-parallel ranks, state in files, and recomputation.
 const LAYOUTS: [Layout; 9] = [
     layout((1, 1, 1), ZeroStage::Zero),
     layout((2, 1, 1), ZeroStage::One),
     layout((1, 3, 1), ZeroStage::Two),
     layout((1, 2, 2), ZeroStage::Three),
-    layout((2, 2, 1), ZeroStage::Three),
+    Layout {
+        num_tiles: 3,
+        ..layout((2, 2, 1), ZeroStage::Three)
+    },
     layout((2, 2, 2), ZeroStage::One),
     Layout {
         in_file: true,
@@ -57,6 +61,7 @@ pub const fn layout(mesh: (usize, usize, usize), zero: ZeroStage) -> Layout {
         zero_group: None,
         in_file: false,
         recompute: false,
+        num_tiles: 1,
     }
 }
 
@@ -73,6 +78,7 @@ impl Run {
         let store = ParamStore::init(seed).with_data_parallel(DataParallel {
             zero: layout.zero,
             zero_group: layout.zero_group,
+            tile_linears: layout.num_tiles,
             ..DataParallel::default()
         });
         let stage = chain.stage(&mesh, &store)?;

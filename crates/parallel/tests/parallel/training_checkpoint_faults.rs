@@ -272,6 +272,15 @@ fn two_runs_and_one_folder() {
     );
     let checkpoint = TrainingCheckpoint::open(&alone(), &dir.join("step-000001")).unwrap();
     saver(Some(&checkpoint)).unwrap();
+    copy(&dir.join("step-000001"), &dir.join("step-000002"));
+    let words = [
+        "step-000002 is newer than the checkpoint after step 1",
+        "hint:",
+    ];
+    assert_says(&message(saver(Some(&checkpoint))), &words);
+    edit(&dir.join("step-000002/rank-00000.safetensors"), Vec::clear);
+    let (latest, _) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
+    saver(latest.as_ref()).unwrap();
     assert_says(
         &message(CheckpointSaver::new(&alone(), (dir, 0), None)),
         &["at least 1"],

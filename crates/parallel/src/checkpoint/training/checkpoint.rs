@@ -19,6 +19,8 @@ pub struct TrainingCheckpoint {
     pub(super) files: Vec<RankFile>,
     /// Of each parameter, its pieces: (file, piece of it).
     pub(super) pieces: HashMap<String, Vec<(usize, Piece)>>,
+    /// Whether all newer ones beside it are not valid.
+    pub(super) is_latest: bool,
 }
 
 impl TrainingCheckpoint {
@@ -52,7 +54,13 @@ impl TrainingCheckpoint {
             let checkpoint = Self::verify(world, &folder.path(step));
             let said = checkpoint.as_ref().map(|_| ()).map_err(message_of);
             match (exchange(world, &said)?, checkpoint) {
-                (Ok(_), Ok(checkpoint)) => return Ok((Some(checkpoint), skipped)),
+                (Ok(_), Ok(checkpoint)) => {
+                    let latest = Self {
+                        is_latest: true,
+                        ..checkpoint
+                    };
+                    return Ok((Some(latest), skipped));
+                }
                 (Err(message), _) | (_, Err(candle_core::Error::Msg(message))) => {
                     skipped.push(message);
                 }
@@ -98,6 +106,7 @@ impl TrainingCheckpoint {
             manifest,
             files,
             pieces,
+            is_latest: false,
         })
     }
 

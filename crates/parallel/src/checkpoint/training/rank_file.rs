@@ -141,7 +141,10 @@ fn write_tensor(out: &mut Summed, tensor: &StagedTensor) -> Result<std::io::Resu
         ),
     };
     if let Ok(false) = written {
-        bail!("{} has values that are NaN or infinite", tensor.name);
+        bail!(
+            "{} has values that are NaN or infinite: nothing is saved",
+            tensor.name
+        );
     }
     Ok(written.map(drop))
 }

@@ -52,7 +52,8 @@ impl CheckpointSaver {
     /// gets a name of its own, and a folder without checkpoints. Every rank must call it.
     ///
     /// # Errors
-    /// The same on every rank: a folder that cannot be written to, that another run writes to, or that holds its checkpoints.
+    /// The same on every rank: a folder that cannot be written to, that another run writes to, or that holds its checkpoints or
+    /// newer ones than `resumed`.
     pub fn new(
         world: &ProcessGroup,
         (dir, keep): (&Path, usize),
@@ -67,18 +68,7 @@ impl CheckpointSaver {
                 return Ok(None);
             }
             let lock = folder.lock()?;
-            let of_run = |step: &usize| Some(Manifest::read(&folder.path(*step)).ok()?.run);
-            let other = folder.steps()?.into_iter().find_map(|step| {
-                let run = of_run(&step)?;
-                let is_ours = resumed.is_some_and(|resumed| resumed.run() == run);
-                (!is_ours).then(|| folder.path(step))
-            });
-            if let Some(other) = other {
-                bail!(
-                    "{} is a checkpoint of another run\nhint: resume that run, or choose another folder for this one's",
-                    other.display()
-                );
-            }
+            check_checkpoints(&folder, resumed)?;
             Ok(Some(lock))
         };
         let _lock = agree(world, begin())?;
@@ -233,4 +223,31 @@ impl CheckpointSaver {
         let pruned = self.folder.prune(step, self.keep);
         Ok((path, pruned.err().map(|err| message_of(&err))))
     }
+}
+
+/// An error if a folder holds checkpoints of another run, or such as this one has left behind by going on from an older one.
+fn check_checkpoints(
+    folder: &CheckpointFolder,
+    resumed: Option<&TrainingCheckpoint>,
+) -> Result<()> {
+    for step in folder.steps()? {
+        let path = folder.path(step);
+        let Ok(manifest) = Manifest::read(&path) else {
+            continue;
+        };
+        let path = path.display();
+        let Some(resumed) = resumed.filter(|resumed| resumed.run() == manifest.run) else {
+            bail!(
+                "{path} is a checkpoint of another run\nhint: resume that run, or choose another folder for this one's"
+            );
+        };
+        if step > resumed.step() && !resumed.is_latest {
+            bail!(
+                "{path} is newer than the checkpoint after step {} from which the run goes on\nhint: move it away, or choose \
+                 another folder",
+                resumed.step()
+            );
+        }
+    }
+    Ok(())
 }
