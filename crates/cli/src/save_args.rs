@@ -15,6 +15,11 @@ const WITHOUT_EFFECT: &[&str] = &[
     "--overwrite",
     "--rescue-dir",
     "--max-secs",
+    "--save-every",
+    "--save-dir",
+    "--keep",
+    "--resume",
+    "--resume-anyway",
     "--backend",
     "--deadline",
     "--check-collectives",
@@ -34,15 +39,20 @@ pub(crate) struct SaveArgs {
     /// replaced; the input model and folders with other files never are
     #[arg(long)]
     pub overwrite: bool,
-    /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside that]
+    /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]
     #[arg(long, value_name = "DIR")]
     pub rescue_dir: Option<PathBuf>,
 }
 
 impl SaveArgs {
-    /// A save to `output` with these files beside the weights.
-    pub fn hf_save(&self, output: &Path, sidecars: Vec<(String, Vec<u8>)>) -> HfSave {
-        let beside = || output.parent().unwrap_or(output).to_path_buf();
+    /// A save to `output` with these files beside the weights; `checkpoints` is the folder of the run's checkpoints.
+    pub fn hf_save(
+        &self,
+        (output, checkpoints): (&Path, Option<&Path>),
+        sidecars: Vec<(String, Vec<u8>)>,
+    ) -> HfSave {
+        let beside = checkpoints.unwrap_or(output);
+        let beside = || beside.parent().unwrap_or(beside).to_path_buf();
         HfSave {
             overwrite: self.overwrite,
             rescue_dir: Some(self.rescue_dir.clone().unwrap_or_else(beside)),

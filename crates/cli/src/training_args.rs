@@ -10,6 +10,7 @@ use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfi
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
+use crate::checkpoint_args::CheckpointArgs;
 use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
 use crate::freeze::FreezeArgs;
 use crate::loss_scale::LossScaleArgs;
@@ -31,6 +32,8 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
+    #[command(flatten, next_help_heading = "Checkpoints")]
+    pub(crate) checkpoints: CheckpointArgs,
     /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
@@ -209,7 +212,8 @@ impl TrainingArgs {
         }
     }
 
-    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be.
+    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be. Those
+    /// of a run that is resumed are looked at when its step is known.
     pub(crate) fn check_metrics(&self, output: &Path) -> Result<()> {
         let Some(path) = &self.metrics else {
             return Ok(());

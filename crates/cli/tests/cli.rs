@@ -28,6 +28,7 @@ mod cli {
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
+    mod resume;
     mod stop;
     mod tokenizer;
     mod training;

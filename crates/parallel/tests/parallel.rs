@@ -68,3 +68,7 @@ mod stage;
 mod tiles;
 #[path = "parallel/traffic.rs"]
 mod traffic;
+#[path = "parallel/training_checkpoint.rs"]
+mod training_checkpoint;
+#[path = "parallel/training_checkpoint_faults.rs"]
+mod training_checkpoint_faults;

@@ -5,13 +5,14 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::HfSave;
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
 };
 
 use crate::batches::Batches;
+use crate::checkpoints::Checkpoints;
 use crate::memory_report::explain;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
@@ -32,6 +33,7 @@ pub struct Trainer {
     /// Whether this rank asks to stop.
     asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
     is_stopped: bool,
+    checkpoints: Option<Checkpoints>,
 }
 
 impl Trainer {
@@ -70,6 +72,7 @@ impl Trainer {
             stopwatch: None,
             asks_to_stop: None,
             is_stopped: false,
+            checkpoints: None,
         })
     }
 
@@ -85,6 +88,23 @@ impl Trainer {
         self.is_stopped && self.step < self.config.lr_schedule.num_steps
     }
 
+    /// Saves checkpoints between the steps of [`Self::train`] from now on.
+    pub fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+        self.checkpoints = Some(checkpoints);
+        self
+    }
+
+    /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
+    /// was in the data [`Batches::continued`] takes. Every rank must call it, before the first step.
+    ///
+    /// # Errors
+    /// A checkpoint of another model or optimizer.
+    pub fn resume(&mut self, checkpoint: &TrainingCheckpoint) -> Result<()> {
+        checkpoint.load(&mut self.optimizer)?;
+        self.step = checkpoint.step();
+        Ok(())
+    }
+
     /// Times the parts of steps on the device from now on: on a GPU [`Self::times`] are those of its own clock. The optimizer's,
     /// whose end nobody waits for, is then that of the step before.
     pub fn with_device_times(mut self) -> Self {
@@ -94,7 +114,7 @@ impl Trainer {
     }
 
     /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop); `on_step`
-    /// sees each step's numbers.
+    /// sees each step's numbers, before a checkpoint of it is saved.
     pub fn train(
         &mut self,
         batches: &Batches,
@@ -103,8 +123,36 @@ impl Trainer {
         while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
             let metrics = self.train_step(&batches.batch(self.step)?)?;
             on_step(&metrics)?;
+            self.checkpoint(batches)?;
         }
-        Ok(())
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.finish(),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
+    /// rank calls it there.
+    ///
+    /// # Errors
+    /// Failures of ranks. A save that fails is a warning.
+    pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.after_step(&self.optimizer, self.step, batches),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
+    /// [`Self::with_checkpoints`]. Every rank must call it, between steps.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.save_now(&self.optimizer, self.step, batches),
+            None => Ok(None),
+        }
     }
 
     /// One optimizer step on this data-parallel rank's micro-batches.
@@ -185,9 +233,16 @@ impl Trainer {
         Ok(metrics)
     }
 
-    /// What a run that [is stopped](Self::is_stopped) leaves: the model. Every rank must call it.
-    pub fn on_stop(&self, save: &HfSave) -> Result<()> {
-        self.save_hf(save)
+    /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.
+    ///
+    /// # Errors
+    /// As [`check_free_space`].
+    pub fn check_space(&self, save: &HfSave) -> Result<()> {
+        let model = save.space_need(self.stage.params())?;
+        let checkpoints = self.checkpoints.as_ref();
+        let checkpoints = checkpoints.map(|checkpoints| checkpoints.space_need(&self.optimizer));
+        let needs = std::iter::once(model).chain(checkpoints);
+        check_free_space(&needs.collect::<Vec<_>>())
     }
 
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
@@ -198,6 +253,11 @@ impl Trainer {
     /// The step that comes next, from 0.
     pub fn step(&self) -> usize {
         self.step
+    }
+
+    /// Number of steps of the whole run.
+    pub fn num_steps(&self) -> usize {
+        self.config.lr_schedule.num_steps
     }
 
     /// Where the time of the last step went on this rank.

@@ -153,6 +153,24 @@ impl Program {
         outcome
     }
 
+    /// Runs the program and kills it after `time`; whether it was still running then.
+    pub fn is_killed_after(&self, time: Duration) -> bool {
+        let mut child = self.command();
+        let child = child.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = child.spawn().unwrap();
+        let start = Instant::now();
+        while start.elapsed() < time {
+            if let Some(status) = child.try_wait().unwrap() {
+                assert!(status.success(), "{:?}: {status}", self.flags);
+                return false;
+            }
+            sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        true
+    }
+
     fn arguments(&self) -> Vec<String> {
         let flags = self.flags.iter();
         let flags = flags.flat_map(|(name, value)| [Some(name.clone()), value.clone()]);

@@ -10,7 +10,7 @@ use super::folder::{fixture, read_checkpoint, read_json, read_tensors};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
-fn metrics(path: &Path) -> Vec<Map<String, Value>> {
+pub fn metrics(path: &Path) -> Vec<Map<String, Value>> {
     let text = fs::read_to_string(path).unwrap();
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
@@ -18,7 +18,7 @@ fn metrics(path: &Path) -> Vec<Map<String, Value>> {
 }
 
 /// Without what the clock says, and memory, whose activations depend on which rank allocates what they share.
-fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
+pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     for step in &mut metrics {
         step.retain(|field, _| {
             !matches!(field.as_str(), "tokens_per_sec" | "step_secs" | "memory")

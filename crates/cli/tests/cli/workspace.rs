@@ -96,6 +96,14 @@ impl Workspace {
         assert_eq!(around(), before);
     }
 
+    /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is now.
+    #[track_caller]
+    pub fn run_refused(&self, program: &Program, parts: &[&str]) {
+        let before = snapshot(&self.output());
+        program.run().assert_error(parts);
+        assert!(snapshot(&self.output()) == before);
+    }
+
     #[track_caller]
     pub fn assert_output_is_untouched(&self) {
         let after = snapshot(&self.output());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 
-use super::free_space::{SpaceNeed, check_free_space};
+use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
 use super::plan::SavePlan;
@@ -62,16 +62,16 @@ impl HfSave {
         Ok(claimed)
     }
 
-    /// Checks that there is room for the model, beside the one that it replaces.
+    /// What the model takes, beside the one that it replaces: for [`check_free_space`](super::check_free_space).
     ///
     /// # Errors
-    /// As [`check_free_space`].
-    pub fn check_space(&self, params: &Parameters) -> Result<()> {
-        check_free_space(&[SpaceNeed {
+    /// As [`Self::num_bytes`].
+    pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed<'_>> {
+        Ok(SpaceNeed {
             folder: self.output.path(),
             num_bytes: self.num_bytes(params)?,
             what: "the model",
-        }])
+        })
     }
 
     /// The size of all files to be written, but for the note of [`Self::run`].

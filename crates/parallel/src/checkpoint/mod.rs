@@ -1,4 +1,5 @@
-//! Weights as Hugging Face safetensors folders: read part by part, written tensor by tensor, and what makes writing safe.
+//! Weights as Hugging Face safetensors folders: read part by part, written tensor by tensor, and what makes writing safe. And
+//! checkpoints to resume from.
 
 mod file_writer;
 mod folder_lock;
@@ -13,6 +14,7 @@ mod run_file;
 mod save;
 mod save_failure;
 mod staged_folder;
+mod training;
 
 pub use folder_lock::FolderLock;
 pub use free_space::{SpaceNeed, check_free_space};
@@ -24,3 +26,4 @@ pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
 pub use save::save_hf;
 pub(crate) use save::save_with_masters;
 pub use staged_folder::StagedFolder;
+pub use training::{CheckpointSaver, SaveOutcome, TrainingCheckpoint, Xxh64};

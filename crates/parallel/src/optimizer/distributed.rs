@@ -25,8 +25,8 @@ pub struct DistributedOptimizer {
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
     pub(super) store: StateStore,
-    num_steps: usize,
-    scaler: Option<LossScaler>,
+    pub(super) num_steps: usize,
+    pub(super) scaler: Option<LossScaler>,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
