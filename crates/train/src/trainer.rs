@@ -44,7 +44,8 @@ impl Trainer {
     }
 
     /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
-    /// with another rule, with parameter groups, or with state that was saved.
+    /// with another rule, with parameter groups, or with state that was saved. In f16 one without a loss scale gets the
+    /// configuration's.
     pub fn with_optimizer(
         config: TrainConfig,
         mesh: &Mesh,
@@ -54,7 +55,7 @@ impl Trainer {
         config.validate()?;
         let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
         let mut optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
-        if stage.dtype() == DType::F16 {
+        if stage.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
             optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
         }
         Ok(Self {

@@ -157,6 +157,26 @@ fn what_replicas_divide_and_send_changes_what_a_rank_holds_and_hardly_the_loss()
 }
 
 #[test]
+fn recomputation_keeps_less_between_passes_and_changes_no_number() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    // Of one rank, which counts all that the process allocates.
+    let program = workspace.finetune().flag("--tp", 1).flag("--pp", 1);
+    let program = program.flag("--dp", 1).flag("--seq-len", 128);
+    let program = program.flag("--metrics", path.display());
+    let run = |mode: &str| {
+        program.clone().flag("--recompute", mode).succeeds();
+        let metrics = metrics(&path);
+        let peak = &metrics[1]["memory"]["activations_peak_bytes"];
+        (peak.as_u64().unwrap(), without_times(metrics))
+    };
+    let (kept, want) = run("none");
+    let (less, got) = run("full");
+    assert!(less > 0 && 2 * less < kept, "{less} {kept}");
+    assert!(got == want);
+}
+
+#[test]
 fn epochs_count_passes_over_the_data() {
     let workspace = Workspace::new();
     // The folder that they are in is made by the run itself.

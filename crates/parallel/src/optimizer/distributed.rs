@@ -135,6 +135,11 @@ impl DistributedOptimizer {
         Ok(Self { scaler, ..self })
     }
 
+    /// Whether it was given a loss scale.
+    pub fn has_loss_scaling(&self) -> bool {
+        self.scaler.is_some()
+    }
+
     /// The loss scale of the next step; 1 without [`Self::with_loss_scaling`].
     pub fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
