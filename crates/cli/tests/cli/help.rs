@@ -115,7 +115,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         ],
     ),
     ("--overwrite", &["earlier run of the same command", "never"]),
-    ("--rescue-dir", &["DIR", "[default: beside that]"]),
+    ("--rescue-dir", &["DIR", "[default: beside the folder of the checkpoints"]),
     ("--save-every", &["[default: never]", "STEPS", "--save-dir"]),
     ("--save-dir", &["[default: none]", "step-000015"]),
     ("--keep", &["[default: 2]", "newest"]),
