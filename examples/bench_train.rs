@@ -33,6 +33,7 @@
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
+//! | `saving_step_secs`, `writing_step_secs` | with `--save-dir`: median of the steps after which a checkpoint was copied to be saved, the copy included, and of those right after, beside which it was written; neither is in `step_secs`. Null without |
 //!
 //! The shape of Llama-3.1-8B with everything frozen but the norms:
 //! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
@@ -40,14 +41,16 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
+use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
-    explain_out_of_memory,
+    BatchConfig, Batches, Checkpoints, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
+    TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
@@ -116,12 +119,17 @@ struct Args {
     /// Print the GPU time of each operation on the first GPU to stderr, from three more steps after the measured ones
     #[arg(long)]
     profile: bool,
+    /// Save a checkpoint in this folder after every fourth step, to time that
+    #[arg(long, value_name = "DIR")]
+    save_dir: Option<PathBuf>,
 }
 
 /// Degrees that are 1 unless told.
 const ONE_RANK: [&str; 3] = ["tp", "pp", "dp"];
 const NUM_WARM_UP_STEPS: usize = 2;
 const NUM_PROFILED_STEPS: usize = 3;
+/// Steps from one checkpoint to the next.
+const SAVE_EVERY: usize = 4;
 /// More threads than this in one process is a slip of the keyboard.
 const MAX_THREADS: usize = 1024;
 
@@ -132,6 +140,9 @@ struct Measured {
     loss_scale: f64,
     skipped_steps: usize,
     step_secs: Vec<f64>,
+    /// Of steps with a copy for a checkpoint, and of those right after.
+    saving_step_secs: Vec<f64>,
+    writing_step_secs: Vec<f64>,
     times: Vec<StepTimes>,
     num_parameters: usize,
     num_trainable_parameters: usize,
@@ -281,12 +292,21 @@ fn bench(
     if mesh.world.device().is_cuda() {
         trainer = trainer.with_device_times();
     }
+    if let Some(dir) = &args.save_dir {
+        let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
+        let is_first = mesh.world.rank() == 0;
+        let record = TrainingRecord::default();
+        let checkpoints = Checkpoints::new(saver, SAVE_EVERY, record, is_first);
+        trainer = trainer.with_checkpoints(checkpoints);
+    }
     let mut measured = Measured {
         losses: Vec::new(),
         grad_norms: Vec::new(),
         loss_scale: 1.0,
         skipped_steps: 0,
         step_secs: Vec::new(),
+        saving_step_secs: Vec::new(),
+        writing_step_secs: Vec::new(),
         times: Vec::new(),
         num_parameters,
         num_trainable_parameters,
@@ -304,8 +324,15 @@ fn bench(
             faults_before = page_faults();
         }
         let secs = measured.train_step(&mut trainer, &batches)?;
+        let before_copy = Instant::now();
+        trainer.checkpoint(&batches)?;
         if step >= NUM_WARM_UP_STEPS {
-            measured.step_secs.push(secs);
+            let secs = secs + before_copy.elapsed().as_secs_f64();
+            match (&args.save_dir, trainer.step() % SAVE_EVERY) {
+                (Some(_), 0) => measured.saving_step_secs.push(secs),
+                (Some(_), 1) => measured.writing_step_secs.push(secs),
+                _ => measured.step_secs.push(secs),
+            }
             measured.times.push(trainer.times());
         }
     }
@@ -361,6 +388,12 @@ impl Measured {
     }
 }
 
+/// The median; sorts the values.
+fn median(secs: &mut [f64]) -> Option<f64> {
+    secs.sort_by(f64::total_cmp);
+    secs.get(secs.len() / 2).copied()
+}
+
 fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling) -> TrainConfig {
     TrainConfig {
         lr_schedule: LrSchedule {
@@ -396,8 +429,9 @@ fn print(
     }
     let times = &measured.times;
     let mean = |of: fn(&StepTimes) -> f64| times.iter().map(of).sum::<f64>() / times.len() as f64;
-    steps.sort_by(f64::total_cmp);
-    let step_secs = steps[steps.len() / 2];
+    let saving_step_secs = median(&mut measured.saving_step_secs);
+    let writing_step_secs = median(&mut measured.writing_step_secs);
+    let step_secs = median(steps).unwrap_or_default();
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
     let default_peak = peak_tflops(device).filter(|_| DType::from(args.layout.dtype) != DType::F32);
@@ -411,6 +445,8 @@ fn print(
         "dtype": DType::from(args.layout.dtype).as_str(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
+        "saving_step_secs": saving_step_secs,
+        "writing_step_secs": writing_step_secs,
         "losses": measured.losses,
         "grad_norms": measured.grad_norms,
         "loss_scale": measured.loss_scale,

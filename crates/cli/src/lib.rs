@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod counting_allocator;
@@ -20,7 +21,10 @@ mod output;
 mod pretrain;
 mod program;
 mod rank_args;
+mod run_record;
 mod samples;
+mod save_args;
+mod stop;
 mod training_args;
 mod training_run;
 

@@ -1,14 +1,15 @@
 //! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
-use candle_parallel::checkpoint::HfSave;
-use candle_parallel::{ParamStore, Stage};
+use candle_parallel::ParamStore;
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_train::{
-    Batches, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer, explain_out_of_memory,
-    peaks_in_words,
+    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
+    TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -17,6 +18,8 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
+use crate::save_args::run_digest;
+use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
 /// Everything that the ranks of this process need, read once.
@@ -29,6 +32,8 @@ pub(crate) struct TrainingRun<'a> {
     pub tokens: Tokens,
     /// What is trained on what, in words.
     pub title: String,
+    /// Files and folders that are read.
+    pub inputs: Vec<PathBuf>,
     /// Folder of the trained checkpoint.
     pub output: &'a Path,
     /// Files beside its weights.
@@ -44,41 +49,78 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+/// What a run goes on from.
+struct Resumed {
+    checkpoint: TrainingCheckpoint,
+    /// The place of its next step in the data.
+    position: DataPosition,
+}
+
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<()> {
+    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
         let tokenizer = &self.tokenizer;
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
+        self.training.checkpoints.validate(self.output)?;
         self.samples.check(tokenizer, &self.config)?;
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
-        let save = HfSave {
-            dtype: self.save_dtype,
-            ..HfSave::new(self.output, sidecars)
-        };
-        if ranks.is_first() {
-            save.check_writable()?;
-            self.training.check_metrics()?;
-            let num_steps = train.lr_schedule.num_steps;
-            let run = self.training.describe(&self.tokens, num_steps, &ranks);
-            print_line(&format!("{}: {run}", self.title));
-        }
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
-        launch::run(&ranks, |world| self.run_rank(&train, &save, world))?;
-        if ranks.is_first() {
-            print_line(&format!("saved to {}", self.output.display()));
+        let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
+        let config = config.map(|(_, content)| content.as_slice());
+        let record = self.training.record(&train, &self.tokens, config, model)?;
+        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        let beside = self.training.checkpoints.save_dir.as_deref();
+        let save = HfSave {
+            dtype: self.save_dtype,
+            run: Some(run_digest(&flags, &self.tokens, model)),
+            inputs: self.inputs.clone(),
+            ..self.training.save.hf_save((self.output, beside), sidecars)
+        };
+        // No other run writes there until this one ends.
+        let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
+        if let Some(claimed) = &claimed {
+            self.training.check_metrics(claimed.place())?;
+            let num_steps = train.lr_schedule.num_steps;
+            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            print_line(&format!("{}: {run}", self.title));
         }
-        Ok(())
+        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        let stopped = launch::run(&ranks, |world| {
+            self.run_rank(&train, (&save, &record, &stop), world)
+        })?;
+        let stopped = stopped.into_iter().next().flatten();
+        if ranks.is_first() {
+            let checkpoint = stopped.as_ref().and_then(|it| it.checkpoint.as_deref());
+            let saved = checkpoint.unwrap_or(self.output);
+            print_line(&format!("saved to {}", saved.display()));
+            if let Some(stopped) = &stopped {
+                let num_steps = train.lr_schedule.num_steps;
+                print_line(&stop.describe(stopped, num_steps, self.output));
+            }
+        }
+        Ok(match stopped {
+            Some(_) => stop.exit_code(),
+            None => ExitCode::SUCCESS,
+        })
     }
 
-    /// One rank's part.
-    fn run_rank(&self, train: &TrainConfig, save: &HfSave, world: ProcessGroup) -> Result<()> {
+    /// One rank's part; how it was stopped, if it was.
+    fn run_rank(
+        &self,
+        train: &TrainConfig,
+        (save, record, stop): (&HfSave, &TrainingRecord, &Stop),
+        world: ProcessGroup,
+    ) -> Result<Option<Stopped>> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
+        let resumed = self.resumed(record, &mesh.world)?;
+        let saver = training
+            .checkpoints
+            .saver(&mesh.world, resumed.as_ref().map(|it| &it.checkpoint))?;
         let store = match &self.initial_weights {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
@@ -100,25 +142,93 @@ impl TrainingRun<'_> {
                 "sample"
             }
             InitialWeights::Checkpoint(_) => {
-                self.print_sample("before", &mesh, &stage)?;
+                if resumed.is_none() {
+                    self.print_sample("before", &mesh, &stage)?;
+                }
                 "after"
             }
         };
-        let trainer = self.fit(train, &mesh, stage)?;
+        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        if let Some(resumed) = &resumed {
+            trainer.resume(&resumed.checkpoint)?;
+        }
+        if let Some((saver, every)) = saver {
+            let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
+            trainer = trainer.with_checkpoints(checkpoints);
+        }
+        if is_first {
+            trainer.check_space(save)?;
+        }
+        let mut trainer = trainer.with_stop(stop.asks());
+        let batches = self.fit(&mut trainer, &mesh, resumed)?;
+        if trainer.is_stopped() {
+            return Self::stopped(&mut trainer, &batches, save).map(Some);
+        }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)
+        trainer.save_hf(save)?;
+        Ok(None)
     }
 
-    /// Trains this rank's stage; the first rank shows progress and writes metrics.
-    fn fit(&self, train: &TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Trainer> {
+    /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
+    fn stopped(trainer: &mut Trainer, batches: &Batches, save: &HfSave) -> Result<Stopped> {
+        let step = trainer.step();
+        let checkpoint = match trainer.save_checkpoint(batches)? {
+            Some(SaveOutcome {
+                saved: Ok(path), ..
+            }) => Some(path),
+            // Why has been told.
+            Some(_) | None => {
+                trainer.save_hf(save)?;
+                None
+            }
+        };
+        Ok(Stopped { step, checkpoint })
+    }
+
+    /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
+    fn resumed(&self, record: &TrainingRecord, world: &ProcessGroup) -> Result<Option<Resumed>> {
+        let args = &self.training.checkpoints;
+        let is_first = world.rank() == 0;
+        let Some(checkpoint) = args.open(world)? else {
+            if let (Some(_), Some(dir), true) = (&args.resume, &args.save_dir, is_first) {
+                print_line(&format!(
+                    "no checkpoint in {}: the run begins",
+                    dir.display()
+                ));
+            }
+            return Ok(None);
+        };
+        let earlier = TrainingRecord::of(&checkpoint)?;
+        let changed = record.check(&earlier, args.resume_anyway)?;
+        for change in changed.iter().filter(|_| is_first) {
+            eprintln!("warning: {change}");
+        }
+        if is_first {
+            let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
+            print_line(&format!("resumed after step {step} from {dir}"));
+        }
+        Ok(Some(Resumed {
+            position: earlier.position,
+            checkpoint,
+        }))
+    }
+
+    /// Trains; the first rank shows progress and writes metrics. What it trained on.
+    fn fit(&self, trainer: &mut Trainer, mesh: &Mesh, resumed: Option<Resumed>) -> Result<Batches> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
-        let batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        if let Some(Resumed { position, .. }) = &resumed {
+            batches = batches.continued(trainer.step(), position.total);
+        }
         let is_first = mesh.world.rank() == 0;
         let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let mut metrics = metrics.map(Metrics::create).transpose()?;
-        let mut progress = is_first.then(|| Progress::new(train.lr_schedule.num_steps));
-        let mut trainer = Trainer::new(train.clone(), mesh, stage)?;
+        let metrics = metrics.map(|path| match &resumed {
+            Some(_) => Metrics::resume(path, trainer.step()),
+            None => Metrics::create(path),
+        });
+        let mut metrics = metrics.transpose()?;
+        let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
         trainer.train(&batches, |step| {
             if let Some(metrics) = &mut metrics {
                 metrics.log(step)?;
@@ -137,6 +247,6 @@ impl TrainingRun<'_> {
             let memory = peaks_in_words(&memory);
             print_line(&format!("memory of the largest rank: {memory}"));
         }
-        Ok(trainer)
+        Ok(batches)
     }
 }

@@ -28,6 +28,8 @@ mod cli {
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
+    mod resume;
+    mod stop;
     mod tokenizer;
     mod training;
     #[cfg(feature = "mpi")]

@@ -36,6 +36,8 @@ mod offload;
 mod optimizer;
 #[path = "parallel/optimizer_rule.rs"]
 mod optimizer_rule;
+#[path = "parallel/output_folder.rs"]
+mod output_folder;
 #[path = "parallel/overlap.rs"]
 mod overlap;
 #[path = "parallel/param_store.rs"]
@@ -66,3 +68,7 @@ mod stage;
 mod tiles;
 #[path = "parallel/traffic.rs"]
 mod traffic;
+#[path = "parallel/training_checkpoint.rs"]
+mod training_checkpoint;
+#[path = "parallel/training_checkpoint_faults.rs"]
+mod training_checkpoint_faults;

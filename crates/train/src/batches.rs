@@ -74,6 +74,8 @@ pub struct Batches {
     dp_rank: usize,
     local_batch_size: usize,
     device: Device,
+    /// A step and the position of its first sequence, from which the others follow.
+    origin: (usize, usize),
 }
 
 impl Batches {
@@ -100,7 +102,35 @@ impl Batches {
             local_batch_size: config.global_batch_size / dp_world_size,
             config,
             device: device.clone(),
+            origin: (0, 0),
         })
+    }
+
+    /// The batches of a run that goes on at `step` with the sequence at `position`, whatever the size of the batches before it.
+    pub fn continued(self, step: usize, position: usize) -> Self {
+        Self {
+            origin: (step, position),
+            ..self
+        }
+    }
+
+    /// Place of the first sequence of `step` in the endless order: of every epoch, [`Self::num_samples`].
+    ///
+    /// # Errors
+    /// A step before the one from which the run went on, or beyond all numbers.
+    pub fn position(&self, step: usize) -> Result<usize> {
+        let (first_step, first) = self.origin;
+        let position = step
+            .checked_sub(first_step)
+            .and_then(|steps| steps.checked_mul(self.config.global_batch_size))
+            .and_then(|position| position.checked_add(first));
+        match position {
+            Some(position) => Ok(position),
+            None => bail!(
+                "step {step} of {} sequences each is out of range",
+                self.config.global_batch_size
+            ),
+        }
     }
 
     /// This rank's micro-batches of `step` (from 0), each with tokens and targets (micro_batch_size, seq_len) u32.
@@ -108,14 +138,9 @@ impl Batches {
     /// # Errors
     /// The device refuses the tensors, or the step is so large that its positions overflow.
     pub fn batch(&self, step: usize) -> Result<Vec<MicroBatch>> {
-        let Some(first) = step
-            .checked_mul(self.config.global_batch_size)
-            .and_then(|first| first.checked_add(self.dp_rank * self.local_batch_size))
-        else {
-            bail!(
-                "step {step} of {} sequences each is out of range",
-                self.config.global_batch_size
-            );
+        let offset = self.dp_rank * self.local_batch_size;
+        let Some(first) = self.position(step)?.checked_add(offset) else {
+            bail!("step {step} is out of range");
         };
         (0..self.num_micro_batches())
             .map(|m| self.micro_batch(first + m * self.config.micro_batch_size))

@@ -8,6 +8,7 @@
 pub mod hub;
 
 mod batches;
+mod checkpoints;
 mod documents;
 mod generate;
 mod lr_schedule;
@@ -25,8 +26,10 @@ mod tokens;
 mod train_bpe;
 mod train_config;
 mod trainer;
+mod training_record;
 
 pub use batches::{BatchConfig, Batches};
+pub use checkpoints::Checkpoints;
 pub use documents::Documents;
 pub use generate::{GenerateConfig, generate};
 pub use lr_schedule::LrSchedule;
@@ -41,3 +44,4 @@ pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use train_config::TrainConfig;
 pub use trainer::Trainer;
+pub use training_record::{DataPosition, TrainingRecord};

@@ -1,7 +1,7 @@
 //! Metrics file: one JSON object per line and step, flushed at once, so that a run can be watched and survives a crash.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{ErrorKind, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
@@ -13,7 +13,8 @@ use crate::StepMetrics;
 pub struct Metrics {
     path: PathBuf,
     file: File,
-    started: bool,
+    /// Bytes that stay, until the first step is written after them.
+    kept: Option<u64>,
 }
 
 impl Metrics {
@@ -35,12 +36,30 @@ impl Metrics {
             Ok(file) => Ok(Self {
                 path,
                 file,
-                started: false,
+                kept: Some(0),
             }),
             Err(e) => bail!(
                 "cannot write the metrics file {path:?}: {e}\nhint: its folder must exist and be writable"
             ),
         }
+    }
+
+    /// As [`Metrics::create`], for a run that goes on at `step`: the lines of the steps before it stay, and those of later ones, which
+    /// come again, go with the first [`Metrics::log`].
+    ///
+    /// # Errors
+    /// As [`Metrics::create`]; a file that holds something else.
+    pub fn resume(path: impl AsRef<Path>, step: usize) -> Result<Self> {
+        let path = path.as_ref();
+        let kept = match std::fs::metadata(path) {
+            Ok(metadata) if !metadata.is_file() => 0,
+            Err(err) if err.kind() == ErrorKind::NotFound => 0,
+            _ => bytes_before(path, step)?,
+        };
+        Ok(Self {
+            kept: Some(kept),
+            ..Self::create(path)?
+        })
     }
 
     /// Appends one step.
@@ -61,14 +80,38 @@ impl Metrics {
     }
 
     fn write(&mut self, line: &[u8]) -> std::io::Result<()> {
-        if !self.started {
+        if let Some(kept) = self.kept {
             // Pipes and devices such as /dev/stdout cannot be truncated.
             if self.file.metadata()?.is_file() {
-                self.file.set_len(0)?;
+                self.file.set_len(kept)?;
+                self.file.seek(SeekFrom::Start(kept))?;
             }
-            self.started = true;
+            self.kept = None;
         }
         self.file.write_all(line)?;
         self.file.flush()
     }
+}
+
+/// Bytes of the lines of a metrics file whose steps are before `step`.
+fn bytes_before(path: &Path, step: usize) -> Result<u64> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(err) => bail!("cannot read the metrics file {path:?}: {err}"),
+    };
+    let mut kept = 0;
+    for (index, line) in text.split_inclusive('\n').enumerate() {
+        match serde_json::from_str::<StepMetrics>(line) {
+            Ok(metrics) if metrics.step < step && line.ends_with('\n') => kept += line.len() as u64,
+            Ok(_) => break,
+            // What a run that was killed has not written to its end.
+            Err(_) if !line.ends_with('\n') => break,
+            Err(err) => bail!(
+                "line {} of {path:?} is no step of a metrics file: {err}\nhint: --metrics of a run that is resumed names the file \
+                 of that run, or a new one",
+                index + 1
+            ),
+        }
+    }
+    Ok(kept)
 }

@@ -5,13 +5,14 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::HfSave;
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
 };
 
 use crate::batches::Batches;
+use crate::checkpoints::Checkpoints;
 use crate::memory_report::explain;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
@@ -29,6 +30,10 @@ pub struct Trainer {
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
+    /// Whether this rank asks to stop.
+    asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
+    is_stopped: bool,
+    checkpoints: Option<Checkpoints>,
 }
 
 impl Trainer {
@@ -65,7 +70,39 @@ impl Trainer {
             step: 0,
             times: StepTimes::default(),
             stopwatch: None,
+            asks_to_stop: None,
+            is_stopped: false,
+            checkpoints: None,
         })
+    }
+
+    /// Asks `asks` in each step whether this rank wants to stop. If that of any rank does, [`Self::train`] returns after that step on all
+    /// of them: they tell each other with the sum of the losses.
+    pub fn with_stop(mut self, asks: impl Fn() -> bool + Send + 'static) -> Self {
+        self.asks_to_stop = Some(Box::new(asks));
+        self
+    }
+
+    /// Whether [`Self::train`] has returned before the last step because a rank asked it to: the same on every rank.
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped && self.step < self.config.lr_schedule.num_steps
+    }
+
+    /// Saves checkpoints between the steps of [`Self::train`] from now on.
+    pub fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+        self.checkpoints = Some(checkpoints);
+        self
+    }
+
+    /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
+    /// was in the data [`Batches::continued`] takes. Every rank must call it, before the first step.
+    ///
+    /// # Errors
+    /// A checkpoint of another model or optimizer.
+    pub fn resume(&mut self, checkpoint: &TrainingCheckpoint) -> Result<()> {
+        checkpoint.load(&mut self.optimizer)?;
+        self.step = checkpoint.step();
+        Ok(())
     }
 
     /// Times the parts of steps on the device from now on: on a GPU [`Self::times`] are those of its own clock. The optimizer's,
@@ -76,17 +113,46 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers.
+    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop); `on_step`
+    /// sees each step's numbers, before a checkpoint of it is saved.
     pub fn train(
         &mut self,
         batches: &Batches,
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
-        while self.step < self.config.lr_schedule.num_steps {
+        while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
             let metrics = self.train_step(&batches.batch(self.step)?)?;
             on_step(&metrics)?;
+            self.checkpoint(batches)?;
         }
-        Ok(())
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.finish(),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
+    /// rank calls it there.
+    ///
+    /// # Errors
+    /// Failures of ranks. A save that fails is a warning.
+    pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.after_step(&self.optimizer, self.step, batches),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
+    /// [`Self::with_checkpoints`]. Every rank must call it, between steps.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
+        match &mut self.checkpoints {
+            Some(checkpoints) => checkpoints.save_now(&self.optimizer, self.step, batches),
+            None => Ok(None),
+        }
     }
 
     /// One optimizer step on this data-parallel rank's micro-batches.
@@ -110,15 +176,19 @@ impl Trainer {
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
         self.world.set_step(self.step, "forward and backward pass");
-        let passes =
+        let mut passes =
             self.pipeline
                 .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
+        passes.asks_to_stop = self.asks_to_stop.as_ref().is_some_and(|asks| asks());
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
         let learning_rate = self.config.lr_schedule.at(self.step);
         let StepReport {
-            loss, grad_norm, ..
+            loss,
+            grad_norm,
+            is_asked_to_stop,
+            ..
         } = timed(&mut stopwatch, self.world.device(), || {
             self.optimizer.step(
                 &mut self.gradients,
@@ -127,6 +197,7 @@ impl Trainer {
                 self.config.max_grad_norm,
             )
         })?;
+        self.is_stopped |= is_asked_to_stop;
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
         self.times = StepTimes {
@@ -162,6 +233,18 @@ impl Trainer {
         Ok(metrics)
     }
 
+    /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.
+    ///
+    /// # Errors
+    /// As [`check_free_space`].
+    pub fn check_space(&self, save: &HfSave) -> Result<()> {
+        let model = save.space_need(self.stage.params())?;
+        let checkpoints = self.checkpoints.as_ref();
+        let checkpoints = checkpoints.map(|checkpoints| checkpoints.space_need(&self.optimizer));
+        let needs = std::iter::once(model).chain(checkpoints);
+        check_free_space(&needs.collect::<Vec<_>>())
+    }
+
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
     pub fn save_hf(&self, save: &HfSave) -> Result<()> {
         self.optimizer.save_hf(save)
@@ -170,6 +253,11 @@ impl Trainer {
     /// The step that comes next, from 0.
     pub fn step(&self) -> usize {
         self.step
+    }
+
+    /// Number of steps of the whole run.
+    pub fn num_steps(&self) -> usize {
+        self.config.lr_schedule.num_steps
     }
 
     /// Where the time of the last step went on this rank.

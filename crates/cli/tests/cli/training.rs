@@ -10,7 +10,7 @@ use super::folder::{fixture, read_checkpoint, read_json, read_tensors};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
-fn metrics(path: &Path) -> Vec<Map<String, Value>> {
+pub fn metrics(path: &Path) -> Vec<Map<String, Value>> {
     let text = fs::read_to_string(path).unwrap();
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
@@ -18,7 +18,7 @@ fn metrics(path: &Path) -> Vec<Map<String, Value>> {
 }
 
 /// Without what the clock says, and memory, whose activations depend on which rank allocates what they share.
-fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
+pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     for step in &mut metrics {
         step.retain(|field, _| {
             !matches!(field.as_str(), "tokens_per_sec" | "step_secs" | "memory")
@@ -179,20 +179,21 @@ fn recomputation_keeps_less_between_passes_and_changes_no_number() {
 #[test]
 fn epochs_count_passes_over_the_data() {
     let workspace = Workspace::new();
-    // The folder of the metrics is made by the run itself.
+    // The folder that they are in is made by the run itself.
     let output = workspace.path("new/output");
+    let path = workspace.path("new/metrics.jsonl");
     let outcome = workspace
         .finetune()
         .without("--steps")
         .flag("--epochs", 2)
         .flag("--seq-len", 1000)
         .flag("--output", output.display())
-        .flag("--metrics", output.join("metrics.jsonl").display())
+        .flag("--metrics", path.display())
         .succeeds();
     // 7 sequences of 1000 tokens in batches of 4: 2 steps a pass.
     let steps = "7274 tokens, 4 steps of 4";
     assert!(outcome.stdout.contains(steps), "{}", outcome.stdout);
-    assert_eq!(metrics(&output.join("metrics.jsonl")).len(), 4);
+    assert_eq!(metrics(&path).len(), 4);
 }
 
 #[test]

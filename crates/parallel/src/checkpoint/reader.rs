@@ -241,7 +241,7 @@ impl Checkpoint {
     }
 }
 
-fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
+pub(super) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
     match dtype {
         DType::F16 => {
             for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
@@ -261,8 +261,9 @@ fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
     }
 }
 
+/// Maps a file.
 #[allow(unsafe_code)]
-fn map(path: &Path) -> Result<Mmap> {
+pub(super) fn map(path: &Path) -> Result<Mmap> {
     let fail = |err: std::io::Error| {
         candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
     };

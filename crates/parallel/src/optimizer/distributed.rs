@@ -25,8 +25,8 @@ pub struct DistributedOptimizer {
     pub(super) rule: Box<dyn Optimizer>,
     groups: Vec<ParamGroup>,
     pub(super) store: StateStore,
-    num_steps: usize,
-    scaler: Option<LossScaler>,
+    pub(super) num_steps: usize,
+    pub(super) scaler: Option<LossScaler>,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
@@ -41,6 +41,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Whether loss or gradients overflowed, and nothing was updated: see [`DistributedOptimizer::with_loss_scaling`].
     pub is_skipped: bool,
+    /// Whether any rank asks to stop after this step: see [`PassReport::asks_to_stop`]. The same on every rank.
+    pub is_asked_to_stop: bool,
 }
 
 impl DistributedOptimizer {
@@ -203,6 +205,7 @@ impl DistributedOptimizer {
         let report = StepReport {
             loss: reduced.loss(),
             grad_norm: reduced.norm(),
+            is_asked_to_stop: reduced.is_asked_to_stop(),
             is_skipped: !is_finite && self.scaler.as_mut().is_some_and(LossScaler::shrink),
         };
         if report.is_skipped {

@@ -47,51 +47,69 @@ impl LossScaling {
 /// With it even the smallest number of f16 is infinite.
 const LARGEST: f64 = (1u64 << 40) as f64;
 
-/// The loss scale of a run: the same on every rank, as it follows from sums over all of them.
-#[derive(Clone, Debug)]
-pub(crate) struct LossScaler {
-    config: LossScaling,
+/// What changes of a [`LossScaler`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LossScale {
     scale: f64,
     /// Since the last change of the scale.
     num_good: usize,
     num_skipped: usize,
 }
 
+/// The loss scale of a run: the same on every rank, as it follows from sums over all of them.
+#[derive(Clone, Debug)]
+pub(crate) struct LossScaler {
+    config: LossScaling,
+    now: LossScale,
+}
+
 impl LossScaler {
     pub fn new(config: LossScaling) -> Self {
         Self {
             config,
-            scale: config.init,
-            num_good: 0,
-            num_skipped: 0,
+            now: LossScale {
+                scale: config.init,
+                num_good: 0,
+                num_skipped: 0,
+            },
         }
     }
 
+    /// The scaler as it was in the run that is resumed.
+    pub fn set(&mut self, earlier: LossScale) {
+        self.now = earlier;
+    }
+
+    pub fn get(&self) -> LossScale {
+        self.now
+    }
+
     pub fn scale(&self) -> f64 {
-        self.scale
+        self.now.scale
     }
 
     pub fn num_skipped(&self) -> usize {
-        self.num_skipped
+        self.now.num_skipped
     }
 
     /// After a step whose loss and gradients were finite.
     pub fn grow(&mut self) {
-        self.num_good += 1;
-        if self.num_good >= self.config.window {
-            self.num_good = 0;
-            self.scale = (2.0 * self.scale).min(LARGEST);
+        self.now.num_good += 1;
+        if self.now.num_good >= self.config.window {
+            self.now.num_good = 0;
+            self.now.scale = (2.0 * self.now.scale).min(LARGEST);
         }
     }
 
     /// After a step that overflowed: whether it is to be skipped, and the next tried with half the scale. A scale of 1 has no half.
     pub fn shrink(&mut self) -> bool {
-        if self.scale <= 1.0 {
+        if self.now.scale <= 1.0 {
             return false;
         }
-        self.num_good = 0;
-        self.num_skipped += 1;
-        self.scale /= 2.0;
+        self.now.num_good = 0;
+        self.now.num_skipped += 1;
+        self.now.scale /= 2.0;
         true
     }
 }

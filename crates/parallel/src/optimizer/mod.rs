@@ -11,6 +11,7 @@ mod state;
 mod state_file;
 mod state_on_host;
 mod state_store;
+mod training_state;
 
 use candle_core::{Result, Tensor};
 
@@ -20,6 +21,7 @@ pub use loss_scaling::LossScaling;
 pub use offload::Offload;
 pub use param_group::ParamGroup;
 pub use state::OptimizerState;
+pub(crate) use training_state::OptimizerCounters;
 
 /// The rule by which an optimizer updates parameters: [`AdamW`], or one of your own.
 ///

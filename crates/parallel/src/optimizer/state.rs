@@ -121,7 +121,7 @@ impl DistributedOptimizer {
     }
 
     /// Kinds of state of a bucket, and their values.
-    fn buffers<'a>(
+    pub(super) fn buffers<'a>(
         &'a self,
         bucket: &'a BucketState,
     ) -> impl Iterator<Item = (&'a str, &'a Tensor)> {

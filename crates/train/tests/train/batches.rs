@@ -191,3 +191,23 @@ fn impossible_sizes_are_refused_with_the_equation() {
     let far = new(config(4, 1, 4, false), 0, 1).unwrap();
     assert_error(far.batch(usize::MAX / 2), &["out of range"]);
 }
+
+#[test]
+fn a_run_goes_on_with_the_next_sequence_whatever_the_batch_before() {
+    let config = config(2, 1, 4, true);
+    let before = batches(30, &config, 0, 1);
+    let position = before.position(3).unwrap();
+    assert_eq!(position, 12);
+    let larger = BatchConfig {
+        global_batch_size: 8,
+        ..config.clone()
+    };
+    let after = batches(30, &larger, 0, 1).continued(3, position);
+    let taken = |batches: &Batches, step| samples(&batches.batch(step).unwrap(), 2);
+    let want = [taken(&before, 3), taken(&before, 4)].concat();
+    assert_eq!(taken(&after, 3), want);
+    assert_eq!(after.position(4).unwrap(), 20);
+    let same = batches(30, &config, 0, 1).continued(3, position);
+    assert_eq!(taken(&same, 7), taken(&before, 7));
+    assert_error(same.batch(2), &["step 2 of 4 sequences"]);
+}

@@ -96,3 +96,40 @@ fn a_full_disk_is_an_error_and_devices_work() {
     );
     Metrics::create("/dev/null").unwrap().log(&step(0)).unwrap();
 }
+
+#[test]
+fn a_resumed_run_writes_no_step_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let steps = || -> Vec<usize> {
+        let text = fs::read_to_string(&path).unwrap();
+        let steps = text
+            .lines()
+            .map(|line| serde_json::from_str::<StepMetrics>(line));
+        steps.map(|step| step.unwrap().step).collect()
+    };
+    // Nothing is there yet.
+    Metrics::resume(&path, 3).unwrap().log(&step(3)).unwrap();
+    assert_eq!(steps(), [3]);
+    let mut metrics = Metrics::create(&path).unwrap();
+    (0..5).for_each(|index| metrics.log(&step(index)).unwrap());
+    let whole = fs::read_to_string(&path).unwrap();
+    let cut = &whole[..whole.len() - 9];
+    for (text, first, expected) in [
+        (whole.as_str(), 5, vec![0, 1, 2, 3, 4, 5]),
+        (&whole, 2, vec![0, 1, 2]),
+        (&whole, 0, vec![0]),
+        (cut, 4, vec![0, 1, 2, 3, 4]),
+        (cut, 5, vec![0, 1, 2, 3, 5]),
+    ] {
+        fs::write(&path, text).unwrap();
+        let mut metrics = Metrics::resume(&path, first).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        metrics.log(&step(first)).unwrap();
+        assert_eq!(steps(), expected, "{first}");
+    }
+    fs::write(&path, "something else\n").unwrap();
+    let words = ["line 1 of ", "is no step of a metrics file", "hint:"];
+    assert_error(Metrics::resume(&path, 1), &words);
+    assert_eq!(fs::read_to_string(&path).unwrap(), "something else\n");
+}

@@ -1,0 +1,102 @@
+//! Flags about training checkpoints.
+
+use std::path::{Path, PathBuf, absolute};
+
+use candle_comm::ProcessGroup;
+use candle_core::{Result, bail};
+use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
+use clap::Args;
+
+use crate::number::whole;
+
+/// Saving a run while it goes on, and going on with one.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CheckpointArgs {
+    /// Save a checkpoint to resume from after every so many steps, in --save-dir, while training goes on [default: never]
+    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
+    pub save_every: Option<usize>,
+    /// Folder of the run's checkpoints, the one after 15 steps being step-000015; on several hosts one that all of them have [default: none]
+    #[arg(long, value_name = "DIR")]
+    pub save_dir: Option<PathBuf>,
+    /// Checkpoints that are kept, the newest ones
+    #[arg(long, default_value_t = 2, value_name = "CHECKPOINTS", value_parser = whole::<usize>(1..))]
+    pub keep: usize,
+    /// Go on from a checkpoint, with any layout: its folder, or latest, the newest valid one in --save-dir; if there is none yet the run
+    /// begins [default: begin]
+    #[arg(long, value_name = "DIR|latest")]
+    pub resume: Option<PathBuf>,
+    /// Accept other data and other values of the flags that decide the weights than those of the checkpoint
+    #[arg(long)]
+    pub resume_anyway: bool,
+}
+
+impl CheckpointArgs {
+    /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`.
+    pub fn validate(&self, output: &Path) -> Result<()> {
+        match (self.save_every, &self.save_dir) {
+            (Some(every), None) => bail!(
+                "--save-every {every} is given without --save-dir\nhint: --save-dir names the folder of the checkpoints"
+            ),
+            (None, Some(dir)) if !self.resumes_latest() => bail!(
+                "--save-dir {} is given without --save-every: nothing would be saved there\nhint: --save-every tells after how many \
+                 steps a checkpoint is due",
+                dir.display()
+            ),
+            _ => {}
+        }
+        if self.resumes_latest() && self.save_dir.is_none() {
+            bail!(
+                "--resume latest is given without --save-dir, the folder in which the newest checkpoint is looked for"
+            );
+        }
+        if self.resume_anyway && self.resume.is_none() {
+            bail!("--resume-anyway is given without --resume");
+        }
+        let Some(dir) = &self.save_dir else {
+            return Ok(());
+        };
+        if let (Ok(dir), Ok(output)) = (absolute(dir), absolute(output))
+            && (dir.starts_with(&output) || output.starts_with(&dir))
+        {
+            bail!(
+                "--save-dir {} and --output {} are in one another\nhint: checkpoints to resume from and the trained model need two folders",
+                dir.display(),
+                output.display()
+            );
+        }
+        Ok(())
+    }
+
+    fn resumes_latest(&self) -> bool {
+        self.resume.as_deref() == Some(Path::new("latest"))
+    }
+
+    /// The checkpoint that the run goes on from, if there is one. Every rank must call it.
+    pub fn open(&self, world: &ProcessGroup) -> Result<Option<TrainingCheckpoint>> {
+        let is_first = world.rank() == 0;
+        match (&self.resume, &self.save_dir) {
+            (None, _) => Ok(None),
+            (Some(_), Some(dir)) if self.resumes_latest() => {
+                let (latest, skipped) = TrainingCheckpoint::latest(world, dir)?;
+                for why in skipped.iter().filter(|_| is_first) {
+                    eprintln!("warning: a newer checkpoint is skipped: {why}");
+                }
+                Ok(latest)
+            }
+            (Some(dir), _) => TrainingCheckpoint::open(world, dir).map(Some),
+        }
+    }
+
+    /// What writes checkpoints, if the run is to. Every rank must call it.
+    pub fn saver(
+        &self,
+        world: &ProcessGroup,
+        resumed: Option<&TrainingCheckpoint>,
+    ) -> Result<Option<(CheckpointSaver, usize)>> {
+        let (Some(every), Some(dir)) = (self.save_every, &self.save_dir) else {
+            return Ok(None);
+        };
+        let saver = CheckpointSaver::new(world, (dir, self.keep), resumed)?;
+        Ok(Some((saver, every)))
+    }
+}

@@ -1,0 +1,128 @@
+//! What of a run decides its weights: noted in checkpoints, compared when one is resumed.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Error, Result};
+use candle_parallel::checkpoint::Xxh64;
+use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
+use serde_json::{Map, Value};
+
+use crate::training_args::TrainingArgs;
+
+/// Bytes of a weights file that are read at a time, and how often, evenly spread.
+const BLOCK: u64 = 64 << 10;
+const NUM_BLOCKS: u64 = 256;
+
+/// What is said of a model's files and not of the model.
+const NOT_THE_MODEL: [&str; 4] = [
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+];
+
+impl TrainingArgs {
+    /// The record of a run on `tokens` that begins with the weights in folder `weights`, if there is one, of a model with this
+    /// `config.json`.
+    pub(crate) fn record(
+        &self,
+        train: &TrainConfig,
+        tokens: &Tokens,
+        config: Option<&[u8]>,
+        weights: Option<&Path>,
+    ) -> Result<TrainingRecord> {
+        let config = config.map_or(Ok(Map::new()), serde_json::from_slice);
+        let mut model: Map<String, Value> = config.map_err(Error::wrap)?;
+        model.retain(|name, _| !NOT_THE_MODEL.contains(&name.as_str()));
+        if let Some(weights) = weights {
+            let digest = digest_of_weights(weights)?;
+            model.insert("the weights of --model".into(), digest.into());
+        }
+        Ok(TrainingRecord {
+            settings: self.settings(train, tokens),
+            model,
+            position: DataPosition::default(),
+        })
+    }
+
+    fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
+        let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
+        let ids = tokens.ids().iter().flat_map(|id| id.to_le_bytes());
+        let ids: Vec<u8> = ids.collect();
+        let sum = Xxh64::of(&ids);
+        let replicas = layout.data_parallel();
+        let freeze = args.freeze.freeze.as_ref();
+        let settings = [
+            (
+                "the data",
+                format!("{} tokens (xxh64 {sum:016x})", tokens.len()),
+            ),
+            (
+                "the number of steps",
+                train.lr_schedule.num_steps.to_string(),
+            ),
+            ("--seq-len", batches.seq_len.to_string()),
+            ("--global-batch-size", batches.global_batch_size.to_string()),
+            ("--no-shuffle", batches.no_shuffle.to_string()),
+            ("--seed", batches.seed.to_string()),
+            ("--lr", args.lr.to_string()),
+            ("--min-lr-ratio", args.min_lr_ratio.to_string()),
+            ("--warmup-steps", args.warmup_steps.to_string()),
+            ("--weight-decay", args.weight_decay.to_string()),
+            ("--adam-beta1", args.adam_beta1.to_string()),
+            ("--adam-beta2", args.adam_beta2.to_string()),
+            ("--adam-eps", args.adam_eps.to_string()),
+            ("--max-grad-norm", args.max_grad_norm.to_string()),
+            (
+                "--freeze",
+                freeze.map_or("not given".into(), ToString::to_string),
+            ),
+            ("--loss-scale-init", train.loss_scaling.init.to_string()),
+            ("--loss-scale-window", train.loss_scaling.window.to_string()),
+            ("--dtype", format!("{:?}", layout.dtype).to_lowercase()),
+            (
+                "the type in which gradients move",
+                format!("{:?}", replicas.reduce),
+            ),
+            (
+                "weights that move in 8 bits",
+                replicas.quantize_weights.to_string(),
+            ),
+        ];
+        settings
+            .map(|(name, value)| (name.to_string(), value))
+            .into()
+    }
+}
+
+/// A checksum of the sizes of a model's weights files and of parts of them.
+fn digest_of_weights(dir: &Path) -> Result<String> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<_>>()?;
+    files.retain(|path| {
+        path.extension()
+            .is_some_and(|ending| ending == "safetensors")
+    });
+    files.sort();
+    let mut hash = Xxh64::default();
+    let mut block = vec![0; BLOCK as usize];
+    for path in files {
+        let mut file = File::open(&path)?;
+        let len = file.metadata()?.len();
+        hash.update(&len.to_le_bytes());
+        let last = len.saturating_sub(BLOCK);
+        let num_blocks = len.div_ceil(BLOCK).min(NUM_BLOCKS);
+        for index in 0..num_blocks {
+            let start = u128::from(last) * u128::from(index) / u128::from((num_blocks - 1).max(1));
+            file.seek(SeekFrom::Start(start as u64))?;
+            let wanted = (len - start as u64).min(BLOCK) as usize;
+            file.read_exact(&mut block[..wanted])?;
+            hash.update(&block[..wanted]);
+        }
+    }
+    Ok(format!("{:016x}", hash.finish()))
+}

@@ -1,0 +1,257 @@
+//! `--save-every` and `--resume`: runs that were interrupted end with the weights of one that was not.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::folder::{Tensors, copy_folder, names, read_checkpoint};
+use super::program::Program;
+use super::training::{metrics, without_times};
+use super::workspace::Workspace;
+
+/// Six steps with a checkpoint after each, of which the newest `keep` stay.
+fn saving(workspace: &Workspace, saves: &str, keep: usize) -> Program {
+    workspace
+        .finetune()
+        .flag("--steps", 6)
+        .flag("--save-every", 1)
+        .flag("--save-dir", workspace.path(saves).display())
+        .flag("--keep", keep)
+}
+
+/// A run from beginning to end: its flags, its metrics file, and the weights.
+fn uninterrupted(workspace: &Workspace) -> (Program, PathBuf, Tensors) {
+    let path = workspace.path("metrics.jsonl");
+    let program = saving(workspace, "saves", 9).flag("--metrics", path.display());
+    program.succeeds();
+    (program, path, read_checkpoint(&workspace.output()))
+}
+
+/// A folder `saves` with the checkpoint after `step` steps alone.
+fn only(workspace: &Workspace, step: usize, saves: &str) {
+    let name = format!("step-{step:06}");
+    fs::create_dir(workspace.path(saves)).unwrap();
+    let to = workspace.path(saves).join(&name);
+    copy_folder(&workspace.path("saves").join(name), &to);
+}
+
+fn visible(dir: &Path) -> Vec<String> {
+    let mut names = names(dir);
+    names.retain(|name| !name.starts_with('.'));
+    names
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
+    let workspace = Workspace::new();
+    let (program, path, want) = uninterrupted(&workspace);
+    let all_steps: Vec<String> = (1..=6).map(|step| format!("step-{step:06}")).collect();
+    assert_eq!(visible(&workspace.path("saves")), all_steps);
+    let numbers = without_times(metrics(&path));
+    only(&workspace, 2, "again");
+    let again = workspace.path("again");
+    let program = program.flag("--save-dir", again.display());
+    // The steps from the third on come again, the last one half of a line.
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, &text[..text.len() - 20]).unwrap();
+    let outcome = program.flag("--resume", "latest").succeeds();
+    let step = again.join("step-000002");
+    let said = format!("resumed after step 2 from {}\n", step.display());
+    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    assert!(!outcome.stdout.contains("--- before"));
+    assert!(
+        outcome.stderr.starts_with("step 3/6 "),
+        "{}",
+        outcome.stderr
+    );
+    assert!(read_checkpoint(&workspace.output()) == want);
+    assert_eq!(without_times(metrics(&path)), numbers);
+    assert_eq!(visible(&again), all_steps[1..]);
+}
+
+#[test]
+fn another_layout_goes_on_too() {
+    let workspace = Workspace::new();
+    let (program, path, _) = uninterrupted(&workspace);
+    let losses = |path: &Path| -> Vec<f64> {
+        let steps = metrics(path).into_iter();
+        steps.map(|step| step["loss"].as_f64().unwrap()).collect()
+    };
+    let want = losses(&path);
+    let step = workspace.path("saves/step-000003");
+    for (pp, dp, tp, zero) in [(1, 1, 1, 0), (1, 4, 1, 3), (4, 1, 2, 1)] {
+        let program = program
+            .clone()
+            .without("--save-every")
+            .without("--save-dir");
+        let program = program.flag("--pp", pp).flag("--dp", dp).flag("--tp", tp);
+        let program = program
+            .flag("--zero", zero)
+            .flag("--resume", step.display());
+        program.succeeds();
+        let losses = losses(&path);
+        assert_eq!(losses.len(), 6);
+        for (loss, want) in losses.iter().zip(&want) {
+            let what = format!("pp {pp} dp {dp} tp {tp}: {losses:?} {want:?}");
+            assert!((loss - want).abs() <= 1e-5 * want, "{what}");
+        }
+    }
+}
+
+#[test]
+fn the_newest_valid_checkpoint_counts_and_none_is_the_beginning() {
+    let workspace = Workspace::new();
+    let program = saving(&workspace, "saves", 2).flag("--resume", "latest");
+    let first = program.succeeds();
+    assert!(
+        first.stdout.contains("no checkpoint in "),
+        "{}",
+        first.stdout
+    );
+    let want = read_checkpoint(&workspace.output());
+    let saves = workspace.path("saves");
+    assert_eq!(visible(&saves), ["step-000005", "step-000006"]);
+    let file = saves.join("step-000006/rank-00003.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(file, bytes).unwrap();
+    let outcome = program.run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let said = "warning: a newer checkpoint is skipped: rank 3: ";
+    assert!(outcome.stderr.starts_with(said), "{}", outcome.stderr);
+    assert!(
+        outcome
+            .stderr
+            .contains("rank-00003.safetensors was changed")
+    );
+    assert!(outcome.stdout.contains("resumed after step 5 from"));
+    assert!(read_checkpoint(&workspace.output()) == want);
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    let workspace = Workspace::new();
+    let run = workspace.finetune();
+    let saves = workspace.path("saves").display().to_string();
+    let output = workspace.output().join("saves").display().to_string();
+    for (flags, parts) in [
+        (
+            vec![("--save-every", "1")],
+            vec!["--save-every 1 is given without --save-dir", "hint:"],
+        ),
+        (
+            vec![("--save-dir", saves.as_str())],
+            vec!["is given without --save-every", "hint:"],
+        ),
+        (
+            vec![("--resume", "latest")],
+            vec!["--resume latest is given without --save-dir"],
+        ),
+        (vec![("--resume", &saves)], vec!["saves does not exist"]),
+        (vec![("--save-every", "0")], vec!["--save-every", "0"]),
+        (
+            vec![("--save-every", "1"), ("--save-dir", &output)],
+            vec!["are in one another", "hint:"],
+        ),
+    ] {
+        let run = flags
+            .iter()
+            .fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        workspace.refuses(&run, &parts);
+    }
+    workspace.refuses(
+        &run.switch("--resume-anyway"),
+        &["--resume-anyway is given without --resume"],
+    );
+    assert!(!workspace.path("saves").exists());
+}
+
+#[test]
+fn another_run_is_refused_by_name() {
+    let workspace = Workspace::new();
+    let (program, ..) = uninterrupted(&workspace);
+    only(&workspace, 2, "again");
+    let again = workspace.path("again").display().to_string();
+    workspace.run_refused(&program, &["is a checkpoint of another run", "hint:"]);
+    let resumed = program
+        .flag("--save-dir", &again)
+        .flag("--resume", "latest");
+    fs::write(workspace.path("other.txt"), "Another text. ".repeat(500)).unwrap();
+    let other = workspace.path("other.txt").display().to_string();
+    for (flag, value, parts) in [
+        (
+            "--lr",
+            "0.002",
+            vec!["--lr is 0.002, and 0.001 in the checkpoint"],
+        ),
+        (
+            "--data",
+            &other,
+            vec!["the data is ", "tokens (xxh64 ", "in the checkpoint"],
+        ),
+        (
+            "--steps",
+            "7",
+            vec!["the number of steps is 7, and 6 in the checkpoint"],
+        ),
+        (
+            "--global-batch-size",
+            "8",
+            vec!["--global-batch-size is 8, and 4"],
+        ),
+        (
+            "--dtype",
+            "bf16",
+            vec!["--dtype is bf16, and f32 in the checkpoint"],
+        ),
+    ] {
+        let changed = resumed.clone().flag(flag, value);
+        let hint = "hint: give the values of the checkpoint, or --resume-anyway";
+        workspace.run_refused(&changed, &[parts, vec![hint]].concat());
+        let outcome = changed.switch("--resume-anyway").run();
+        assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+        assert!(
+            outcome.stderr.starts_with("warning: "),
+            "{}",
+            outcome.stderr
+        );
+        fs::remove_dir_all(&again).unwrap();
+        only(&workspace, 2, "again");
+    }
+    workspace.edit_config(|config| config["rms_norm_eps"] = 1e-3.into());
+    let parts = [
+        "the model is not that of the checkpoint",
+        "rms_norm_eps is 0.001, and ",
+    ];
+    workspace.run_refused(&resumed.switch("--resume-anyway"), &parts);
+}
+
+/// A run is killed again and again until it ends by itself.
+#[test]
+fn kill_9_at_any_moment() {
+    let workspace = Workspace::new();
+    let start = Instant::now();
+    let (program, path, want) = uninterrupted(&workspace);
+    let whole = start.elapsed();
+    let numbers = without_times(metrics(&path));
+    fs::remove_dir_all(workspace.path("saves")).unwrap();
+    fs::remove_file(&path).unwrap();
+    let program = program.flag("--resume", "latest").flag("--keep", 2);
+    // Spread over the length of a run, in an order that looks random; each attempt gets some steps further.
+    let mut num_killed = 0;
+    for moment in (1..).map(|attempt| attempt * 7 % 11) {
+        let time = whole * moment / 11 + Duration::from_millis(u64::from(moment));
+        if !program.is_killed_after(time) {
+            break;
+        }
+        num_killed += 1;
+        assert!(num_killed < 40, "the run does not get any further");
+    }
+    assert!(num_killed > 0);
+    assert!(
+        read_checkpoint(&workspace.output()) == want,
+        "{num_killed} kills"
+    );
+    assert_eq!(without_times(metrics(&path)), numbers);
+}

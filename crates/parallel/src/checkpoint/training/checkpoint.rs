@@ -1,0 +1,132 @@
+//! A checkpoint that was found whole, opened.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_comm::{ProcessGroup, message_of};
+use candle_core::{Result, bail};
+
+use super::agreement::{agree, exchange};
+use super::folder::CheckpointFolder;
+use super::manifest::Manifest;
+use super::piece::Piece;
+use super::rank_file::{RankFile, SaveId};
+
+/// A training checkpoint, from which a run of any layout resumes.
+pub struct TrainingCheckpoint {
+    dir: PathBuf,
+    pub(super) manifest: Manifest,
+    pub(super) files: Vec<RankFile>,
+    /// Of each parameter, its pieces: (file, piece of it).
+    pub(super) pieces: HashMap<String, Vec<(usize, Piece)>>,
+    /// Whether all newer ones beside it are not valid.
+    pub(super) is_latest: bool,
+}
+
+impl TrainingCheckpoint {
+    /// Opens the checkpoint in folder `dir`. The ranks divide its files between them and compare their checksums, so each file is read
+    /// once. Every rank of `world` must call it.
+    ///
+    /// # Errors
+    /// The same on every rank: a folder that is no checkpoint, a file that is missing, truncated, changed or of another run.
+    pub fn open(world: &ProcessGroup, dir: &Path) -> Result<Self> {
+        agree(world, Self::verify(world, dir))
+    }
+
+    /// The newest valid checkpoint in `save_dir`, or `None` if there is none at all; and why newer ones were skipped. Every rank must
+    /// call it.
+    ///
+    /// # Errors
+    /// There are checkpoints, but none is valid.
+    pub fn latest(world: &ProcessGroup, save_dir: &Path) -> Result<(Option<Self>, Vec<String>)> {
+        // What rank 0 sees counts: other hosts may see a folder later.
+        let folder = CheckpointFolder::new(save_dir);
+        let steps = match world.rank() {
+            0 => folder.steps().map_err(|err| message_of(&err)),
+            _ => Ok(Vec::new()),
+        };
+        let steps = match exchange(world, &steps)? {
+            Ok(of_ranks) => of_ranks.into_iter().next().unwrap_or_default(),
+            Err(message) => return Err(candle_core::Error::msg(message)),
+        };
+        let mut skipped = Vec::new();
+        for step in steps {
+            let checkpoint = Self::verify(world, &folder.path(step));
+            let said = checkpoint.as_ref().map(|_| ()).map_err(message_of);
+            match (exchange(world, &said)?, checkpoint) {
+                (Ok(_), Ok(checkpoint)) => {
+                    let latest = Self {
+                        is_latest: true,
+                        ..checkpoint
+                    };
+                    return Ok((Some(latest), skipped));
+                }
+                (Err(message), _) | (_, Err(candle_core::Error::Msg(message))) => {
+                    skipped.push(message);
+                }
+                (Ok(_), Err(err)) => return Err(err),
+            }
+        }
+        if let Some(first) = skipped.first() {
+            bail!(
+                "none of the {} checkpoints in {} is valid; the newest: {first}",
+                skipped.len(),
+                save_dir.display()
+            );
+        }
+        Ok((None, skipped))
+    }
+
+    /// Compares the sizes of all files and the checksums of this rank's share of them, and opens them.
+    fn verify(world: &ProcessGroup, dir: &Path) -> Result<Self> {
+        if !dir.is_dir() {
+            bail!("the checkpoint folder {} does not exist", dir.display());
+        }
+        let manifest = Manifest::read(dir)?;
+        let records = manifest.files.iter();
+        records.clone().try_for_each(|file| file.check_size(dir))?;
+        let mine = records.clone().skip(world.rank());
+        let mut mine = mine.step_by(world.world_size());
+        mine.try_for_each(|file| file.check_sum(dir))?;
+        let id = SaveId {
+            run: manifest.run.clone(),
+            step: manifest.step,
+        };
+        let files = records.map(|file| RankFile::open(&dir.join(&file.name), &id));
+        let files: Vec<RankFile> = files.collect::<Result<_>>()?;
+        let mut pieces: HashMap<String, Vec<(usize, Piece)>> = HashMap::new();
+        for (index, file) in files.iter().enumerate() {
+            for piece in &file.pieces {
+                let of_param = pieces.entry(piece.name.clone()).or_default();
+                of_param.push((index, piece.clone()));
+            }
+        }
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            manifest,
+            files,
+            pieces,
+            is_latest: false,
+        })
+    }
+
+    /// Its folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The run that wrote it.
+    pub fn run(&self) -> &str {
+        &self.manifest.run
+    }
+
+    /// Steps that were done.
+    pub fn step(&self) -> usize {
+        self.manifest.step
+    }
+
+    /// What the caller of [`CheckpointSaver::start`](super::CheckpointSaver::start) added.
+    pub fn record(&self) -> &serde_json::Value {
+        &self.manifest.record
+    }
+}

@@ -1,0 +1,205 @@
+//! The folder that holds the checkpoints of a run: names, who may write there, what is removed.
+
+use std::fs::{File, TryLockError};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use candle_core::{Error, Result, bail};
+
+use super::manifest::Manifest;
+
+const PREFIX: &str = "step-";
+/// Locked as long as a run may write; the lock is gone with its process.
+const LOCK_FILE: &str = ".lock";
+/// Of a folder that is being written, and of one that is being removed.
+const HIDDEN: [&str; 2] = [".partial", ".removed"];
+
+/// A folder of checkpoints.
+#[derive(Clone, Debug)]
+pub(super) struct CheckpointFolder(PathBuf);
+
+impl CheckpointFolder {
+    pub fn new(dir: &Path) -> Self {
+        Self(dir.to_path_buf())
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.0
+    }
+
+    /// Where the checkpoint after `step` steps is.
+    pub fn path(&self, step: usize) -> PathBuf {
+        self.0.join(name(step))
+    }
+
+    /// Where it is while it is being written.
+    pub fn partial(&self, step: usize) -> PathBuf {
+        self.hidden(step, 0)
+    }
+
+    fn hidden(&self, step: usize, why: usize) -> PathBuf {
+        self.0.join(format!(".{}{}", name(step), HIDDEN[why]))
+    }
+
+    /// The steps of all folders with the name of a checkpoint, the newest first; none if the folder does not exist.
+    pub fn steps(&self) -> Result<Vec<usize>> {
+        let names = self.names()?.into_iter();
+        let mut steps: Vec<usize> = names.filter_map(|name| step_of(&name)).collect();
+        steps.sort_unstable_by(|a, b| b.cmp(a));
+        Ok(steps)
+    }
+
+    fn names(&self) -> Result<Vec<String>> {
+        let entries = match std::fs::read_dir(&self.0) {
+            Ok(entries) => entries,
+            Err(err) if err.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(err) => return Err(self.error("read", &err)),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|err| self.error("read", &err))?;
+            if entry.path().is_dir() {
+                names.push(entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    fn error(&self, what: &str, err: &std::io::Error) -> Error {
+        Error::msg(format!(
+            "cannot {what} the checkpoint folder {}: {err}",
+            self.0.display()
+        ))
+    }
+
+    /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
+    pub fn lock(&self) -> Result<File> {
+        std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
+        let path = self.0.join(LOCK_FILE);
+        let mut options = File::options();
+        let options = options.write(true).create(true).truncate(false);
+        let file = options.open(path);
+        let file = file.map_err(|err| self.error("write to", &err))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => bail!(
+                "another run writes its checkpoints to {}\nhint: two runs need two folders",
+                self.0.display()
+            ),
+            // A file system without locks.
+            Err(TryLockError::Error(err)) if err.kind() == ErrorKind::Unsupported => {}
+            Err(TryLockError::Error(err)) => return Err(self.error("lock", &err)),
+        }
+        for name in self.names()? {
+            let ending = HIDDEN.iter().find_map(|ending| name.strip_suffix(ending));
+            let shown = ending.and_then(|name| name.strip_prefix('.'));
+            if shown.and_then(step_of).is_some() {
+                let left = self.0.join(&name);
+                std::fs::remove_dir_all(left).map_err(|err| self.error("clean", &err))?;
+            }
+        }
+        Ok(file)
+    }
+
+    /// Makes the folder in which the checkpoint after `step` steps is written.
+    pub fn make_partial(&self, step: usize) -> Result<()> {
+        let path = self.partial(step);
+        let made = match std::fs::remove_dir_all(&path) {
+            Err(err) if err.kind() != ErrorKind::NotFound => Err(err),
+            _ => std::fs::create_dir(&path),
+        };
+        made.map_err(|err| Error::msg(format!("cannot make the folder {}: {err}", path.display())))
+    }
+
+    /// Removes what a save that failed has written.
+    pub fn remove_partial(&self, step: usize) {
+        // What is left is hidden, and the next run removes it.
+        let _ = std::fs::remove_dir_all(self.partial(step));
+    }
+
+    /// Gives the folder, in which everything is, its name. A checkpoint of ours after as many steps is replaced.
+    pub fn publish(&self, step: usize) -> Result<PathBuf> {
+        let (partial, path) = (self.partial(step), self.path(step));
+        let fail = |err: std::io::Error| {
+            Error::msg(format!(
+                "cannot finish the checkpoint {}: {err}",
+                path.display()
+            ))
+        };
+        sync(&partial).map_err(fail)?;
+        if path.exists() {
+            Manifest::read(&path).map_err(|err| {
+                err.context(format!(
+                    "{} exists and is not replaced, as it is no checkpoint",
+                    path.display()
+                ))
+            })?;
+            self.remove(step).map_err(fail)?;
+        }
+        std::fs::rename(&partial, &path).map_err(fail)?;
+        sync(&self.0).map_err(fail)?;
+        Ok(path)
+    }
+
+    /// Removes the older ones of the checkpoints up to `step`, but for the newest `keep`.
+    pub fn prune(&self, step: usize, keep: usize) -> Result<()> {
+        let steps = self.steps()?.into_iter();
+        let ours =
+            steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
+        let old: Vec<usize> = ours.skip(keep).collect();
+        for step in old {
+            self.remove(step).map_err(|err| {
+                let path = self.path(step);
+                Error::msg(format!(
+                    "cannot remove the old checkpoint {}: {err}",
+                    path.display()
+                ))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Removes a checkpoint; at no moment a part of it has its name.
+    fn remove(&self, step: usize) -> std::io::Result<()> {
+        let removed = self.hidden(step, 1);
+        std::fs::rename(self.path(step), &removed)?;
+        std::fs::remove_dir_all(removed)
+    }
+}
+
+fn name(step: usize) -> String {
+    format!("{PREFIX}{step:06}")
+}
+
+/// The number of steps in the name of a checkpoint's folder.
+fn step_of(folder: &str) -> Option<usize> {
+    let step = folder.strip_prefix(PREFIX)?.parse().ok()?;
+    (name(step) == folder).then_some(step)
+}
+
+/// Puts the entries of a folder on the disk.
+fn sync(dir: &Path) -> std::io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{name, step_of};
+
+    #[test]
+    fn names_of_folders() {
+        for step in [0, 15, 999_999, 1_000_000] {
+            assert_eq!(step_of(&name(step)), Some(step));
+        }
+        for other in [
+            "step-15",
+            "step-0000015",
+            "step-+00015",
+            "step-",
+            ".step-000015",
+            "15",
+        ] {
+            assert_eq!(step_of(other), None, "{other}");
+        }
+    }
+}

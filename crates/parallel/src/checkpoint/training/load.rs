@@ -1,0 +1,195 @@
+//! Puts a checkpoint's values where this rank keeps them, whatever the layout.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::agreement::agree;
+use super::checkpoint::TrainingCheckpoint;
+use super::manifest::ParamRecord;
+use super::own_values::{OwnValues, own_values};
+use super::piece::Piece;
+use super::staged::{MASTER, WEIGHT, tensor_name};
+use crate::checkpoint::reader::decode;
+use crate::optimizer::DistributedOptimizer;
+use crate::params::{CatalogEntry, Parameters, ValuesFrom};
+
+impl TrainingCheckpoint {
+    /// An error that names the first parameter which the model has in another way: the checkpoint is of another model.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn check_model(&self, params: &Parameters) -> Result<()> {
+        let records = self.manifest.params.iter();
+        let records: BTreeMap<&str, &ParamRecord> = records
+            .map(|record| (record.name.as_str(), record))
+            .collect();
+        let dir = self.dir().display();
+        let hint = "hint: resume with the model and the --freeze that the checkpoint was made with";
+        for CatalogEntry {
+            name,
+            shape,
+            trainable,
+            ..
+        } in params.catalog()
+        {
+            let Some(record) = records.get(name.as_str()) else {
+                bail!("the checkpoint {dir} does not have the model's parameter {name}\n{hint}");
+            };
+            if record.shape != *shape {
+                bail!(
+                    "parameter {name} has shape {:?} in the checkpoint {dir}; expected the model's {shape:?}\n{hint}",
+                    record.shape
+                );
+            }
+            if record.trainable != *trainable {
+                let word = |trainable| if trainable { "trained" } else { "frozen" };
+                bail!(
+                    "parameter {name} is {} in the checkpoint {dir}; expected it {}\n{hint}",
+                    word(record.trainable),
+                    word(*trainable)
+                );
+            }
+        }
+        if let Some(record) = self.manifest.params.iter().find(|record| {
+            let entry = |entry: &CatalogEntry| entry.name == record.name;
+            !params.catalog().iter().any(entry)
+        }) {
+            bail!(
+                "the checkpoint {dir} has the parameter {}, which the model does not have\n{hint}",
+                record.name
+            );
+        }
+        Ok(())
+    }
+
+    /// Gives the parameters of `optimizer` and its state the values that they have in the checkpoint, of which this rank reads what it
+    /// needs. Every rank must call it.
+    ///
+    /// # Errors
+    /// The same on every rank: another model, another optimizer, values that are nowhere. Some values may have been replaced then.
+    pub fn load(&self, optimizer: &mut DistributedOptimizer) -> Result<()> {
+        let world = optimizer.mesh().world.clone();
+        let loaded = self.load_own(optimizer);
+        agree(&world, loaded)
+    }
+
+    fn load_own(&self, optimizer: &mut DistributedOptimizer) -> Result<()> {
+        self.check_model(optimizer.params())?;
+        optimizer.check_rule(&self.manifest.optimizer)?;
+        let params = optimizer.params().clone();
+        params.wait_for_updates()?;
+        if let Some(sharded) = params.sharded() {
+            sharded.free_all()?;
+        }
+        let own = own_values(&params);
+        for of_bucket in own.chunk_by(|a, b| a.bucket == b.bucket) {
+            self.load_bucket(optimizer, of_bucket)?;
+        }
+        for index in 0..params.len() {
+            let from = self.values_from(&params.get(index).name);
+            if params.sharded().is_none() {
+                let local = 0..params.get(index).num_values();
+                let param = params.get(index);
+                let piece = Piece::of(param, local.clone());
+                if let Some(values) = self.weights(&params, index, &piece)? {
+                    param.flat_part(&local)?.slice_set(&values, 0, 0)?;
+                }
+            }
+            if from != ValuesFrom::Source {
+                params.set_values_from(index, from);
+            }
+        }
+        optimizer.set_counters(&self.manifest.optimizer);
+        Ok(())
+    }
+
+    /// Loads what lies in this rank's slice of one bucket.
+    fn load_bucket(&self, optimizer: &DistributedOptimizer, of_bucket: &[OwnValues]) -> Result<()> {
+        let params = optimizer.params();
+        if params.sharded().is_some() {
+            for own in of_bucket {
+                let piece = Piece::of(params.get(own.param), own.local.clone());
+                if let Some(values) = self.weights(params, own.param, &piece)? {
+                    own.weights(params)?.slice_set(&values, 0, 0)?;
+                }
+            }
+        }
+        let Some(bucket) = of_bucket.first().map(|own| own.bucket) else {
+            return Ok(());
+        };
+        if bucket >= params.layout().buckets.len() {
+            return Ok(());
+        }
+        optimizer.change_bucket(bucket, |kinds| {
+            for own in of_bucket {
+                let piece = Piece::of(params.get(own.param), own.local.clone());
+                for (kind, buffer) in kinds {
+                    let values = self.read(kind, &piece)?;
+                    let values = Tensor::from_vec(values, own.len(), buffer.device())?;
+                    buffer.slice_set(&values, 0, own.start)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn values_from(&self, name: &str) -> ValuesFrom {
+        let params = &self.manifest.params;
+        let found = params.binary_search_by(|record| record.name.as_str().cmp(name));
+        found.map_or(ValuesFrom::Source, |index| params[index].values_from)
+    }
+
+    /// The weights of a piece, flat, in the type and on the device of the parameter; `None` if they are those of its source.
+    fn weights(&self, params: &Parameters, index: usize, piece: &Piece) -> Result<Option<Tensor>> {
+        let param = params.get(index);
+        let is_refilled = self.values_from(&param.name) == ValuesFrom::Refill;
+        let values = match (param.trainable, is_refilled) {
+            (false, false) => return Ok(None),
+            (true, true) if self.has(WEIGHT, &param.name) => self.read(WEIGHT, piece)?,
+            (true, _) => self.read(MASTER, piece)?,
+            (false, true) => self.read(WEIGHT, piece)?,
+        };
+        let values = Tensor::from_vec(values, piece.len(), &Device::Cpu)?;
+        let values = values.to_dtype(param.dtype())?;
+        Ok(Some(values.to_device(param.var().device())?))
+    }
+
+    /// Whether there are values of this kind for a parameter.
+    fn has(&self, kind: &str, name: &str) -> bool {
+        let mut pieces = self.pieces.get(name).into_iter().flatten();
+        pieces.any(|(file, piece)| {
+            let tensor = self.files[*file].tensor(&tensor_name(kind, piece), piece.len());
+            matches!(tensor, Ok(Some(_)))
+        })
+    }
+
+    /// The values of a kind that a piece has, from all files with some of them.
+    fn read(&self, kind: &str, wanted: &Piece) -> Result<Vec<f32>> {
+        let mut values = vec![0f32; wanted.len()];
+        let mut num_found = 0;
+        for (file, piece) in self.pieces.get(&wanted.name).into_iter().flatten() {
+            let name = tensor_name(kind, piece);
+            let Some((dtype, bytes)) = self.files[*file].tensor(&name, piece.len())? else {
+                continue;
+            };
+            let dtype = DType::try_from(dtype)?;
+            let size = dtype.size_in_bytes();
+            for common in wanted.common(piece) {
+                let from = common.other_start * size..(common.other_start + common.len) * size;
+                let to = &mut values[common.start..common.start + common.len];
+                decode(dtype, &bytes[from], to);
+                num_found += common.len;
+            }
+        }
+        if num_found != wanted.len() {
+            bail!(
+                "the checkpoint {} has {num_found} of the {} values of {kind} of parameter {} that this rank needs",
+                self.dir().display(),
+                wanted.len(),
+                wanted.name
+            );
+        }
+        Ok(values)
+    }
+}

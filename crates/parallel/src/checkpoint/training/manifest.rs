@@ -1,0 +1,240 @@
+//! The last file of a checkpoint, without which it does not exist: what it holds, and how to tell whether it is whole.
+
+use std::io::{Error, ErrorKind};
+use std::path::Path;
+
+use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::xxh64::Xxh64;
+use crate::optimizer::OptimizerCounters;
+use crate::params::{Parameters, ValuesFrom, ZeroStage};
+
+pub(super) const MANIFEST_FILE: &str = "manifest.json";
+/// What the file says it is.
+const FORMAT: &str = "candle-train training checkpoint";
+/// Changes when an older program could not read what a newer one writes, or the other way round.
+const VERSION: u32 = 1;
+
+/// What a checkpoint holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Manifest {
+    /// The run that wrote it.
+    pub run: String,
+    /// Steps that were done.
+    pub step: usize,
+    /// Version of the program.
+    pub program: String,
+    /// How it was written; any other layout can read it.
+    pub layout: Layout,
+    pub optimizer: OptimizerCounters,
+    /// In name order.
+    pub params: Vec<ParamRecord>,
+    /// In name order.
+    pub files: Vec<FileRecord>,
+    /// What the caller adds.
+    pub record: serde_json::Value,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Layout {
+    pub pp: usize,
+    pub dp: usize,
+    pub tp: usize,
+    pub zero: ZeroStage,
+    pub zero_group: Option<usize>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ParamRecord {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// Type in which the model computed.
+    pub dtype: String,
+    pub trainable: bool,
+    pub values_from: ValuesFrom,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct FileRecord {
+    pub name: String,
+    pub num_bytes: u64,
+    /// In hexadecimal digits, as xxhsum prints it.
+    pub xxh64: String,
+}
+
+/// What is looked at before the rest, which another version may write differently.
+#[derive(Serialize, Deserialize)]
+struct Envelope<T> {
+    format: String,
+    version: u32,
+    #[serde(flatten)]
+    content: T,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Anything {}
+
+/// The text before and after the part that the checksum is of.
+const PARTS: [&str; 3] = ["{\"xxh64\":\"", "\",\"manifest\":", "}\n"];
+
+impl Manifest {
+    /// Of a save that is about to begin: `values_from` tells of each parameter of the catalog where its values are from.
+    pub fn new(
+        params: &Parameters,
+        (layout, optimizer): (Layout, OptimizerCounters),
+        values_from: &[ValuesFrom],
+        (run, step, record): (&str, usize, serde_json::Value),
+    ) -> Self {
+        let entries = params.catalog().iter().zip(values_from);
+        let entries = entries.map(|(entry, &values_from)| ParamRecord {
+            name: entry.name.clone(),
+            shape: entry.shape.clone(),
+            dtype: entry.dtype.as_str().to_string(),
+            trainable: entry.trainable,
+            values_from,
+        });
+        Self {
+            run: run.to_string(),
+            step,
+            program: env!("CARGO_PKG_VERSION").to_string(),
+            layout,
+            optimizer,
+            params: entries.collect(),
+            files: Vec::new(),
+            record,
+        }
+    }
+
+    /// The text of the file: the manifest and its own checksum.
+    pub fn to_text(&self) -> Result<String> {
+        let envelope = Envelope {
+            format: FORMAT.to_string(),
+            version: VERSION,
+            content: self,
+        };
+        let content = serde_json::to_string_pretty(&envelope).map_err(candle_core::Error::wrap)?;
+        let sum = Xxh64::of(content.as_bytes());
+        let [before, between, after] = PARTS;
+        Ok(format!("{before}{sum:016x}{between}{content}{after}"))
+    }
+
+    /// The manifest of the folder `dir`.
+    ///
+    /// # Errors
+    /// A file that is missing, was changed, is none of ours or has another version.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(MANIFEST_FILE);
+        let name = path.display();
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(err) if err.kind() == ErrorKind::NotFound => bail!(
+                "{} has no {MANIFEST_FILE}: it is no checkpoint, or its save never ended",
+                dir.display()
+            ),
+            Err(err) => bail!("cannot read {name}: {err}"),
+        };
+        let Some((sum, content)) = parts(&text) else {
+            bail!(
+                "{name} ({} bytes) is not the manifest of a training checkpoint, or was truncated",
+                text.len()
+            );
+        };
+        let found = Xxh64::of(content.as_bytes());
+        if format!("{found:016x}") != sum {
+            bail!("{name} was changed: it has the checksum {found:016x}; expected {sum}");
+        }
+        let fail =
+            |err: serde_json::Error| candle_core::Error::msg(format!("{name} has no sense: {err}"));
+        let envelope: Envelope<Anything> = serde_json::from_str(content).map_err(fail)?;
+        if envelope.format != FORMAT || envelope.version != VERSION {
+            bail!(
+                "{name} is a {:?} of version {}; expected a {FORMAT:?} of version {VERSION}\nhint: another version of this \
+                 program wrote it",
+                envelope.format,
+                envelope.version
+            );
+        }
+        let mut content: serde_json::Value = serde_json::from_str(content).map_err(fail)?;
+        if let Some(fields) = content.as_object_mut() {
+            fields.remove("format");
+            fields.remove("version");
+        }
+        serde_json::from_value(content).map_err(fail)
+    }
+}
+
+impl FileRecord {
+    pub fn new(name: String, num_bytes: u64, xxh64: u64) -> Self {
+        Self {
+            name,
+            num_bytes,
+            xxh64: format!("{xxh64:016x}"),
+        }
+    }
+
+    /// An error unless the file in `dir` is there and of the right size.
+    pub fn check_size(&self, dir: &Path) -> Result<()> {
+        let path = dir.join(&self.name);
+        let len = match std::fs::metadata(&path) {
+            Ok(metadata) if metadata.is_file() => metadata.len(),
+            Ok(_) => bail!("{} is not a file", path.display()),
+            Err(err) if err.kind() == ErrorKind::NotFound => bail!(
+                "{} is missing; expected a file of {} bytes, which {MANIFEST_FILE} names",
+                path.display(),
+                self.num_bytes
+            ),
+            Err(err) => bail!("cannot read {}: {err}", path.display()),
+        };
+        if len != self.num_bytes {
+            bail!(
+                "{} has {len} bytes; expected {} from {MANIFEST_FILE}",
+                path.display(),
+                self.num_bytes
+            );
+        }
+        Ok(())
+    }
+
+    /// An error unless the file in `dir` has the right checksum; reads all of it.
+    pub fn check_sum(&self, dir: &Path) -> Result<()> {
+        let path = dir.join(&self.name);
+        let found = match checksum_of(&path) {
+            Ok(sum) => format!("{sum:016x}"),
+            Err(err) => bail!("cannot read {}: {err}", path.display()),
+        };
+        if found != self.xxh64 {
+            bail!(
+                "{} was changed: it has the checksum {found}; expected {} from {MANIFEST_FILE}",
+                path.display(),
+                self.xxh64
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The checksum and what it is of.
+fn parts(text: &str) -> Option<(&str, &str)> {
+    let [before, between, after] = PARTS;
+    let (sum, rest) = text.strip_prefix(before)?.split_once(between)?;
+    Some((sum, rest.strip_suffix(after)?))
+}
+
+fn checksum_of(path: &Path) -> std::io::Result<u64> {
+    use std::io::Read;
+    let mut file = std::fs::File::open(path)?;
+    let mut block = vec![0; 1 << 20];
+    let mut hash = Xxh64::default();
+    loop {
+        match file.read(&mut block) {
+            Ok(0) => return Ok(hash.finish()),
+            Ok(len) => hash.update(&block[..len]),
+            Err(err) if err.kind() == ErrorKind::Interrupted => {}
+            Err(err) => return Err(Error::new(err.kind(), err)),
+        }
+    }
+}

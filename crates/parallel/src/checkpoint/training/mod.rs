@@ -1,0 +1,37 @@
+//! Training checkpoints: everything that a run needs to go on, divided over files as it is over ranks.
+//!
+//! ```text
+//! SAVE_DIR/step-000015/            after 15 steps
+//!     rank-00000.safetensors       what rank 0 is the first to hold: weights in f32, moments
+//!     rank-00001.safetensors       ..
+//!     manifest.json                step, parameters, sizes and checksums of the files, the caller's record; written last
+//! ```
+//!
+//! **What is written.** Each value of a trainable parameter is written once, in f32, by the first rank of the mesh that updates it:
+//! the weight (the master of a 16-bit one) and each kind of state. No rank gathers anything. Weights of 16 bits are their rounded
+//! masters, so they are left out. So are frozen parameters, which still have the values of their source; only parameters that were
+//! [refilled](crate::Parameters::refill) are written as they are.
+//!
+//! **Where a value belongs.** A tensor of a file is a [`Piece`](piece::Piece): a name, the whole parameter's shape, the indices of one dim that
+//! a rank holds (tensor parallelism), and a range of the row-major values of these (ZeRO's slices of buckets). From two pieces
+//! follow the runs of values that they have in common, so a rank of any other layout copies from the mapped files just what it needs.
+//!
+//! **When it exists.** Files are written into a hidden folder beside the final one, synced, and the folder is renamed once the
+//! manifest is in it. A folder without a valid manifest is not a checkpoint. A save waits for a copy of the values in the host's
+//! memory only; a thread of each rank writes, and the ranks agree on the end of it between later steps.
+
+mod agreement;
+mod checkpoint;
+mod folder;
+mod load;
+mod manifest;
+mod own_values;
+mod piece;
+mod rank_file;
+mod saver;
+mod staged;
+mod xxh64;
+
+pub use checkpoint::TrainingCheckpoint;
+pub use saver::{CheckpointSaver, SaveOutcome};
+pub use xxh64::Xxh64;

@@ -1,0 +1,74 @@
+//! What a rank keeps of each parameter, and what of it the rank writes.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use crate::params::{Parameters, intersect, offset_by};
+
+/// Values of a parameter that lie one after the other in the slice of a bucket that this rank updates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct OwnValues {
+    /// Index of the parameter.
+    pub param: usize,
+    /// Row-major offsets into the local values.
+    pub local: Range<usize>,
+    /// Place of the bucket among those of trainable, then of frozen parameters.
+    pub bucket: usize,
+    /// Place of the first value in this rank's slice of the bucket.
+    pub start: usize,
+}
+
+/// The values of all parameters that lie in this rank's slices, bucket by bucket. The one place that knows how slots and slices lie.
+pub(super) fn own_values(params: &Parameters) -> Vec<OwnValues> {
+    let mut all = Vec::new();
+    for (place, bucket) in params.layout().all().enumerate() {
+        let own = params.groups().own_range(bucket.len);
+        for slot in &bucket.slots {
+            let mine = intersect(&slot.range, &own);
+            if !mine.is_empty() {
+                all.push(OwnValues {
+                    param: slot.param,
+                    local: offset_by(&mine, slot.range.start),
+                    bucket: place,
+                    start: mine.start - own.start,
+                });
+            }
+        }
+    }
+    all
+}
+
+/// Those that this rank writes: over the world each value of the model is written by one rank.
+pub(super) fn written_values(params: &Parameters) -> Vec<OwnValues> {
+    if params.groups().copies.rank() != 0 {
+        return Vec::new();
+    }
+    let own = own_values(params).into_iter();
+    let written = own.flat_map(|own| {
+        params.owned(own.param).iter().filter_map(move |range| {
+            let local = intersect(range, &own.local);
+            let start = own.start + local.start - own.local.start;
+            (!local.is_empty()).then_some(OwnValues {
+                start,
+                local,
+                ..own
+            })
+        })
+    });
+    written.collect()
+}
+
+impl OwnValues {
+    pub fn len(&self) -> usize {
+        self.local.len()
+    }
+
+    /// A flat view of the weights.
+    pub fn weights(&self, params: &Parameters) -> Result<Tensor> {
+        match params.sharded() {
+            Some(sharded) => sharded.slice(self.bucket).narrow(0, self.start, self.len()),
+            None => params.get(self.param).flat_part(&self.local),
+        }
+    }
+}

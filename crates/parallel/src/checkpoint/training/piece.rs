@@ -1,0 +1,189 @@
+//! Some values of a parameter, and what two such pieces have in common.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::params::{Param, intersect};
+
+/// Values of a parameter that lie one after the other on a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Piece {
+    /// Hugging Face name of the parameter.
+    pub name: String,
+    /// Shape of the whole parameter.
+    pub shape: Vec<usize>,
+    /// The dim of which the rank holds some indices.
+    pub dim: usize,
+    /// Those indices.
+    pub held: Range<usize>,
+    /// Row-major offsets into the values with these indices.
+    pub range: Range<usize>,
+}
+
+/// Values that lie one after the other in a piece and in the whole parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Run {
+    /// Row-major offsets into the whole parameter.
+    global: Range<usize>,
+    /// Place of the first in the piece.
+    start: usize,
+}
+
+/// Values that two pieces have in common, by the place of the first in each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Common {
+    pub start: usize,
+    pub other_start: usize,
+    pub len: usize,
+}
+
+impl Piece {
+    /// The values at row-major offsets `range` of what is held here of `param`.
+    pub fn of(param: &Param, range: Range<usize>) -> Self {
+        let (dim, held) = param.held();
+        Self {
+            name: param.name.clone(),
+            shape: param.global_shape.dims().to_vec(),
+            dim,
+            held,
+            range,
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether the numbers fit each other.
+    pub fn is_valid(&self) -> bool {
+        let width = self.width();
+        let held = self.shape.iter().product::<usize>() / width.max(1) * self.held.len();
+        (self.dim < self.shape.len() || self.shape.is_empty() && self.dim == 0)
+            && self.held.start <= self.held.end
+            && self.held.end <= width
+            && self.range.start <= self.range.end
+            && self.range.end <= held
+    }
+
+    /// Length of the cut dim.
+    fn width(&self) -> usize {
+        self.shape.get(self.dim).copied().unwrap_or(1)
+    }
+
+    /// Its runs in rising order, of the whole parameter and of the piece.
+    fn runs(&self) -> impl Iterator<Item = Run> {
+        let inner: usize = self.shape.iter().skip(self.dim + 1).product();
+        let (len, stride) = match self.held == (0..self.width()) {
+            // All of it is one run.
+            true => {
+                let all = self.shape.iter().product::<usize>();
+                (all, all)
+            }
+            false => (self.held.len() * inner, self.width() * inner),
+        };
+        let rows = match len {
+            0 => 0..0,
+            _ => self.range.start / len..self.range.end.div_ceil(len),
+        };
+        let first = self.held.start * inner;
+        rows.map(move |row| {
+            let here = intersect(&(row * len..(row + 1) * len), &self.range);
+            let start = row * stride + first + here.start - row * len;
+            Run {
+                global: start..start + here.len(),
+                start: here.start - self.range.start,
+            }
+        })
+    }
+
+    /// What this piece and `other`, of the same parameter, have in common.
+    pub fn common(&self, other: &Self) -> Vec<Common> {
+        let (mut mine, mut others) = (self.runs().peekable(), other.runs().peekable());
+        let mut common = Vec::new();
+        while let (Some(a), Some(b)) = (mine.peek(), others.peek()) {
+            let both = intersect(&a.global, &b.global);
+            if !both.is_empty() {
+                common.push(Common {
+                    start: a.start + both.start - a.global.start,
+                    other_start: b.start + both.start - b.global.start,
+                    len: both.len(),
+                });
+            }
+            match a.global.end <= b.global.end {
+                true => drop(mine.next()),
+                false => drop(others.next()),
+            }
+        }
+        common
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use super::Piece;
+
+    fn piece(shape: &[usize], dim: usize, held: Range<usize>, range: Range<usize>) -> Piece {
+        Piece {
+            name: "w".into(),
+            shape: shape.to_vec(),
+            dim,
+            held,
+            range,
+        }
+    }
+
+    /// Offsets into the whole parameter of the values of a piece, by counting through all indices.
+    fn offsets(piece: &Piece) -> Vec<usize> {
+        let inner: usize = piece.shape[piece.dim + 1..].iter().product();
+        let all = 0..piece.shape.iter().product::<usize>();
+        let index = |offset: &usize| offset / inner % piece.shape[piece.dim];
+        let held = all.filter(|offset| piece.held.contains(&index(offset)));
+        held.collect::<Vec<_>>()[piece.range.clone()].to_vec()
+    }
+
+    #[test]
+    fn what_pieces_have_in_common() {
+        let shape = [3, 5, 2];
+        let pieces = [
+            piece(&shape, 0, 0..3, 0..30),
+            piece(&shape, 0, 0..3, 7..19),
+            piece(&shape, 0, 1..3, 3..20),
+            piece(&shape, 1, 0..2, 0..12),
+            piece(&shape, 1, 1..4, 5..17),
+            piece(&shape, 1, 3..5, 0..0),
+            piece(&shape, 2, 1..2, 2..14),
+            piece(&shape, 2, 0..0, 0..0),
+            piece(&shape, 2, 0..2, 1..29),
+        ];
+        for a in &pieces {
+            assert!(a.is_valid(), "{a:?}");
+            for b in &pieces {
+                let (of_a, of_b) = (offsets(a), offsets(b));
+                let found = a.common(b).into_iter().flat_map(|common| {
+                    (0..common.len).map(move |i| (common.start + i, common.other_start + i))
+                });
+                let found: Vec<(usize, usize)> = found.collect();
+                let expected = of_a.iter().enumerate().filter_map(|(i, offset)| {
+                    let j = of_b.iter().position(|other| other == offset)?;
+                    Some((i, j))
+                });
+                assert_eq!(found, expected.collect::<Vec<_>>(), "{a:?} {b:?}");
+            }
+        }
+        let scalar = piece(&[], 0, 0..1, 0..1);
+        assert!(scalar.is_valid());
+        assert_eq!(scalar.common(&scalar).len(), 1);
+    }
+
+    #[test]
+    fn numbers_that_do_not_fit_are_seen() {
+        assert!(!piece(&[3, 5], 2, 0..1, 0..1).is_valid());
+        assert!(!piece(&[3, 5], 1, 3..6, 0..1).is_valid());
+        assert!(!piece(&[3, 5], 1, 3..5, 0..7).is_valid());
+        assert!(!piece(&[3, 5], 0, 0..3, Range { start: 2, end: 1 }).is_valid());
+    }
+}

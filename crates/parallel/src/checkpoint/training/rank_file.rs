@@ -1,0 +1,227 @@
+//! The safetensors file of one rank: written in one go with its checksum, read piece by piece from a map.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use candle_core::{CpuStorage, Error, Result, Storage, bail};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensors};
+
+use super::manifest::FileRecord;
+use super::piece::Piece;
+use super::staged::{Staged, StagedTensor};
+use super::xxh64::Xxh64;
+use crate::checkpoint::reader::map;
+use crate::memory::num_bytes;
+
+/// Bytes that are converted, checksummed and written at a time.
+const CHUNK: usize = 1 << 20;
+
+/// Which save a file belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SaveId {
+    pub run: String,
+    pub step: usize,
+}
+
+/// A file of a checkpoint, opened.
+pub(super) struct RankFile {
+    path: PathBuf,
+    map: Mmap,
+    tensors: HashMap<String, (Dtype, Range<usize>)>,
+    pub pieces: Vec<Piece>,
+}
+
+pub(super) fn file_name(rank: usize) -> String {
+    format!("rank-{rank:05}.safetensors")
+}
+
+/// Writes a rank's file into `dir` and syncs it.
+///
+/// # Errors
+/// Values that are NaN or infinite, and what the file system returns.
+pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Result<FileRecord> {
+    let name = file_name(rank);
+    let path = dir.join(&name);
+    let fail = |err: std::io::Error| {
+        Error::msg(format!(
+            "cannot write the checkpoint's file {}: {err}",
+            path.display()
+        ))
+    };
+    let header = header(id, staged)?;
+    let file = File::create_new(&path).map_err(fail)?;
+    let mut out = Summed {
+        out: BufWriter::with_capacity(CHUNK, file),
+        hash: Xxh64::default(),
+        num_bytes: 0,
+    };
+    out.write(&(header.len() as u64).to_le_bytes())
+        .map_err(fail)?;
+    out.write(&header).map_err(fail)?;
+    for tensor in &staged.tensors {
+        write_tensor(&mut out, tensor)?.map_err(fail)?;
+    }
+    let file = out.out.into_inner().map_err(|err| fail(err.into_error()))?;
+    file.sync_all().map_err(fail)?;
+    Ok(FileRecord::new(name, out.num_bytes, out.hash.finish()))
+}
+
+/// The header of a safetensors file.
+fn header(id: &SaveId, staged: &Staged) -> Result<Vec<u8>> {
+    let pieces = serde_json::to_string(&staged.pieces).map_err(Error::wrap)?;
+    let metadata = [
+        ("run".to_string(), id.run.clone()),
+        ("step".to_string(), id.step.to_string()),
+        ("pieces".to_string(), pieces),
+    ];
+    let mut end = 0;
+    let tensors = staged.tensors.iter().map(|tensor| {
+        let start = end;
+        end += num_bytes(&tensor.values);
+        let info = TensorInfo {
+            dtype: tensor.values.dtype().into(),
+            shape: vec![tensor.values.elem_count()],
+            data_offsets: (start, end),
+        };
+        (tensor.name.clone(), info)
+    });
+    let header = Metadata::new(Some(metadata.into()), tensors.collect())?;
+    let mut header = serde_json::to_vec(&header).map_err(Error::wrap)?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
+}
+
+/// A file and the checksum of what was written to it.
+struct Summed {
+    out: BufWriter<File>,
+    hash: Xxh64,
+    num_bytes: u64,
+}
+
+impl Summed {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.hash.update(bytes);
+        self.num_bytes += bytes.len() as u64;
+        self.out.write_all(bytes)
+    }
+}
+
+/// Writes a tensor.
+fn write_tensor(out: &mut Summed, tensor: &StagedTensor) -> Result<std::io::Result<()>> {
+    let (storage, layout) = tensor.values.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!("{} is not contiguous", tensor.name);
+    };
+    let written = match &*storage {
+        Storage::Cpu(CpuStorage::F32(all)) => {
+            write_values(out, &all[start..end], f32::to_le_bytes, |value| {
+                value.is_finite()
+            })
+        }
+        Storage::Cpu(CpuStorage::BF16(all)) => {
+            write_values(out, &all[start..end], bf16::to_le_bytes, |value| {
+                value.is_finite()
+            })
+        }
+        Storage::Cpu(CpuStorage::F16(all)) => {
+            write_values(out, &all[start..end], f16::to_le_bytes, |value| {
+                value.is_finite()
+            })
+        }
+        _ => bail!(
+            "{} is {:?}; expected floats on the host",
+            tensor.name,
+            tensor.values
+        ),
+    };
+    if let Ok(false) = written {
+        bail!(
+            "{} has values that are NaN or infinite: nothing is saved",
+            tensor.name
+        );
+    }
+    Ok(written.map(drop))
+}
+
+/// Writes values and returns whether all are finite.
+fn write_values<T: Copy, const SIZE: usize>(
+    out: &mut Summed,
+    values: &[T],
+    to_bytes: impl Fn(T) -> [u8; SIZE],
+    is_finite: impl Fn(T) -> bool,
+) -> std::io::Result<bool> {
+    let mut buffer = vec![0; CHUNK];
+    let mut all_finite = true;
+    for chunk in values.chunks(CHUNK / SIZE) {
+        all_finite &= chunk.iter().all(|&value| is_finite(value));
+        let buffer = &mut buffer[..chunk.len() * SIZE];
+        for (place, &value) in buffer.chunks_exact_mut(SIZE).zip(chunk) {
+            place.copy_from_slice(&to_bytes(value));
+        }
+        out.write(buffer)?;
+    }
+    Ok(all_finite)
+}
+
+impl RankFile {
+    /// Opens a file whose size and checksum were compared, and that belongs to the save `id`.
+    pub fn open(path: &Path, id: &SaveId) -> Result<Self> {
+        let map = map(path)?;
+        let fail = |what: &dyn std::fmt::Display| {
+            Error::msg(format!(
+                "{} is not a file of a training checkpoint: {what}",
+                path.display()
+            ))
+        };
+        let (header_len, metadata) = SafeTensors::read_metadata(&map).map_err(|err| fail(&err))?;
+        let first = header_len + size_of::<u64>();
+        let texts = metadata.metadata().clone().unwrap_or_default();
+        let text = |name: &str| texts.get(name).map_or("", String::as_str);
+        if text("run") != id.run || text("step") != id.step.to_string() {
+            bail!(
+                "{} belongs to step {} of run {}; expected step {} of run {}, whose manifest is beside it",
+                path.display(),
+                text("step"),
+                text("run"),
+                id.step,
+                id.run
+            );
+        }
+        let pieces: Vec<Piece> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;
+        if let Some(piece) = pieces.iter().find(|piece| !piece.is_valid()) {
+            return Err(fail(&format!("{piece:?} does not fit its shape")));
+        }
+        let tensors = metadata.tensors().into_iter().map(|(name, info)| {
+            let (start, end) = info.data_offsets;
+            (name, (info.dtype, first + start..first + end))
+        });
+        Ok(Self {
+            path: path.to_path_buf(),
+            tensors: tensors.collect(),
+            pieces,
+            map,
+        })
+    }
+
+    /// Type and bytes of a tensor of so many values; `None` if it is not here.
+    pub fn tensor(&self, name: &str, len: usize) -> Result<Option<(Dtype, &[u8])>> {
+        let Some((dtype, range)) = self.tensors.get(name) else {
+            return Ok(None);
+        };
+        let bytes = &self.map[range.clone()];
+        if bytes.len() * 8 != len * dtype.bitsize() {
+            bail!(
+                "tensor {name} in {} has {} bytes; expected {len} values of {dtype:?}",
+                self.path.display(),
+                bytes.len()
+            );
+        }
+        Ok(Some((*dtype, bytes)))
+    }
+}

@@ -1,0 +1,269 @@
+//! Writes checkpoints while training goes on.
+
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+
+use candle_comm::{ProcessGroup, message_of};
+use candle_core::{Error, Result, bail};
+
+use super::agreement::{agree, exchange};
+use super::checkpoint::TrainingCheckpoint;
+use super::folder::CheckpointFolder;
+use super::manifest::{FileRecord, Layout, MANIFEST_FILE, Manifest};
+use super::rank_file::{self, SaveId};
+use super::staged::{Staged, refilled};
+use crate::checkpoint::SpaceNeed;
+use crate::optimizer::DistributedOptimizer;
+
+/// Writes the checkpoints of a run into a folder, one at a time.
+pub struct CheckpointSaver {
+    world: ProcessGroup,
+    folder: CheckpointFolder,
+    run: String,
+    keep: usize,
+    in_flight: Option<InFlight>,
+    /// On rank 0.
+    _lock: Option<File>,
+}
+
+/// A save whose files are being written.
+struct InFlight {
+    step: usize,
+    /// On rank 0, without its files.
+    manifest: Option<Manifest>,
+    thread: JoinHandle<std::result::Result<Option<FileRecord>, String>>,
+}
+
+/// How a save ended, the same on every rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaveOutcome {
+    /// Steps that were done before it.
+    pub step: usize,
+    /// The checkpoint, or why there is none; older ones are as they were then.
+    pub saved: std::result::Result<PathBuf, String>,
+    /// Why an older checkpoint could not be removed.
+    pub warning: Option<String>,
+}
+
+impl CheckpointSaver {
+    /// Writes to `dir`, where the newest `keep` checkpoints are kept. A run that goes on from `resumed` has its name; a new one
+    /// gets a name of its own, and a folder without checkpoints. Every rank must call it.
+    ///
+    /// # Errors
+    /// The same on every rank: a folder that cannot be written to, that another run writes to, or that holds its checkpoints or
+    /// newer ones than `resumed`.
+    pub fn new(
+        world: &ProcessGroup,
+        (dir, keep): (&Path, usize),
+        resumed: Option<&TrainingCheckpoint>,
+    ) -> Result<Self> {
+        let folder = CheckpointFolder::new(dir);
+        if keep == 0 {
+            bail!("0 checkpoints are to be kept; expected at least 1");
+        }
+        let begin = || -> Result<Option<File>> {
+            if world.rank() != 0 {
+                return Ok(None);
+            }
+            let lock = folder.lock()?;
+            check_checkpoints(&folder, resumed)?;
+            Ok(Some(lock))
+        };
+        let _lock = agree(world, begin())?;
+        let run = match resumed {
+            Some(resumed) => resumed.run().to_string(),
+            None => format!("{:016x}", RandomState::new().hash_one(std::process::id())),
+        };
+        let run = world.all_gather_bytes(run.as_bytes())?;
+        let run = run.first().map(|run| String::from_utf8_lossy(run));
+        Ok(Self {
+            world: world.clone(),
+            folder,
+            run: run.unwrap_or_default().into_owned(),
+            keep,
+            in_flight: None,
+            _lock,
+        })
+    }
+
+    /// What the checkpoints take beside those that are there: as many as are kept, and the one that is written before the oldest is
+    /// removed. For [`check_free_space`](crate::checkpoint::check_free_space).
+    pub fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
+        let there = self.folder.steps().map_or(0, |steps| steps.len());
+        let more = (self.keep + 1).saturating_sub(there) as u64;
+        // f32 masters and each kind of state.
+        let num_kinds = 1 + optimizer.counters().state_names.len() as u64;
+        let num_values = optimizer.params().num_trainable_values() as u64;
+        SpaceNeed {
+            folder: self.folder.dir(),
+            num_bytes: more * 4 * num_kinds * num_values,
+            what: "checkpoints",
+        }
+    }
+
+    /// Starts to save after `step` steps, with `record` for the caller; returns when everything is copied. At a time one save is
+    /// under way: [`Self::finish`] comes first. Every rank must call it. An outcome is that of a save that could not even begin.
+    ///
+    /// # Errors
+    /// Failures of ranks and devices.
+    pub fn start(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        record: serde_json::Value,
+    ) -> Result<Option<SaveOutcome>> {
+        if let Some(in_flight) = &self.in_flight {
+            bail!("the save after step {} is still under way", in_flight.step);
+        }
+        let (params, mesh) = (optimizer.params(), optimizer.mesh());
+        let rank = self.world.rank();
+        let made = match rank {
+            0 => self.folder.make_partial(step),
+            _ => Ok(()),
+        };
+        let made = made.map_err(|err| message_of(&err));
+        if let Err(message) = exchange(&self.world, &made)? {
+            return Ok(Some(SaveOutcome {
+                step,
+                saved: Err(message),
+                warning: None,
+            }));
+        }
+        let values_from = params.values_from(mesh)?;
+        let staged = Staged::new(optimizer, &refilled(params, &values_from))?;
+        let layout = Layout {
+            pp: mesh.degrees.pp,
+            dp: mesh.degrees.dp,
+            tp: mesh.degrees.tp,
+            zero: params.data_parallel().zero,
+            zero_group: params.data_parallel().zero_group,
+        };
+        let manifest = (rank == 0).then(|| {
+            let of_run = (self.run.as_str(), step, record);
+            Manifest::new(params, (layout, optimizer.counters()), &values_from, of_run)
+        });
+        let (dir, run) = (self.folder.partial(step), self.run.clone());
+        let write = move || {
+            if staged.tensors.is_empty() {
+                return Ok(None);
+            }
+            let written = rank_file::write(&dir, rank, &SaveId { run, step }, &staged);
+            written.map(Some).map_err(|err| message_of(&err))
+        };
+        let thread = std::thread::Builder::new().name("checkpoint".into());
+        self.in_flight = Some(InFlight {
+            step,
+            manifest,
+            thread: thread.spawn(write).map_err(Error::wrap)?,
+        });
+        Ok(None)
+    }
+
+    /// How the save that is under way ended, if it did. Every rank must call it, between steps.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn poll(&mut self) -> Result<Option<SaveOutcome>> {
+        let Some(in_flight) = &self.in_flight else {
+            return Ok(None);
+        };
+        let is_done = [u8::from(in_flight.thread.is_finished())];
+        let all = self.world.all_gather_bytes(&is_done)?;
+        match all.iter().all(|is_done| *is_done == [1]) {
+            true => self.finish(),
+            false => Ok(None),
+        }
+    }
+
+    /// Waits for the save that is under way, if one is. Every rank must call it.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn finish(&mut self) -> Result<Option<SaveOutcome>> {
+        let Some(in_flight) = self.in_flight.take() else {
+            return Ok(None);
+        };
+        let step = in_flight.step;
+        let written = in_flight.thread.join();
+        let written = written.unwrap_or_else(|_| Err("the thread that writes panicked".into()));
+        let written = exchange(&self.world, &written)?;
+        let ended = match (in_flight.manifest, written) {
+            (None, _) => Ok(None),
+            (Some(manifest), Ok(files)) => {
+                let files = files.into_iter().flatten().collect();
+                self.publish(Manifest { files, ..manifest })
+                    .map(Some)
+                    .map_err(|err| message_of(&err))
+            }
+            (Some(_), Err(message)) => Err(message),
+        };
+        if ended.is_err() {
+            self.folder.remove_partial(step);
+        }
+        // Rank 0's word.
+        let ended = self
+            .world
+            .all_gather_bytes(&serde_json::to_vec(&ended).map_err(Error::wrap)?)?;
+        let ended: std::result::Result<Option<(PathBuf, Option<String>)>, String> =
+            match ended.first() {
+                Some(bytes) => serde_json::from_slice(bytes).map_err(Error::wrap)?,
+                None => Ok(None),
+            };
+        let (saved, warning) = match ended {
+            Ok(Some((path, warning))) => (Ok(path), warning),
+            Ok(None) => (Err("rank 0 did not save".to_string()), None),
+            Err(message) => (Err(message), None),
+        };
+        Ok(Some(SaveOutcome {
+            step,
+            saved,
+            warning,
+        }))
+    }
+
+    /// Writes the manifest, and with it the checkpoint exists; then removes old ones.
+    fn publish(&self, manifest: Manifest) -> Result<(PathBuf, Option<String>)> {
+        let step = manifest.step;
+        let path = self.folder.partial(step).join(MANIFEST_FILE);
+        let write = |text: String| -> std::io::Result<()> {
+            let mut file = File::create_new(&path)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        };
+        write(manifest.to_text()?)
+            .map_err(|err| Error::msg(format!("cannot write {}: {err}", path.display())))?;
+        let path = self.folder.publish(step)?;
+        let pruned = self.folder.prune(step, self.keep);
+        Ok((path, pruned.err().map(|err| message_of(&err))))
+    }
+}
+
+/// An error if a folder holds checkpoints of another run, or such as this one has left behind by going on from an older one.
+fn check_checkpoints(
+    folder: &CheckpointFolder,
+    resumed: Option<&TrainingCheckpoint>,
+) -> Result<()> {
+    for step in folder.steps()? {
+        let path = folder.path(step);
+        let Ok(manifest) = Manifest::read(&path) else {
+            continue;
+        };
+        let path = path.display();
+        let Some(resumed) = resumed.filter(|resumed| resumed.run() == manifest.run) else {
+            bail!(
+                "{path} is a checkpoint of another run\nhint: resume that run, or choose another folder for this one's"
+            );
+        };
+        if step > resumed.step() && !resumed.is_latest {
+            bail!(
+                "{path} is newer than the checkpoint after step {} from which the run goes on\nhint: move it away, or choose \
+                 another folder",
+                resumed.step()
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,118 @@
+//! A copy of what a rank writes, in the host's memory, so that training goes on while a thread writes it.
+
+use candle_core::{Device, Result, Tensor};
+
+use super::own_values::{OwnValues, written_values};
+use super::piece::Piece;
+use crate::memory::{Held, MemoryCategory, num_bytes};
+use crate::optimizer::DistributedOptimizer;
+use crate::params::{Parameters, ValuesFrom};
+
+/// The f32 weights that the optimizer updates: those of the model, or the masters of narrower ones.
+pub(super) const MASTER: &str = "master";
+/// The model's weights in their own type, of parameters that were refilled.
+pub(super) const WEIGHT: &str = "weight";
+
+/// The tensors of a rank's file.
+pub(super) struct Staged {
+    pub tensors: Vec<StagedTensor>,
+    pub pieces: Vec<Piece>,
+    /// Until it is written.
+    _held: Vec<Held>,
+}
+
+pub(super) struct StagedTensor {
+    pub name: String,
+    /// Flat, on the host.
+    pub values: Tensor,
+}
+
+/// The name of a tensor in its file.
+pub(super) fn tensor_name(kind: &str, piece: &Piece) -> String {
+    let Piece { name, range, .. } = piece;
+    format!("{kind}:{name}[{}..{}]", range.start, range.end)
+}
+
+impl Staged {
+    /// What this rank writes. `is_refilled` tells of each local parameter whether its values are those of a caller.
+    ///
+    /// # Errors
+    /// Memory that is missing, and what reading from devices and the optimizer's file returns.
+    pub fn new(optimizer: &DistributedOptimizer, is_refilled: &[bool]) -> Result<Self> {
+        let params = optimizer.params();
+        params.wait_for_updates()?;
+        let mut staged = Self {
+            tensors: Vec::new(),
+            pieces: Vec::new(),
+            _held: Vec::new(),
+        };
+        let written = written_values(params);
+        for of_bucket in written.chunk_by(|a, b| a.bucket == b.bucket) {
+            let Some(bucket) = of_bucket.first().map(|own| own.bucket) else {
+                continue;
+            };
+            if bucket >= params.layout().buckets.len() {
+                for own in of_bucket.iter().filter(|own| is_refilled[own.param]) {
+                    let piece = staged.piece(params, own);
+                    staged.push(params, WEIGHT, &piece, &own.weights(params)?)?;
+                }
+                continue;
+            }
+            optimizer.read_bucket(bucket, |kinds| {
+                for own in of_bucket {
+                    let piece = staged.piece(params, own);
+                    let mut has_master = false;
+                    for (kind, values) in kinds {
+                        has_master |= *kind == MASTER;
+                        let values = values.narrow(0, own.start, own.len())?;
+                        staged.push(params, kind, &piece, &values)?;
+                    }
+                    let kind = match (has_master, is_refilled[own.param]) {
+                        (false, _) => MASTER,
+                        (true, true) => WEIGHT,
+                        (true, false) => continue,
+                    };
+                    staged.push(params, kind, &piece, &own.weights(params)?)?;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(staged)
+    }
+
+    fn piece(&mut self, params: &Parameters, own: &OwnValues) -> Piece {
+        let piece = Piece::of(params.get(own.param), own.local.clone());
+        self.pieces.push(piece.clone());
+        piece
+    }
+
+    fn push(
+        &mut self,
+        params: &Parameters,
+        kind: &str,
+        piece: &Piece,
+        values: &Tensor,
+    ) -> Result<()> {
+        let values = values.force_contiguous()?.to_device(&Device::Cpu)?;
+        let bytes = num_bytes(&values);
+        self._held
+            .push(params.meter().hold(MemoryCategory::Buffers, bytes));
+        self.tensors.push(StagedTensor {
+            name: tensor_name(kind, piece),
+            values,
+        });
+        Ok(())
+    }
+}
+
+/// Of each local parameter, whether its values are those of a caller of [`Parameters::refill`] on any rank; `values_from` is of the catalog.
+pub(super) fn refilled(params: &Parameters, values_from: &[ValuesFrom]) -> Vec<bool> {
+    let entries = params.catalog().iter().zip(values_from);
+    let refilled: std::collections::HashSet<&str> = entries
+        .filter(|(_, from)| **from == ValuesFrom::Refill)
+        .map(|(entry, _)| entry.name.as_str())
+        .collect();
+    let all = params.iter();
+    all.map(|param| refilled.contains(param.name.as_str()))
+        .collect()
+}

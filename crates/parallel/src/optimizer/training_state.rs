@@ -1,0 +1,84 @@
+//! What a training checkpoint has of an optimizer.
+
+use candle_comm::Mesh;
+use candle_core::{Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use super::distributed::DistributedOptimizer;
+use super::loss_scaling::LossScale;
+use super::state_store::BucketState;
+use crate::params::Parameters;
+
+/// What the optimizer has beside its tensors, the same on every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct OptimizerCounters {
+    /// Names of the rule's kinds of state.
+    pub state_names: Vec<String>,
+    /// Number of updates made.
+    pub num_updates: usize,
+    /// If there is one that changes.
+    pub loss_scale: Option<LossScale>,
+}
+
+impl DistributedOptimizer {
+    pub(crate) fn params(&self) -> &Parameters {
+        &self.params
+    }
+
+    pub(crate) fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    pub(crate) fn counters(&self) -> OptimizerCounters {
+        let names = self.rule.state_names().iter();
+        OptimizerCounters {
+            state_names: names.map(ToString::to_string).collect(),
+            num_updates: self.num_steps,
+            loss_scale: self.scaler.as_ref().map(|scaler| scaler.get()),
+        }
+    }
+
+    /// Goes on from where another run was. A loss scale that only one of the two has is left alone.
+    pub(crate) fn set_counters(&mut self, earlier: &OptimizerCounters) {
+        self.num_steps = earlier.num_updates;
+        if let (Some(scaler), Some(earlier)) = (&mut self.scaler, earlier.loss_scale) {
+            scaler.set(earlier);
+        }
+    }
+
+    /// An error unless the other run's rule has the same kinds of state.
+    pub(crate) fn check_rule(&self, earlier: &OptimizerCounters) -> Result<()> {
+        let own = self.counters().state_names;
+        if own != earlier.state_names {
+            bail!(
+                "the checkpoint has the optimizer state {:?}; expected {own:?}\nhint: another optimizer wrote it",
+                earlier.state_names
+            );
+        }
+        Ok(())
+    }
+
+    /// Lets `look` read the tensors of bucket `index`, each with its kind.
+    pub(crate) fn read_bucket<T>(
+        &self,
+        index: usize,
+        look: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
+    ) -> Result<T> {
+        self.store.read(index, |bucket| look(&self.kinds(bucket)))
+    }
+
+    /// Lets `change` write to them.
+    pub(crate) fn change_bucket<T>(
+        &self,
+        index: usize,
+        change: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
+    ) -> Result<T> {
+        self.store
+            .change(index, |bucket| change(&self.kinds(bucket)))
+    }
+
+    fn kinds<'a>(&'a self, bucket: &'a BucketState) -> Vec<(&'a str, &'a Tensor)> {
+        self.buffers(bucket).collect()
+    }
+}

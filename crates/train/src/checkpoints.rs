@@ -1,0 +1,118 @@
+//! When a trainer saves, and what becomes of it.
+
+use candle_core::{Error, Result};
+use candle_parallel::DistributedOptimizer;
+use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome, SpaceNeed};
+
+use crate::batches::Batches;
+use crate::training_record::{DataPosition, TrainingRecord};
+
+/// A trainer's checkpoints: see [`Trainer::with_checkpoints`](crate::Trainer::with_checkpoints).
+///
+/// The step after which a checkpoint is due waits for a copy of the values only; later steps look whether it is written. A save that
+/// fails is a warning on rank 0, and training goes on.
+pub struct Checkpoints {
+    saver: CheckpointSaver,
+    every: usize,
+    record: TrainingRecord,
+    is_first: bool,
+    /// How the newest save that ended did.
+    last: Option<SaveOutcome>,
+}
+
+impl Checkpoints {
+    /// A checkpoint after every `every` steps, with `record` and the place in the data. Only the rank that `is_first` tells about them.
+    pub fn new(
+        saver: CheckpointSaver,
+        every: usize,
+        record: TrainingRecord,
+        is_first: bool,
+    ) -> Self {
+        Self {
+            saver,
+            every: every.max(1),
+            record,
+            is_first,
+            last: None,
+        }
+    }
+
+    /// What the checkpoints take.
+    pub(crate) fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
+        self.saver.space_need(optimizer)
+    }
+
+    /// Every rank must call it after `step` steps.
+    pub(crate) fn after_step(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        batches: &Batches,
+    ) -> Result<()> {
+        if step.is_multiple_of(self.every) {
+            return self.start(optimizer, step, batches);
+        }
+        let outcome = self.saver.poll()?;
+        self.tell(outcome);
+        Ok(())
+    }
+
+    /// A checkpoint after `step` steps, written when this returns; how that ended. Every rank must call it.
+    pub(crate) fn save_now(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        batches: &Batches,
+    ) -> Result<Option<SaveOutcome>> {
+        self.finish()?;
+        let is_there = |last: &SaveOutcome| last.step == step && last.saved.is_ok();
+        if !self.last.as_ref().is_some_and(is_there) {
+            self.start(optimizer, step, batches)?;
+            self.finish()?;
+        }
+        Ok(self.last.clone())
+    }
+
+    /// Waits for a save that is under way. Every rank must call it.
+    pub(crate) fn finish(&mut self) -> Result<()> {
+        let outcome = self.saver.finish()?;
+        self.tell(outcome);
+        Ok(())
+    }
+
+    fn start(
+        &mut self,
+        optimizer: &DistributedOptimizer,
+        step: usize,
+        batches: &Batches,
+    ) -> Result<()> {
+        self.finish()?;
+        let record = TrainingRecord {
+            position: DataPosition::of(batches, step)?,
+            ..self.record.clone()
+        };
+        let record = serde_json::to_value(record).map_err(Error::wrap)?;
+        let outcome = self.saver.start(optimizer, step, record)?;
+        self.tell(outcome);
+        Ok(())
+    }
+
+    fn tell(&mut self, outcome: Option<SaveOutcome>) {
+        let Some(outcome) = outcome else {
+            return;
+        };
+        if self.is_first {
+            match &outcome.saved {
+                Ok(path) => tracing::debug!("saved {}", path.display()),
+                Err(message) => tracing::warn!(
+                    "there is no checkpoint of step {}, and training goes on: {message}",
+                    outcome.step
+                ),
+            }
+            if let Some(warning) = &outcome.warning {
+                tracing::warn!("{warning}");
+            }
+        }
+        self.last = Some(outcome);
+    }
+}

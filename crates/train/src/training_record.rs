@@ -1,0 +1,119 @@
+//! What a training checkpoint has beside the model and the optimizer: what the run was asked for, and where in the data it was.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Result, bail};
+use candle_parallel::checkpoint::TrainingCheckpoint;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::Batches;
+
+/// What a run notes in its checkpoints, and compares when it resumes.
+///
+/// There is no state of random generators to note: data orders and initial weights are functions of the seed, which is among the
+/// settings.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainingRecord {
+    /// Values by name, such as `--lr`, on which the weights depend. A run may resume with others if its user insists.
+    pub settings: BTreeMap<String, String>,
+    /// The model's configuration, which must be the same.
+    pub model: Map<String, Value>,
+    /// The next step's place in the data.
+    pub position: DataPosition,
+}
+
+/// A place in the endless order of samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataPosition {
+    /// Times that all samples have been taken.
+    pub epoch: usize,
+    /// Samples of this epoch that have been taken.
+    pub sample: usize,
+    /// Both in one number: all samples that have been taken.
+    pub total: usize,
+}
+
+impl DataPosition {
+    /// The place of the first sequence of `step`.
+    ///
+    /// # Errors
+    /// As [`Batches::position`].
+    pub fn of(batches: &Batches, step: usize) -> Result<Self> {
+        let total = batches.position(step)?;
+        Ok(Self {
+            epoch: total / batches.num_samples(),
+            sample: total % batches.num_samples(),
+            total,
+        })
+    }
+}
+
+impl TrainingRecord {
+    /// The record of a checkpoint.
+    ///
+    /// # Errors
+    /// A checkpoint that another program wrote.
+    pub fn of(checkpoint: &TrainingCheckpoint) -> Result<Self> {
+        match serde_json::from_value(checkpoint.record().clone()) {
+            Ok(record) => Ok(record),
+            Err(err) => bail!(
+                "the checkpoint {} has no record of a training run: {err}\nhint: another program wrote it",
+                checkpoint.dir().display()
+            ),
+        }
+    }
+
+    /// What differs from the run that wrote `earlier`, in words; `insists`: its user accepts other settings.
+    ///
+    /// # Errors
+    /// Another model, or other settings if they are not accepted.
+    pub fn check(&self, earlier: &Self, insists: bool) -> Result<Vec<String>> {
+        let models = differences(&self.model, &earlier.model, |value| value.to_string());
+        if !models.is_empty() {
+            bail!(
+                "the model is not that of the checkpoint: {}\nhint: resume with the model that was trained",
+                models.join("; ")
+            );
+        }
+        let settings = differences(&self.settings, &earlier.settings, Clone::clone);
+        if !settings.is_empty() && !insists {
+            bail!(
+                "this run is not the one of the checkpoint: {}\nhint: give the values of the checkpoint, or --resume-anyway",
+                settings.join("; ")
+            );
+        }
+        Ok(settings)
+    }
+}
+
+/// Names whose values differ, with both.
+fn differences<'a, V: PartialEq + 'a>(
+    own: impl IntoIterator<Item = (&'a String, &'a V)>,
+    earlier: impl IntoIterator<Item = (&'a String, &'a V)>,
+    text: impl Fn(&V) -> String,
+) -> Vec<String> {
+    let own: BTreeMap<&String, &V> = own.into_iter().collect();
+    let earlier: BTreeMap<&String, &V> = earlier.into_iter().collect();
+    let mut names: Vec<&String> = own.keys().chain(earlier.keys()).copied().collect();
+    names.sort();
+    names.dedup();
+    let words = |value: Option<&&V>| match value {
+        Some(value) => text(value),
+        None => "not given".to_string(),
+    };
+    let differing = names
+        .into_iter()
+        .filter(|name| own.get(name) != earlier.get(name));
+    differing
+        .map(|name| {
+            format!(
+                "{name} is {}, and {} in the checkpoint",
+                words(own.get(name)),
+                words(earlier.get(name))
+            )
+        })
+        .collect()
+}

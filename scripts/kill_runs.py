@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Kills a run that saves after each step at random moments, resumes it, and compares its end with that of a run that was left alone.
+
+    cargo build --release -p candle-train-cli [--features mpi]
+    scripts/kill_runs.py [--kills 50] [--mpi RANKS] [--seed 0]
+
+`kill -9` goes to the process, or with --mpi to one of the ranks or to mpirun, during writes too: the moments are drawn from the whole
+length of a run. Every attempt must resume, and in the end weights and metrics must be the same bits, but for times.
+"""
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "target/release/candle-train"
+TIMES = {"tokens_per_sec", "step_secs", "memory"}
+
+
+def command(folder, ranks, program):
+    """A run in `folder`."""
+    flags = ["--model", ROOT / "tests/fixtures/gqa/model", "--data", ROOT / "tests/fixtures/text.txt", "--output", folder / "output",
+             "--metrics", folder / "metrics.jsonl", "--save-dir", folder / "saves", "--save-every", "1", "--resume", "latest",
+             "--steps", "40", "--seq-len", "16", "--global-batch-size", "4", "--micro-batch-size", "1", "--sample-tokens", "0"]
+    launcher = []
+    if ranks:
+        launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        flags += ["--backend", "mpi", "--pp", "1", "--tp", "2", "--dp", str(ranks // 2)]
+    return [*launcher, program, "finetune", *flags]
+
+
+def result(folder):
+    """Weights and numbers of a run that ended."""
+    weights = hashlib.sha256((folder / "output/model.safetensors").read_bytes()).hexdigest()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return weights, steps
+
+
+def processes(group):
+    """Processes of a process group that are alive, by their commands."""
+    found = subprocess.run(["pgrep", "-g", str(group), "-l"], capture_output=True, text=True).stdout.split("\n")
+    return [(int(line.split()[0]), line.split()[1]) for line in found if line]
+
+
+def attempt(words, moment):
+    """Runs until `moment`, then kills a process; whether the run ended by itself before."""
+    child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _, said = child.communicate(timeout=moment)
+        if child.returncode != 0:
+            raise SystemExit(f"the run failed by itself:\n{said.decode()}")
+        return True
+    except subprocess.TimeoutExpired:
+        alive = processes(child.pid) or [(child.pid, "")]
+        os.kill(random.choice(alive)[0], signal.SIGKILL)
+        try:
+            child.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass
+        for pid, _ in processes(child.pid):
+            os.kill(pid, signal.SIGKILL)
+        child.communicate()
+        while processes(child.pid):
+            time.sleep(0.01)
+        return False
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kills", type=int, default=50)
+    p.add_argument("--mpi", type=int, metavar="RANKS", help="processes over MPI in place of threads")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--program", type=pathlib.Path, default=PROGRAM)
+    a = p.parse_args()
+    random.seed(a.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        whole = folder / "whole"
+        whole.mkdir()
+        start = time.monotonic()
+        subprocess.run(command(whole, a.mpi, a.program), check=True, capture_output=True)
+        length, want = time.monotonic() - start, result(whole)
+        kills, runs, interrupted = 0, 0, None
+        while kills < a.kills or interrupted:
+            if not interrupted:
+                runs += 1
+                interrupted = folder / f"run{runs}"
+                interrupted.mkdir()
+            # After the last kill the run may end.
+            moment = random.uniform(0, 0.5 * length) if kills < a.kills else 100 * length
+            if not attempt(command(interrupted, a.mpi, a.program), moment):
+                kills += 1
+                continue
+            if result(interrupted) != want:
+                raise SystemExit(f"run {runs} ended with other weights or metrics after {kills} kills")
+            interrupted = None
+        print(f"{kills} kills in {runs} runs of {length:.1f} s: weights and metrics of every run are those of the one left alone")
+
+
+main()
