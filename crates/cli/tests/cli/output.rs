@@ -56,6 +56,18 @@ fn metrics_that_cannot_be_written_are_an_error_before_any_step() {
 }
 
 #[test]
+fn metrics_do_not_overwrite_what_is_no_metrics_file() {
+    let workspace = Workspace::new();
+    for file in ["model/model.safetensors", "model/config.json", "text.txt"] {
+        let before = fs::read(workspace.path(file)).unwrap();
+        let program = workspace.finetune();
+        let program = program.flag("--metrics", workspace.path(file).display());
+        workspace.refuses(&program, &[file, "is no metrics file", "hint:"]);
+        assert!(fs::read(workspace.path(file)).unwrap() == before, "{file}");
+    }
+}
+
+#[test]
 fn metrics_in_the_folder_that_is_replaced_are_refused() {
     let workspace = Workspace::new();
     for output in ["output", "new"] {

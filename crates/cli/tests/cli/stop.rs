@@ -1,5 +1,6 @@
 //! Runs that are asked to stop: by signals, by the time.
 
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -141,6 +142,35 @@ fn the_time_ends_the_run_well() {
     let whole = read_checkpoint(&workspace.output());
     let outcome = program.flag("--max-secs", 1000).succeeds();
     assert!(!outcome.stdout.contains("stopped"), "{}", outcome.stdout);
+    assert!(read_checkpoint(&workspace.output()) == whole);
+}
+
+#[test]
+fn the_command_that_a_stopped_run_prints_goes_on_to_the_same_weights() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .flag("--steps", 150)
+        .flag("--prompt", "it's \"here\"")
+        .flag("--save-every", 1000);
+    let saves = |name: &str| workspace.path(name).display().to_string();
+    program
+        .clone()
+        .flag("--save-dir", saves("whole"))
+        .succeeds();
+    let whole = read_checkpoint(&workspace.output());
+    std::fs::remove_dir_all(workspace.output()).unwrap();
+    let program = program.flag("--save-dir", saves("saves"));
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(60));
+    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    assert!(!workspace.output().exists());
+    let (_, command) = outcome.stdout.split_once("; to go on: ").unwrap();
+    let status = Command::new("sh")
+        .args(["-c", command.trim_end()])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    assert!(status.unwrap().success(), "{command}");
     assert!(read_checkpoint(&workspace.output()) == whole);
 }
 
