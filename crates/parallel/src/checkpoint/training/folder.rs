@@ -1,18 +1,17 @@
 //! The folder that holds the checkpoints of a run: names, who may write there, what is removed.
 
-use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Error, Result};
 
 use super::manifest::Manifest;
+use crate::checkpoint::staged_folder::beside;
+use crate::checkpoint::{FolderLock, StagedFolder};
 
 const PREFIX: &str = "step-";
-/// Locked as long as a run may write; the lock is gone with its process.
-const LOCK_FILE: &str = ".lock";
-/// Of a folder that is being written, and of one that is being removed.
-const HIDDEN: [&str; 2] = [".partial", ".removed"];
+/// A checkpoint that is being removed: `.NAME.removed`.
+const REMOVED: &str = "removed";
 
 /// A folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -30,15 +29,6 @@ impl CheckpointFolder {
     /// Where the checkpoint after `step` steps is.
     pub fn path(&self, step: usize) -> PathBuf {
         self.0.join(name(step))
-    }
-
-    /// Where it is while it is being written.
-    pub fn partial(&self, step: usize) -> PathBuf {
-        self.hidden(step, 0)
-    }
-
-    fn hidden(&self, step: usize, why: usize) -> PathBuf {
-        self.0.join(format!(".{}{}", name(step), HIDDEN[why]))
     }
 
     /// The steps of all folders with the name of a checkpoint, the newest first; none if the folder does not exist.
@@ -73,60 +63,27 @@ impl CheckpointFolder {
     }
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
-    pub fn lock(&self) -> Result<File> {
-        std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
-        let path = self.0.join(LOCK_FILE);
-        let mut options = File::options();
-        let options = options.write(true).create(true).truncate(false);
-        let file = options.open(path);
-        let file = file.map_err(|err| self.error("write to", &err))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => bail!(
-                "another run writes its checkpoints to {}\nhint: two runs need two folders",
-                self.0.display()
-            ),
-            // A file system without locks.
-            Err(TryLockError::Error(err)) if err.kind() == ErrorKind::Unsupported => {}
-            Err(TryLockError::Error(err)) => return Err(self.error("lock", &err)),
-        }
+    pub fn lock(&self) -> Result<FolderLock> {
+        let locked = std::fs::create_dir_all(&self.0).and_then(|()| FolderLock::acquire(&self.0));
+        let lock = locked.map_err(|err| self.error("write to", &err))?;
         for name in self.names()? {
-            let ending = HIDDEN.iter().find_map(|ending| name.strip_suffix(ending));
-            let shown = ending.and_then(|name| name.strip_prefix('.'));
-            if shown.and_then(step_of).is_some() {
-                let left = self.0.join(&name);
-                std::fs::remove_dir_all(left).map_err(|err| self.error("clean", &err))?;
-            }
+            let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
+            let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))
+            else {
+                continue;
+            };
+            let cleaned = match role {
+                REMOVED => std::fs::remove_dir_all(self.0.join(&name)),
+                _ => StagedFolder::recover(&self.path(step)),
+            };
+            cleaned.map_err(|err| self.error("clean", &err))?;
         }
-        Ok(file)
+        Ok(lock)
     }
 
-    /// Makes the folder in which the checkpoint after `step` steps is written.
-    pub fn make_partial(&self, step: usize) -> Result<()> {
-        let path = self.partial(step);
-        let made = match std::fs::remove_dir_all(&path) {
-            Err(err) if err.kind() != ErrorKind::NotFound => Err(err),
-            _ => std::fs::create_dir(&path),
-        };
-        made.map_err(|err| Error::msg(format!("cannot make the folder {}: {err}", path.display())))
-    }
-
-    /// Removes what a save that failed has written.
-    pub fn remove_partial(&self, step: usize) {
-        // What is left is hidden, and the next run removes it.
-        let _ = std::fs::remove_dir_all(self.partial(step));
-    }
-
-    /// Gives the folder, in which everything is, its name. A checkpoint of ours after as many steps is replaced.
-    pub fn publish(&self, step: usize) -> Result<PathBuf> {
-        let (partial, path) = (self.partial(step), self.path(step));
-        let fail = |err: std::io::Error| {
-            Error::msg(format!(
-                "cannot finish the checkpoint {}: {err}",
-                path.display()
-            ))
-        };
-        sync(&partial).map_err(fail)?;
+    /// Begins the checkpoint after `step` steps. One of ours that has its name is replaced by it in the end.
+    pub fn stage(&self, step: usize) -> Result<StagedFolder> {
+        let path = self.path(step);
         if path.exists() {
             Manifest::read(&path).map_err(|err| {
                 err.context(format!(
@@ -134,11 +91,13 @@ impl CheckpointFolder {
                     path.display()
                 ))
             })?;
-            self.remove(step).map_err(fail)?;
         }
-        std::fs::rename(&partial, &path).map_err(fail)?;
-        sync(&self.0).map_err(fail)?;
-        Ok(path)
+        StagedFolder::create(&path).map_err(|err| {
+            Error::msg(format!(
+                "cannot begin the checkpoint {}: {err}",
+                path.display()
+            ))
+        })
     }
 
     /// Removes the older ones of the checkpoints up to `step`, but for the newest `keep`.
@@ -161,8 +120,9 @@ impl CheckpointFolder {
 
     /// Removes a checkpoint; at no moment a part of it has its name.
     fn remove(&self, step: usize) -> std::io::Result<()> {
-        let removed = self.hidden(step, 1);
-        std::fs::rename(self.path(step), &removed)?;
+        let path = self.path(step);
+        let removed = beside(&path, REMOVED)?;
+        std::fs::rename(path, &removed)?;
         std::fs::remove_dir_all(removed)
     }
 }
@@ -175,11 +135,6 @@ fn name(step: usize) -> String {
 fn step_of(folder: &str) -> Option<usize> {
     let step = folder.strip_prefix(PREFIX)?.parse().ok()?;
     (name(step) == folder).then_some(step)
-}
-
-/// Puts the entries of a folder on the disk.
-fn sync(dir: &Path) -> std::io::Result<()> {
-    File::open(dir)?.sync_all()
 }
 
 #[cfg(test)]
