@@ -254,7 +254,8 @@ fn leftovers(folders: &[(&str, &str)]) -> tempfile::TempDir {
 fn a_kill_at_any_moment_leaves_one_whole_model() {
     const SAVING: &str = ".model.saving";
     const REPLACED: &str = ".model.replaced";
-    let cases: [(&[(&str, &str)], Option<&str>); 7] = [
+    type Folders<'a> = &'a [(&'a str, &'a str)];
+    let cases: [(Folders, Option<&str>); 7] = [
         (&[("model", "old"), (SAVING, "half")], Some("old")),
         (&[(SAVING, "half")], None),
         (&[(REPLACED, "old"), (SAVING, "new")], Some("new")),
