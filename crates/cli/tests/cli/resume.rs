@@ -69,27 +69,35 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     assert_eq!(visible(&again), all_steps[1..]);
 }
 
+/// Each layout goes on from what the one before has saved, a step later.
 #[test]
-fn another_layout_goes_on_too() {
+fn other_layouts_go_on_too() {
     let workspace = Workspace::new();
     let (program, path, _) = uninterrupted(&workspace);
-    let losses = |path: &Path| -> Vec<f64> {
-        let steps = metrics(path).into_iter();
+    let losses = || -> Vec<f64> {
+        let steps = metrics(&path).into_iter();
         steps.map(|step| step["loss"].as_f64().unwrap()).collect()
     };
-    let want = losses(&path);
-    let step = workspace.path("saves/step-000003");
-    for (pp, dp, tp, zero) in [(1, 1, 1, 0), (1, 4, 1, 3), (4, 1, 2, 1)] {
-        let program = program
-            .clone()
-            .without("--save-every")
-            .without("--save-dir");
+    let want = losses();
+    let mut saves = workspace.path("saves");
+    // With tp 4 two ranks share each of the two key/value heads.
+    let layouts = [
+        (1, 1, 4, 0),
+        (1, 4, 1, 3),
+        (4, 1, 2, 1),
+        (1, 2, 4, 3),
+        (1, 1, 1, 0),
+    ];
+    for (step, (pp, dp, tp, zero)) in layouts.into_iter().enumerate() {
+        let step = saves.join(format!("step-{:06}", step + 1));
+        saves = workspace.path(&format!("saves-{pp}-{dp}-{tp}"));
+        let program = program.clone().flag("--save-dir", saves.display());
         let program = program.flag("--pp", pp).flag("--dp", dp).flag("--tp", tp);
         let program = program
             .flag("--zero", zero)
             .flag("--resume", step.display());
         program.succeeds();
-        let losses = losses(&path);
+        let losses = losses();
         assert_eq!(losses.len(), 6);
         for (loss, want) in losses.iter().zip(&want) {
             let what = format!("pp {pp} dp {dp} tp {tp}: {losses:?} {want:?}");
@@ -225,6 +233,34 @@ fn another_run_is_refused_by_name() {
         "rms_norm_eps is 0.001, and ",
     ];
     workspace.run_refused(&resumed.switch("--resume-anyway"), &parts);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_full_disk_is_a_warning() {
+    // The state of the first layer is too large for a file, its weights in f16 are not.
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| config["num_hidden_layers"] = 1.into());
+    workspace.edit_weights(|tensors| {
+        tensors.retain(|name, _| {
+            !name.starts_with("model.layers.") || name.starts_with("model.layers.0.")
+        });
+    });
+    let program = saving(&workspace, "saves", 1).flag("--save-dtype", "f16");
+    let program = program.flag("--tp", 1).flag("--pp", 1).flag("--dp", 1);
+    let outcome = program.with_limited_files().run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    for step in 1..=6 {
+        let said =
+            format!("there is no checkpoint of step {step}, and training goes on: cannot write");
+        assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+    }
+    assert!(
+        outcome.stderr.contains("File too large"),
+        "{}",
+        outcome.stderr
+    );
+    assert_eq!(names(&workspace.path("saves")), [".lock"]);
 }
 
 /// A run is killed again and again until it ends by itself.
