@@ -24,6 +24,8 @@
 //! | `mfu` | model FLOPs utilisation, `flops_per_token · tokens_per_sec` over `--peak-tflops` of all devices; null if that is not known |
 //! | `libraries` | versions of CUDA, cuBLAS and, where it was used, cuDNN; null on the CPU |
 //! | `peak_device_bytes` | the most that tensors held at a time, by the driver's memory pool; null on the CPU |
+//! | `device_bytes` | what tensors of all ranks on the first rank's GPU hold after the last step, by that pool; null on the CPU |
+//! | `device_in_use_bytes` | memory of that GPU that is not free then: with kernels, libraries, what the pool keeps, and other processes; null on the CPU |
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
@@ -339,8 +341,12 @@ fn bench(
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
     }
     measured.peak_allocated_bytes = peak_allocated_bytes();
+    // Between these no rank on this GPU computes, none has freed what it holds, and what was freed before is free.
+    mesh.world.barrier()?;
+    mesh.world.device().synchronize()?;
     measured.memory = trainer.memory();
     measured.gpu = GpuState::of(mesh.world.device())?;
+    mesh.world.barrier()?;
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
     if is_one_cpu && num_trainable_parameters == num_parameters {
         let num_tokens = args.batch_size * args.seq_len;
@@ -454,6 +460,8 @@ fn print(
         "deterministic": GpuSettings::get()?.deterministic,
         "mfu": mfu,
         "peak_device_bytes": measured.gpu.as_ref().map(|gpu| gpu.peak),
+        "device_bytes": measured.gpu.as_ref().map(|gpu| gpu.used),
+        "device_in_use_bytes": measured.gpu.as_ref().map(|gpu| gpu.total - gpu.free),
         "parameters": measured.num_parameters,
         "trainable_parameters": measured.num_trainable_parameters,
         "peak_allocated_bytes": measured.peak_allocated_bytes,

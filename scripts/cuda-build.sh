@@ -23,10 +23,11 @@ for example in "${examples[@]}"; do
 done
 # One set of packages for both, so that nothing is compiled twice.
 build=(--release --locked --features cuda,cudnn,nccl --target-dir "$target")
-packages=(--package candle-ops --package candle-comm --package candle-train-tests --package candle-train-examples)
+packages=(--package candle-ops --package candle-comm --package candle-parallel --package candle-train-tests)
+packages+=(--package candle-train-examples)
 cargo build "${build[@]}" "${packages[@]}" "${options[@]}"
 if [ $# -eq 0 ]; then
-    tests=(--test ops --test comm --test end_to_end)
+    tests=(--test ops --test comm --test parallel --test end_to_end)
     while IFS= read -r program; do
         programs+=("$program")
     done < <(cargo test "${build[@]}" "${packages[@]}" "${tests[@]}" --no-run --message-format json | python3 -c '

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Everything that only a GPU can show, on a machine that has one and no Rust: correctness, then speed against PyTorch, in three
+# Everything that only a GPU can show, on a machine that has one and no Rust: correctness, then speed against PyTorch, in four
 # calls of at most 9 minutes each, the most important first. Prints a table; after each part FOLDER has what there is so far.
-# usage: scripts/gpu-check.sh [--smoke] [--output FOLDER] [first|second|third|PART...]        default: everything
+# usage: scripts/gpu-check.sh [--smoke] [--output FOLDER] [first|second|third|fourth|PART...]        default: everything
 #        scripts/gpu-check.sh --rows FILE...       prints the table of docs/gpu/RESULTS.md from the JSON files of FOLDER
 # FOLDER (target/gpu-check) gets first.json, all numbers, and first-logs.tar.xz, what each program said; parts: --help
 # needs target/cuda/bundle (scripts/cuda-build.sh makes it, here or elsewhere) and python3 with torch, transformers and NVIDIA's

@@ -4,6 +4,7 @@ import time
 import typing
 
 import correct
+import memory
 import speed
 from runner import MIN_SECS, OutOfTime
 
@@ -37,6 +38,9 @@ PARTS = {
     "communication": Part("third", 30, correct.communication),
     "nccl": Part("third", 30, correct.nccl),
     "nccl_shared": Part("third", 60, correct.nccl_shared),
+    "replicas": Part("fourth", 90, memory.replicas),
+    "offload": Part("fourth", 240, memory.offload),
+    "memory": Part("fourth", 150, memory.held),
 }
 CALLS = list(dict.fromkeys(part.call for part in PARTS.values()))
 

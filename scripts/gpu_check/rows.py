@@ -46,6 +46,11 @@ ROWS = [
     ("NCCL, every operation with one rank (`nccl`)", "as on the CPU, to the bit", result_of("nccl")),
     ("NCCL 2.30 or later, two ranks on the GPU (`nccl_shared`)", "the conformance suite, deadline and abort",
      result_of("nccl_shared")),
+    ("ZeRO, offload, loss scaling and the meter, ranks that share the GPU (`replicas`)", "all pass", result_of("replicas")),
+    ("the optimizer's state in the host's memory and in files: f32, bf16, f16 with overflows, ZeRO-3 (`offload`)",
+     "losses and norms the same to the bit, less of the GPU's memory", result_of("offload")),
+    ("what the GPU holds between steps by its own count, ZeRO-0 to 3 of 4 replicas (`memory`)",
+     "at most 1.05 of what the meters count", result_of("memory")),
 ]
 
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import clocks
 import correct
+import memory
 import plan
 import rows
 import shapes
@@ -79,6 +80,61 @@ class Runs(unittest.TestCase):
     def test_a_failure_says_what_was_said_last(self):
         with self.assertRaisesRegex(Failed, "exit code 3: no luck"):
             self.runner().run("fails", ["sh", "-c", "echo no luck; exit 3"], 20)
+
+
+class Places(unittest.TestCase):
+    """Of the optimizer's state."""
+
+    def runs(self):
+        line = {"losses": [5.0, None, 4.5], "grad_norms": [1.0, None, 0.5], "loss_scale": 1024.0, "skipped_steps": 1,
+                "peak_device_bytes": 100, "step_secs": 1.0}
+        smaller = line | {"peak_device_bytes": 40, "step_secs": 2.0}
+        return {(case, place): dict(line if place == "GPU" else smaller)
+                for case in memory.CASES for place in ("GPU", "host", "files")}
+
+    def test_the_same_bits_in_less_memory_pass(self):
+        row = memory.compared_places(self.runs())
+        self.assertEqual((row["value"], row["reached"]), (0.4, True))
+        self.assertIn("12 runs, the same losses and norms to the bit, 1 of 3 steps of f16 skipped", row["result"])
+        json.dumps(row)
+
+    def test_one_other_bit_fails(self):
+        for place, field, value in [("host", "losses", [5.0, None, 4.500000000000001]), ("files", "grad_norms", [1.0, 0.7, 0.5]),
+                                    ("host", "loss_scale", 512.0), ("files", "skipped_steps", 2)]:
+            runs = self.runs()
+            runs["bf16", place][field] = value
+            with self.assertRaisesRegex(Failed, f"bf16, state in {place}: {field}"):
+                memory.compared_places(runs)
+
+    def test_f16_must_overflow_and_recover(self):
+        for skipped in (0, 3):
+            runs = {key: line | {"skipped_steps": skipped} for key, line in self.runs().items()}
+            with self.assertRaisesRegex(Failed, f"f16 skipped {skipped} of 3 steps"):
+                memory.compared_places(runs)
+
+    def test_more_memory_with_offload_misses_the_goal(self):
+        runs = self.runs()
+        runs["f32", "files"]["peak_device_bytes"] = 100
+        self.assertFalse(memory.compared_places(runs)["reached"])
+
+
+class Counts(unittest.TestCase):
+    """Of the GPU beside the meters'."""
+
+    def lines(self, device_bytes):
+        return {"f32": [{"zero": zero, "recompute": "none", "kept_by_replicas": kept, "device_bytes": device}
+                        for (zero, kept), device in zip([(0, 1600), (3, 400)], device_bytes)]}
+
+    def test_the_worst_ratio_counts(self):
+        row = memory.compared_counts(self.lines([1616, 440]))
+        self.assertAlmostEqual(row["value"], 1.1)
+        self.assertFalse(row["reached"])
+        self.assertIn("(f32 ZeRO-3 none); ZeRO-3 over ZeRO-0: 0.27 in f32", row["result"])
+        self.assertTrue(memory.compared_counts(self.lines([1616, 404]))["reached"])
+
+    def test_meters_that_count_what_is_not_there_fail(self):
+        with self.assertRaisesRegex(Failed, "less than the meters count: f32 ZeRO-3 none 0.975"):
+            memory.compared_counts(self.lines([1616, 390]))
 
 
 class Memory(unittest.TestCase):

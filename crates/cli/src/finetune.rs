@@ -1,6 +1,7 @@
 //! `candle-train finetune`
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
@@ -44,7 +45,7 @@ fn model_help() -> String {
 }
 
 impl TrainingCommand for Finetune {
-    fn run(&self, flags: Flags) -> Result<()> {
+    fn run(&self, flags: Flags) -> Result<ExitCode> {
         let ranks = self.training.run_config()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
@@ -57,6 +58,7 @@ impl TrainingCommand for Finetune {
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
+            inputs: vec![model.clone(), self.data.clone()],
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

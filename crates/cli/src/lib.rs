@@ -23,6 +23,8 @@ mod program;
 mod rank_args;
 mod run_record;
 mod samples;
+mod save_args;
+mod stop;
 mod training_args;
 mod training_run;
 

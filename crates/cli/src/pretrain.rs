@@ -1,6 +1,7 @@
 //! `candle-train pretrain`
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
@@ -70,7 +71,7 @@ struct ModelArgs {
 }
 
 impl TrainingCommand for Pretrain {
-    fn run(&self, flags: Flags) -> Result<()> {
+    fn run(&self, flags: Flags) -> Result<ExitCode> {
         let ranks = self.training.run_config()?;
         let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {
@@ -87,6 +88,7 @@ impl TrainingCommand for Pretrain {
             tokens: Tokens::encode(&documents, &tokenizer)?,
             title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
+            inputs: self.tokenizer.iter().chain([&self.data]).cloned().collect(),
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

@@ -39,8 +39,9 @@ enum CandleTrain {
 
 /// A subcommand that trains.
 pub trait TrainingCommand: CommandFactory + FromArgMatches {
-    /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks.
-    fn run(&self, flags: Flags) -> Result<()>;
+    /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks. The exit code tells if a
+    /// signal stopped it before the end.
+    fn run(&self, flags: Flags) -> Result<ExitCode>;
 }
 
 /// What a flag is where it is not given.
@@ -108,5 +109,8 @@ fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    exit_with(command.run(flags))
+    match command.run(flags) {
+        Ok(code) => code,
+        Err(err) => exit_with(Err(err)),
+    }
 }

@@ -1,7 +1,7 @@
 //! Flags of a training run: layout, batches, optimizer.
 
 use std::ops::Bound::{Excluded, Unbounded};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
@@ -16,6 +16,7 @@ use crate::freeze::FreezeArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
+use crate::save_args::SaveArgs;
 
 /// More ranks than this are a slip of the keyboard.
 const MAX_RANKS: usize = 1024;
@@ -36,6 +37,8 @@ pub struct TrainingArgs {
     /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Output")]
+    pub(crate) save: SaveArgs,
 }
 
 /// How the model lies on the ranks.
@@ -65,8 +68,8 @@ pub struct LayoutArgs {
     /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]
     #[arg(long, value_name = "TYPE")]
     pub quantize_weights: Option<Quantization>,
-    /// Gather the weight of a linear layer, of the embedding and of the head in so many tiles, one after the other, each freed once
-    /// it was used; more than 1 needs --zero 3
+    /// Gather the weight of a linear layer, of the embedding and of the head in TILES tiles of rows, one after the other, each freed
+    /// after its use; more than 1 needs --zero 3
     #[arg(long, default_value_t = 1, value_name = "TILES", value_parser = whole::<usize>(1..))]
     pub tile_linears: usize,
     /// Communicate between replicas only while nothing is computed; slower, and the same bits
@@ -102,6 +105,9 @@ pub(crate) struct BatchArgs {
     /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
+    /// Stop after the step in which so many seconds have passed since the start, and save [default: never]
+    #[arg(long, value_name = "SECONDS", value_parser = whole::<u64>(1..))]
+    pub max_secs: Option<u64>,
     /// Passes over the data
     #[arg(long, default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
     pub epochs: usize,
@@ -206,11 +212,27 @@ impl TrainingArgs {
         }
     }
 
-    /// Checks that the metrics can be written, without changing what the file holds. Those of a run that is resumed are looked at when
-    /// its step is known.
-    pub(crate) fn check_metrics(&self) -> Result<()> {
-        self.metrics.as_ref().map(Metrics::create).transpose()?;
-        Ok(())
+    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be. Those
+    /// of a run that is resumed are looked at when its step is known.
+    pub(crate) fn check_metrics(&self, output: &Path) -> Result<()> {
+        let Some(path) = &self.metrics else {
+            return Ok(());
+        };
+        let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
+        let absolute = std::path::absolute(path).ok();
+        if [dir, absolute]
+            .iter()
+            .flatten()
+            .any(|path| path.starts_with(output))
+        {
+            bail!(
+                "the metrics file {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
+                 the folder",
+                path.display(),
+                output.display()
+            );
+        }
+        Metrics::create(path).map(drop)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.

@@ -1,11 +1,12 @@
 //! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_train::{
     Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
     TrainingRecord, explain_out_of_memory, peaks_in_words,
@@ -17,6 +18,8 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
+use crate::save_args::run_digest;
+use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
 /// Everything that the ranks of this process need, read once.
@@ -29,6 +32,8 @@ pub(crate) struct TrainingRun<'a> {
     pub tokens: Tokens,
     /// What is trained on what, in words.
     pub title: String,
+    /// Files and folders that are read.
+    pub inputs: Vec<PathBuf>,
     /// Folder of the trained checkpoint.
     pub output: &'a Path,
     /// Files beside its weights.
@@ -53,24 +58,13 @@ struct Resumed {
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<()> {
+    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
         let tokenizer = &self.tokenizer;
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
         self.training.checkpoints.validate(self.output)?;
         self.samples.check(tokenizer, &self.config)?;
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
-        let save = HfSave {
-            dtype: self.save_dtype,
-            ..HfSave::new(self.output, sidecars)
-        };
-        if ranks.is_first() {
-            save.check_writable()?;
-            self.training.check_metrics()?;
-            let num_steps = train.lr_schedule.num_steps;
-            let run = self.training.describe(&self.tokens, num_steps, &ranks);
-            print_line(&format!("{}: {run}", self.title));
-        }
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
@@ -78,23 +72,49 @@ impl TrainingRun<'_> {
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
         let record = self.training.record(&train, &self.tokens, config, model)?;
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
-        launch::run(&ranks, |world| {
-            self.run_rank(&train, (&save, &record), world)
-        })?;
-        if ranks.is_first() {
-            print_line(&format!("saved to {}", self.output.display()));
+        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        let beside = self.training.checkpoints.save_dir.as_deref();
+        let save = HfSave {
+            dtype: self.save_dtype,
+            run: Some(run_digest(&flags, &self.tokens, model)),
+            inputs: self.inputs.clone(),
+            ..self.training.save.hf_save((self.output, beside), sidecars)
+        };
+        // No other run writes there until this one ends.
+        let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
+        if let Some(claimed) = &claimed {
+            self.training.check_metrics(claimed.place())?;
+            let num_steps = train.lr_schedule.num_steps;
+            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            print_line(&format!("{}: {run}", self.title));
         }
-        Ok(())
+        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        let stopped = launch::run(&ranks, |world| {
+            self.run_rank(&train, (&save, &record, &stop), world)
+        })?;
+        let stopped = stopped.into_iter().next().flatten();
+        if ranks.is_first() {
+            let checkpoint = stopped.as_ref().and_then(|it| it.checkpoint.as_deref());
+            let saved = checkpoint.unwrap_or(self.output);
+            print_line(&format!("saved to {}", saved.display()));
+            if let Some(stopped) = &stopped {
+                let num_steps = train.lr_schedule.num_steps;
+                print_line(&stop.describe(stopped, num_steps, self.output));
+            }
+        }
+        Ok(match stopped {
+            Some(_) => stop.exit_code(),
+            None => ExitCode::SUCCESS,
+        })
     }
 
-    /// One rank's part.
+    /// One rank's part; how it was stopped, if it was.
     fn run_rank(
         &self,
         train: &TrainConfig,
-        (save, record): (&HfSave, &TrainingRecord),
+        (save, record, stop): (&HfSave, &TrainingRecord, &Stop),
         world: ProcessGroup,
-    ) -> Result<()> {
+    ) -> Result<Option<Stopped>> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
         let resumed = self.resumed(record, &mesh.world)?;
@@ -136,9 +156,33 @@ impl TrainingRun<'_> {
             let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
             trainer = trainer.with_checkpoints(checkpoints);
         }
-        self.fit(&mut trainer, &mesh, resumed)?;
+        if is_first {
+            trainer.check_space(save)?;
+        }
+        let mut trainer = trainer.with_stop(stop.asks());
+        let batches = self.fit(&mut trainer, &mesh, resumed)?;
+        if trainer.is_stopped() {
+            return Self::stopped(&mut trainer, &batches, save).map(Some);
+        }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)
+        trainer.save_hf(save)?;
+        Ok(None)
+    }
+
+    /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
+    fn stopped(trainer: &mut Trainer, batches: &Batches, save: &HfSave) -> Result<Stopped> {
+        let step = trainer.step();
+        let checkpoint = match trainer.save_checkpoint(batches)? {
+            Some(SaveOutcome {
+                saved: Ok(path), ..
+            }) => Some(path),
+            // Why has been told.
+            Some(_) | None => {
+                trainer.save_hf(save)?;
+                None
+            }
+        };
+        Ok(Stopped { step, checkpoint })
     }
 
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
@@ -169,8 +213,8 @@ impl TrainingRun<'_> {
         }))
     }
 
-    /// Trains; the first rank shows progress and writes metrics.
-    fn fit(&self, trainer: &mut Trainer, mesh: &Mesh, resumed: Option<Resumed>) -> Result<()> {
+    /// Trains; the first rank shows progress and writes metrics. What it trained on.
+    fn fit(&self, trainer: &mut Trainer, mesh: &Mesh, resumed: Option<Resumed>) -> Result<Batches> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
         let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
@@ -203,6 +247,6 @@ impl TrainingRun<'_> {
             let memory = peaks_in_words(&memory);
             print_line(&format!("memory of the largest rank: {memory}"));
         }
-        Ok(())
+        Ok(batches)
     }
 }

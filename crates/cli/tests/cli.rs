@@ -29,6 +29,7 @@ mod cli {
     mod processes;
     mod program;
     mod resume;
+    mod stop;
     mod tokenizer;
     mod training;
     #[cfg(feature = "mpi")]

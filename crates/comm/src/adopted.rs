@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 /// Smaller tensors are not counted.
 pub const MIN_ADOPTED_BYTES: usize = 4096;
@@ -28,6 +28,27 @@ pub(crate) fn adopt(len: usize, dtype: DType, device: &Device) {
 /// Counts a tensor that this thread allocates for another one, or that it does not get after all.
 pub(crate) fn give_away(len: usize, dtype: DType, device: &Device) {
     ADOPTED.set(ADOPTED.get() - num_bytes(len, dtype, device));
+}
+
+/// A tensor that the thread which makes this allocates for the one which drops it.
+#[derive(Debug)]
+pub(crate) struct GivenAway(Tensor);
+
+impl GivenAway {
+    pub(crate) fn new(xs: Tensor) -> Self {
+        give_away(xs.elem_count(), xs.dtype(), xs.device());
+        Self(xs)
+    }
+
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+impl Drop for GivenAway {
+    fn drop(&mut self) {
+        adopt(self.0.elem_count(), self.0.dtype(), self.0.device());
+    }
 }
 
 fn num_bytes(len: usize, dtype: DType, device: &Device) -> i64 {

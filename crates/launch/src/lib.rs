@@ -6,6 +6,7 @@ mod error;
 mod fingerprint;
 pub mod launcher;
 mod rank_env;
+mod stop_signals;
 
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
@@ -14,3 +15,4 @@ pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use launcher::PEER_FAILED_EXIT_CODE;
 pub use rank_env::{RankEnv, StartedBy};
+pub use stop_signals::StopSignals;

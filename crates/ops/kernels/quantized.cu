@@ -25,11 +25,17 @@ __device__ inline bool aligned_to(const P* address) {
     return reinterpret_cast<u64>(address) % BYTES == 0;
 }
 
-// src (rows, len), row blockIdx.y, a warp per block of it. `packed` is aligned to 4 bytes.
+// Calls `body` with the rows that fall to this block: those of y, and of as many later ones as the grid is too small for.
+template <typename Body>
+__device__ inline void for_each_row(i64 rows, Body body) {
+    for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
+        body(row);
+    }
+}
+
+// A row of len values, a warp per block of it. `packed` is aligned to 4 bytes.
 template <typename T>
-__device__ void quantize(u8* packed, const T* src, i64 len) {
-    packed += blockIdx.y * quantized_bytes(len);
-    src += blockIdx.y * len;
+__device__ void quantize_row(u8* packed, const T* src, i64 len) {
     bool in_packs = aligned_to<WIDTH * sizeof(T)>(src);
     int lane = (int)threadIdx.x % WARP_SIZE;
     for (i64 block = thread_index() / WARP_SIZE; block * BLOCK < len; block += thread_count() / WARP_SIZE) {
@@ -76,16 +82,22 @@ __device__ void quantize(u8* packed, const T* src, i64 len) {
     }
 }
 
-extern "C" __global__ void quantize_int8_f32(u8* packed, const float* src, i64 len) {
-    quantize(packed, src, len);
+// src (rows, len).
+template <typename T>
+__device__ void quantize(u8* packed, const T* src, i64 rows, i64 len) {
+    for_each_row(rows, [&](i64 row) { quantize_row(packed + row * quantized_bytes(len), src + row * len, len); });
 }
 
-extern "C" __global__ void quantize_int8_bf16(u8* packed, const bf16* src, i64 len) {
-    quantize(packed, src, len);
+extern "C" __global__ void quantize_int8_f32(u8* packed, const float* src, i64 rows, i64 len) {
+    quantize(packed, src, rows, len);
 }
 
-extern "C" __global__ void quantize_int8_f16(u8* packed, const f16* src, i64 len) {
-    quantize(packed, src, len);
+extern "C" __global__ void quantize_int8_bf16(u8* packed, const bf16* src, i64 rows, i64 len) {
+    quantize(packed, src, rows, len);
+}
+
+extern "C" __global__ void quantize_int8_f16(u8* packed, const f16* src, i64 rows, i64 len) {
+    quantize(packed, src, rows, len);
 }
 
 // At any address.
@@ -93,13 +105,9 @@ __device__ inline float scale_at(const u8* bytes) {
     return __uint_as_float(bytes[0] | (u32)bytes[1] << 8 | (u32)bytes[2] << 16 | (u32)bytes[3] << 24);
 }
 
-// dst (rows, len), packed (rows, num_summed, bytes): a row of dst, blockIdx.y, is the sum of num_summed packed rows, after what is
-// there if `add`.
+// dst (len) is the sum of num_summed packed rows of row_bytes, after what is there if `add`.
 template <typename T>
-__device__ void dequantize(T* dst, const u8* packed, i64 num_summed, i64 len, int add) {
-    i64 row_bytes = quantized_bytes(len);
-    dst += blockIdx.y * len;
-    packed += blockIdx.y * num_summed * row_bytes;
+__device__ void dequantize_row(T* dst, const u8* packed, i64 num_summed, i64 row_bytes, i64 len, int add) {
     bool in_packs = aligned_to<WIDTH * sizeof(T)>(dst) && aligned_to<WIDTH>(packed);
     for_each_pack_of_grid<WIDTH>(len, in_packs, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;
@@ -120,14 +128,23 @@ __device__ void dequantize(T* dst, const u8* packed, i64 num_summed, i64 len, in
     });
 }
 
-extern "C" __global__ void dequantize_int8_f32(float* dst, const u8* packed, i64 num_summed, i64 len, int add) {
-    dequantize(dst, packed, num_summed, len, add);
+// dst (rows, len), packed (rows, num_summed, bytes).
+template <typename T>
+__device__ void dequantize(T* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
+    i64 row_bytes = quantized_bytes(len);
+    for_each_row(rows, [&](i64 row) {
+        dequantize_row(dst + row * len, packed + row * num_summed * row_bytes, num_summed, row_bytes, len, add);
+    });
 }
 
-extern "C" __global__ void dequantize_int8_bf16(bf16* dst, const u8* packed, i64 num_summed, i64 len, int add) {
-    dequantize(dst, packed, num_summed, len, add);
+extern "C" __global__ void dequantize_int8_f32(float* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
+    dequantize(dst, packed, rows, num_summed, len, add);
 }
 
-extern "C" __global__ void dequantize_int8_f16(f16* dst, const u8* packed, i64 num_summed, i64 len, int add) {
-    dequantize(dst, packed, num_summed, len, add);
+extern "C" __global__ void dequantize_int8_bf16(bf16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
+    dequantize(dst, packed, rows, num_summed, len, add);
+}
+
+extern "C" __global__ void dequantize_int8_f16(f16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
+    dequantize(dst, packed, rows, num_summed, len, add);
 }

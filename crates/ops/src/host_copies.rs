@@ -1,6 +1,6 @@
 //! Values of a device that are kept on the host, and copies that run beside what the device computes.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Copies between a device and the host's memory. On the CPU nothing is copied.
 pub struct HostCopies(Streams);
@@ -63,9 +63,10 @@ impl HostCopies {
     /// # Errors
     /// Values that are not as many contiguous f32 values of the device as the buffer is for, and a GPU that has failed.
     pub fn start_store(&self, values: Tensor, buffer: &mut HostBuffer) -> Result<HostCopy> {
-        if values.dims() != [buffer.len] || !values.is_contiguous() {
+        let fits = values.dims() == [buffer.len] && values.dtype() == DType::F32;
+        if !fits || !values.is_contiguous() {
             bail!(
-                "{values:?} cannot be kept in a buffer of {} values",
+                "{values:?} cannot be kept in a buffer of {} f32 values",
                 buffer.len
             );
         }

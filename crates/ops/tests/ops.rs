@@ -20,6 +20,8 @@ mod embedding;
 mod errors;
 #[path = "ops/half_precision.rs"]
 mod half_precision;
+#[path = "ops/host_copies.rs"]
+mod host_copies;
 #[path = "ops/kernel_signatures.rs"]
 mod kernel_signatures;
 #[path = "ops/layer_norm.rs"]

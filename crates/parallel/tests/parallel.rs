@@ -36,6 +36,8 @@ mod offload;
 mod optimizer;
 #[path = "parallel/optimizer_rule.rs"]
 mod optimizer_rule;
+#[path = "parallel/output_folder.rs"]
+mod output_folder;
 #[path = "parallel/overlap.rs"]
 mod overlap;
 #[path = "parallel/param_store.rs"]

@@ -2,7 +2,7 @@
 
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
-use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome};
+use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome, SpaceNeed};
 
 use crate::batches::Batches;
 use crate::training_record::{DataPosition, TrainingRecord};
@@ -35,6 +35,11 @@ impl Checkpoints {
             is_first,
             last: None,
         }
+    }
+
+    /// What the checkpoints take.
+    pub(crate) fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
+        self.saver.space_need(optimizer)
     }
 
     /// Every rank must call it after `step` steps.

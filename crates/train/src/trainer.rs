@@ -5,7 +5,7 @@ use std::time::Instant;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
     StepReport,
@@ -30,6 +30,9 @@ pub struct Trainer {
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
+    /// Whether this rank asks to stop.
+    asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
+    is_stopped: bool,
     checkpoints: Option<Checkpoints>,
 }
 
@@ -43,7 +46,8 @@ impl Trainer {
     }
 
     /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
-    /// with another rule, with parameter groups, or with state that was saved.
+    /// with another rule, with parameter groups, or with state that was saved. In f16 one without a loss scale gets the
+    /// configuration's.
     pub fn with_optimizer(
         config: TrainConfig,
         mesh: &Mesh,
@@ -53,7 +57,7 @@ impl Trainer {
         config.validate()?;
         let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
         let mut optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
-        if stage.dtype() == DType::F16 {
+        if stage.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
             optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
         }
         Ok(Self {
@@ -66,8 +70,22 @@ impl Trainer {
             step: 0,
             times: StepTimes::default(),
             stopwatch: None,
+            asks_to_stop: None,
+            is_stopped: false,
             checkpoints: None,
         })
+    }
+
+    /// Asks `asks` in each step whether this rank wants to stop. If that of any rank does, [`Self::train`] returns after that step on all
+    /// of them: they tell each other with the sum of the losses.
+    pub fn with_stop(mut self, asks: impl Fn() -> bool + Send + 'static) -> Self {
+        self.asks_to_stop = Some(Box::new(asks));
+        self
+    }
+
+    /// Whether [`Self::train`] has returned before the last step because a rank asked it to: the same on every rank.
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped && self.step < self.config.lr_schedule.num_steps
     }
 
     /// Saves checkpoints between the steps of [`Self::train`] from now on.
@@ -95,14 +113,14 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule; `on_step` sees each step's numbers, before a checkpoint
-    /// of it is saved.
+    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop); `on_step`
+    /// sees each step's numbers, before a checkpoint of it is saved.
     pub fn train(
         &mut self,
         batches: &Batches,
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
-        while self.step < self.config.lr_schedule.num_steps {
+        while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
             let metrics = self.train_step(&batches.batch(self.step)?)?;
             on_step(&metrics)?;
             self.checkpoint(batches)?;
@@ -158,15 +176,19 @@ impl Trainer {
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
         self.world.set_step(self.step, "forward and backward pass");
-        let passes =
+        let mut passes =
             self.pipeline
                 .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
+        passes.asks_to_stop = self.asks_to_stop.as_ref().is_some_and(|asks| asks());
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
         let learning_rate = self.config.lr_schedule.at(self.step);
         let StepReport {
-            loss, grad_norm, ..
+            loss,
+            grad_norm,
+            is_asked_to_stop,
+            ..
         } = timed(&mut stopwatch, self.world.device(), || {
             self.optimizer.step(
                 &mut self.gradients,
@@ -175,6 +197,7 @@ impl Trainer {
                 self.config.max_grad_norm,
             )
         })?;
+        self.is_stopped |= is_asked_to_stop;
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
         self.times = StepTimes {
@@ -208,6 +231,18 @@ impl Trainer {
         };
         self.step += 1;
         Ok(metrics)
+    }
+
+    /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.
+    ///
+    /// # Errors
+    /// As [`check_free_space`].
+    pub fn check_space(&self, save: &HfSave) -> Result<()> {
+        let model = save.space_need(self.stage.params())?;
+        let checkpoints = self.checkpoints.as_ref();
+        let checkpoints = checkpoints.map(|checkpoints| checkpoints.space_need(&self.optimizer));
+        let needs = std::iter::once(model).chain(checkpoints);
+        check_free_space(&needs.collect::<Vec<_>>())
     }
 
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.

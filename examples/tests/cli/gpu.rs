@@ -56,6 +56,19 @@ fn a_step_tells_the_gpu_its_peak_memory_and_the_share_of_its_speed() {
     // Weights of 2 bytes, gradients, masters and two moments of 4 each.
     let parameters = line["parameters"].as_u64().unwrap();
     assert!(line["peak_device_bytes"].as_u64().unwrap() > 18 * parameters);
+    // Between steps nothing else is left there but what operations keep to use again, and the GPU has no more in use.
+    let bytes = |field: &str| line[field].as_u64().unwrap();
+    let meter = ["weights_bytes", "gradients_bytes", "optimizer_bytes"];
+    let meter: u64 = meter
+        .map(|field| line["memory"][field].as_u64().unwrap())
+        .iter()
+        .sum();
+    let device = bytes("device_bytes");
+    assert!(
+        device >= meter && device < bytes("peak_device_bytes"),
+        "{line}"
+    );
+    assert!(bytes("device_in_use_bytes") >= device, "{line}");
     // By the GPU's clock: parts of a step, which takes no less.
     let parts = ["forward_secs", "backward_secs", "optimizer_secs"];
     let parts = parts.map(|part| line[part].as_f64().unwrap());

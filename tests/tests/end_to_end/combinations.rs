@@ -14,15 +14,17 @@ fn layouts() -> Vec<Layout> {
     let mut layouts = Vec::new();
     for (pp, tp) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
         for dp in [1, 2, 4] {
-            for zero in [
-                ZeroStage::Zero,
-                ZeroStage::One,
-                ZeroStage::Two,
-                ZeroStage::Three,
+            for (zero, tile_linears) in [
+                (ZeroStage::Zero, 1),
+                (ZeroStage::One, 1),
+                (ZeroStage::Two, 1),
+                (ZeroStage::Three, 1),
+                (ZeroStage::Three, 3),
             ] {
                 for overlap in [true, false] {
                     layouts.push(Layout {
                         zero,
+                        tile_linears,
                         overlap,
                         ..Layout::new(pp, dp, tp)
                     });

@@ -31,9 +31,14 @@ fn frozen_parameters_stay_and_the_others_get_the_gradients_they_had() {
         let mut run = fixture.run.clone();
         // Fast enough for two steps to move weights of bf16.
         (run.lr, run.warmup_steps, run.seq_len) = (0.1, 0, 16);
-        for (pp, dp, tp) in [(1, 1, 1), (2, 1, 2)] {
+        for ((pp, dp, tp), zero, tile_linears) in [
+            ((1, 1, 1), ZeroStage::One, 1),
+            ((2, 1, 2), ZeroStage::One, 1),
+            ((1, 2, 1), ZeroStage::Three, 3),
+        ] {
             let layout = Layout {
-                zero: ZeroStage::One,
+                zero,
+                tile_linears,
                 ..Layout::new(pp, dp, tp)
             };
             let train = |is_frozen: fn(&str) -> bool, steps: usize| {

@@ -1,10 +1,14 @@
 //! Training in bf16 and f16: layouts against one rank, and one rank against f32; the loss scale of f16.
 
+use candle_comm::Mesh;
 use candle_core::DType;
-use candle_parallel::{LossScaling, Recompute, Schedule, ZeroStage};
+use candle_parallel::{
+    AdamWConfig, DistributedOptimizer, LossScaling, Recompute, Schedule, ZeroStage,
+};
+use candle_train::Trainer;
 
 use crate::fixture::{ALL, Fixture, Run};
-use crate::run::{Layout, Outcome, Variant, train, train_variant};
+use crate::run::{Layout, Outcome, Variant, batches, launch, load_variant, train, train_variant};
 use crate::tensors::Tensors;
 
 const fn of(dtype: DType) -> Variant {
@@ -175,5 +179,41 @@ fn overflows_are_skipped_until_the_scale_fits_and_every_layout_goes_on_alike() {
         assert_eq!(skipped(&ours), num_skipped, "{layout:?}");
         let error = distance(&ours.final_weights, &one_rank.final_weights);
         assert!(error <= 0.01, "{layout:?}: weights are off by {error}");
+    }
+}
+
+#[test]
+fn an_optimizer_of_ones_own_keeps_its_loss_scale_and_gets_the_trainers_without_one() {
+    let fixture = Fixture::new("gqa");
+    let run = short(&fixture);
+    let own = LossScaling {
+        init: 4.0,
+        window: 1,
+    };
+    let layout = Layout::new(1, 1, 1);
+    for (own, want) in [
+        (Some(own), [4.0, 8.0, 16.0]),
+        (None, [1024.0, 1024.0, 2048.0]),
+    ] {
+        launch(layout, |world| {
+            let mesh = Mesh::new(world, layout.degrees())?;
+            let stage = load_variant(&fixture, &mesh, (layout, F16))?;
+            let config = run.train_config(layout);
+            let mut trainer = Trainer::with_optimizer(config, &mesh, stage, |params| {
+                let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
+                match own {
+                    Some(own) => optimizer.with_loss_scaling(own),
+                    None => Ok(optimizer),
+                }
+            })?;
+            let mut scales = Vec::new();
+            trainer.train(&batches(&fixture, &run, &mesh)?, |step| {
+                scales.push(step.loss_scale);
+                Ok(())
+            })?;
+            assert_eq!(scales, want);
+            Ok(())
+        })
+        .unwrap();
     }
 }

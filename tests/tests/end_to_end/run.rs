@@ -227,7 +227,8 @@ pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
     load_variant(fixture, mesh, (layout, Variant::default()))
 }
 
-fn load_variant(
+/// The same of another layout, or in another type.
+pub fn load_variant(
     fixture: &Fixture,
     mesh: &Mesh,
     (layout, variant): (Layout, Variant),

@@ -35,6 +35,7 @@ fn raw_tensors(dir: &Path) -> Raw {
 fn save(fixture: &Fixture, stage: &Stage, mesh: &Mesh, to: &Path, max_bytes: usize) -> Result<()> {
     let to = HfSave {
         max_file_bytes: max_bytes,
+        overwrite: true,
         ..HfSave::new(to, sidecar_files(&fixture.model_dir())?)
     };
     save_hf(stage.params(), mesh, &to)

@@ -1,9 +1,13 @@
 //! Places that cannot be written to, and output folders that hold something already.
 
 use std::fs;
+use std::path::Path;
 
-use super::folder::{names, read_json, snapshot};
-use super::workspace::Workspace;
+use nix::sys::signal::Signal;
+
+use super::folder::{copy_folder, names, read_checkpoint, snapshot};
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
 
 #[test]
 fn an_output_that_cannot_be_a_folder_is_an_error_before_any_step() {
@@ -21,12 +25,19 @@ fn an_output_that_cannot_be_a_folder_is_an_error_before_any_step() {
 }
 
 #[test]
-fn a_refused_run_makes_no_folder() {
+fn a_run_that_fails_makes_no_folder() {
     let workspace = Workspace::new();
-    let output = workspace.path("new");
+    let output = workspace.path("new/folders/output");
+    let before = names(&workspace.path(""));
     let program = workspace.finetune().flag("--output", output.display());
-    program.flag("--tp", 5).run().assert_error(&["tp(5)"]);
-    assert!(!output.exists());
+    let refused = program.clone().flag("--tp", 5);
+    refused.run().assert_error(&["tp(5)"]);
+    assert_eq!(names(&workspace.path("")), before);
+    let diverges = program.clone().flag("--steps", 6).flag("--lr", 1e30);
+    diverges.run().assert_error(&["step 1 failed"]);
+    assert_eq!(names(&workspace.path("")), before);
+    program.succeeds();
+    assert_eq!(names(&workspace.path("new/folders")), ["output"]);
 }
 
 #[test]
@@ -45,45 +56,73 @@ fn metrics_that_cannot_be_written_are_an_error_before_any_step() {
 }
 
 #[test]
-fn a_folder_with_the_name_of_a_file_to_be_written_is_left_alone() {
+fn metrics_in_the_folder_that_is_replaced_are_refused() {
     let workspace = Workspace::new();
-    let output = workspace.path("odd");
-    fs::create_dir_all(output.join("config.json")).unwrap();
-    fs::write(output.join("model.safetensors"), "old").unwrap();
-    let before = snapshot(&output);
-    let outcome = workspace
-        .finetune()
-        .flag("--output", output.display())
-        .flag("--sample-tokens", 1)
-        .run();
-    outcome.assert_error(&[
-        "cannot write to",
-        "a folder has the name of the file config.json",
-    ]);
-    assert!(
-        !outcome.stdout.contains("before"),
-        "it is known before the first step"
-    );
-    assert_eq!(snapshot(&output), before);
+    for output in ["output", "new"] {
+        let output = workspace.path(output);
+        let metrics = output.join("metrics.jsonl");
+        let program = workspace.finetune().flag("--output", output.display());
+        let program = program.flag("--metrics", metrics.display());
+        workspace.refuses(
+            &program,
+            &["metrics.jsonl", "is in the output folder", "hint:"],
+        );
+    }
 }
 
 #[test]
-fn a_new_checkpoint_replaces_the_old_one_and_nothing_else() {
+fn a_folder_that_must_not_be_replaced_is_refused_before_any_step() {
+    let refuses = |spoil: &dyn Fn(&Path), parts: &[&str]| {
+        let workspace = Workspace::new();
+        let output = workspace.path("odd");
+        copy_folder(&workspace.output(), &output);
+        spoil(&output);
+        let before = snapshot(&output);
+        let program = workspace.finetune().flag("--output", output.display());
+        let outcome = program.flag("--sample-tokens", 1).run();
+        outcome.assert_error(&["cannot write to the output folder", "odd"]);
+        outcome.assert_error(parts);
+        assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
+        assert_eq!(snapshot(&output), before);
+    };
+    let what = "it holds what is no part of a model";
+    refuses(
+        &|output| fs::write(output.join("notes.bin"), "x").unwrap(),
+        &[what, "notes.bin"],
+    );
+    refuses(
+        &|output| fs::create_dir(output.join("logs")).unwrap(),
+        &[what, "logs"],
+    );
+    let in_the_way = |output: &Path| {
+        fs::remove_file(output.join("config.json")).unwrap();
+        fs::create_dir(output.join("config.json")).unwrap();
+    };
+    refuses(&in_the_way, &[what, "config.json"]);
+    let no_model = |output: &Path| {
+        for name in names(output) {
+            fs::remove_file(output.join(name)).unwrap();
+        }
+        fs::write(output.join("README.md"), "mine").unwrap();
+    };
+    refuses(&no_model, &["it holds README.md, but no model"]);
+}
+
+#[test]
+fn a_new_checkpoint_replaces_the_old_one() {
     let workspace = Workspace::new();
     workspace.finetune().succeeds();
     // The old one was in five files with an index.
     let expected = [
+        ".candle_train.json",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
-        "logs",
         "model.safetensors",
-        "notes.bin",
         "tokenizer.json",
         "tokenizer_config.json",
     ];
     assert_eq!(names(&workspace.output()), expected);
-    assert_eq!(names(&workspace.output().join("logs")), ["run.log"]);
     let read = |path| fs::read(path).unwrap();
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
         assert_eq!(
@@ -95,20 +134,122 @@ fn a_new_checkpoint_replaces_the_old_one_and_nothing_else() {
 }
 
 #[test]
-fn a_model_can_be_trained_in_place() {
+fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
     let workspace = Workspace::new();
-    let config = read_json(&workspace.model("config.json"));
-    let weights = fs::read(workspace.model("model.safetensors")).unwrap();
-    let files = names(&workspace.path("model"));
-    let program = workspace
-        .finetune()
-        .flag("--output", workspace.path("model").display());
+    let already = "it holds a model already";
+    let program = workspace.finetune().without("--overwrite");
+    workspace.refuses(&program, &[already, "--overwrite"]);
+    let output = workspace.path("mine");
+    let program = program.flag("--output", output.display());
     program.succeeds();
-    assert_eq!(names(&workspace.path("model")), files);
-    assert_eq!(read_json(&workspace.model("config.json")), config);
-    let trained = fs::read(workspace.model("model.safetensors")).unwrap();
-    assert!(trained != weights);
-    // What was written is a model again.
-    program.flag("--steps", 0).succeeds();
-    assert!(fs::read(workspace.model("model.safetensors")).unwrap() == trained);
+    let made = || {
+        let mut files = snapshot(&output);
+        assert!(files.remove(Path::new(".candle_train.json")).is_some());
+        files
+    };
+    let first = made();
+    program.succeeds();
+    assert_eq!(made(), first);
+    // What does not change the weights may be another.
+    program.clone().flag("--sample-tokens", 2).succeeds();
+    assert_eq!(made(), first);
+    let refused = |program: &Program| {
+        program
+            .run()
+            .assert_error(&[already, "--overwrite", "mine"]);
+        assert_eq!(made(), first);
+    };
+    refused(&program.clone().flag("--lr", 2e-3));
+    let text = fs::read_to_string(workspace.path("text.txt")).unwrap();
+    fs::write(workspace.path("other.txt"), format!("{text}.")).unwrap();
+    let other = workspace.path("other.txt");
+    refused(&program.clone().flag("--data", other.display()));
+    copy_folder(&workspace.path("model"), &workspace.path("twin"));
+    let twin = workspace.path("twin");
+    refused(&program.clone().flag("--model", twin.display()));
+    fs::write(output.join("README.md"), "what I found").unwrap();
+    program.run().assert_error(&[already]);
+    program.switch("--overwrite").succeeds();
+    assert_eq!(made(), first);
+}
+
+#[test]
+fn the_input_model_is_never_replaced() {
+    let workspace = Workspace::new();
+    let model = workspace.path("model");
+    std::os::unix::fs::symlink(&model, workspace.path("link")).unwrap();
+    let before = snapshot(&model);
+    for (input, output) in [
+        ("model", "model"),
+        ("model", "link"),
+        ("link", "model/../model"),
+    ] {
+        let program = workspace.finetune();
+        let program = program.flag("--model", workspace.path(input).display());
+        let program = program.flag("--output", workspace.path(output).display());
+        workspace.refuses(&program, &["which this run reads", input]);
+        assert_eq!(snapshot(&model), before);
+    }
+    // Nor the tokenizer's folder.
+    let program = candle_train("pretrain");
+    let program = program.flag("--data", workspace.path("text.txt").display());
+    let program = program
+        .flag("--tokenizer", model.display())
+        .switch("--overwrite");
+    let program = program.flag("--output", model.display());
+    workspace.refuses(&program, &["which this run reads"]);
+    assert_eq!(snapshot(&model), before);
+}
+
+#[test]
+fn two_runs_into_one_folder() {
+    let workspace = Workspace::new();
+    let long = workspace.finetune().flag("--steps", 100_000);
+    let mut second = None;
+    // Whoever has it is told, and the first one ends when its process does.
+    let first = long.run_and_signal(|stderr| {
+        let is_time = second.is_none() && stderr.contains("step 1/");
+        if is_time {
+            second = Some(workspace.finetune().run());
+        }
+        is_time.then_some(Signal::SIGKILL)
+    });
+    assert_eq!(first.code, None);
+    second
+        .unwrap()
+        .assert_error(&["another run is writing to it", "process", "hint:"]);
+    workspace.assert_output_is_untouched();
+    workspace.finetune().succeeds();
+    assert_eq!(names(&workspace.path("")), ["model", "output", "text.txt"]);
+}
+
+#[test]
+fn what_cannot_be_saved_goes_beside_the_output_or_where_it_is_told_to() {
+    for rescue in [None, Some("new/rescues")] {
+        let workspace = Workspace::new();
+        let program = workspace
+            .finetune()
+            .flag("--output", workspace.path("mine").display());
+        let program = match rescue {
+            None => program,
+            Some(dir) => program.flag("--rescue-dir", workspace.path(dir).display()),
+        };
+        let notes = workspace.path("mine/notes.txt");
+        // Somebody puts something there while the run is under way.
+        let outcome = program.flag("--steps", 20).run_and(|stderr| {
+            if stderr.contains("step 1/") && !notes.exists() {
+                fs::create_dir_all(notes.parent().unwrap()).unwrap();
+                fs::write(&notes, "mine").unwrap();
+            }
+        });
+        let place = workspace.path(rescue.unwrap_or("")).join("mine-rescued");
+        let said = format!("hint: the model was saved to {} instead", place.display());
+        outcome.assert_error(&["no part of a model (notes.txt)", &said]);
+        assert_eq!(names(&workspace.path("mine")), ["notes.txt"]);
+        assert!(
+            read_checkpoint(&place)
+                .keys()
+                .eq(read_checkpoint(&workspace.path("model")).keys())
+        );
+    }
 }

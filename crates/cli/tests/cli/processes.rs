@@ -191,6 +191,7 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
     let program = candle_train("pretrain")
         .flag("--data", workspace.path("text.txt").display())
         .flag("--output", workspace.output().display())
+        .switch("--overwrite")
         .flag("--tokenizer", workspace.path("model").display())
         .flag("--steps", 0)
         .flag("--sample-tokens", 0)
@@ -202,7 +203,8 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
         return;
     };
     let is_saving = |_: &str| {
-        let files = fs::read_dir(workspace.output()).unwrap().flatten();
+        let files = fs::read_dir(workspace.path(".output.saving")).into_iter();
+        let files = files.flatten().flatten();
         let lens = files.filter_map(|file| Some(file.metadata().ok()?.len()));
         lens.max().is_some_and(|len| len > 8 << 20)
     };
@@ -212,7 +214,62 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
         "{}",
         outcome.stderr
     );
-    workspace.assert_checkpoint_is_untouched();
+    workspace.assert_output_is_untouched();
+    // The next run removes what this one has left.
+    workspace.finetune().succeeds();
+    let left = super::folder::names(&workspace.path(""));
+    assert_eq!(left, ["model", "output", "text.txt"]);
+}
+
+#[test]
+fn a_signal_to_one_rank_stops_all_after_the_same_step() {
+    let signals = [("TERM", 2), ("INT", 0), ("USR1", 3)];
+    for (signal, rank) in signals {
+        let workspace = Workspace::new();
+        let path = workspace.path("metrics.jsonl");
+        // The learning rate does not depend on the number of steps.
+        let program = workspace
+            .finetune()
+            .flag("--metrics", path.display())
+            .flag("--min-lr-ratio", 1)
+            .flag("--warmup-steps", 0);
+        let long = program.clone().flag("--steps", 100_000);
+        let Some(long) = under_mpi(long, (1, 2, 2)) else {
+            return;
+        };
+        let mut sent = false;
+        let outcome = long.run_and(|stderr| {
+            if !sent && stderr.contains("step 1/") {
+                let rank = rank_process(&workspace, rank).expect("the rank's process");
+                let pid = rank.to_string();
+                let status = Command::new("kill").args(["-s", signal, &pid]).status();
+                sent = status.unwrap().success();
+            }
+        });
+        // That of the rank which was told.
+        assert!(
+            outcome.code > Some(128),
+            "{:?} {}",
+            outcome.code,
+            outcome.stderr
+        );
+        let lines = fs::read_to_string(path).unwrap();
+        let step = lines.lines().count();
+        let why = match rank {
+            0 => "SIGINT",
+            _ => "a signal to another rank",
+        };
+        let said = format!("stopped after step {step} of 100000 by {why}; ");
+        assert!(
+            outcome.stdout.contains(&said),
+            "{said:?}: {}",
+            outcome.stdout
+        );
+        let weights = || fs::read(workspace.output().join("model.safetensors")).unwrap();
+        let stopped = weights();
+        layout(program, (1, 2, 2)).flag("--steps", step).succeeds();
+        assert!(weights() == stopped);
+    }
 }
 
 #[test]

@@ -157,22 +157,43 @@ fn what_replicas_divide_and_send_changes_what_a_rank_holds_and_hardly_the_loss()
 }
 
 #[test]
+fn recomputation_keeps_less_between_passes_and_changes_no_number() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    // Of one rank, which counts all that the process allocates.
+    let program = workspace.finetune().flag("--tp", 1).flag("--pp", 1);
+    let program = program.flag("--dp", 1).flag("--seq-len", 128);
+    let program = program.flag("--metrics", path.display());
+    let run = |mode: &str| {
+        program.clone().flag("--recompute", mode).succeeds();
+        let metrics = metrics(&path);
+        let peak = &metrics[1]["memory"]["activations_peak_bytes"];
+        (peak.as_u64().unwrap(), without_times(metrics))
+    };
+    let (kept, want) = run("none");
+    let (less, got) = run("full");
+    assert!(less > 0 && 2 * less < kept, "{less} {kept}");
+    assert!(got == want);
+}
+
+#[test]
 fn epochs_count_passes_over_the_data() {
     let workspace = Workspace::new();
-    // The folder of the metrics is made by the run itself.
+    // The folder that they are in is made by the run itself.
     let output = workspace.path("new/output");
+    let path = workspace.path("new/metrics.jsonl");
     let outcome = workspace
         .finetune()
         .without("--steps")
         .flag("--epochs", 2)
         .flag("--seq-len", 1000)
         .flag("--output", output.display())
-        .flag("--metrics", output.join("metrics.jsonl").display())
+        .flag("--metrics", path.display())
         .succeeds();
     // 7 sequences of 1000 tokens in batches of 4: 2 steps a pass.
     let steps = "7274 tokens, 4 steps of 4";
     assert!(outcome.stdout.contains(steps), "{}", outcome.stdout);
-    assert_eq!(metrics(&output.join("metrics.jsonl")).len(), 4);
+    assert_eq!(metrics(&path).len(), 4);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::slot::{Deposit, Mismatch, Output, Payload, Slot, Taken};
+use super::slot::{Deposit, Mismatch, Output, Payload, Released, Slot, Taken};
 use super::world::{Group, LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
 use crate::adopted::{adopt, give_away};
@@ -127,9 +127,15 @@ impl LocalCommunicator {
 
     /// Computes the outputs of all ranks, here or in the background. On GPUs that is to enqueue it, which is done here.
     fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) -> Result<()> {
+        let mut copies = Vec::new();
         let tensors = deposits.into_iter();
         let tensors = tensors.filter_map(|deposit| match deposit.payload {
             Payload::Tensor(xs, place) => Some((xs, place)),
+            Payload::Copy(copy) => {
+                let xs = copy.tensor().clone();
+                copies.push(copy);
+                Some((xs, None))
+            }
             _ => None,
         });
         let (inputs, places): (Vec<Tensor>, Vec<Option<Tensor>>) = tensors.unzip();
@@ -151,7 +157,7 @@ impl LocalCommunicator {
                 Err(_) => Err(Error::Argument(format!("{operation}: the work panicked"))),
             };
             // A rank that wakes up owns its tensors alone: it frees them where it counts them.
-            drop((inputs, places));
+            drop((inputs, places, copies));
             world.finish(group, seq, outputs);
         };
         if in_background {
@@ -167,14 +173,20 @@ impl World {
     fn finish(&self, group: usize, seq: u64, outputs: std::result::Result<Vec<Output>, Error>) {
         let mut state = self.lock();
         let group = &mut state.groups[group];
+        let mut unwanted = Vec::new();
         if let Some(slot) = group.slots.get_mut(&seq) {
-            slot.finish(outputs);
+            unwanted = slot.finish(outputs);
             if slot.is_over() {
                 group.slots.remove(&seq);
             }
         }
         let members = group.members.clone();
         drop(state);
+        for output in unwanted {
+            if let Output::Tensor(xs) = output {
+                adopt(xs.elem_count(), xs.dtype(), xs.device());
+            }
+        }
         self.notify(&members);
     }
 }
@@ -231,18 +243,19 @@ impl InFlight {
         }
     }
 
-    fn poll_release(&self, state: &mut State) -> Polled<()> {
+    fn poll_release(&self, state: &mut State) -> Polled<Option<Output>> {
         let group = &mut state.groups[self.group];
         let Some(slot) = group.slots.get_mut(&self.seq) else {
-            return Polled::Ready(());
+            return Polled::Ready(None);
         };
-        if !slot.release(self.rank, |xs| work::copy(xs, xs.device())) {
+        let Released::Input(output) = slot.release(self.rank, |xs| work::copy(xs, xs.device()))
+        else {
             return Polled::Missing(world_ranks(&group.members, slot.missing()));
-        }
+        };
         if slot.is_over() {
             group.slots.remove(&self.seq);
         }
-        Polled::Ready(())
+        Polled::Ready(output)
     }
 }
 
@@ -258,17 +271,23 @@ impl Work<Tensor> for InFlight {
     }
 
     fn wait(self: Box<Self>) -> Result<Tensor> {
-        match self.wait_for_output()? {
-            Output::Tensor(xs) => Ok(xs),
-            other => candle_core::bail!("{} gave {other:?} instead of a tensor", self.call),
+        match self.wait_for_output() {
+            Ok(Output::Tensor(xs)) => Ok(xs),
+            Ok(other) => {
+                candle_core::bail!("{} gave {other:?} instead of a tensor", self.call)
+            }
+            Err(error) => {
+                self.get_nothing();
+                Err(error)
+            }
         }
     }
 
     fn abandon(self: Box<Self>) {
-        if let Some((len, dtype)) = self.adopted {
-            give_away(len, dtype, &Device::Cpu);
+        // An output that is there is freed here, as one that was waited for.
+        if self.release().is_none() {
+            self.get_nothing();
         }
-        self.release();
     }
 }
 
@@ -285,11 +304,21 @@ impl Work<()> for InFlight {
 }
 
 impl InFlight {
-    fn release(&self) {
-        if let Err(error) = self.world.wait(self.world_rank, &self.call, |state| {
+    /// The output, if it was there.
+    fn release(&self) -> Option<Output> {
+        let released = self.world.wait(self.world_rank, &self.call, |state| {
             self.poll_release(state)
-        }) {
+        });
+        released.unwrap_or_else(|error| {
             tracing::warn!("an operation whose result was dropped failed: {error}");
+            None
+        })
+    }
+
+    /// The result that was counted will not come.
+    fn get_nothing(&self) {
+        if let Some((len, dtype)) = self.adopted {
+            give_away(len, dtype, self.world.device(self.world_rank));
         }
     }
 }

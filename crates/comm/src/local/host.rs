@@ -46,13 +46,6 @@ fn run_typed<T: Element>(
     let len = plan.len();
     let new = |place: &Option<Tensor>| T::zeros(if place.is_some() { 0 } else { len });
     let mut outputs: Vec<Vec<T>> = places.iter().map(new).collect();
-    for (xs, _) in inputs
-        .iter()
-        .zip(places)
-        .filter(|(_, place)| place.is_none())
-    {
-        give_away(len, xs.dtype(), xs.device());
-    }
     let Plan { dims, op, pieces } = plan.cut((TASK_BYTES / size_of::<T>()).max(1));
     let mut rests: Vec<&mut [T]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
     let mut tasks = Vec::with_capacity(pieces.len());
@@ -91,7 +84,11 @@ fn run_typed<T: Element>(
     outputs
         .map(|(output, place)| match place {
             Some(place) => Ok(place.clone()),
-            None => Tensor::from_vec(output, dims.as_slice(), &Device::Cpu),
+            None => {
+                let output = Tensor::from_vec(output, dims.as_slice(), &Device::Cpu)?;
+                give_away(len, output.dtype(), output.device());
+                Ok(output)
+            }
         })
         .collect()
 }

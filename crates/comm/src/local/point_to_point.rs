@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Shape, Tensor};
 
 use super::world::{LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
-use crate::adopted::{adopt, give_away};
+use crate::adopted::GivenAway;
 use crate::call::{Call, Operation, describe};
 use crate::element;
 use crate::error::group_name;
@@ -17,7 +17,7 @@ use crate::{Error, P2p, Pending, call_site};
 
 /// A sent tensor: a copy on the receiver's device that nobody else can write to.
 pub(super) struct Message {
-    xs: Tensor,
+    xs: GivenAway,
     site: &'static Location<'static>,
 }
 
@@ -96,11 +96,11 @@ impl LocalCommunicator {
         for op in ops {
             if let P2p::Send { xs, dst } = op {
                 element::check(xs, world_rank, &self.device)?;
-                give_away(xs.elem_count(), xs.dtype(), &self.device);
+                let device = self.world.device(self.members[*dst]);
                 messages.push((
                     *dst,
                     Message {
-                        xs: work::copy(xs, self.world.device(self.members[*dst]))?,
+                        xs: GivenAway::new(work::copy(xs, device)?),
                         site: call.site,
                     },
                 ));
@@ -166,6 +166,7 @@ impl BatchInFlight {
                 continue;
             };
             let Message { xs, site } = message;
+            let xs = xs.tensor().clone();
             let (src, dst) = (self.members[recv.src], self.members[self.rank]);
             if xs.shape() != &recv.shape || xs.dtype() != recv.dtype {
                 let sent = format!("sent {} {:?} at {site}", xs.dtype().as_str(), xs.dims());
@@ -182,7 +183,6 @@ impl BatchInFlight {
                     receiver: (dst, asked),
                 });
             }
-            adopt(xs.elem_count(), xs.dtype(), xs.device());
             recv.received = Some(xs);
         }
         if missing.is_empty() {

@@ -6,6 +6,7 @@ use std::time::Instant;
 use candle_core::{Result, Tensor};
 
 use crate::Error;
+use crate::adopted::GivenAway;
 use crate::call::Call;
 
 /// What a rank brings to an operation.
@@ -13,6 +14,8 @@ use crate::call::Call;
 pub(super) enum Payload {
     /// The input, and where the output goes unless it is new.
     Tensor(Tensor, Option<Tensor>),
+    /// A copy of the input of a rank that has given up its output.
+    Copy(GivenAway),
     Split {
         color: usize,
         key: usize,
@@ -53,6 +56,14 @@ pub(super) enum Taken {
     Failed(Error),
     /// Not complete; these group ranks have not arrived (none: the work is being done).
     Missing(Vec<usize>),
+}
+
+/// What became of an input in [`Slot::release`].
+pub(super) enum Released {
+    /// It is being read.
+    NotYet,
+    /// Nobody reads it any more. With the output, if it was there.
+    Input(Option<Output>),
 }
 
 /// One collective operation of a group.
@@ -124,20 +135,23 @@ impl Slot {
         matches!(self.phase, Phase::Failed(_))
     }
 
-    /// Sets the outputs, one per rank in rank order, or the error that all ranks get.
-    pub fn finish(&mut self, outputs: std::result::Result<Vec<Output>, Error>) {
+    /// Sets the outputs, one per rank in rank order, or the error that all ranks get. Returns outputs that their ranks have given up.
+    pub fn finish(&mut self, outputs: std::result::Result<Vec<Output>, Error>) -> Vec<Output> {
         self.finished = Some(Instant::now());
+        let mut unwanted = Vec::new();
         match outputs {
             Ok(outputs) => {
-                for ((slot, output), released) in
-                    self.outputs.iter_mut().zip(outputs).zip(&self.released)
-                {
-                    *slot = (!released).then_some(output);
+                for (rank, output) in outputs.into_iter().enumerate() {
+                    match self.released[rank] {
+                        true => unwanted.push(output),
+                        false => self.outputs[rank] = Some(output),
+                    }
                 }
                 self.phase = Phase::Done;
             }
             Err(error) => self.phase = Phase::Failed(error),
         }
+        unwanted
     }
 
     /// When the outputs came, if they have.
@@ -167,25 +181,26 @@ impl Slot {
     }
 
     /// Gives up a rank's output, and its place. While other ranks are missing, `copy` replaces the rank's input by one that nobody
-    /// else can write to. Returns whether the input is no longer read; without memory for a copy it still is.
-    pub fn release(&mut self, rank: usize, copy: impl FnOnce(&Tensor) -> Result<Tensor>) -> bool {
+    /// else can write to; without memory for a copy the input is still read.
+    pub fn release(
+        &mut self,
+        rank: usize,
+        copy: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Released {
         if matches!(self.phase, Phase::Working) {
-            return false;
+            return Released::NotYet;
         }
         if matches!(self.phase, Phase::Gathering)
-            && let Some(Deposit {
-                payload: Payload::Tensor(xs, place),
-                ..
-            }) = &mut self.deposits[rank]
+            && let Some(Deposit { payload, .. }) = &mut self.deposits[rank]
+            && let Payload::Tensor(xs, _) = payload
         {
             match copy(xs) {
-                Ok(copy) => (*xs, *place) = (copy, None),
-                Err(_) => return false,
+                Ok(copy) => *payload = Payload::Copy(GivenAway::new(copy)),
+                Err(_) => return Released::NotYet,
             }
         }
         self.released[rank] = true;
-        self.outputs[rank] = None;
-        true
+        Released::Input(self.outputs[rank].take())
     }
 
     /// Whether nobody wants anything more from this slot.

@@ -21,6 +21,9 @@ pub(super) const BLOCK: u32 = 256;
 /// The largest grid; kernels loop over what is beyond it.
 const MAX_BLOCKS: usize = i32::MAX as usize;
 
+/// The same of a grid's second and third dim.
+pub(super) const MAX_BLOCKS_Y: usize = 65535;
+
 /// A GPU, and the operation that uses it, for its errors.
 pub(super) struct Gpu {
     pub(super) device: CudaDevice,
@@ -73,9 +76,9 @@ impl Gpu {
     /// A grid in three dimensions.
     pub(super) fn grid(&self, grid: [usize; 3], block: u32, shared_bytes: usize) -> Result<Launch> {
         let [x, y, z] = grid;
-        if y > 65535 || z > 65535 {
+        if y > MAX_BLOCKS_Y || z > MAX_BLOCKS_Y {
             bail!(
-                "{}: a grid of {x} x {y} x {z} blocks is too large: the last two end at 65535",
+                "{}: a grid of {x} x {y} x {z} blocks is too large: the last two end at {MAX_BLOCKS_Y}",
                 self.op
             )
         }

@@ -214,6 +214,21 @@ fn parts_of_a_buffer_that_are_not_aligned() -> Result<()> {
     })
 }
 
+/// On a GPU a grid has at most 65535 blocks in that direction.
+#[test]
+fn more_rows_than_a_grid_has() -> Result<()> {
+    on_each_device(|| {
+        let rows = 65_537;
+        let xs = random(1, (rows, 1))?;
+        let packed = quantize_int8(&xs)?;
+        assert_eq!(bytes(&packed)?, bytes(&quantize_int8(&on_the_cpu(&xs)?)?)?);
+        let want = Tensor::zeros((rows, 1), DType::F32, &Device::Cpu)?;
+        dequantize_int8_into(&want, false, &on_the_cpu(&packed)?)?;
+        assert_eq!(floats(&back(&packed, &[rows, 1])?)?, floats(&want)?);
+        Ok(())
+    })
+}
+
 #[test]
 fn nothing() -> Result<()> {
     on_each_device(|| {

@@ -1,13 +1,29 @@
-//! Weights as Hugging Face safetensors folders: read part by part, written tensor by tensor. And checkpoints to resume from.
+//! Weights as Hugging Face safetensors folders: read part by part, written tensor by tensor, and what makes writing safe. And
+//! checkpoints to resume from.
 
+mod file_writer;
+mod folder_lock;
+mod free_space;
 mod gather;
+mod hf_save;
+mod model_folder;
+mod output_folder;
 mod plan;
 mod reader;
+mod run_file;
 mod save;
+mod save_failure;
+mod staged_folder;
 mod training;
 
+pub use folder_lock::FolderLock;
+pub use free_space::{SpaceNeed, check_free_space};
 pub use gather::gather_full;
+pub use hf_save::HfSave;
+pub use model_folder::sidecar_files;
+pub use output_folder::{ClaimedFolder, OutputFolder};
 pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
+pub use save::save_hf;
 pub(crate) use save::save_with_masters;
-pub use save::{HfSave, save_hf, sidecar_files};
+pub use staged_folder::StagedFolder;
 pub use training::{CheckpointSaver, SaveOutcome, TrainingCheckpoint, Xxh64};

@@ -83,6 +83,22 @@ impl SavePlan {
         })
     }
 
+    /// The size of all files.
+    pub fn num_bytes(&self) -> Result<u64> {
+        let index = self.index().map(|index| serde_json::to_vec_pretty(&index));
+        let index = index.transpose().map_err(candle_core::Error::wrap)?;
+        let mut num_bytes = index.map_or(0, |text| text.len());
+        for file in &self.files {
+            num_bytes += file.header()?.len();
+            num_bytes += file
+                .tensors
+                .iter()
+                .map(PlannedTensor::num_bytes)
+                .sum::<usize>();
+        }
+        Ok(num_bytes as u64)
+    }
+
     /// The index of a checkpoint of several files; `None` for a single one.
     pub fn index(&self) -> Option<serde_json::Value> {
         if self.files.len() == 1 {
@@ -104,8 +120,8 @@ impl SavePlan {
 }
 
 impl PlannedFile {
-    /// The safetensors header: names, types, shapes and offsets.
-    pub fn header(&self) -> Vec<(String, TensorInfo)> {
+    /// What stands before the tensors: the length of a JSON object, and that with names, types, shapes and offsets.
+    pub fn header(&self) -> Result<Vec<u8>> {
         let mut offset = 0;
         let info = |tensor: &PlannedTensor| {
             let start = offset;
@@ -117,7 +133,13 @@ impl PlannedFile {
             };
             (tensor.name.clone(), info)
         };
-        self.tensors.iter().map(info).collect()
+        let tensors = self.tensors.iter().map(info).collect();
+        let metadata = [("format".to_string(), "pt".to_string())].into();
+        let header = safetensors::tensor::Metadata::new(Some(metadata), tensors)?;
+        let mut header = serde_json::to_vec(&header).map_err(candle_core::Error::wrap)?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let len = (header.len() as u64).to_le_bytes();
+        Ok([len.as_slice(), &header].concat())
     }
 }
 

@@ -154,7 +154,7 @@ impl Gradients {
                 .check_copies(&self.mesh, when, |index| params.values(index))?;
         }
         self.clear();
-        let [squares, loss_sum, num_targets] = self.sums(squares, zero, report)?;
+        let [squares, loss_sum, num_targets, num_asking] = self.sums(squares, zero, report)?;
         if num_targets < 1.0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
@@ -175,29 +175,37 @@ impl Gradients {
             scale: 1.0 / divisor,
             norm: squares.sqrt() / divisor,
             loss,
+            is_asked_to_stop: num_asking > 0.0,
         })
     }
 
-    /// Sums over all ranks, on the host: of squares, of losses, of targets.
-    fn sums(&self, squares: Tensor, zero: Tensor, report: &PassReport) -> Result<[f64; 3]> {
+    /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop.
+    fn sums(&self, squares: Tensor, zero: Tensor, report: &PassReport) -> Result<[f64; 4]> {
         // The ranks of a replica have the same targets, and those of its last stage the same loss.
         let is_first_tp = self.mesh.tp.rank() == 0;
         let loss_sum = report.loss_sum.as_ref().filter(|_| is_first_tp);
         let loss_sum = loss_sum.map_or_else(|| Ok(zero.clone()), |sum| sum.reshape(1))?;
-        let num_targets = match is_first_tp && self.mesh.pp.rank() == 0 {
-            // Filled by a kernel: a copy of the host's number would wait for the GPU.
-            true => zero.affine(0.0, report.num_targets as f64)?,
-            false => zero,
+        // Filled by a kernel: a copy of the host's number would wait for the GPU.
+        let filled = |value: f64| match value {
+            0.0 => Ok(zero.clone()),
+            _ => zero.affine(0.0, value),
         };
-        let sums = Tensor::cat(&[squares, loss_sum, num_targets], 0)?;
+        let counts_targets = is_first_tp && self.mesh.pp.rank() == 0;
+        let num_targets = filled(if counts_targets {
+            report.num_targets as f64
+        } else {
+            0.0
+        })?;
+        let num_asking = filled(f64::from(u8::from(report.asks_to_stop)))?;
+        let sums = Tensor::cat(&[squares, loss_sum, num_targets, num_asking], 0)?;
         let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
         let sums = sums.to_vec1::<f64>()?;
         // Communication on GPUs may have failed without a word until now.
         self.mesh.check()?;
         self.params.groups().check()?;
         match sums.as_slice() {
-            &[squares, loss, targets] => Ok([squares, loss, targets]),
-            other => bail!("3 sums were expected, {} came", other.len()),
+            &[squares, loss, targets, asking] => Ok([squares, loss, targets, asking]),
+            other => bail!("4 sums were expected, {} came", other.len()),
         }
     }
 

@@ -6,6 +6,8 @@ use candle_comm::Mesh;
 use candle_core::{Result, Tensor, bail};
 
 use crate::params::{FlatBuffer, Parameters, intersect};
+#[cfg(doc)]
+use crate::pipeline::PassReport;
 
 /// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them.
 pub struct ReducedGradients {
@@ -21,6 +23,7 @@ pub struct ReducedGradients {
     pub(super) clip: f64,
     pub(super) norm: f64,
     pub(super) loss: ReducedLoss,
+    pub(super) is_asked_to_stop: bool,
 }
 
 /// The loss of a step, over all ranks.
@@ -41,6 +44,11 @@ impl ReducedGradients {
     /// The loss whose gradients these are.
     pub fn loss(&self) -> ReducedLoss {
         self.loss
+    }
+
+    /// Whether [any rank](PassReport::asks_to_stop) asks to stop after this step: the same on every rank.
+    pub fn is_asked_to_stop(&self) -> bool {
+        self.is_asked_to_stop
     }
 
     /// What [`Self::bucket`]'s values are multiplied by to be the gradients.

@@ -68,7 +68,7 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The local weight, (local_out, in).
+    /// The local weight, (local_out, in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

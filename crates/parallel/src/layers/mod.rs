@@ -1,6 +1,7 @@
 //! Tensor-parallel layers, one implementation each: see [`Layer`].
 
 mod column_parallel_linear;
+mod head_by_tiles;
 mod head_partition;
 mod input_grad;
 mod layer;

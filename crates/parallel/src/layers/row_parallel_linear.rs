@@ -56,7 +56,7 @@ impl RowParallelLinear {
         Self { weight, bias, tp }
     }
 
-    /// The local weight, (out, local_in).
+    /// The local weight, (out, local_in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

@@ -9,6 +9,7 @@ use candle_ops::{
     with_backward1,
 };
 
+use super::head_by_tiles::HeadByTiles;
 use super::layer::GradientSink;
 use crate::params::{Shard, TiledWeight};
 
@@ -78,8 +79,15 @@ pub fn linear_cross_entropy(
     let (n, _hidden) = xs.dims2()?;
     let targets = checked_targets(targets, xs, shard.global)?;
     if weight.is_tiled() {
-        let rows = (xs, &targets);
-        return linear_cross_entropy_by_tiles(rows, weight, (shard, tp), loss_scale, gradients);
+        let head = HeadByTiles {
+            chunk_rows: chunk_rows(xs, shard, tp)?,
+            targets: &targets,
+            xs,
+            weight,
+            shard,
+            tp,
+        };
+        return head.losses_and_grad(loss_scale as f32, gradients);
     }
     let weight = weight.tensor();
     let sum = Tensor::zeros((), DType::F64, xs.device())?;
@@ -103,77 +111,6 @@ pub fn linear_cross_entropy(
         grads => Tensor::cat(grads, 0)?,
     };
     Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
-}
-
-/// [`linear_cross_entropy`] of rows and their targets, with a weight that comes tile by tile.
-fn linear_cross_entropy_by_tiles(
-    (xs, targets): (&Tensor, &Tensor),
-    weight: &TiledWeight,
-    (shard, tp): (&Shard, &ProcessGroup),
-    loss_scale: f64,
-    gradients: &mut dyn GradientSink,
-) -> Result<(Tensor, Tensor)> {
-    let (n, hidden) = xs.dims2()?;
-    let chunk_rows = chunk_rows(xs, shard, tp)?;
-    let chunks = (0..n).step_by(chunk_rows);
-    let chunks = chunks.map(|first| (first, chunk_rows.min(n - first)));
-    let chunk = |(first, rows): (usize, usize)| -> Result<_> {
-        Ok((xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?))
-    };
-    let mut stats = Vec::new();
-    weight.for_each_tile(|tile_rows, tile| {
-        let start = shard.range.start + tile_rows.start;
-        for rows in chunks.clone() {
-            let (x, y) = chunk(rows)?;
-            stats.push(softmax_stats(&linear_forward(&x, tile, None)?, &y, start)?); // (rows, 3)
-        }
-        Ok(())
-    })?;
-    let stats = Tensor::cat(&stats, 0)?; // (tiles * n, 3)
-    // A rank with fewer rows than there are to be tiles has fewer.
-    let missing = weight.num_tiles() * n - stats.dim(0)?;
-    let stats = match missing {
-        0 => stats,
-        _ => {
-            let nothing = Tensor::new(&[[f32::MIN, 0.0, 0.0]], xs.device())?;
-            let nothing = nothing.broadcast_as((missing, 3))?.contiguous()?;
-            Tensor::cat(&[stats, nothing], 0)?
-        }
-    };
-    let stats = tp.all_gather(&stats, 0)?;
-    let (losses, log_sum_exp) = cross_entropy_loss(&stats, targets, shard.global)?;
-    let sum = Tensor::zeros((), DType::F64, xs.device())?;
-    sum_into(&sum, false, &losses)?;
-
-    let dx = Tensor::zeros(n * hidden, DType::F32, xs.device())?;
-    let mut add_to_dx = false;
-    let backward = &mut |dw: Option<(&Tensor, bool)>| {
-        weight.for_each_tile(|tile_rows, tile| {
-            let start = shard.range.start + tile_rows.start;
-            for rows in chunks.clone() {
-                let (first, len) = rows;
-                let (x, y) = chunk(rows)?;
-                let z = linear_forward(&x, tile, None)?;
-                let log_sum_exp = log_sum_exp.narrow(0, first, len)?;
-                let dz =
-                    cross_entropy_grad_in_place(z, &log_sum_exp, &y, start, loss_scale as f32)?;
-                let dx = dx.narrow(0, first * hidden, len * hidden)?;
-                linear_weight_grad_into(&dx, add_to_dx, &dz.t()?.contiguous()?, tile)?;
-                if let Some((dw, add)) = dw {
-                    let dw = dw.narrow(0, tile_rows.start * hidden, tile_rows.len() * hidden)?;
-                    linear_weight_grad_into(&dw, add || first > 0, &dz, &x)?;
-                }
-            }
-            add_to_dx = true;
-            Ok(())
-        })
-    };
-    match weight.tensor().track_op() {
-        true => gradients.write(weight.tensor(), &mut |dw, add| backward(Some((dw, add))))?,
-        false => backward(None)?,
-    }
-    let dx = dx.reshape((n, hidden))?.to_dtype(xs.dtype())?;
-    Ok((sum, tp.all_reduce(&dx, ReduceOp::Sum)?))
 }
 
 /// Rows of logits that exist at once. They depend on what all ranks of `tp` know, as these exchange numbers for each chunk.

@@ -49,7 +49,7 @@ impl VocabParallelEmbedding {
         }
     }
 
-    /// The local weight, (local_vocab, hidden).
+    /// The local weight, (local_vocab, hidden); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

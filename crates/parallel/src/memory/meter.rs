@@ -110,13 +110,6 @@ impl MemoryMeter {
     }
 }
 
-impl Held {
-    /// What counts.
-    pub(crate) fn num_bytes(&self) -> usize {
-        self.bytes as usize
-    }
-}
-
 impl Drop for Held {
     fn drop(&mut self) {
         let counter = self.meter.counter(self.category);

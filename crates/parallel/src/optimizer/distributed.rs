@@ -41,6 +41,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Whether loss or gradients overflowed, and nothing was updated: see [`DistributedOptimizer::with_loss_scaling`].
     pub is_skipped: bool,
+    /// Whether any rank asks to stop after this step: see [`PassReport::asks_to_stop`]. The same on every rank.
+    pub is_asked_to_stop: bool,
 }
 
 impl DistributedOptimizer {
@@ -133,6 +135,11 @@ impl DistributedOptimizer {
         Ok(Self { scaler, ..self })
     }
 
+    /// Whether it was given a loss scale.
+    pub fn has_loss_scaling(&self) -> bool {
+        self.scaler.is_some()
+    }
+
     /// The loss scale of the next step; 1 without [`Self::with_loss_scaling`].
     pub fn loss_scale(&self) -> f64 {
         self.scaler.as_ref().map_or(1.0, LossScaler::scale)
@@ -198,6 +205,7 @@ impl DistributedOptimizer {
         let report = StepReport {
             loss: reduced.loss(),
             grad_norm: reduced.norm(),
+            is_asked_to_stop: reduced.is_asked_to_stop(),
             is_skipped: !is_finite && self.scaler.as_mut().is_some_and(LossScaler::shrink),
         };
         if report.is_skipped {

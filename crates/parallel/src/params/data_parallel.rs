@@ -50,7 +50,8 @@ pub struct DataParallel {
     /// what arrives, the same on every rank; updates and checkpoints have the exact values.
     pub quantize_weights: bool,
     /// In how many tiles of rows ZeRO-3 gathers the weight of a linear layer, of the embedding and of the head, each freed before
-    /// the one after the next comes: memory-centric tiling (arXiv:2104.07857, section 5.1.3). 1: whole, with its block.
+    /// the one after the next comes: memory-centric tiling (arXiv:2104.07857, section 5.1.3). 1: whole, with its block. With more each
+    /// pass of such a layer is a collective: all replicas must run the same layers in the same order.
     pub tile_linears: usize,
     /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
     /// under the next forward pass. The bits are the same without.
@@ -131,6 +132,9 @@ pub(crate) struct ReplicaGroups {
     pub shard: ProcessGroup,
     /// Ranks with the same slice of the other copies.
     pub copies: ProcessGroup,
+    /// The ranks of `shard` once more, between which weights move tile by tile: in the order of one group's operations they would
+    /// wait for sums of gradients.
+    pub tiles: ProcessGroup,
 }
 
 impl ReplicaGroups {
@@ -151,16 +155,22 @@ impl ReplicaGroups {
                 dp.split(dp.rank() % len, dp.rank())?,
             ),
         };
+        let tiles = match config.tile_linears {
+            1 => single(),
+            _ => shard.split(0, shard.rank())?,
+        };
         Ok(Self {
             config,
             shard,
             copies,
+            tiles,
         })
     }
 
     /// An error if one of the groups has failed; see [`ProcessGroup::check`].
     pub fn check(&self) -> Result<()> {
-        self.shard.check().and_then(|()| self.copies.check())
+        let groups = [&self.shard, &self.copies, &self.tiles];
+        groups.into_iter().try_for_each(ProcessGroup::check)
     }
 
     /// Whether a rank keeps its slice of the gradients only.

@@ -98,13 +98,17 @@ impl Parameters {
             in_dtype(values, param.dtype())?.to_device(mesh.world.device())
         };
         if groups.shards_weights() {
-            let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
-            if sharded.set(slices).is_err() {
-                bail!(
+            let again = || {
+                candle_core::Error::msg(
                     "a second model is built from a parameter store whose weights replicas divide (ZeRO-3)\nhint: open a store \
-                     for each model"
-                );
+                     for each model",
+                )
+            };
+            if sharded.get().is_some() {
+                return Err(again());
             }
+            let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
+            sharded.set(slices).map_err(|_| again())?;
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
             absent.try_for_each(|param| param.refill(&initial(param)?))?;
@@ -202,6 +206,11 @@ impl Parameters {
     /// The data-parallel ranks between which [`DataParallel::zero`] divides; this rank alone if it divides nothing.
     pub fn shard_group(&self) -> &ProcessGroup {
         &self.inner.groups.shard
+    }
+
+    /// The ranks of [`Self::shard_group`], between which weights move [tile by tile](DataParallel::tile_linears).
+    pub fn tile_group(&self) -> &ProcessGroup {
+        &self.inner.groups.tiles
     }
 
     /// The data-parallel ranks that hold the same slices as this one.

@@ -19,6 +19,8 @@ use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
     shard: ProcessGroup,
+    /// The same ranks, for what is not to wait until sums of gradients are over.
+    tiles: ProcessGroup,
     is_quantized: bool,
     overlap: bool,
     num_tiles: usize,
@@ -99,6 +101,7 @@ impl ShardedWeights {
         }
         Ok(Self {
             shard: groups.shard.clone(),
+            tiles: groups.tiles.clone(),
             is_quantized: groups.config.quantize_weights,
             overlap: groups.config.overlap,
             num_tiles: groups.config.tile_linears,
@@ -122,7 +125,7 @@ impl ShardedWeights {
         self.tiled.contains_key(name)
     }
 
-    /// Number of tiles of a weight that has so many rows.
+    /// Number of tiles of a weight that has no fewer rows.
     pub fn num_tiles(&self) -> usize {
         self.num_tiles
     }
@@ -139,17 +142,18 @@ impl ShardedWeights {
         };
         let (bucket, width) = (&self.buckets[*index], values.len() / num_rows.max(&1));
         let range = values.start + rows.start * width..values.start + rows.end * width;
-        let bytes = range.len() * bucket.slice.dtype().size_in_bytes();
+        let values = start_gather_range(
+            &range,
+            &bucket.slices,
+            &bucket.slice,
+            &self.tiles,
+            self.is_quantized,
+        )?;
+        let bytes = values.num_bytes();
         Ok(TileGather {
-            held: bucket.meter.hold(MemoryCategory::Gathered, bytes),
+            on_the_way: bucket.meter.hold(MemoryCategory::Gathered, bytes),
             meter: bucket.meter.clone(),
-            values: start_gather_range(
-                &range,
-                &bucket.slices,
-                &bucket.slice,
-                &self.shard,
-                self.is_quantized,
-            )?,
+            values,
         })
     }
 
@@ -197,7 +201,7 @@ impl ShardedWeights {
 /// Rows of a weight on their way.
 pub(super) struct TileGather {
     values: GatheredRange,
-    held: Held,
+    on_the_way: Held,
     meter: MemoryMeter,
 }
 
@@ -205,11 +209,15 @@ impl TileGather {
     /// The values, flat, which count as held.
     pub fn wait(self) -> Result<(Tensor, Held)> {
         // Pieces of several ranks exist a second time while they are joined.
-        let _pieces = (self.values.num_pieces() > 1).then(|| {
-            self.meter
-                .hold(MemoryCategory::Gathered, self.held.num_bytes())
-        });
-        Ok((self.values.wait()?, self.held))
+        let joined = match self.values.num_pieces() {
+            0 | 1 => 0,
+            _ => self.values.num_value_bytes(),
+        };
+        let _joined = self.meter.hold(MemoryCategory::Gathered, joined);
+        let values = self.values.wait()?;
+        drop(self.on_the_way);
+        let bytes = num_bytes(&values);
+        Ok((values, self.meter.hold(MemoryCategory::Gathered, bytes)))
     }
 }
 

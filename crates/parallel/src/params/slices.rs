@@ -7,6 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
 
 use super::placement::{intersect, offset_by};
+use crate::memory::num_bytes;
 
 /// The values `range` of a flat buffer, on every rank of `dp`. `slices` are the parts of the buffer that the ranks hold, in rank
 /// order, and `own` are the values of this rank's.
@@ -24,6 +25,8 @@ pub(crate) fn gather_range(
 /// Pieces of a range on their way.
 pub(crate) struct GatheredRange {
     pieces: Vec<(usize, Pending<Tensor>)>,
+    /// What they are received with: a rank gives a tensor of what it receives.
+    received_with: usize,
     /// An empty tensor of the type of the values, and where they are.
     like: Tensor,
 }
@@ -37,7 +40,7 @@ pub(crate) fn start_gather_range(
     is_quantized: bool,
 ) -> Result<GatheredRange> {
     let own_start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
-    let mut pieces = Vec::new();
+    let (mut pieces, mut received_with) = (Vec::new(), 0);
     for (root, slice) in slices.iter().enumerate() {
         let piece = intersect(range, slice);
         if piece.is_empty() {
@@ -52,21 +55,38 @@ pub(crate) fn start_gather_range(
                 false => values,
             }
         } else {
-            match is_quantized {
+            let sent = match is_quantized {
                 true => Tensor::zeros(quantized_bytes(len), DType::U8, own.device())?,
                 false => Tensor::zeros(len, own.dtype(), own.device())?,
-            }
+            };
+            received_with += num_bytes(&sent);
+            sent
         };
         pieces.push((len, dp.start_broadcast(&sent, root)?));
     }
     let like = Tensor::zeros(0, own.dtype(), own.device())?;
-    Ok(GatheredRange { pieces, like })
+    Ok(GatheredRange {
+        pieces,
+        received_with,
+        like,
+    })
 }
 
 impl GatheredRange {
     /// Number of ranks that hold a piece.
     pub fn num_pieces(&self) -> usize {
         self.pieces.len()
+    }
+
+    /// Bytes of the values.
+    pub fn num_value_bytes(&self) -> usize {
+        let lens = self.pieces.iter().map(|(len, _)| len);
+        lens.sum::<usize>() * self.like.dtype().size_in_bytes()
+    }
+
+    /// Bytes that exist until [`Self::wait`] has returned.
+    pub fn num_bytes(&self) -> usize {
+        self.num_value_bytes() + self.received_with
     }
 
     /// All values of the range, flat.

@@ -135,7 +135,7 @@ impl ParamStore {
     /// How data-parallel replicas work together; call it before the model is built. Without it: ZeRO-1, overlapping.
     ///
     /// With [`ZeroStage::Three`] the values of parameters are not there while blocks are built, nor outside of their passes:
-    /// see [`Parameters::values`].
+    /// see [`Parameters::values`]. One model only can be built from the store then.
     pub fn with_data_parallel(self, replicas: impl Into<DataParallel>) -> Self {
         self.lock().replicas = replicas.into();
         self

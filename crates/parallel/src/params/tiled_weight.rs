@@ -48,19 +48,14 @@ impl TiledWeight {
         }
     }
 
-    /// The parameter: its shape, and the identity by which its gradient is found. Its values are here only if it is one tile.
+    /// The parameter: its shape, and the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
     pub fn tensor(&self) -> &Tensor {
         &self.whole
     }
 
-    /// Whether there is more than one tile.
+    /// Whether it comes tile by tile from the replicas that divide it.
     pub fn is_tiled(&self) -> bool {
         self.tiled().is_some()
-    }
-
-    /// Number of tiles; a weight that has fewer rows comes in fewer.
-    pub fn num_tiles(&self) -> usize {
-        self.tiled().map_or(1, |(weights, _)| weights.num_tiles())
     }
 
     /// The slices of this weight if it comes tile by tile, and its name.
@@ -71,7 +66,7 @@ impl TiledWeight {
     }
 
     /// Calls `use_tile` with each tile and its rows, in order. A tile is freed when the call has returned, and the next one is
-    /// on its way meanwhile if communication overlaps. With ZeRO-3 all replicas must call it.
+    /// on its way meanwhile if communication overlaps. With ZeRO-3 all replicas must call it, for the same weights in the same order.
     ///
     /// # Errors
     /// What `use_tile` returns, and failures of ranks.
@@ -83,7 +78,7 @@ impl TiledWeight {
         let Some((weights, name)) = self.tiled() else {
             return use_tile(0..num_rows, &self.whole);
         };
-        let num_tiles = weights.num_tiles().min(num_rows);
+        let num_tiles = weights.num_tiles().min(num_rows).max(1);
         let rows = |tile| part(num_rows, tile, num_tiles);
         let start = |tile| weights.start_tile(name, &rows(tile));
         let mut started = None;

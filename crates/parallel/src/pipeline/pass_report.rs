@@ -16,6 +16,8 @@ pub struct PassReport {
     pub forward_secs: f64,
     /// The same for backward passes.
     pub backward_secs: f64,
+    /// Whether this rank asks all ranks to stop after the step. The passes do not; whoever drives them may.
+    pub asks_to_stop: bool,
 }
 
 /// Measures time without that spent waiting for other ranks.

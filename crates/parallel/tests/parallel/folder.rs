@@ -60,3 +60,12 @@ pub fn read_folder(dir: &Path) -> Files {
         })
         .collect()
 }
+
+/// Names of the files and folders directly in `dir`, sorted.
+pub fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}

@@ -144,6 +144,7 @@ fn equals_the_loss_of_whole_logits() {
     for (rows, vocab, degrees) in [
         (1, 1, vec![1]),
         (127, 1, vec![1]),
+        (127, 3, vec![2]),
         (1, 97, vec![1, 3]),
         (2, 97, vec![2]),
         (127, 97, vec![1, 4]),

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::Result;
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, Param, ParamStore, Stage,
-    ZeroStage,
+    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, Param, ParamStore, Pipeline,
+    Schedule, Stage, ZeroStage,
 };
 
 use crate::chain::{Chain, local_bits, one_target};
@@ -270,6 +270,31 @@ fn constants_out_of_range_are_errors() {
         let made = DistributedOptimizer::adamw(stage.params(), &mesh, config);
         assert_says(&message(made), &[words, "expected"]);
     }
+}
+
+#[test]
+fn all_ranks_hear_in_the_same_step_that_one_asks_to_stop() -> Result<()> {
+    let chain = Chain::default();
+    for asking in [None, Some(0), Some(5)] {
+        let heard = on_mesh((2, 2, 2), |mesh| {
+            let stage = chain.stage(&mesh, &ParamStore::init(1))?;
+            let config = AdamWConfig::default();
+            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+            let step = |step: u64| {
+                let batches = chain.micro_batches(step, 2)?;
+                let mut passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                passes.asks_to_stop = step == 1 && asking == Some(mesh.world.rank());
+                let report = optimizer.step(&mut gradients, &passes, LR, None)?;
+                Ok(report.is_asked_to_stop)
+            };
+            (0..3).map(step).collect::<Result<Vec<_>>>()
+        });
+        let expected = vec![false, asking.is_some(), false];
+        assert_eq!(heard, vec![expected; 8], "{asking:?}");
+    }
+    Ok(())
 }
 
 #[test]

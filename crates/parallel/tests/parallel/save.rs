@@ -10,7 +10,7 @@ use tempfile::tempdir;
 
 use crate::chain::Chain;
 use crate::check::{assert_says, message, on_mesh, single_mesh};
-use crate::folder::{Files, counting, edit_file, raw, read_file, read_folder};
+use crate::folder::{counting, edit_file, raw, read_file, read_folder};
 
 type Layout = (usize, usize, usize);
 
@@ -38,7 +38,7 @@ fn save(
 
 fn save_init(dir: &Path, save_as: HfSave) {
     let save_as = HfSave {
-        output: dir.to_path_buf(),
+        output: dir.to_path_buf().into(),
         ..save_as
     };
     save(
@@ -53,6 +53,14 @@ fn plain() -> HfSave {
     HfSave::new("", Vec::new())
 }
 
+/// A save to `dir`, whatever model is there.
+fn over(dir: &Path) -> HfSave {
+    HfSave {
+        overwrite: true,
+        ..HfSave::new(dir, Vec::new())
+    }
+}
+
 #[test]
 fn a_loaded_checkpoint_is_saved_as_it_was_on_every_layout() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -63,7 +71,7 @@ fn a_loaded_checkpoint_is_saved_as_it_was_on_every_layout() {
         assert_eq!(expected.keys().collect::<Vec<_>>(), [WEIGHTS_FILE]);
         for layout in LAYOUTS {
             let load = || ParamStore::from_pretrained(input.path());
-            let to = HfSave::new(output.path().join("new/folder"), Vec::new());
+            let to = over(&output.path().join("new/folder"));
             save(Chain::default(), layout, load, &to);
             let saved = read_folder(&output.path().join("new/folder"));
             assert!(saved == expected, "{layout:?} {dtype:?}");
@@ -89,7 +97,7 @@ fn the_file_is_what_transformers_expects() {
 fn several_files(dir: &Path, layout: Layout, max_file_bytes: usize) {
     let to = HfSave {
         max_file_bytes,
-        ..HfSave::new(dir, Vec::new())
+        ..over(dir)
     };
     save(Chain::default(), layout, || Ok(ParamStore::init(5)), &to);
 }
@@ -132,55 +140,19 @@ fn several_files_and_an_index() {
 }
 
 #[test]
-fn files_of_the_checkpoint_before_go_and_others_stay() {
+fn no_file_of_the_checkpoint_before_stays() {
     let dir = tempdir().unwrap();
-    let others = [
-        "notes.txt",
-        "tokenizer.json",
-        "model-lora.safetensors",
-        "model_backup.safetensors",
-        "my-model.safetensors",
-        "model-00001-of-00002.safetensors.bak",
-    ];
-    for name in others {
-        std::fs::write(dir.path().join(name), name).unwrap();
-    }
-    std::fs::create_dir(dir.path().join("checkpoints")).unwrap();
-    let check = |weights: &dyn Fn(&Files) -> bool| {
-        let mut files = read_folder(dir.path());
-        for name in others {
-            assert_eq!(
-                files.remove(name).as_deref(),
-                Some(name.as_bytes()),
-                "{name}"
-            );
-        }
-        assert!(weights(&files), "{:?}", files.keys());
-        assert!(dir.path().join("checkpoints").is_dir());
-        let store = ParamStore::from_pretrained(dir.path()).unwrap();
-        Chain::default().stage(&single_mesh(), &store).unwrap();
-    };
+    let names = || -> Vec<String> { read_folder(dir.path()).into_keys().collect() };
     several_files(dir.path(), (1, 1, 1), 300);
-    let mut many = 0;
-    check(&|files| files.len() > 4 && files.contains_key(INDEX_FILE));
-    many += read_folder(dir.path()).len();
+    let many = names();
+    assert!(many.len() > 4 && many.iter().any(|name| name == INDEX_FILE));
+    std::fs::write(dir.path().join("tokenizer.model"), "of another model").unwrap();
     several_files(dir.path(), (1, 1, 1), 1000);
-    check(&|files| files.len() < many - others.len() && files.contains_key(INDEX_FILE));
+    assert!(names().len() < many.len() && names().iter().all(|name| name != "tokenizer.model"));
     several_files(dir.path(), (1, 1, 1), 1_000_000);
-    check(&|files| files.keys().eq([WEIGHTS_FILE]));
+    assert_eq!(names(), [WEIGHTS_FILE]);
     several_files(dir.path(), (1, 1, 1), 300);
-    check(&|files| files.len() == many - others.len() && !files.contains_key(WEIGHTS_FILE));
-}
-
-#[test]
-fn a_checkpoint_can_be_saved_over_the_one_it_came_from() {
-    let dir = tempdir().unwrap();
-    save_init(dir.path(), plain());
-    let before = read_folder(dir.path());
-    let load = || ParamStore::from_pretrained(dir.path());
-    let to = HfSave::new(dir.path(), Vec::new());
-    save(Chain::default(), (2, 1, 2), load, &to);
-    assert!(read_folder(dir.path()) == before);
+    assert_eq!(names(), many);
 }
 
 #[test]
@@ -214,8 +186,7 @@ fn constants_and_second_names_are_saved_back() {
             store.allow_unused(".inv_freq");
             Ok(store)
         };
-        let to = HfSave::new(output.path(), Vec::new());
-        save(chain, layout, load, &to);
+        save(chain, layout, load, &over(output.path()));
         let read = |dir: &Path| read_file(&dir.join(WEIGHTS_FILE));
         assert!(read(output.path()) == read(input.path()), "{layout:?}");
     }
@@ -246,51 +217,66 @@ fn a_second_name_with_other_values_is_refused() {
 }
 
 #[test]
-fn small_files_are_copied_along() {
+fn the_known_small_files_are_copied_along() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     save_init(from.path(), plain());
     let small = [
-        "config.json",
-        "tokenizer.json",
         "LICENSE",
-        "merges.txt",
+        "LICENSE.txt",
+        "NOTICE",
         "README.md",
+        "USE_POLICY.md",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
     ];
     let left = [
         INDEX_FILE,
+        "additional_chat_templates/notes.txt",
+        "notes.txt",
+        "preprocessor_config.json",
         "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
+        "results.json",
+        "texts/vocab.txt",
     ];
     for name in small.iter().chain(&left) {
-        std::fs::write(from.path().join(name), name).unwrap();
+        let path = from.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, name).unwrap();
     }
     let sidecars = sidecar_files(from.path()).unwrap();
     let names: Vec<_> = sidecars.iter().map(|(name, _)| name.as_str()).collect();
-    let mut expected = small.to_vec();
-    expected.sort();
-    assert_eq!(names, expected);
-    save_init(to.path(), HfSave::new("", sidecars));
+    assert_eq!(names, small);
+    save_init(to.path(), HfSave::new("", sidecars.clone()));
+    assert_eq!(sidecar_files(to.path()).unwrap(), sidecars);
     let files = read_folder(to.path());
-    assert_eq!(files.len(), small.len() + 1);
-    assert!(small.iter().all(|name| files[*name] == name.as_bytes()));
+    let in_folders = small.iter().filter(|name| name.contains('/')).count();
+    assert_eq!(files.len(), small.len() - in_folders + 1);
     assert_says(&message(sidecar_files(&to.path().join("gone"))), &["gone"]);
 }
 
 #[test]
-fn check_writable_changes_nothing() {
-    let dir = tempdir().unwrap();
-    std::fs::write(dir.path().join("file"), "x").unwrap();
-    HfSave::new(dir.path(), Vec::new())
-        .check_writable()
-        .unwrap();
-    assert_eq!(read_folder(dir.path()).len(), 1);
-    let said = message(HfSave::new(dir.path().join("file"), Vec::new()).check_writable());
-    assert_says(&said, &["cannot write to the output folder", "file"]);
-    for name in ["config.json", WEIGHTS_FILE, INDEX_FILE] {
-        let dir = tempdir().unwrap();
-        std::fs::create_dir(dir.path().join(name)).unwrap();
-        let to = HfSave::new(dir.path(), vec![("config.json".into(), Vec::new())]);
-        let said = message(to.check_writable());
-        assert_says(&said, &["cannot write to the output folder", name]);
+fn the_size_is_known_before() {
+    let chain = Chain::default();
+    for max_file_bytes in [300, 1_000_000] {
+        for dtype in [DType::F32, DType::BF16] {
+            let dir = tempdir().unwrap();
+            let to = HfSave {
+                dtype: Some(dtype),
+                max_file_bytes,
+                ..HfSave::new(dir.path(), vec![("config.json".into(), b"{}".to_vec())])
+            };
+            let mesh = single_mesh();
+            let stage = chain.stage(&mesh, &ParamStore::init(5)).unwrap();
+            save_hf(stage.params(), &mesh, &to).unwrap();
+            let sizes = read_folder(dir.path()).into_values().map(|file| file.len());
+            let size = sizes.sum::<usize>() as u64;
+            assert_eq!(to.num_bytes(stage.params()).unwrap(), size);
+        }
     }
 }

@@ -74,6 +74,7 @@ fn folder(tied: bool, dtype: DType) -> TempDir {
 fn to(dir: &Path, dtype: Option<DType>) -> HfSave {
     HfSave {
         dtype,
+        overwrite: true,
         ..HfSave::new(dir, Vec::new())
     }
 }

@@ -4,23 +4,45 @@ use crate::element::{Element, random, rng, to_f64};
 use candle_train_kernel_tests::{Buffer, Launch};
 use half::{bf16, f16};
 
-type Quantize<T> = unsafe extern "C" fn(*mut u8, *const T, i64);
-type Dequantize<T> = unsafe extern "C" fn(*mut T, *const u8, i64, i64, i32);
+type Quantize<T> = unsafe extern "C" fn(*mut u8, *const T, i64, i64);
+type Dequantize<T> = unsafe extern "C" fn(*mut T, *const u8, i64, i64, i64, i32);
 
 unsafe extern "C" {
-    fn quantize_int8_f32(packed: *mut u8, src: *const f32, len: i64);
-    fn quantize_int8_bf16(packed: *mut u8, src: *const bf16, len: i64);
-    fn quantize_int8_f16(packed: *mut u8, src: *const f16, len: i64);
-    fn dequantize_int8_f32(dst: *mut f32, packed: *const u8, num_summed: i64, len: i64, add: i32);
-    fn dequantize_int8_bf16(dst: *mut bf16, packed: *const u8, num_summed: i64, len: i64, add: i32);
-    fn dequantize_int8_f16(dst: *mut f16, packed: *const u8, num_summed: i64, len: i64, add: i32);
+    fn quantize_int8_f32(packed: *mut u8, src: *const f32, rows: i64, len: i64);
+    fn quantize_int8_bf16(packed: *mut u8, src: *const bf16, rows: i64, len: i64);
+    fn quantize_int8_f16(packed: *mut u8, src: *const f16, rows: i64, len: i64);
+    fn dequantize_int8_f32(
+        dst: *mut f32,
+        packed: *const u8,
+        rows: i64,
+        num_summed: i64,
+        len: i64,
+        add: i32,
+    );
+    fn dequantize_int8_bf16(
+        dst: *mut bf16,
+        packed: *const u8,
+        rows: i64,
+        num_summed: i64,
+        len: i64,
+        add: i32,
+    );
+    fn dequantize_int8_f16(
+        dst: *mut f16,
+        packed: *const u8,
+        rows: i64,
+        num_summed: i64,
+        len: i64,
+        add: i32,
+    );
 }
 
 const LENGTHS: [usize; 8] = [1, 3, 64, 255, 256, 257, 1000, 2307];
 
-fn launch(rows: usize, seed: u64) -> Launch {
+/// A grid of fewer blocks than rows.
+fn launch(seed: u64) -> Launch {
     Launch {
-        grid: [2, rows, 1],
+        grid: [2, 2, 1],
         seed,
         ..Launch::new(0, 64, 0)
     }
@@ -70,8 +92,8 @@ fn check_quantize<T: Element>(kernel: Quantize<T>) {
                 Buffer::<u8>::new(want.len()),
             );
             launch!(
-                launch(rows, len as u64),
-                kernel(dst.ptr(), src.ptr(), len as i64)
+                launch(len as u64),
+                kernel(dst.ptr(), src.ptr(), rows as i64, len as i64)
             )
             .unwrap();
             for (i, (got, want)) in dst.read().iter().zip(want).enumerate() {
@@ -92,7 +114,7 @@ fn check_dequantize<T: Element>(kernel: Dequantize<T>, rounded: fn(f32) -> T) {
     let mut rng = rng(2);
     for (len, shift) in LENGTHS.into_iter().flat_map(|len| [(len, 0), (len, 1)]) {
         for (num_summed, add) in [(1, 0), (1, 1), (3, 0), (3, 1)] {
-            let rows = 2;
+            let rows = 3;
             let from: Vec<Vec<u8>> = (0..rows * num_summed)
                 .map(|_| packed(&to_f64(&random::<f32>(&mut rng, len, 3.0))))
                 .collect();
@@ -115,10 +137,10 @@ fn check_dequantize<T: Element>(kernel: Dequantize<T>, rounded: fn(f32) -> T) {
                 Buffer::shifted(from.len(), shift).with(&from),
                 Buffer::shifted(old.len(), shift).with(&old),
             );
-            let (summed, cols) = (num_summed as i64, len as i64);
+            let [rows, summed, cols] = [rows, num_summed, len].map(|size| size as i64);
             launch!(
-                launch(rows, 1),
-                kernel(dst.ptr(), src.ptr(), summed, cols, add)
+                launch(1),
+                kernel(dst.ptr(), src.ptr(), rows, summed, cols, add)
             )
             .unwrap();
             for (i, (got, want)) in dst.read().iter().zip(want).enumerate() {

@@ -23,6 +23,10 @@ impl CheckpointFolder {
         Self(dir.to_path_buf())
     }
 
+    pub fn dir(&self) -> &Path {
+        &self.0
+    }
+
     /// Where the checkpoint after `step` steps is.
     pub fn path(&self, step: usize) -> PathBuf {
         self.0.join(name(step))

@@ -15,6 +15,7 @@ use super::folder::CheckpointFolder;
 use super::manifest::{FileRecord, Layout, MANIFEST_FILE, Manifest};
 use super::rank_file::{self, SaveId};
 use super::staged::{Staged, refilled};
+use crate::checkpoint::SpaceNeed;
 use crate::optimizer::DistributedOptimizer;
 
 /// Writes the checkpoints of a run into a folder, one at a time.
@@ -86,6 +87,21 @@ impl CheckpointSaver {
             in_flight: None,
             _lock,
         })
+    }
+
+    /// What the checkpoints take beside those that are there: as many as are kept, and the one that is written before the oldest is
+    /// removed. For [`check_free_space`](crate::checkpoint::check_free_space).
+    pub fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
+        let there = self.folder.steps().map_or(0, |steps| steps.len());
+        let more = (self.keep + 1).saturating_sub(there) as u64;
+        // f32 masters and each kind of state.
+        let num_kinds = 1 + optimizer.counters().state_names.len() as u64;
+        let num_values = optimizer.params().num_trainable_values() as u64;
+        SpaceNeed {
+            folder: self.folder.dir(),
+            num_bytes: more * 4 * num_kinds * num_values,
+            what: "checkpoints",
+        }
     }
 
     /// Starts to save after `step` steps, with `record` for the caller; returns when everything is copied. At a time one save is

@@ -1,0 +1,116 @@
+//! When a run stops before its last step, and what it says then.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use candle_launch::StopSignals;
+
+/// How a run was stopped.
+pub(crate) struct Stopped {
+    /// Steps that were done.
+    pub step: usize,
+    /// What it left, if not the model.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// The command line of this process, in a shell's words, with the flag that resumes from `checkpoint`.
+fn command_that_resumes(checkpoint: &Path) -> String {
+    let mut words: Vec<String> = Vec::new();
+    let mut args = std::env::args_os().map(|arg| arg.to_string_lossy().into_owned());
+    while let Some(arg) = args.next() {
+        if arg == "--resume" {
+            args.next();
+        } else if !arg.starts_with("--resume=") {
+            words.push(in_shell(&arg));
+        }
+    }
+    words.push("--resume".to_string());
+    words.push(in_shell(&checkpoint.to_string_lossy()));
+    words.join(" ")
+}
+
+/// A word that a POSIX shell reads as `word`.
+fn in_shell(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_string(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    }
+}
+
+/// What may stop a run between two steps.
+pub(crate) struct Stop {
+    start: Instant,
+    max_secs: Option<u64>,
+    /// Once there are steps.
+    signals: OnceLock<&'static StopSignals>,
+}
+
+impl Stop {
+    /// Of a run that begins now. Until there are steps signals end the process.
+    pub fn new(max_secs: Option<u64>) -> Self {
+        Self {
+            start: Instant::now(),
+            max_secs,
+            signals: OnceLock::new(),
+        }
+    }
+
+    /// From now on a signal stops the run between two steps; the question, asked in each of them, whether it is time.
+    pub fn asks(&self) -> impl Fn() -> bool + Send + use<> {
+        let signals = *self.signals.get_or_init(StopSignals::defer);
+        let start = self.start;
+        let max = self.max_secs.map(Duration::from_secs);
+        move || signals.received().is_some() || max.is_some_and(|max| start.elapsed() >= max)
+    }
+
+    fn signal(&self) -> Option<(&'static str, u8)> {
+        self.signals.get()?.received()
+    }
+
+    /// Why the run was stopped, and how to go on; `output` holds the model as it is if there is no checkpoint.
+    pub fn describe(&self, stopped: &Stopped, num_steps: usize, output: &Path) -> String {
+        let why = match (self.signal(), self.max_secs) {
+            (Some((signal, _)), _) => signal.to_string(),
+            (None, Some(secs)) => format!("--max-secs {secs}"),
+            (None, None) => "a signal to another rank".to_string(),
+        };
+        let step = stopped.step;
+        let how = match &stopped.checkpoint {
+            Some(checkpoint) => format!("to go on: {}", command_that_resumes(checkpoint)),
+            None => format!(
+                "--model {} trains this model further, from its own step 1",
+                output.display()
+            ),
+        };
+        format!("stopped after step {step} of {num_steps} by {why}; {how}")
+    }
+
+    /// 128 and the number of the signal; success if the time was over.
+    pub fn exit_code(&self) -> ExitCode {
+        match self.signal() {
+            Some((_, number)) => ExitCode::from(128 + number),
+            None => ExitCode::SUCCESS,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_shell;
+
+    #[test]
+    fn words_for_a_shell() {
+        for (word, quoted) in [
+            ("--lr=1e-3", "--lr=1e-3"),
+            ("", "''"),
+            ("The Queen", "'The Queen'"),
+            ("it's", r"'it'\''s'"),
+            ("$HOME;ls", "'$HOME;ls'"),
+        ] {
+            assert_eq!(in_shell(word), quoted);
+        }
+    }
+}

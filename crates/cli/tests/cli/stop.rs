@@ -1,0 +1,174 @@
+//! Runs that are asked to stop: by signals, by the time.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::folder::{names, read_checkpoint};
+use super::program::{Outcome, Program};
+use super::workspace::{Workspace, candle_train};
+
+fn long(workspace: &Workspace) -> Program {
+    workspace.finetune().flag("--steps", 100_000)
+}
+
+/// The step after which the run says that it was stopped, which must be the last one in the metrics.
+#[track_caller]
+fn stopped_after(workspace: &Workspace, outcome: &Outcome, why: &str) -> usize {
+    let last = outcome.stdout.lines().last().unwrap_or_default();
+    assert!(
+        last.contains(&format!(" of 100000 by {why}; ")),
+        "{}",
+        outcome.stdout
+    );
+    let words = last.strip_prefix("stopped after step ").unwrap();
+    let step: usize = words.split(' ').next().unwrap().parse().unwrap();
+    let metrics = std::fs::read_to_string(workspace.path("metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().count(), step);
+    assert!(outcome.stdout.contains("saved to"), "{}", outcome.stdout);
+    step
+}
+
+/// Sends `signal` `delay` after the first step.
+fn signalled(program: &Program, signal: Signal, delay: Duration) -> Outcome {
+    let (mut begun, mut sent) = (None, false);
+    program.run_and_signal(|stderr| {
+        if begun.is_none() && stderr.contains("step 1/") {
+            begun = Some(Instant::now());
+        }
+        let is_due = !sent && begun.is_some_and(|begun| begun.elapsed() >= delay);
+        sent |= is_due;
+        is_due.then_some(signal)
+    })
+}
+
+#[test]
+fn a_signal_ends_the_run_after_a_step_with_its_model() {
+    for (index, (signal, code)) in [
+        (Signal::SIGTERM, 143),
+        (Signal::SIGINT, 130),
+        (Signal::SIGUSR1, 138),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let workspace = Workspace::new();
+        let path = workspace.path("metrics.jsonl");
+        let program = long(&workspace).flag("--metrics", path.display());
+        let program = program.flag("--sample-tokens", 2);
+        let delay = Duration::from_millis(37 * index as u64);
+        let outcome = signalled(&program, signal, delay);
+        assert_eq!(outcome.code, Some(code), "{}", outcome.stderr);
+        stopped_after(&workspace, &outcome, signal.as_str());
+        assert!(!outcome.stdout.contains("--- after"), "{}", outcome.stdout);
+    }
+}
+
+#[test]
+fn the_model_is_that_of_the_step() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    // The learning rate does not depend on the number of steps.
+    let program = long(&workspace)
+        .flag("--metrics", path.display())
+        .flag("--min-lr-ratio", 1)
+        .flag("--warmup-steps", 0);
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(100));
+    let step = stopped_after(&workspace, &outcome, "SIGTERM");
+    let stopped = read_checkpoint(&workspace.output());
+    program.flag("--steps", step).succeeds();
+    assert!(read_checkpoint(&workspace.output()) == stopped);
+}
+
+#[test]
+fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
+    let workspace = Workspace::new();
+    // Steps of many seconds.
+    let program = long(&workspace)
+        .flag("--global-batch-size", 20_000)
+        .flag("--seq-len", 64);
+    let start = Instant::now();
+    let (mut first, mut sent) = (None, 0);
+    let outcome = program.run_and_signal(|_| {
+        let (from_start, from_first) = (
+            start.elapsed().as_millis(),
+            first.map(|at: Instant| at.elapsed().as_millis()),
+        );
+        let is_due = match (sent, from_first) {
+            (0, _) => from_start > 2000,
+            // Within a second it counts as the same one.
+            (1, Some(elapsed)) => elapsed > 300,
+            (2, Some(elapsed)) => elapsed > 1500,
+            _ => false,
+        };
+        if is_due {
+            first.get_or_insert_with(Instant::now);
+            sent += 1;
+        }
+        is_due.then_some(Signal::SIGTERM)
+    });
+    let took = first.unwrap().elapsed();
+    assert_eq!((sent, outcome.code), (3, None), "{}", outcome.stderr);
+    assert!(took < Duration::from_millis(2500), "{took:?}");
+    workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn before_the_first_step_a_signal_ends_the_run_at_once() {
+    let workspace = Workspace::new();
+    let mut sent = false;
+    let outcome = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("new").display())
+        .run_and_signal(|_| (!std::mem::replace(&mut sent, true)).then_some(Signal::SIGTERM));
+    assert_eq!(outcome.code, None, "{}", outcome.stderr);
+    assert!(!names(&workspace.path("")).contains(&"new".to_string()));
+}
+
+#[test]
+fn the_time_ends_the_run_well() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let program = long(&workspace).flag("--metrics", path.display());
+    let start = Instant::now();
+    let outcome = program.flag("--max-secs", 2).succeeds();
+    let secs = start.elapsed().as_secs_f64();
+    assert!((2.0..10.0).contains(&secs), "{secs}");
+    assert!(stopped_after(&workspace, &outcome, "--max-secs 2") > 1);
+    // Enough time changes nothing.
+    let program = workspace.finetune();
+    program.succeeds();
+    let whole = read_checkpoint(&workspace.output());
+    let outcome = program.flag("--max-secs", 1000).succeeds();
+    assert!(!outcome.stdout.contains("stopped"), "{}", outcome.stdout);
+    assert!(read_checkpoint(&workspace.output()) == whole);
+}
+
+#[test]
+fn the_launcher_passes_signals_on_and_waits_for_the_save() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let program = long(&workspace).flag("--metrics", path.display());
+    let launcher = [
+        env!("CARGO_BIN_EXE_candle-train"),
+        "launch",
+        "--nproc-per-node",
+        "1",
+    ];
+    let program = program.under(launcher.map(str::to_string).to_vec());
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
+    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    let said = outcome.stdout.replace("[rank 0] ", "");
+    let outcome = Outcome {
+        stdout: said,
+        ..outcome
+    };
+    stopped_after(&workspace, &outcome, "SIGTERM");
+    assert!(
+        outcome
+            .stderr
+            .ends_with("candle-train: stopped by SIGTERM\n"),
+        "{}",
+        outcome.stderr
+    );
+}

@@ -1,0 +1,160 @@
+//! What to write beside the weights, how, and where.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Result};
+
+use super::free_space::SpaceNeed;
+use super::model_folder::ModelFolder;
+use super::output_folder::{ClaimedFolder, OutputFolder};
+use super::plan::SavePlan;
+use super::run_file::RunFile;
+use crate::params::{Parameters, ValuesFrom};
+
+/// What to write beside the weights, how, and where.
+#[derive(Clone, Debug)]
+pub struct HfSave {
+    /// The folder, which is replaced as a whole.
+    pub output: OutputFolder,
+    /// Files that make the folder complete, such as config.json and the tokenizer's: (name, content).
+    pub sidecars: Vec<(String, Vec<u8>)>,
+    /// Storage type; `None`: each tensor's own in the checkpoint it came from.
+    pub dtype: Option<DType>,
+    /// Weights are cut into files of at most this size.
+    pub max_file_bytes: usize,
+    /// Whether a model that is there is replaced.
+    pub overwrite: bool,
+    /// What decides the values of the weights, in any form. It is noted in a small file in the folder. One that has the same is replaced
+    /// without [`Self::overwrite`] while no file in it has been changed.
+    pub run: Option<String>,
+    /// Files and folders that the run reads, which are never replaced. The checkpoint that the parameters came from is always one.
+    pub inputs: Vec<PathBuf>,
+    /// If the model cannot be saved to its folder, it goes to a new one in this; `None`: nowhere.
+    pub rescue_dir: Option<PathBuf>,
+}
+
+impl HfSave {
+    /// Files of at most 5 GB, each tensor in the type it came in; only an empty folder is replaced.
+    pub fn new(output: impl Into<PathBuf>, sidecars: Vec<(String, Vec<u8>)>) -> Self {
+        Self {
+            output: OutputFolder::new(output),
+            sidecars,
+            dtype: None,
+            max_file_bytes: 5_000_000_000,
+            overwrite: false,
+            run: None,
+            inputs: Vec::new(),
+            rescue_dir: None,
+        }
+    }
+
+    /// Checks, before hours of training, that the model can be saved to its folder, and changes nothing that exists. For as long as
+    /// the result lives no other run can write there.
+    ///
+    /// # Errors
+    /// As [`OutputFolder::claim`], and a folder that holds what must not be replaced.
+    pub fn check_output(&self) -> Result<Arc<ClaimedFolder>> {
+        let claimed = self.output.claim()?;
+        self.check_replaceable(claimed.place(), None)?;
+        Ok(claimed)
+    }
+
+    /// What the model takes, beside the one that it replaces: for [`check_free_space`](super::check_free_space).
+    ///
+    /// # Errors
+    /// As [`Self::num_bytes`].
+    pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed<'_>> {
+        Ok(SpaceNeed {
+            folder: self.output.path(),
+            num_bytes: self.num_bytes(params)?,
+            what: "the model",
+        })
+    }
+
+    /// The size of all files to be written, but for the note of [`Self::run`].
+    ///
+    /// # Errors
+    /// Tensors that cannot be saved.
+    pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
+        let anywhere = vec![ValuesFrom::default(); params.catalog().len()];
+        let plan = SavePlan::new(params, &anywhere, self.dtype, self.max_file_bytes)?;
+        let sidecars = self
+            .sidecars
+            .iter()
+            .map(|(_, content)| content.len() as u64);
+        Ok(plan.num_bytes()? + sidecars.sum::<u64>())
+    }
+
+    /// An error if `place` holds anything that must not be replaced; `source` is where the parameters came from.
+    pub(super) fn check_replaceable(&self, place: &Path, source: Option<&Path>) -> Result<()> {
+        let Ok(metadata) = place.metadata() else {
+            return Ok(());
+        };
+        let refuse = |why: String| Err(self.output.error(&why));
+        for input in self.inputs.iter().map(PathBuf::as_path).chain(source) {
+            let is_same = input
+                .metadata()
+                .is_ok_and(|input| (input.dev(), input.ino()) == (metadata.dev(), metadata.ino()));
+            if is_same || is_in(input, place) {
+                let input = input.display();
+                return refuse(format!(
+                    "it is or holds {input}, which this run reads\nhint: choose another folder"
+                ));
+            }
+        }
+        let folder = ModelFolder::read(place).map_err(|err| self.output.error(&err.to_string()))?;
+        let has_more = folder.foreign.len() > 3;
+        let foreign = folder.foreign.iter().take(3);
+        let foreign = foreign.map(String::as_str).collect::<Vec<_>>().join(", ");
+        match (foreign.is_empty(), folder.is_model()) {
+            (false, _) => refuse(format!(
+                "it holds what is no part of a model ({foreign}{}), and would be replaced as a whole\nhint: choose another folder",
+                if has_more { ", .." } else { "" }
+            )),
+            (true, false) if !folder.sidecars.is_empty() => refuse(format!(
+                "it holds {}, but no model, and would be replaced as a whole\nhint: choose another folder",
+                folder.sidecars.join(", ")
+            )),
+            (true, false) => Ok(()),
+            (true, true) if self.overwrite || self.is_of_this_run(place) => Ok(()),
+            (true, true) => refuse(
+                "it holds a model already, which is not that of an earlier run of this command\nhint: --overwrite replaces it, \
+                 --output chooses another folder"
+                    .to_string(),
+            ),
+        }
+    }
+
+    /// Whether everything in `place` is what an earlier save of the same run has written.
+    fn is_of_this_run(&self, place: &Path) -> bool {
+        let Some(run) = &self.run else { return false };
+        let now = RunFile::of(place, run).ok();
+        now.is_some() && now == RunFile::read(place)
+    }
+
+    /// This save to a new folder in [`Self::rescue_dir`], if there is one.
+    pub(super) fn rescue(&self) -> Option<Self> {
+        let name = self.output.path().file_name();
+        let name = name.map_or("model".into(), |name| name.to_string_lossy());
+        let dir = self.rescue_dir.as_ref()?;
+        let numbers =
+            std::iter::once(String::new()).chain((2..).map(|number| format!("-{number}")));
+        let mut places = numbers.map(|number| dir.join(format!("{name}-rescued{number}")));
+        let place = places.find(|place| place.symlink_metadata().is_err())?;
+        Some(Self {
+            output: OutputFolder::new(place),
+            rescue_dir: None,
+            ..self.clone()
+        })
+    }
+}
+
+/// Whether `input` or a file of it, wherever links lead, is in `place`.
+fn is_in(input: &Path, place: &Path) -> bool {
+    let is_in = |path: &Path| fs::canonicalize(path).is_ok_and(|path| path.starts_with(place));
+    let files = fs::read_dir(input).into_iter().flatten().flatten();
+    is_in(input) || files.into_iter().any(|entry| is_in(&entry.path()))
+}

@@ -1,0 +1,148 @@
+//! The folder that a run writes: found, locked, and what a killed run has left there cleaned up.
+
+use std::fs;
+use std::io::{Error, ErrorKind};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use candle_core::Result;
+
+use super::folder_lock::FolderLock;
+use super::staged_folder::StagedFolder;
+
+/// A folder to be written as a whole, by one run at a time. It need not exist, nor its parents.
+#[derive(Clone, Debug)]
+pub struct OutputFolder {
+    path: PathBuf,
+    claim: Arc<Mutex<Weak<ClaimedFolder>>>,
+}
+
+/// An [`OutputFolder`] that no other run can write to. When it is dropped, no new empty folder stays.
+#[derive(Debug)]
+pub struct ClaimedFolder {
+    place: PathBuf,
+    _lock: FolderLock,
+    _parents: NewFolders,
+}
+
+impl OutputFolder {
+    /// The folder at `path`; nothing is touched yet.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            claim: Arc::default(),
+        }
+    }
+
+    /// As it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes the folder this run's for as long as the result lives, checks that it can be written, and cleans up what a run that
+    /// was killed has left. Clones of this value that claim it meanwhile get the same.
+    ///
+    /// # Errors
+    /// Another run has it, or it cannot be written.
+    pub fn claim(&self) -> Result<Arc<ClaimedFolder>> {
+        let mut current = self.claim.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(claimed) = current.upgrade() {
+            return Ok(claimed);
+        }
+        let claimed = ClaimedFolder::new(&self.path).map(Arc::new);
+        let claimed = claimed.map_err(|err| self.error(&err.to_string()))?;
+        *current = Arc::downgrade(&claimed);
+        Ok(claimed)
+    }
+
+    pub(super) fn error(&self, why: &str) -> candle_core::Error {
+        let path = self.path.display();
+        candle_core::Error::msg(format!("cannot write to the output folder {path}: {why}"))
+    }
+}
+
+impl From<PathBuf> for OutputFolder {
+    fn from(path: PathBuf) -> Self {
+        Self::new(path)
+    }
+}
+
+impl ClaimedFolder {
+    fn new(path: &Path) -> std::io::Result<Self> {
+        let (place, parents) = resolve(path)?;
+        let lock = FolderLock::acquire(&place)?;
+        StagedFolder::recover(&place)?;
+        // Whether one can be made.
+        StagedFolder::create(&place)?;
+        Ok(Self {
+            place,
+            _lock: lock,
+            _parents: parents,
+        })
+    }
+
+    /// Where it is, without links.
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// An empty folder that can take its place.
+    pub fn stage(&self) -> std::io::Result<StagedFolder> {
+        StagedFolder::create(&self.place)
+    }
+}
+
+/// Where the folder is or will be, without links, and the folders that were made for it.
+fn resolve(path: &Path) -> std::io::Result<(PathBuf, NewFolders)> {
+    if path.symlink_metadata().is_ok() {
+        let place = fs::canonicalize(path)?;
+        let metadata = place.metadata()?;
+        if !metadata.is_dir() {
+            return Err(Error::new(ErrorKind::NotADirectory, "it is not a folder"));
+        }
+        let parent = place.parent().map(Path::metadata).transpose()?;
+        return match parent.is_some_and(|parent| parent.dev() == metadata.dev()) {
+            true => Ok((place, NewFolders::default())),
+            false => Err(Error::other(
+                "it is where a file system is mounted, which cannot be replaced\nhint: choose a folder in it",
+            )),
+        };
+    }
+    let Some(name) = path.file_name() else {
+        return Err(Error::new(ErrorKind::InvalidInput, "it has no name"));
+    };
+    let parent = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    let parents = NewFolders::create(parent)?;
+    Ok((fs::canonicalize(parent)?.join(name), parents))
+}
+
+/// Folders that were made, outermost first; those that are still empty when this is dropped go again.
+#[derive(Debug, Default)]
+struct NewFolders(Vec<PathBuf>);
+
+impl NewFolders {
+    fn create(dir: &Path) -> std::io::Result<Self> {
+        let missing = dir.ancestors().take_while(|dir| {
+            let is_current = dir.as_os_str().is_empty();
+            !is_current && dir.symlink_metadata().is_err()
+        });
+        let missing: Vec<&Path> = missing.collect();
+        let mut made = Self::default();
+        for dir in missing.into_iter().rev() {
+            fs::create_dir(dir)?;
+            made.0.push(dir.to_path_buf());
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for NewFolders {
+    fn drop(&mut self) {
+        for dir in self.0.iter().rev() {
+            // Fails if there is something in it, as it should.
+            let _ = fs::remove_dir(dir);
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! A folder that is written beside its place and gets its name when all of it is on the disk.
+//!
+//! ```text
+//! .NAME.saving     what is being written
+//! .NAME.replaced   what was NAME before, from the renaming of this one until it is deleted
+//! ```
+//! Who writes holds the [`FolderLock`](super::FolderLock) of the place, so what has these names is a dead process's.
+
+use std::fs::{self, File};
+use std::io::{Error, ErrorKind, Result};
+use std::path::{Path, PathBuf};
+
+/// A folder that does not have its name yet; dropped before that, it is gone.
+#[derive(Debug)]
+pub struct StagedFolder {
+    place: PathBuf,
+    staged: PathBuf,
+    is_committed: bool,
+}
+
+impl StagedFolder {
+    /// An empty folder beside `place`, whose parent must exist.
+    pub fn create(place: &Path) -> Result<Self> {
+        let staged = beside(place, "saving")?;
+        remove(&staged)?;
+        fs::create_dir(&staged)?;
+        Ok(Self {
+            place: place.to_path_buf(),
+            staged,
+            is_committed: false,
+        })
+    }
+
+    /// Where to write.
+    pub fn path(&self) -> &Path {
+        &self.staged
+    }
+
+    /// Flushes every file and folder to the disk and gives the folder its name. With `replaces`, what has the name is replaced;
+    /// without, only an empty folder is.
+    ///
+    /// # Errors
+    /// If any of it fails, what had the name still has it. A process that is killed on the way leaves the one or the other complete,
+    /// perhaps without its name, which [`Self::recover`] gives back.
+    pub fn commit(mut self, replaces: bool) -> Result<()> {
+        sync_all(&self.staged)?;
+        match fs::rename(&self.staged, &self.place) {
+            Err(err) if replaces && is_not_empty(&err) => self.swap()?,
+            renamed => renamed?,
+        }
+        self.is_committed = true;
+        sync_parent(&self.place)
+    }
+
+    fn swap(&self) -> Result<()> {
+        let replaced = beside(&self.place, "replaced")?;
+        fs::rename(&self.place, &replaced)?;
+        let renamed = sync_parent(&self.place).and_then(|()| fs::rename(&self.staged, &self.place));
+        if let Err(err) = renamed {
+            // If this fails too, `recover` does it.
+            let _ = fs::rename(&replaced, &self.place);
+            return Err(err);
+        }
+        sync_parent(&self.place)?;
+        // What stays is deleted by `recover`.
+        let _ = fs::remove_dir_all(&replaced);
+        Ok(())
+    }
+
+    /// Finishes or removes what a process that was killed has left beside `place`.
+    ///
+    /// # Errors
+    /// A failure of the file system, or folders that no order of events explains.
+    pub fn recover(place: &Path) -> Result<()> {
+        let (staged, replaced) = (beside(place, "saving")?, beside(place, "replaced")?);
+        if replaced.is_dir() {
+            let is_free = match fs::read_dir(place) {
+                Ok(mut entries) => entries.next().is_none(),
+                Err(err) if err.kind() == ErrorKind::NotFound => true,
+                Err(err) => return Err(err),
+            };
+            match (is_free, staged.is_dir()) {
+                // Between the two renames: what was to come is complete.
+                (true, true) => fs::rename(&staged, place)?,
+                (true, false) => fs::rename(&replaced, place)?,
+                (false, false) => {}
+                (false, true) => {
+                    return Err(Error::other(format!(
+                        "a save that was killed has left {} and {}, both complete, and now {} is there too\nhint: keep what you \
+                         need and remove the first two",
+                        staged.display(),
+                        replaced.display(),
+                        place.display()
+                    )));
+                }
+            }
+            sync_parent(place)?;
+            remove(&replaced)?;
+        }
+        remove(&staged)
+    }
+}
+
+impl Drop for StagedFolder {
+    fn drop(&mut self) {
+        if !self.is_committed {
+            // What stays is removed by the next one.
+            let _ = fs::remove_dir_all(&self.staged);
+        }
+    }
+}
+
+/// `.NAME.role` in the folder of `place`.
+pub(super) fn beside(place: &Path, role: &str) -> Result<PathBuf> {
+    let Some(name) = place.file_name() else {
+        let message = format!("{} has no name; expected one of a folder", place.display());
+        return Err(Error::new(ErrorKind::InvalidInput, message));
+    };
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(".");
+    hidden.push(role);
+    Ok(place.with_file_name(hidden))
+}
+
+fn remove(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(err) if err.kind() != ErrorKind::NotFound => Err(err),
+        _ => Ok(()),
+    }
+}
+
+fn is_not_empty(err: &Error) -> bool {
+    matches!(
+        err.kind(),
+        ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists
+    )
+}
+
+fn sync_all(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        for entry in fs::read_dir(path)? {
+            sync_all(&entry?.path())?;
+        }
+    }
+    File::open(path)?.sync_all()
+}
+
+fn sync_parent(path: &Path) -> Result<()> {
+    match path.parent() {
+        Some(parent) => File::open(parent)?.sync_all(),
+        None => Ok(()),
+    }
+}

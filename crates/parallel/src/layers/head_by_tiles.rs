@@ -1,0 +1,134 @@
+//! [`linear_cross_entropy`](super::linear_cross_entropy) with a weight that comes tile by tile. It comes twice, for the losses and
+//! for the gradients, and its product with the rows is computed each time.
+
+use std::ops::Range;
+
+use candle_comm::{ProcessGroup, ReduceOp};
+use candle_core::{DType, Result, Tensor};
+use candle_ops::{
+    cross_entropy_grad_in_place, cross_entropy_loss, linear_forward, linear_weight_grad_into,
+    softmax_stats, sum_into,
+};
+
+use super::layer::GradientSink;
+use crate::params::{Shard, TiledWeight};
+
+/// Rows (n, hidden), their targets (n), the weight (local_vocab, hidden) of the vocabulary's part `shard`; `chunk_rows` rows of
+/// logits exist at once.
+pub(super) struct HeadByTiles<'a> {
+    pub xs: &'a Tensor,
+    pub targets: &'a Tensor,
+    pub weight: &'a TiledWeight,
+    pub shard: &'a Shard,
+    pub tp: &'a ProcessGroup,
+    pub chunk_rows: usize,
+}
+
+impl HeadByTiles<'_> {
+    /// The sum of the losses, f64, and the gradient of the rows (n, hidden) times `loss_scale`; that of the weight goes to `gradients`.
+    pub fn losses_and_grad(
+        &self,
+        loss_scale: f32,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<(Tensor, Tensor)> {
+        let stats = self.tp.all_gather(&self.stats()?, 0)?;
+        let (losses, log_sum_exp) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
+        let sum = Tensor::zeros((), DType::F64, self.xs.device())?;
+        sum_into(&sum, true, &losses)?;
+        // In f32, rounded once.
+        let dx = Tensor::zeros(self.xs.elem_count(), DType::F32, self.xs.device())?;
+        let mut is_done = false;
+        gradients.write(self.weight.tensor(), &mut |dw, add| {
+            is_done = true;
+            self.backward(&log_sum_exp, loss_scale, &dx, Some((dw, add)))
+        })?;
+        if !is_done {
+            // Nobody wants the weight's gradient.
+            self.backward(&log_sum_exp, loss_scale, &dx, None)?;
+        }
+        let dx = dx.reshape(self.xs.dims())?.to_dtype(self.xs.dtype())?;
+        Ok((sum, self.tp.all_reduce(&dx, ReduceOp::Sum)?))
+    }
+
+    /// The first row and the number of rows of each chunk.
+    fn chunks(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
+        let (n, chunk_rows) = (self.xs.dim(0)?, self.chunk_rows);
+        let firsts = (0..n).step_by(chunk_rows);
+        Ok(firsts.map(move |first| (first, chunk_rows.min(n - first))))
+    }
+
+    /// Rows, targets and their logits (len, rows of the tile).
+    fn logits(&self, first: usize, len: usize, tile: &Tensor) -> Result<[Tensor; 3]> {
+        let xs = self.xs.narrow(0, first, len)?;
+        let logits = linear_forward(&xs, tile, None)?;
+        Ok([xs, self.targets.narrow(0, first, len)?, logits])
+    }
+
+    fn vocab_start(&self, tile_rows: &Range<usize>) -> usize {
+        self.shard.range.start + tile_rows.start
+    }
+
+    /// What [`softmax_stats`] gives for all local columns, (n, 3).
+    fn stats(&self) -> Result<Tensor> {
+        let mut all: Option<Tensor> = None;
+        self.weight.for_each_tile(|tile_rows, tile| {
+            let mut chunks = Vec::new();
+            for (first, len) in self.chunks()? {
+                let [_, targets, logits] = self.logits(first, len, tile)?;
+                chunks.push(softmax_stats(
+                    &logits,
+                    &targets,
+                    self.vocab_start(&tile_rows),
+                )?);
+            }
+            let of_tile = Tensor::cat(&chunks, 0)?;
+            all = Some(match all.take() {
+                None => of_tile,
+                Some(all) => joined_stats(&all, &of_tile)?,
+            });
+            Ok(())
+        })?;
+        all.ok_or_else(|| candle_core::Error::msg("a head of no tiles"))
+    }
+
+    /// Writes the gradient of the rows to `dx`, n * hidden values, and that of the weight to `dw`, or adds it, as the flag says.
+    fn backward(
+        &self,
+        log_sum_exp: &Tensor,
+        loss_scale: f32,
+        dx: &Tensor,
+        dw: Option<(&Tensor, bool)>,
+    ) -> Result<()> {
+        let hidden = self.xs.dim(1)?;
+        let mut is_first_tile = true;
+        self.weight.for_each_tile(|tile_rows, tile| {
+            let start = self.vocab_start(&tile_rows);
+            for (first, len) in self.chunks()? {
+                let [xs, targets, logits] = self.logits(first, len, tile)?;
+                let log_sum_exp = log_sum_exp.narrow(0, first, len)?;
+                let dz =
+                    cross_entropy_grad_in_place(logits, &log_sum_exp, &targets, start, loss_scale)?;
+                let dx = dx.narrow(0, first * hidden, len * hidden)?;
+                // dz W is the gradient of a weight, (dzᵀ)ᵀ W.
+                linear_weight_grad_into(&dx, !is_first_tile, &dz.t()?.contiguous()?, tile)?;
+                if let Some((dw, add)) = dw {
+                    let dw = dw.narrow(0, tile_rows.start * hidden, tile_rows.len() * hidden)?;
+                    linear_weight_grad_into(&dw, add || first > 0, &dz, &xs)?;
+                }
+            }
+            is_first_tile = false;
+            Ok(())
+        })
+    }
+}
+
+/// The [`softmax_stats`] (n, 3) of the columns of two parts of the vocabulary together.
+fn joined_stats(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let column = |stats: &Tensor, index| stats.narrow(1, index, 1);
+    let (max_a, max_b) = (column(a, 0)?, column(b, 0)?);
+    let max = max_a.maximum(&max_b)?;
+    let sum_a = (column(a, 1)? * (max_a - &max)?.exp()?)?;
+    let sum_b = (column(b, 1)? * (max_b - &max)?.exp()?)?;
+    let target = (column(a, 2)? + column(b, 2)?)?;
+    Tensor::cat(&[max, (sum_a + sum_b)?, target], 1)
+}
