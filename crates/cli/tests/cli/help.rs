@@ -115,7 +115,10 @@ const TRAINING: &[(&str, &[&str])] = &[
         ],
     ),
     ("--overwrite", &["earlier run of the same command", "never"]),
-    ("--rescue-dir", &["DIR", "[default: beside the folder of the checkpoints"]),
+    (
+        "--rescue-dir",
+        &["DIR", "[default: beside the folder of the checkpoints"],
+    ),
     ("--save-every", &["[default: never]", "STEPS", "--save-dir"]),
     ("--save-dir", &["[default: none]", "step-000015"]),
     ("--keep", &["[default: 2]", "newest"]),

@@ -1,16 +1,15 @@
 //! The folder that holds the checkpoints of a run: names, who may write there, what is removed.
 
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Error, Result};
 
 use super::manifest::Manifest;
+use crate::checkpoint::FolderLock;
 
 const PREFIX: &str = "step-";
-/// Locked as long as a run may write; the lock is gone with its process.
-const LOCK_FILE: &str = ".lock";
 /// Of a folder that is being written, and of one that is being removed.
 const HIDDEN: [&str; 2] = [".partial", ".removed"];
 
@@ -73,23 +72,9 @@ impl CheckpointFolder {
     }
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
-    pub fn lock(&self) -> Result<File> {
+    pub fn lock(&self) -> Result<FolderLock> {
         std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
-        let path = self.0.join(LOCK_FILE);
-        let mut options = File::options();
-        let options = options.write(true).create(true).truncate(false);
-        let file = options.open(path);
-        let file = file.map_err(|err| self.error("write to", &err))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => bail!(
-                "another run writes its checkpoints to {}\nhint: two runs need two folders",
-                self.0.display()
-            ),
-            // A file system without locks.
-            Err(TryLockError::Error(err)) if err.kind() == ErrorKind::Unsupported => {}
-            Err(TryLockError::Error(err)) => return Err(self.error("lock", &err)),
-        }
+        let lock = FolderLock::acquire(&self.0).map_err(|err| self.error("use", &err))?;
         for name in self.names()? {
             let ending = HIDDEN.iter().find_map(|ending| name.strip_suffix(ending));
             let shown = ending.and_then(|name| name.strip_prefix('.'));
@@ -98,7 +83,7 @@ impl CheckpointFolder {
                 std::fs::remove_dir_all(left).map_err(|err| self.error("clean", &err))?;
             }
         }
-        Ok(file)
+        Ok(lock)
     }
 
     /// Makes the folder in which the checkpoint after `step` steps is written.
@@ -134,36 +119,38 @@ impl CheckpointFolder {
                     path.display()
                 ))
             })?;
-            self.remove(step).map_err(fail)?;
+            let removed = self.hide(step).map_err(fail)?;
+            std::fs::remove_dir_all(removed).map_err(fail)?;
         }
         std::fs::rename(&partial, &path).map_err(fail)?;
         sync(&self.0).map_err(fail)?;
         Ok(path)
     }
 
-    /// Removes the older ones of the checkpoints up to `step`, but for the newest `keep`.
-    pub fn prune(&self, step: usize, keep: usize) -> Result<()> {
+    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`; returns the folders, which are to
+    /// be removed.
+    pub fn hide_old(&self, step: usize, keep: usize) -> Result<Vec<PathBuf>> {
         let steps = self.steps()?.into_iter();
         let ours =
             steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
         let old: Vec<usize> = ours.skip(keep).collect();
-        for step in old {
-            self.remove(step).map_err(|err| {
+        let hidden = old.into_iter().map(|step| {
+            self.hide(step).map_err(|err| {
                 let path = self.path(step);
                 Error::msg(format!(
                     "cannot remove the old checkpoint {}: {err}",
                     path.display()
                 ))
-            })?;
-        }
-        Ok(())
+            })
+        });
+        hidden.collect()
     }
 
-    /// Removes a checkpoint; at no moment a part of it has its name.
-    fn remove(&self, step: usize) -> std::io::Result<()> {
-        let removed = self.hidden(step, 1);
-        std::fs::rename(self.path(step), &removed)?;
-        std::fs::remove_dir_all(removed)
+    /// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.
+    fn hide(&self, step: usize) -> std::io::Result<PathBuf> {
+        let hidden = self.hidden(step, 1);
+        std::fs::rename(self.path(step), &hidden)?;
+        Ok(hidden)
     }
 }
 

@@ -15,6 +15,7 @@ use super::folder::CheckpointFolder;
 use super::manifest::{FileRecord, Layout, MANIFEST_FILE, Manifest};
 use super::rank_file::{self, SaveId};
 use super::staged::{Staged, refilled};
+use crate::checkpoint::FolderLock;
 use crate::checkpoint::SpaceNeed;
 use crate::optimizer::DistributedOptimizer;
 
@@ -25,8 +26,10 @@ pub struct CheckpointSaver {
     run: String,
     keep: usize,
     in_flight: Option<InFlight>,
+    /// Removes old checkpoints, which takes a while.
+    remover: Option<JoinHandle<()>>,
     /// On rank 0.
-    _lock: Option<File>,
+    _lock: Option<FolderLock>,
 }
 
 /// A save whose files are being written.
@@ -64,7 +67,7 @@ impl CheckpointSaver {
         if keep == 0 {
             bail!("0 checkpoints are to be kept; expected at least 1");
         }
-        let begin = || -> Result<Option<File>> {
+        let begin = || -> Result<Option<FolderLock>> {
             if world.rank() != 0 {
                 return Ok(None);
             }
@@ -85,6 +88,7 @@ impl CheckpointSaver {
             run: run.unwrap_or_default().into_owned(),
             keep,
             in_flight: None,
+            remover: None,
             _lock,
         })
     }
@@ -225,7 +229,7 @@ impl CheckpointSaver {
     }
 
     /// Writes the manifest, and with it the checkpoint exists; then removes old ones.
-    fn publish(&self, manifest: Manifest) -> Result<(PathBuf, Option<String>)> {
+    fn publish(&mut self, manifest: Manifest) -> Result<(PathBuf, Option<String>)> {
         let step = manifest.step;
         let path = self.folder.partial(step).join(MANIFEST_FILE);
         let write = |text: String| -> std::io::Result<()> {
@@ -236,8 +240,37 @@ impl CheckpointSaver {
         write(manifest.to_text()?)
             .map_err(|err| Error::msg(format!("cannot write {}: {err}", path.display())))?;
         let path = self.folder.publish(step)?;
-        let pruned = self.folder.prune(step, self.keep);
-        Ok((path, pruned.err().map(|err| message_of(&err))))
+        self.wait_for_remover();
+        let hidden = self.folder.hide_old(step, self.keep);
+        let warning = hidden.and_then(|hidden| {
+            let remove = move || {
+                // What stays is hidden, and the next run removes it.
+                hidden
+                    .into_iter()
+                    .for_each(|dir| drop(std::fs::remove_dir_all(dir)));
+            };
+            let remover = std::thread::Builder::new().name("checkpoint".into());
+            self.remover = Some(remover.spawn(remove).map_err(Error::wrap)?);
+            Ok(())
+        });
+        Ok((path, warning.err().map(|err| message_of(&err))))
+    }
+
+    fn wait_for_remover(&mut self) {
+        if let Some(remover) = self.remover.take() {
+            // It has no error to tell.
+            let _ = remover.join();
+        }
+    }
+}
+
+impl Drop for CheckpointSaver {
+    /// Nothing of this run changes the folder after the lock is gone.
+    fn drop(&mut self) {
+        if let Some(in_flight) = self.in_flight.take() {
+            let _ = in_flight.thread.join();
+        }
+        self.wait_for_remover();
     }
 }
 
