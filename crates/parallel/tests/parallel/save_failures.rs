@@ -205,11 +205,11 @@ fn a_disk_without_room_is_known_before() {
     if let Some(dir) = folder_of_child() {
         let (mesh, new) = (single_mesh(), dir.join("new/model"));
         let stage = LARGE.stage(&mesh, &ParamStore::init(5)).unwrap();
-        HfSave::new(&new, Vec::new())
-            .check_space(stage.params())
-            .unwrap();
+        let save = HfSave::new(&new, Vec::new());
+        let check = || check_free_space(&[save.space_need(stage.params())?]);
+        check().unwrap();
         save_first(LARGE, &dir.join("model"));
-        let said = message(HfSave::new(&new, Vec::new()).check_space(stage.params()));
+        let said = message(check());
         let place = new.display().to_string();
         assert_says(
             &said,
