@@ -2,10 +2,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Instant;
 
+use candle_parallel::checkpoint::OutputFolder;
 use nix::sys::signal::Signal;
 
-use super::folder::{copy_folder, names, read_checkpoint, snapshot};
+use super::folder::{Snapshot, copy_folder, fixture, names, read_checkpoint, snapshot};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
@@ -263,5 +265,35 @@ fn what_cannot_be_saved_goes_beside_the_output_or_where_it_is_told_to() {
                 .keys()
                 .eq(read_checkpoint(&workspace.path("model")).keys())
         );
+    }
+}
+
+/// Without the note of sizes and times.
+fn model_files(dir: &Path) -> Snapshot {
+    let mut files = snapshot(dir);
+    files.remove(Path::new(".candle_train.json"));
+    files
+}
+
+#[test]
+fn a_kill_at_any_moment_leaves_the_old_model_or_the_new_one() {
+    let workspace = Workspace::new();
+    let old = model_files(&workspace.output());
+    let program = workspace.finetune().flag("--steps", 1);
+    let start = Instant::now();
+    program.succeeds();
+    let (new, took) = (model_files(&workspace.output()), start.elapsed());
+    // Most of them in the save, at the end.
+    for turn in 0..12 {
+        copy_folder(&fixture("bf16_sharded/model"), &workspace.path("old"));
+        fs::remove_dir_all(workspace.output()).unwrap();
+        fs::rename(workspace.path("old"), workspace.output()).unwrap();
+        let (start, delay) = (Instant::now(), took.mul_f64(0.7 + 0.03 * f64::from(turn)));
+        program.run_and_signal(|_| (start.elapsed() >= delay).then_some(Signal::SIGKILL));
+        // What a kill between two renames leaves gets its name from the next run that claims the folder.
+        drop(OutputFolder::new(workspace.output()).claim().unwrap());
+        let left = model_files(&workspace.output());
+        assert!(left == old || left == new, "turn {turn}: {:?}", left.keys());
+        assert_eq!(names(&workspace.path("")), ["model", "output", "text.txt"]);
     }
 }
