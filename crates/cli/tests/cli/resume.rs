@@ -1,7 +1,7 @@
 //! `--save-every` and `--resume`: runs that were interrupted end with the weights of one that was not.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::folder::{Tensors, copy_folder, names, read_checkpoint};
@@ -35,18 +35,12 @@ fn only(workspace: &Workspace, step: usize, saves: &str) {
     copy_folder(&workspace.path("saves").join(name), &to);
 }
 
-fn visible(dir: &Path) -> Vec<String> {
-    let mut names = names(dir);
-    names.retain(|name| !name.starts_with('.'));
-    names
-}
-
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     let workspace = Workspace::new();
     let (program, path, want) = uninterrupted(&workspace);
     let all_steps: Vec<String> = (1..=6).map(|step| format!("step-{step:06}")).collect();
-    assert_eq!(visible(&workspace.path("saves")), all_steps);
+    assert_eq!(names(&workspace.path("saves")), all_steps);
     let numbers = without_times(metrics(&path));
     only(&workspace, 2, "again");
     let again = workspace.path("again");
@@ -66,30 +60,38 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     );
     assert!(read_checkpoint(&workspace.output()) == want);
     assert_eq!(without_times(metrics(&path)), numbers);
-    assert_eq!(visible(&again), all_steps[1..]);
+    assert_eq!(names(&again), all_steps[1..]);
 }
 
+/// Each layout goes on from what the one before has saved, a step later.
 #[test]
-fn another_layout_goes_on_too() {
+fn other_layouts_go_on_too() {
     let workspace = Workspace::new();
     let (program, path, _) = uninterrupted(&workspace);
-    let losses = |path: &Path| -> Vec<f64> {
-        let steps = metrics(path).into_iter();
+    let losses = || -> Vec<f64> {
+        let steps = metrics(&path).into_iter();
         steps.map(|step| step["loss"].as_f64().unwrap()).collect()
     };
-    let want = losses(&path);
-    let step = workspace.path("saves/step-000003");
-    for (pp, dp, tp, zero) in [(1, 1, 1, 0), (1, 4, 1, 3), (4, 1, 2, 1)] {
-        let program = program
-            .clone()
-            .without("--save-every")
-            .without("--save-dir");
+    let want = losses();
+    let mut saves = workspace.path("saves");
+    // With tp 4 two ranks share each of the two key/value heads.
+    let layouts = [
+        (1, 1, 4, 0),
+        (1, 4, 1, 3),
+        (4, 1, 2, 1),
+        (1, 2, 4, 3),
+        (1, 1, 1, 0),
+    ];
+    for (step, (pp, dp, tp, zero)) in layouts.into_iter().enumerate() {
+        let step = saves.join(format!("step-{:06}", step + 1));
+        saves = workspace.path(&format!("saves-{pp}-{dp}-{tp}"));
+        let program = program.clone().flag("--save-dir", saves.display());
         let program = program.flag("--pp", pp).flag("--dp", dp).flag("--tp", tp);
         let program = program
             .flag("--zero", zero)
             .flag("--resume", step.display());
         program.succeeds();
-        let losses = losses(&path);
+        let losses = losses();
         assert_eq!(losses.len(), 6);
         for (loss, want) in losses.iter().zip(&want) {
             let what = format!("pp {pp} dp {dp} tp {tp}: {losses:?} {want:?}");
@@ -110,7 +112,7 @@ fn the_newest_valid_checkpoint_counts_and_none_is_the_beginning() {
     );
     let want = read_checkpoint(&workspace.output());
     let saves = workspace.path("saves");
-    assert_eq!(visible(&saves), ["step-000005", "step-000006"]);
+    assert_eq!(names(&saves), ["step-000005", "step-000006"]);
     let file = saves.join("step-000006/rank-00003.safetensors");
     let mut bytes = fs::read(&file).unwrap();
     let last = bytes.len() - 1;
@@ -225,6 +227,34 @@ fn another_run_is_refused_by_name() {
         "rms_norm_eps is 0.001, and ",
     ];
     workspace.run_refused(&resumed.switch("--resume-anyway"), &parts);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_full_disk_is_a_warning() {
+    // The state of the first layer is too large for a file, its weights in f16 are not.
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| config["num_hidden_layers"] = 1.into());
+    workspace.edit_weights(|tensors| {
+        tensors.retain(|name, _| {
+            !name.starts_with("model.layers.") || name.starts_with("model.layers.0.")
+        });
+    });
+    let program = saving(&workspace, "saves", 1).flag("--save-dtype", "f16");
+    let program = program.flag("--tp", 1).flag("--pp", 1).flag("--dp", 1);
+    let outcome = program.with_limited_files().run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    for step in 1..=6 {
+        let said =
+            format!("there is no checkpoint of step {step}, and training goes on: cannot write");
+        assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+    }
+    assert!(
+        outcome.stderr.contains("File too large"),
+        "{}",
+        outcome.stderr
+    );
+    assert!(names(&workspace.path("saves")).is_empty());
 }
 
 /// A run is killed again and again until it ends by itself.

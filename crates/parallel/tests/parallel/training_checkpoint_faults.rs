@@ -341,7 +341,7 @@ fn a_folder_that_cannot_be_written_to() {
         let said = on_mesh(TWO_REPLICAS, |mesh| {
             Ok(said(CheckpointSaver::new(&mesh.world, (&place, 1), None)))
         });
-        assert_says(&said[0], &["cannot write to the checkpoint folder", "file"]);
+        assert_says(&said[0], &["cannot make the checkpoint folder", "file"]);
         assert_eq!(said[0], said[1]);
     }
     assert_eq!(std::fs::read(dir.path().join("file")).unwrap(), b"x");

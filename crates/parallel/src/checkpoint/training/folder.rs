@@ -64,8 +64,8 @@ impl CheckpointFolder {
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
     pub fn lock(&self) -> Result<FolderLock> {
-        let locked = std::fs::create_dir_all(&self.0).and_then(|()| FolderLock::acquire(&self.0));
-        let lock = locked.map_err(|err| self.error("write to", &err))?;
+        std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
+        let lock = FolderLock::acquire(&self.0).map_err(|err| self.error("use", &err))?;
         for name in self.names()? {
             let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
             let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))
@@ -100,30 +100,31 @@ impl CheckpointFolder {
         })
     }
 
-    /// Removes the older ones of the checkpoints up to `step`, but for the newest `keep`.
-    pub fn prune(&self, step: usize, keep: usize) -> Result<()> {
+    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`; returns the folders, which are to
+    /// be removed.
+    pub fn hide_old(&self, step: usize, keep: usize) -> Result<Vec<PathBuf>> {
         let steps = self.steps()?.into_iter();
         let ours =
             steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
         let old: Vec<usize> = ours.skip(keep).collect();
-        for step in old {
-            self.remove(step).map_err(|err| {
+        let hidden = old.into_iter().map(|step| {
+            self.hide(step).map_err(|err| {
                 let path = self.path(step);
                 Error::msg(format!(
                     "cannot remove the old checkpoint {}: {err}",
                     path.display()
                 ))
-            })?;
-        }
-        Ok(())
+            })
+        });
+        hidden.collect()
     }
 
-    /// Removes a checkpoint; at no moment a part of it has its name.
-    fn remove(&self, step: usize) -> std::io::Result<()> {
+    /// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.
+    fn hide(&self, step: usize) -> std::io::Result<PathBuf> {
         let path = self.path(step);
-        let removed = beside(&path, REMOVED)?;
-        std::fs::rename(path, &removed)?;
-        std::fs::remove_dir_all(removed)
+        let hidden = beside(&path, REMOVED)?;
+        std::fs::rename(path, &hidden)?;
+        Ok(hidden)
     }
 }
 

@@ -25,6 +25,8 @@ pub struct CheckpointSaver {
     run: String,
     keep: usize,
     in_flight: Option<InFlight>,
+    /// Removes old checkpoints, which takes a while.
+    remover: Option<JoinHandle<()>>,
     /// On rank 0.
     _lock: Option<FolderLock>,
 }
@@ -85,6 +87,7 @@ impl CheckpointSaver {
             run: run.unwrap_or_default().into_owned(),
             keep,
             in_flight: None,
+            remover: None,
             _lock,
         })
     }
@@ -223,7 +226,7 @@ impl CheckpointSaver {
 
     /// Writes the manifest, and with it the checkpoint exists; then removes old ones.
     fn publish(
-        &self,
+        &mut self,
         folder: StagedFolder,
         manifest: Manifest,
     ) -> Result<(PathBuf, Option<String>)> {
@@ -243,8 +246,37 @@ impl CheckpointSaver {
                 path.display()
             ))
         })?;
-        let pruned = self.folder.prune(step, self.keep);
-        Ok((path, pruned.err().map(|err| message_of(&err))))
+        self.wait_for_remover();
+        let hidden = self.folder.hide_old(step, self.keep);
+        let warning = hidden.and_then(|hidden| {
+            let remove = move || {
+                // What stays is hidden, and the next run removes it.
+                hidden
+                    .into_iter()
+                    .for_each(|dir| drop(std::fs::remove_dir_all(dir)));
+            };
+            let remover = std::thread::Builder::new().name("checkpoint".into());
+            self.remover = Some(remover.spawn(remove).map_err(Error::wrap)?);
+            Ok(())
+        });
+        Ok((path, warning.err().map(|err| message_of(&err))))
+    }
+
+    fn wait_for_remover(&mut self) {
+        if let Some(remover) = self.remover.take() {
+            // It has no error to tell.
+            let _ = remover.join();
+        }
+    }
+}
+
+impl Drop for CheckpointSaver {
+    /// Nothing of this run changes the folder after the lock is gone.
+    fn drop(&mut self) {
+        if let Some(in_flight) = self.in_flight.take() {
+            let _ = in_flight.thread.join();
+        }
+        self.wait_for_remover();
     }
 }
 
