@@ -9,6 +9,7 @@ use nix::sys::signal::Signal;
 
 use super::folder::{Snapshot, copy_folder, fixture, names, read_checkpoint, snapshot};
 use super::program::Program;
+use super::stop::run_and_signal;
 use super::workspace::{Workspace, candle_train};
 
 #[test]
@@ -221,7 +222,7 @@ fn two_runs_into_one_folder() {
     let long = workspace.finetune().flag("--steps", 100_000);
     let mut second = None;
     // Whoever has it is told, and the first one ends when its process does.
-    let first = long.run_and_signal(|stderr| {
+    let first = run_and_signal(&long, |stderr| {
         let is_time = second.is_none() && stderr.contains("step 1/");
         if is_time {
             second = Some(workspace.finetune().run());
@@ -289,7 +290,9 @@ fn a_kill_at_any_moment_leaves_the_old_model_or_the_new_one() {
         fs::remove_dir_all(workspace.output()).unwrap();
         fs::rename(workspace.path("old"), workspace.output()).unwrap();
         let (start, delay) = (Instant::now(), took.mul_f64(0.7 + 0.03 * f64::from(turn)));
-        program.run_and_signal(|_| (start.elapsed() >= delay).then_some(Signal::SIGKILL));
+        run_and_signal(&program, |_| {
+            (start.elapsed() >= delay).then_some(Signal::SIGKILL)
+        });
         // What a kill between two renames leaves gets its name from the next run that claims the folder.
         drop(OutputFolder::new(workspace.output()).claim().unwrap());
         let left = model_files(&workspace.output());

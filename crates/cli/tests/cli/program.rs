@@ -8,9 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-
 /// No run here takes more than a few seconds; one that takes this long hangs.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
@@ -103,22 +100,15 @@ impl Program {
     /// Runs the program and shows `watch` what it has said on stderr, again and again until it ends.
     #[track_caller]
     pub fn run_and(&self, mut watch: impl FnMut(&str)) -> Outcome {
-        self.run_and_signal(|said| {
-            watch(said);
-            None
-        })
+        self.run_and_pid(|said, _| watch(said))
     }
 
-    /// As [`Self::run_and`], where `watch` may have a signal sent to the program.
+    /// As [`Self::run_and`]; `watch` is also told the number of the process.
     #[track_caller]
-    pub fn run_and_signal(&self, mut watch: impl FnMut(&str) -> Option<Signal>) -> Outcome {
+    pub fn run_and_pid(&self, mut watch: impl FnMut(&str, u32)) -> Outcome {
         let mut child = self.command().spawn().unwrap();
-        let pid = Pid::from_raw(child.id() as i32);
-        let watch = |said: &str| {
-            if let Some(signal) = watch(said) {
-                kill(pid, signal).unwrap();
-            }
-        };
+        let pid = child.id();
+        let watch = |said: &str| watch(said, pid);
         let stdout = child.stdout.take().filter(|_| self.has_reader);
         let stdout = stdout.map(|pipe| read_all(pipe, Said::default()));
         let said = Said::default();

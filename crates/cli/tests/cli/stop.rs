@@ -3,7 +3,8 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::folder::{names, read_checkpoint};
 use super::program::{Outcome, Program};
@@ -30,10 +31,19 @@ fn stopped_after(workspace: &Workspace, outcome: &Outcome, why: &str) -> usize {
     step
 }
 
+/// Runs the program and shows `watch` what it has said on stderr, again and again; a signal that it returns is sent to the program.
+pub fn run_and_signal(program: &Program, mut watch: impl FnMut(&str) -> Option<Signal>) -> Outcome {
+    program.run_and_pid(|stderr, pid| {
+        if let Some(signal) = watch(stderr) {
+            kill(Pid::from_raw(pid as i32), signal).unwrap();
+        }
+    })
+}
+
 /// Sends `signal` `delay` after the first step.
 fn signalled(program: &Program, signal: Signal, delay: Duration) -> Outcome {
     let (mut begun, mut sent) = (None, false);
-    program.run_and_signal(|stderr| {
+    run_and_signal(program, |stderr| {
         if begun.is_none() && stderr.contains("step 1/") {
             begun = Some(Instant::now());
         }
@@ -90,7 +100,7 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
         .flag("--seq-len", 64);
     let start = Instant::now();
     let (mut first, mut sent) = (None, 0);
-    let outcome = program.run_and_signal(|_| {
+    let outcome = run_and_signal(&program, |_| {
         let (from_start, from_first) = (
             start.elapsed().as_millis(),
             first.map(|at: Instant| at.elapsed().as_millis()),
@@ -118,10 +128,12 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
 fn before_the_first_step_a_signal_ends_the_run_at_once() {
     let workspace = Workspace::new();
     let mut sent = false;
-    let outcome = candle_train("pretrain")
+    let program = candle_train("pretrain")
         .flag("--data", workspace.path("text.txt").display())
-        .flag("--output", workspace.path("new").display())
-        .run_and_signal(|_| (!std::mem::replace(&mut sent, true)).then_some(Signal::SIGTERM));
+        .flag("--output", workspace.path("new").display());
+    let outcome = run_and_signal(&program, |_| {
+        (!std::mem::replace(&mut sent, true)).then_some(Signal::SIGTERM)
+    });
     assert_eq!(outcome.code, None, "{}", outcome.stderr);
     assert!(!names(&workspace.path("")).contains(&"new".to_string()));
 }
