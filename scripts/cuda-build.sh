@@ -2,7 +2,7 @@
 # Builds the examples and what scripts/gpu-check.sh runs with CUDA, on a machine that needs neither a GPU nor a driver, and packs
 # them to be carried to one that has both. The programs load NVIDIA's libraries when they first use them, so they start anywhere.
 # usage: scripts/cuda-build.sh [EXAMPLE...]        these examples alone; default: those that gpu-check.sh runs, and the tests
-# leaves target/cuda/bundle/PROGRAM.xz; needs rustup's cargo, gcc, g++, python3 with pip, xz
+# leaves target/cuda/bundle/programs.tar.xz; needs rustup's cargo, gcc, g++, python3 with pip, xz
 # environment: CUDA_HOME, a toolkit to use instead of one from PyPI (its own libraries are then linked as usual);
 #   CUDA_COMPUTE_CAP, the oldest GPU that candle's own kernels run on (80)
 set -euo pipefail
@@ -40,19 +40,18 @@ fi
 built=$SECONDS
 git rev-parse HEAD > "$target/bundle/commit" || rm "$target/bundle/commit"
 
-bundle_bytes=0
-printf '%-16s %12s %12s\n' program bytes 'as xz'
+programs_folder=$(mktemp -d)
+trap 'rm -rf "$programs_folder"' EXIT
+printf '%-16s %12s\n' program bytes
 for source in "${programs[@]}"; do
     name=${source##*:}
-    program=$target/bundle/$name
-    strip -o "$program" "${source%:*}"
-    program_bytes=$(stat -c %s "$program")
-    xz --force --threads=0 "$program"
-    packed_bytes=$(stat -c %s "$program.xz")
-    bundle_bytes=$((bundle_bytes + packed_bytes))
-    printf '%-16s %12d %12d\n' "$name" "$program_bytes" "$packed_bytes"
+    strip -o "$programs_folder/$name" "${source%:*}"
+    printf '%-16s %12d\n' "$name" "$(stat -c %s "$programs_folder/$name")"
 done
-printf '%-16s %12s %12d\n' bundle '' "$bundle_bytes"
+# Most of each program is kernels that all of them have: a window of more than one program finds them in the one before.
+tar --create --directory "$programs_folder" . | xz --threads=1 --lzma2=preset=6,dict=128MiB > "$target/bundle/programs.tar.xz"
+bundle_bytes=$(stat -c %s "$target/bundle/programs.tar.xz")
+printf '%-16s %12d\n' 'together as xz' "$bundle_bytes"
 echo "built in $((built - began)) s, packed in $((SECONDS - built)) s: $target/bundle"
 if [ "$bundle_bytes" -ge "$max_bundle_bytes" ]; then
     echo "the bundle is larger than $max_bundle_bytes bytes" >&2

@@ -1,10 +1,8 @@
 """Runs the programs of the bundle and PyTorch's, each as a process with a deadline, and keeps what they say."""
 import contextlib
 import json
-import lzma
 import os
 import pathlib
-import shutil
 import signal
 import site
 import subprocess
@@ -38,6 +36,7 @@ class Runner:
     def __init__(self, smoke, folder, budget, bundle=BUNDLE):
         self.smoke, self.folder, self.bundle = smoke, pathlib.Path(folder), bundle
         self.ends = time.monotonic() + budget
+        self.programs = self.folder / "programs"
         self.logs = self.folder / "logs"
         self.logs.mkdir()
         named = os.environ.get("LD_LIBRARY_PATH", "")
@@ -55,15 +54,16 @@ class Runner:
         return self.ends - time.monotonic()
 
     def program(self, name):
-        """A program of the bundle, unpacked when it is first asked for."""
-        program = self.folder / name
-        if not program.exists():
-            packed = self.bundle / f"{name}.xz"
+        """A program of the bundle. The first one that is asked for unpacks them all."""
+        if not self.programs.exists():
+            packed = self.bundle / "programs.tar.xz"
             if not packed.exists():
                 raise Failed(f"{packed} is not there: scripts/cuda-build.sh makes it")
-            with lzma.open(packed) as source, open(program, "wb") as target:
-                shutil.copyfileobj(source, target)
-            program.chmod(0o755)
+            with tarfile.open(packed) as programs:
+                programs.extractall(self.programs)
+        program = self.programs / name
+        if not program.exists():
+            raise Failed(f"{name} is not in {self.bundle / 'programs.tar.xz'}: scripts/cuda-build.sh without arguments packs it")
         return program
 
     def run(self, what, command, deadline, variables=None, environment=None):

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::hash::Hasher;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result};
-use candle_parallel::checkpoint::Xxh64;
 use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
+use twox_hash::XxHash64;
 
 use crate::training_args::TrainingArgs;
 
@@ -52,7 +53,7 @@ impl TrainingArgs {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
         let ids = tokens.ids().iter().flat_map(|id| id.to_le_bytes());
         let ids: Vec<u8> = ids.collect();
-        let sum = Xxh64::of(&ids);
+        let sum = XxHash64::oneshot(0, &ids);
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
@@ -108,12 +109,12 @@ fn digest_of_weights(dir: &Path) -> Result<String> {
             .is_some_and(|ending| ending == "safetensors")
     });
     files.sort();
-    let mut hash = Xxh64::default();
+    let mut hash = XxHash64::default();
     let mut block = vec![0; BLOCK as usize];
     for path in files {
         let mut file = File::open(&path)?;
         let len = file.metadata()?.len();
-        hash.update(&len.to_le_bytes());
+        hash.write(&len.to_le_bytes());
         let last = len.saturating_sub(BLOCK);
         let num_blocks = len.div_ceil(BLOCK).min(NUM_BLOCKS);
         for index in 0..num_blocks {
@@ -121,7 +122,7 @@ fn digest_of_weights(dir: &Path) -> Result<String> {
             file.seek(SeekFrom::Start(start as u64))?;
             let wanted = (len - start as u64).min(BLOCK) as usize;
             file.read_exact(&mut block[..wanted])?;
-            hash.update(&block[..wanted]);
+            hash.write(&block[..wanted]);
         }
     }
     Ok(format!("{:016x}", hash.finish()))

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
 use candle_core::{DType, Device, Result};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
@@ -230,11 +230,15 @@ impl TrainingRun<'_> {
         let mut metrics = metrics.transpose()?;
         let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
         trainer.train(&batches, |step| {
-            if let Some(metrics) = &mut metrics {
-                metrics.log(step)?;
-            }
+            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(step));
             if let Some(progress) = &mut progress {
                 progress.update(step);
+                // What was trained is worth more than a line about it.
+                if let Err(err) = logged {
+                    let why = message_of(&err);
+                    progress.println(&format!("warning: no more metrics: {why}"));
+                    metrics = None;
+                }
             }
             Ok(())
         })?;

@@ -1,7 +1,7 @@
 //! Metrics file: one JSON object per line and step, flushed at once, so that a run can be watched and survives a crash.
 
-use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Seek, SeekFrom, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
@@ -21,27 +21,38 @@ impl Metrics {
     /// Opens `path` for writing, creating it when it does not exist.
     ///
     /// An existing file keeps its content until the first [`Metrics::log`] replaces it: a run that fails before its first
-    /// step loses no earlier numbers.
+    /// step loses no earlier numbers. While the result lives no other run can write the file.
     ///
     /// # Errors
-    /// The file cannot be written. Call this before training, so that the error comes before the work.
+    /// The file cannot be written, holds something else than metrics, or is another run's. Call this before training, so that the error
+    /// comes before the work.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        match OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-        {
-            Ok(file) => Ok(Self {
-                path,
-                file,
-                kept: Some(0),
-            }),
-            Err(e) => bail!(
-                "cannot write the metrics file {path:?}: {e}\nhint: its folder must exist and be writable"
-            ),
+        let fail = |err: std::io::Error| {
+            candle_core::Error::msg(format!(
+                "cannot write the metrics file {path:?}: {err}\nhint: its folder must exist and be writable"
+            ))
+        };
+        // Pipes and devices such as /dev/stdout hold nothing, and are anybody's.
+        if path.is_file() && !begins_with_metrics(&path).map_err(fail)? {
+            bail!(
+                "{path:?} is no metrics file of an earlier run, and is not overwritten\nhint: choose another file for the metrics"
+            );
         }
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create(true).truncate(false);
+        let file = options.open(&path).map_err(fail)?;
+        let is_locked = path.is_file() && matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+        if is_locked {
+            bail!(
+                "another run is writing the metrics file {path:?}\nhint: two runs need two files"
+            );
+        }
+        Ok(Self {
+            path,
+            file,
+            kept: Some(0),
+        })
     }
 
     /// As [`Metrics::create`], for a run that goes on at `step`: the lines of the steps before it stay, and those of later ones, which
@@ -91,6 +102,20 @@ impl Metrics {
         self.file.write_all(line)?;
         self.file.flush()
     }
+}
+
+/// Whether a file is empty or its first line is a step's, perhaps of another version.
+fn begins_with_metrics(path: &Path) -> std::io::Result<bool> {
+    let mut line = Vec::new();
+    BufReader::new(File::open(path)?.take(1 << 16)).read_until(b'\n', &mut line)?;
+    let fields: Option<serde_json::Map<String, serde_json::Value>> =
+        serde_json::from_slice(&line).ok();
+    let is_step = |fields: serde_json::Map<_, _>| {
+        ["step", "loss", "learning_rate"]
+            .iter()
+            .all(|name| fields.contains_key(*name))
+    };
+    Ok(line.is_empty() || fields.is_some_and(is_step))
 }
 
 /// Bytes of the lines of a metrics file whose steps are before `step`.

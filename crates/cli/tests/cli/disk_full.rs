@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use super::folder::read_checkpoint;
 use super::workspace::Workspace;
 
 /// What the system says to a write beyond the limit of [`Program::with_limited_files`](super::program::Program).
@@ -43,18 +44,19 @@ fn a_small_file_that_does_not_fit_leaves_the_old_checkpoint_too() {
 }
 
 #[test]
-fn metrics_that_do_not_fit_end_the_run_with_the_step() {
+fn metrics_that_do_not_fit_are_a_warning() {
     if !Path::new("/dev/full").exists() {
         println!("skipped: this system has no /dev/full");
         return;
     }
     let workspace = Workspace::new();
-    let program = workspace.finetune().flag("--metrics", "/dev/full");
-    workspace.refuses(
-        &program,
-        &[
-            "cannot write step 0 to the metrics file \"/dev/full\"",
-            "No space left",
-        ],
-    );
+    let program = workspace.finetune();
+    program.succeeds();
+    let saved = read_checkpoint(&workspace.output());
+    let outcome = program.flag("--metrics", "/dev/full").run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let warning = "warning: no more metrics: cannot write step 0 to the metrics file \"/dev/full\": No space left";
+    assert_eq!(outcome.stderr.matches("warning").count(), 1);
+    assert!(outcome.stderr.contains(warning), "{}", outcome.stderr);
+    assert!(read_checkpoint(&workspace.output()) == saved);
 }

@@ -2,10 +2,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Instant;
 
+use candle_parallel::checkpoint::OutputFolder;
 use nix::sys::signal::Signal;
 
-use super::folder::{copy_folder, names, read_checkpoint, snapshot};
+use super::folder::{Snapshot, copy_folder, fixture, names, read_checkpoint, snapshot};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
@@ -52,6 +54,18 @@ fn metrics_that_cannot_be_written_are_an_error_before_any_step() {
         outcome.assert_error(&["cannot write the metrics file", metrics.to_str().unwrap()]);
         assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
         workspace.assert_output_is_untouched();
+    }
+}
+
+#[test]
+fn metrics_do_not_overwrite_what_is_no_metrics_file() {
+    let workspace = Workspace::new();
+    for file in ["model/model.safetensors", "model/config.json", "text.txt"] {
+        let before = fs::read(workspace.path(file)).unwrap();
+        let program = workspace.finetune();
+        let program = program.flag("--metrics", workspace.path(file).display());
+        workspace.refuses(&program, &[file, "is no metrics file", "hint:"]);
+        assert!(fs::read(workspace.path(file)).unwrap() == before, "{file}");
     }
 }
 
@@ -251,5 +265,35 @@ fn what_cannot_be_saved_goes_beside_the_output_or_where_it_is_told_to() {
                 .keys()
                 .eq(read_checkpoint(&workspace.path("model")).keys())
         );
+    }
+}
+
+/// Without the note of sizes and times.
+fn model_files(dir: &Path) -> Snapshot {
+    let mut files = snapshot(dir);
+    files.remove(Path::new(".candle_train.json"));
+    files
+}
+
+#[test]
+fn a_kill_at_any_moment_leaves_the_old_model_or_the_new_one() {
+    let workspace = Workspace::new();
+    let old = model_files(&workspace.output());
+    let program = workspace.finetune().flag("--steps", 1);
+    let start = Instant::now();
+    program.succeeds();
+    let (new, took) = (model_files(&workspace.output()), start.elapsed());
+    // Most of them in the save, at the end.
+    for turn in 0..12 {
+        copy_folder(&fixture("bf16_sharded/model"), &workspace.path("old"));
+        fs::remove_dir_all(workspace.output()).unwrap();
+        fs::rename(workspace.path("old"), workspace.output()).unwrap();
+        let (start, delay) = (Instant::now(), took.mul_f64(0.7 + 0.03 * f64::from(turn)));
+        program.run_and_signal(|_| (start.elapsed() >= delay).then_some(Signal::SIGKILL));
+        // What a kill between two renames leaves gets its name from the next run that claims the folder.
+        drop(OutputFolder::new(workspace.output()).claim().unwrap());
+        let left = model_files(&workspace.output());
+        assert!(left == old || left == new, "turn {turn}: {:?}", left.keys());
+        assert_eq!(names(&workspace.path("")), ["model", "output", "text.txt"]);
     }
 }

@@ -1,5 +1,6 @@
 //! Runs that are asked to stop: by signals, by the time.
 
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -145,6 +146,35 @@ fn the_time_ends_the_run_well() {
 }
 
 #[test]
+fn the_command_that_a_stopped_run_prints_goes_on_to_the_same_weights() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .flag("--steps", 150)
+        .flag("--prompt", "it's \"here\"")
+        .flag("--save-every", 1000);
+    let saves = |name: &str| workspace.path(name).display().to_string();
+    program
+        .clone()
+        .flag("--save-dir", saves("whole"))
+        .succeeds();
+    let whole = read_checkpoint(&workspace.output());
+    std::fs::remove_dir_all(workspace.output()).unwrap();
+    let program = program.flag("--save-dir", saves("saves"));
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(60));
+    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    assert!(!workspace.output().exists());
+    let (_, command) = outcome.stdout.split_once("; to go on: ").unwrap();
+    let status = Command::new("sh")
+        .args(["-c", command.trim_end()])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    assert!(status.unwrap().success(), "{command}");
+    assert!(read_checkpoint(&workspace.output()) == whole);
+}
+
+#[test]
 fn the_launcher_passes_signals_on_and_waits_for_the_save() {
     let workspace = Workspace::new();
     let path = workspace.path("metrics.jsonl");
@@ -171,4 +201,34 @@ fn the_launcher_passes_signals_on_and_waits_for_the_save() {
         "{}",
         outcome.stderr
     );
+}
+
+#[test]
+fn with_checkpoints_a_stopped_run_says_what_goes_on_and_that_ends_as_if_it_had_not_been_stopped() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace
+        .finetune()
+        .flag("--steps", 60)
+        .flag("--prompt", "The Queen's \"it\"");
+    program.succeeds();
+    let whole = read_checkpoint(&workspace.output());
+    std::fs::remove_dir_all(workspace.output()).unwrap();
+    let program = program
+        .flag("--save-every", 1000)
+        .flag("--save-dir", saves.display());
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
+    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    assert!(!workspace.output().exists());
+    let last = outcome.stdout.lines().last().unwrap();
+    let (stopped, command) = last.split_once("; to go on: ").unwrap();
+    let step = stopped.strip_prefix("stopped after step ").unwrap();
+    let step: usize = step.split(' ').next().unwrap().parse().unwrap();
+    assert!(step < 60, "{last}");
+    let checkpoint = saves.join(format!("step-{step:06}"));
+    assert!(command.ends_with(&format!(" --resume {}", checkpoint.display())));
+    let mut shell = std::process::Command::new("sh");
+    let again = shell.args(["-c", command]).output().unwrap();
+    assert!(again.status.success(), "{again:?}");
+    assert!(read_checkpoint(&workspace.output()) == whole);
 }

@@ -70,7 +70,8 @@ fn default_flags_show_samples_and_progress_and_save_a_checkpoint() {
 fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
     let workspace = Workspace::new();
     let path = workspace.path("metrics.jsonl");
-    fs::write(&path, "the numbers of an earlier run\n".repeat(100)).unwrap();
+    let earlier = "{\"step\":0,\"loss\":1.5,\"learning_rate\":0.1}\n";
+    fs::write(&path, earlier.repeat(100)).unwrap();
     workspace
         .finetune()
         .flag("--steps", 3)

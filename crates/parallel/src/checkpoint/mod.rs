@@ -26,4 +26,4 @@ pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
 pub use save::save_hf;
 pub(crate) use save::save_with_masters;
 pub use staged_folder::StagedFolder;
-pub use training::{CheckpointSaver, SaveOutcome, TrainingCheckpoint, Xxh64};
+pub use training::{CheckpointSaver, SaveOutcome, TrainingCheckpoint};

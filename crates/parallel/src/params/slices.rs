@@ -64,7 +64,8 @@ pub(crate) fn start_gather_range(
         };
         pieces.push((len, dp.start_broadcast(&sent, root)?));
     }
-    let like = Tensor::zeros(0, own.dtype(), own.device())?;
+    // An allocation of nothing is an error to CUDA.
+    let like = own.narrow(0, 0, 0)?;
     Ok(GatheredRange {
         pieces,
         received_with,
@@ -109,7 +110,7 @@ pub(super) fn unpacked(sent: Tensor, len: usize, like: &Tensor) -> Result<Tensor
         return Ok(sent);
     }
     if len == 0 {
-        return Tensor::zeros(0, like.dtype(), like.device());
+        return like.narrow(0, 0, 0);
     }
     let rows = sent.reshape(((), quantized_bytes(len)))?;
     let whole = Tensor::zeros((rows.dim(0)?, len), like.dtype(), like.device())?;

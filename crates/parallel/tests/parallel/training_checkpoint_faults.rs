@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Device, Result, Tensor};
 use candle_parallel::ZeroStage;
-use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome, TrainingCheckpoint, Xxh64};
+use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome, TrainingCheckpoint};
 use serde_json::json;
 use tempfile::tempdir;
 
@@ -76,7 +76,13 @@ fn edit_manifest(dir: &Path, from: &str, to: &str) {
     let content = content.strip_suffix("}\n").unwrap().replace(from, to);
     assert!(content.contains(to));
     let sum = &start[10..26];
-    let start = start.replace(sum, &format!("{:016x}", Xxh64::of(content.as_bytes())));
+    let start = start.replace(
+        sum,
+        &format!(
+            "{:016x}",
+            twox_hash::XxHash64::oneshot(0, content.as_bytes())
+        ),
+    );
     std::fs::write(path, format!("{start}\"manifest\":{content}}}\n")).unwrap();
 }
 
@@ -225,7 +231,7 @@ fn the_newest_are_kept_and_other_folders_left_alone() {
         "step-000002",
         "step-1",
         "notes",
-        ".step-000007.partial",
+        ".step-000007.saving",
         ".step-000008.removed",
     ] {
         std::fs::create_dir_all(dir.join(other).join("inside")).unwrap();

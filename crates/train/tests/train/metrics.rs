@@ -61,16 +61,46 @@ fn the_numbers_of_a_skipped_step_are_null() {
 fn an_old_file_lasts_until_the_first_step() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    fs::write(
-        &path,
-        "numbers of an earlier run, longer than one line of the new one\n".repeat(9),
-    )
-    .unwrap();
+    // Of an earlier version, which had other fields.
+    let line = "{\"step\":0,\"loss\":1.5,\"learning_rate\":0.1,\"of_old\":[1,2,3]}\n";
+    let old = line.repeat(40);
+    fs::write(&path, &old).unwrap();
     let mut metrics = Metrics::create(&path).unwrap();
-    assert!(fs::read_to_string(&path).unwrap().starts_with("numbers"));
+    assert_eq!(fs::read_to_string(&path).unwrap(), old);
     metrics.log(&step(0)).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap(), step(0));
+}
+
+#[test]
+fn a_file_that_holds_something_else_is_never_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("precious");
+    let contents: [&[u8]; 5] = [
+        b"Alice was beginning to get very tired\n",
+        b"{\"step\": 1}\n",
+        b"[1]\n",
+        &[0x90, 1, 0, 0, 0, 0, 0, 0, b'{', 0xff],
+        b"\n",
+    ];
+    for content in contents {
+        fs::write(&path, content).unwrap();
+        let words = ["precious", "is no metrics file", "hint:"];
+        assert_error(Metrics::create(&path), &words);
+        assert_eq!(fs::read(&path).unwrap(), content);
+    }
+}
+
+#[test]
+fn two_runs_need_two_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let first = Metrics::create(&path).unwrap();
+    assert_error(Metrics::create(&path), &["another run", "metrics.jsonl"]);
+    drop(first);
+    Metrics::create(&path).unwrap();
+    let _null = Metrics::create("/dev/null").unwrap();
+    Metrics::create("/dev/null").unwrap();
 }
 
 #[test]
@@ -113,6 +143,7 @@ fn a_resumed_run_writes_no_step_twice() {
     assert_eq!(steps(), [3]);
     let mut metrics = Metrics::create(&path).unwrap();
     (0..5).for_each(|index| metrics.log(&step(index)).unwrap());
+    drop(metrics);
     let whole = fs::read_to_string(&path).unwrap();
     let cut = &whole[..whole.len() - 9];
     for (text, first, expected) in [

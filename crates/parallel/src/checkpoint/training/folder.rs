@@ -1,17 +1,17 @@
 //! The folder that holds the checkpoints of a run: names, who may write there, what is removed.
 
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result};
 
 use super::manifest::Manifest;
-use crate::checkpoint::FolderLock;
+use crate::checkpoint::staged_folder::beside;
+use crate::checkpoint::{FolderLock, StagedFolder};
 
 const PREFIX: &str = "step-";
-/// Of a folder that is being written, and of one that is being removed.
-const HIDDEN: [&str; 2] = [".partial", ".removed"];
+/// A checkpoint that is being removed: `.NAME.removed`.
+const REMOVED: &str = "removed";
 
 /// A folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -29,15 +29,6 @@ impl CheckpointFolder {
     /// Where the checkpoint after `step` steps is.
     pub fn path(&self, step: usize) -> PathBuf {
         self.0.join(name(step))
-    }
-
-    /// Where it is while it is being written.
-    pub fn partial(&self, step: usize) -> PathBuf {
-        self.hidden(step, 0)
-    }
-
-    fn hidden(&self, step: usize, why: usize) -> PathBuf {
-        self.0.join(format!(".{}{}", name(step), HIDDEN[why]))
     }
 
     /// The steps of all folders with the name of a checkpoint, the newest first; none if the folder does not exist.
@@ -76,42 +67,23 @@ impl CheckpointFolder {
         std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
         let lock = FolderLock::acquire(&self.0).map_err(|err| self.error("use", &err))?;
         for name in self.names()? {
-            let ending = HIDDEN.iter().find_map(|ending| name.strip_suffix(ending));
-            let shown = ending.and_then(|name| name.strip_prefix('.'));
-            if shown.and_then(step_of).is_some() {
-                let left = self.0.join(&name);
-                std::fs::remove_dir_all(left).map_err(|err| self.error("clean", &err))?;
-            }
+            let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
+            let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))
+            else {
+                continue;
+            };
+            let cleaned = match role {
+                REMOVED => std::fs::remove_dir_all(self.0.join(&name)),
+                _ => StagedFolder::recover(&self.path(step)),
+            };
+            cleaned.map_err(|err| self.error("clean", &err))?;
         }
         Ok(lock)
     }
 
-    /// Makes the folder in which the checkpoint after `step` steps is written.
-    pub fn make_partial(&self, step: usize) -> Result<()> {
-        let path = self.partial(step);
-        let made = match std::fs::remove_dir_all(&path) {
-            Err(err) if err.kind() != ErrorKind::NotFound => Err(err),
-            _ => std::fs::create_dir(&path),
-        };
-        made.map_err(|err| Error::msg(format!("cannot make the folder {}: {err}", path.display())))
-    }
-
-    /// Removes what a save that failed has written.
-    pub fn remove_partial(&self, step: usize) {
-        // What is left is hidden, and the next run removes it.
-        let _ = std::fs::remove_dir_all(self.partial(step));
-    }
-
-    /// Gives the folder, in which everything is, its name. A checkpoint of ours after as many steps is replaced.
-    pub fn publish(&self, step: usize) -> Result<PathBuf> {
-        let (partial, path) = (self.partial(step), self.path(step));
-        let fail = |err: std::io::Error| {
-            Error::msg(format!(
-                "cannot finish the checkpoint {}: {err}",
-                path.display()
-            ))
-        };
-        sync(&partial).map_err(fail)?;
+    /// Begins the checkpoint after `step` steps. One of ours that has its name is replaced by it in the end.
+    pub fn stage(&self, step: usize) -> Result<StagedFolder> {
+        let path = self.path(step);
         if path.exists() {
             Manifest::read(&path).map_err(|err| {
                 err.context(format!(
@@ -119,12 +91,13 @@ impl CheckpointFolder {
                     path.display()
                 ))
             })?;
-            let removed = self.hide(step).map_err(fail)?;
-            std::fs::remove_dir_all(removed).map_err(fail)?;
         }
-        std::fs::rename(&partial, &path).map_err(fail)?;
-        sync(&self.0).map_err(fail)?;
-        Ok(path)
+        StagedFolder::create(&path).map_err(|err| {
+            Error::msg(format!(
+                "cannot begin the checkpoint {}: {err}",
+                path.display()
+            ))
+        })
     }
 
     /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`; returns the folders, which are to
@@ -148,8 +121,9 @@ impl CheckpointFolder {
 
     /// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.
     fn hide(&self, step: usize) -> std::io::Result<PathBuf> {
-        let hidden = self.hidden(step, 1);
-        std::fs::rename(self.path(step), &hidden)?;
+        let path = self.path(step);
+        let hidden = beside(&path, REMOVED)?;
+        std::fs::rename(path, &hidden)?;
         Ok(hidden)
     }
 }
@@ -162,11 +136,6 @@ fn name(step: usize) -> String {
 fn step_of(folder: &str) -> Option<usize> {
     let step = folder.strip_prefix(PREFIX)?.parse().ok()?;
     (name(step) == folder).then_some(step)
-}
-
-/// Puts the entries of a folder on the disk.
-fn sync(dir: &Path) -> std::io::Result<()> {
-    File::open(dir)?.sync_all()
 }
 
 #[cfg(test)]

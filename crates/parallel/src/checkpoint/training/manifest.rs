@@ -1,12 +1,13 @@
 //! The last file of a checkpoint, without which it does not exist: what it holds, and how to tell whether it is whole.
 
+use std::hash::Hasher;
 use std::io::{Error, ErrorKind};
 use std::path::Path;
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
+use twox_hash::XxHash64;
 
-use super::xxh64::Xxh64;
 use crate::optimizer::OptimizerCounters;
 use crate::params::{Parameters, ValuesFrom, ZeroStage};
 
@@ -117,7 +118,7 @@ impl Manifest {
             content: self,
         };
         let content = serde_json::to_string_pretty(&envelope).map_err(candle_core::Error::wrap)?;
-        let sum = Xxh64::of(content.as_bytes());
+        let sum = XxHash64::oneshot(0, content.as_bytes());
         let [before, between, after] = PARTS;
         Ok(format!("{before}{sum:016x}{between}{content}{after}"))
     }
@@ -143,7 +144,7 @@ impl Manifest {
                 text.len()
             );
         };
-        let found = Xxh64::of(content.as_bytes());
+        let found = XxHash64::oneshot(0, content.as_bytes());
         if format!("{found:016x}") != sum {
             bail!("{name} was changed: it has the checksum {found:016x}; expected {sum}");
         }
@@ -228,11 +229,11 @@ fn checksum_of(path: &Path) -> std::io::Result<u64> {
     use std::io::Read;
     let mut file = std::fs::File::open(path)?;
     let mut block = vec![0; 1 << 20];
-    let mut hash = Xxh64::default();
+    let mut hash = XxHash64::default();
     loop {
         match file.read(&mut block) {
             Ok(0) => return Ok(hash.finish()),
-            Ok(len) => hash.update(&block[..len]),
+            Ok(len) => hash.write(&block[..len]),
             Err(err) if err.kind() == ErrorKind::Interrupted => {}
             Err(err) => return Err(Error::new(err.kind(), err)),
         }

@@ -30,8 +30,6 @@ mod piece;
 mod rank_file;
 mod saver;
 mod staged;
-mod xxh64;
 
 pub use checkpoint::TrainingCheckpoint;
 pub use saver::{CheckpointSaver, SaveOutcome};
-pub use xxh64::Xxh64;

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::hash::Hasher;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -11,11 +12,11 @@ use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
+use twox_hash::XxHash64;
 
 use super::manifest::FileRecord;
 use super::piece::Piece;
 use super::staged::{Staged, StagedTensor};
-use super::xxh64::Xxh64;
 use crate::checkpoint::reader::map;
 use crate::memory::num_bytes;
 
@@ -58,7 +59,7 @@ pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Re
     let file = File::create_new(&path).map_err(fail)?;
     let mut out = Summed {
         out: BufWriter::with_capacity(CHUNK, file),
-        hash: Xxh64::default(),
+        hash: XxHash64::default(),
         num_bytes: 0,
     };
     out.write(&(header.len() as u64).to_le_bytes())
@@ -100,13 +101,13 @@ fn header(id: &SaveId, staged: &Staged) -> Result<Vec<u8>> {
 /// A file and the checksum of what was written to it.
 struct Summed {
     out: BufWriter<File>,
-    hash: Xxh64,
+    hash: XxHash64,
     num_bytes: u64,
 }
 
 impl Summed {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        self.hash.update(bytes);
+        self.hash.write(bytes);
         self.num_bytes += bytes.len() as u64;
         self.out.write_all(bytes)
     }

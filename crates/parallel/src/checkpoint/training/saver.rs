@@ -15,8 +15,7 @@ use super::folder::CheckpointFolder;
 use super::manifest::{FileRecord, Layout, MANIFEST_FILE, Manifest};
 use super::rank_file::{self, SaveId};
 use super::staged::{Staged, refilled};
-use crate::checkpoint::FolderLock;
-use crate::checkpoint::SpaceNeed;
+use crate::checkpoint::{FolderLock, SpaceNeed, StagedFolder};
 use crate::optimizer::DistributedOptimizer;
 
 /// Writes the checkpoints of a run into a folder, one at a time.
@@ -35,8 +34,8 @@ pub struct CheckpointSaver {
 /// A save whose files are being written.
 struct InFlight {
     step: usize,
-    /// On rank 0, without its files.
-    manifest: Option<Manifest>,
+    /// On rank 0: the folder, and the manifest without its files.
+    staged: Option<(StagedFolder, Manifest)>,
     thread: JoinHandle<std::result::Result<Option<FileRecord>, String>>,
 }
 
@@ -124,18 +123,20 @@ impl CheckpointSaver {
         }
         let (params, mesh) = (optimizer.params(), optimizer.mesh());
         let rank = self.world.rank();
-        let made = match rank {
-            0 => self.folder.make_partial(step),
-            _ => Ok(()),
+        let folder = (rank == 0).then(|| self.folder.stage(step)).transpose();
+        // Where rank 0 has made it.
+        let made = folder.as_ref().map_err(message_of);
+        let made = made.map(|folder| folder.as_ref().map(|folder| folder.path().to_path_buf()));
+        let dir = match exchange(&self.world, &made)? {
+            Ok(dirs) => dirs.into_iter().next().flatten().unwrap_or_default(),
+            Err(message) => {
+                return Ok(Some(SaveOutcome {
+                    step,
+                    saved: Err(message),
+                    warning: None,
+                }));
+            }
         };
-        let made = made.map_err(|err| message_of(&err));
-        if let Err(message) = exchange(&self.world, &made)? {
-            return Ok(Some(SaveOutcome {
-                step,
-                saved: Err(message),
-                warning: None,
-            }));
-        }
         let values_from = params.values_from(mesh)?;
         let staged = Staged::new(optimizer, &refilled(params, &values_from))?;
         let layout = Layout {
@@ -145,11 +146,9 @@ impl CheckpointSaver {
             zero: params.data_parallel().zero,
             zero_group: params.data_parallel().zero_group,
         };
-        let manifest = (rank == 0).then(|| {
-            let of_run = (self.run.as_str(), step, record);
-            Manifest::new(params, (layout, optimizer.counters()), &values_from, of_run)
-        });
-        let (dir, run) = (self.folder.partial(step), self.run.clone());
+        let of_run = (self.run.as_str(), step, record);
+        let manifest = Manifest::new(params, (layout, optimizer.counters()), &values_from, of_run);
+        let run = self.run.clone();
         let write = move || {
             if staged.tensors.is_empty() {
                 return Ok(None);
@@ -160,7 +159,7 @@ impl CheckpointSaver {
         let thread = std::thread::Builder::new().name("checkpoint".into());
         self.in_flight = Some(InFlight {
             step,
-            manifest,
+            staged: folder?.map(|folder| (folder, manifest)),
             thread: thread.spawn(write).map_err(Error::wrap)?,
         });
         Ok(None)
@@ -194,19 +193,16 @@ impl CheckpointSaver {
         let written = in_flight.thread.join();
         let written = written.unwrap_or_else(|_| Err("the thread that writes panicked".into()));
         let written = exchange(&self.world, &written)?;
-        let ended = match (in_flight.manifest, written) {
+        let ended = match (in_flight.staged, written) {
             (None, _) => Ok(None),
-            (Some(manifest), Ok(files)) => {
+            (Some((folder, manifest)), Ok(files)) => {
                 let files = files.into_iter().flatten().collect();
-                self.publish(Manifest { files, ..manifest })
+                self.publish(folder, Manifest { files, ..manifest })
                     .map(Some)
                     .map_err(|err| message_of(&err))
             }
             (Some(_), Err(message)) => Err(message),
         };
-        if ended.is_err() {
-            self.folder.remove_partial(step);
-        }
         // Rank 0's word.
         let ended = self
             .world
@@ -229,9 +225,13 @@ impl CheckpointSaver {
     }
 
     /// Writes the manifest, and with it the checkpoint exists; then removes old ones.
-    fn publish(&mut self, manifest: Manifest) -> Result<(PathBuf, Option<String>)> {
+    fn publish(
+        &mut self,
+        folder: StagedFolder,
+        manifest: Manifest,
+    ) -> Result<(PathBuf, Option<String>)> {
         let step = manifest.step;
-        let path = self.folder.partial(step).join(MANIFEST_FILE);
+        let path = folder.path().join(MANIFEST_FILE);
         let write = |text: String| -> std::io::Result<()> {
             let mut file = File::create_new(&path)?;
             file.write_all(text.as_bytes())?;
@@ -239,7 +239,13 @@ impl CheckpointSaver {
         };
         write(manifest.to_text()?)
             .map_err(|err| Error::msg(format!("cannot write {}: {err}", path.display())))?;
-        let path = self.folder.publish(step)?;
+        let path = self.folder.path(step);
+        folder.commit(true).map_err(|err| {
+            Error::msg(format!(
+                "cannot finish the checkpoint {}: {err}",
+                path.display()
+            ))
+        })?;
         self.wait_for_remover();
         let hidden = self.folder.hide_old(step, self.keep);
         let warning = hidden.and_then(|hidden| {
