@@ -43,9 +43,9 @@ def result(folder):
     return weights, steps
 
 
-def processes(group):
-    """Processes of a process group that are alive, by their commands."""
-    found = subprocess.run(["pgrep", "-g", str(group), "-l"], capture_output=True, text=True).stdout.split("\n")
+def processes(session):
+    """Processes of a session that are alive, by their commands: mpirun puts each rank into a group of its own."""
+    found = subprocess.run(["pgrep", "-s", str(session), "-l"], capture_output=True, text=True).stdout.split("\n")
     return [(int(line.split()[0]), line.split()[1]) for line in found if line]
 
 

@@ -188,7 +188,7 @@ fn damage_is_named_and_the_checkpoint_before_is_the_latest() {
         for (opened, skipped) in &said {
             assert_says(opened, words);
             assert_says(opened, &[&dir.join("step-000002").display().to_string()]);
-            assert_eq!(skipped, &[opened.clone()], "{what}");
+            assert_eq!(skipped, std::slice::from_ref(opened), "{what}");
         }
         assert_eq!(said[0], said[1], "{what}");
         std::fs::remove_dir_all(dir.join("step-000002")).unwrap();

@@ -133,9 +133,7 @@ fn a_resumed_run_writes_no_step_twice() {
     let path = dir.path().join("metrics.jsonl");
     let steps = || -> Vec<usize> {
         let text = fs::read_to_string(&path).unwrap();
-        let steps = text
-            .lines()
-            .map(|line| serde_json::from_str::<StepMetrics>(line));
+        let steps = text.lines().map(serde_json::from_str::<StepMetrics>);
         steps.map(|step| step.unwrap().step).collect()
     };
     // Nothing is there yet.
