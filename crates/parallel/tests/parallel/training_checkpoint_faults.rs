@@ -313,7 +313,8 @@ fn a_save_that_fails_leaves_the_older_one_and_training_goes_on() -> Result<()> {
             .position(|param| param.name == name)
         {
             let param = run.stage.params().get(index);
-            let values = Tensor::full(f32::NAN, param.local_shape(), &Device::Cpu)?;
+            let device = run.stage.device();
+            let values = Tensor::full(f32::NAN, param.local_shape(), device)?;
             run.stage.params().refill(index, &values)?;
         }
         saver.start(&run.optimizer, 2, json!(null))?;
