@@ -124,10 +124,12 @@ fn copies_that_nobody_waits_for_are_made_and_leave_no_trace() -> Result<()> {
             store(&copies, &want, &mut buffer)?;
         }
         let want = bits(9, 500);
-        let mut buffer = copies.buffer(500)?;
-        store(&copies, &want, &mut buffer)?;
-        let fetch = copies.start_fetch(&mut buffer)?;
-        drop(copies);
+        let (fetch, _buffer) = {
+            let copies = HostCopies::new(&device())?;
+            let mut buffer = copies.buffer(500)?;
+            store(&copies, &want, &mut buffer)?;
+            (copies.start_fetch(&mut buffer)?, buffer)
+        };
         assert_bits(&fetch.wait()?, &want)
     })
 }
