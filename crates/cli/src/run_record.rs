@@ -51,9 +51,11 @@ impl TrainingArgs {
 
     fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
-        let ids = tokens.ids().iter().flat_map(|id| id.to_le_bytes());
-        let ids: Vec<u8> = ids.collect();
-        let sum = XxHash64::oneshot(0, &ids);
+        let mut sum = XxHash64::default();
+        for id in tokens.ids() {
+            sum.write(&id.to_le_bytes());
+        }
+        let sum = sum.finish();
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [

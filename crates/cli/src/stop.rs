@@ -15,8 +15,8 @@ pub(crate) struct Stopped {
     pub checkpoint: Option<PathBuf>,
 }
 
-/// The command line of this process, in a shell's words, with the flag that resumes from `checkpoint`.
-fn command_that_resumes(checkpoint: &Path) -> String {
+/// The command line of this process, in a shell's words, with the flag that resumes.
+fn command_that_resumes() -> String {
     let mut words: Vec<String> = Vec::new();
     let mut args = std::env::args_os().map(|arg| arg.to_string_lossy().into_owned());
     while let Some(arg) = args.next() {
@@ -26,8 +26,7 @@ fn command_that_resumes(checkpoint: &Path) -> String {
             words.push(in_shell(&arg));
         }
     }
-    words.push("--resume".to_string());
-    words.push(in_shell(&checkpoint.to_string_lossy()));
+    words.push("--resume latest".to_string());
     words.join(" ")
 }
 
@@ -70,16 +69,23 @@ impl Stop {
         self.signals.get()?.received()
     }
 
-    /// Why the run was stopped, and how to go on; `output` holds the model as it is if there is no checkpoint.
-    pub fn describe(&self, stopped: &Stopped, num_steps: usize, output: &Path) -> String {
+    /// Why the run was stopped, and how to go on; `output` holds the model as it is if there is no checkpoint. A process that
+    /// `is_alone` has all ranks.
+    pub fn describe(
+        &self,
+        stopped: &Stopped,
+        num_steps: usize,
+        (output, is_alone): (&Path, bool),
+    ) -> String {
         let why = match (self.signal(), self.max_secs) {
             (Some((signal, _)), _) => signal.to_string(),
-            (None, Some(secs)) => format!("--max-secs {secs}"),
-            (None, None) => "a signal to another rank".to_string(),
+            (None, Some(secs)) if self.is_time_over() => format!("--max-secs {secs}"),
+            (None, _) => "a signal to another rank".to_string(),
         };
         let step = stopped.step;
         let how = match &stopped.checkpoint {
-            Some(checkpoint) => format!("to go on: {}", command_that_resumes(checkpoint)),
+            Some(_) if is_alone => format!("to go on: {}", command_that_resumes()),
+            Some(_) => "to go on, start the ranks as before, with --resume latest".to_string(),
             None => format!(
                 "--model {} trains this model further, from its own step 1",
                 output.display()
@@ -88,11 +94,17 @@ impl Stop {
         format!("stopped after step {step} of {num_steps} by {why}; {how}")
     }
 
-    /// 128 and the number of the signal; success if the time was over.
+    fn is_time_over(&self) -> bool {
+        let max = self.max_secs.map(Duration::from_secs);
+        max.is_some_and(|max| self.start.elapsed() >= max)
+    }
+
+    /// 128 and the number of the signal, that of SIGTERM if another rank got it; success if the time was over.
     pub fn exit_code(&self) -> ExitCode {
         match self.signal() {
             Some((_, number)) => ExitCode::from(128 + number),
-            None => ExitCode::SUCCESS,
+            None if self.is_time_over() => ExitCode::SUCCESS,
+            None => ExitCode::from(128 + 15),
         }
     }
 }

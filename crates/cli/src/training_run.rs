@@ -99,7 +99,9 @@ impl TrainingRun<'_> {
             print_line(&format!("saved to {}", saved.display()));
             if let Some(stopped) = &stopped {
                 let num_steps = train.lr_schedule.num_steps;
-                print_line(&stop.describe(stopped, num_steps, self.output));
+                let is_alone = ranks.env.world_size() == 1;
+                let place = (self.output, is_alone);
+                print_line(&stop.describe(stopped, num_steps, place));
             }
         }
         Ok(match stopped {
@@ -160,7 +162,9 @@ impl TrainingRun<'_> {
             trainer.check_space(save)?;
         }
         let mut trainer = trainer.with_stop(stop.asks());
-        let batches = self.fit(&mut trainer, &mesh, resumed)?;
+        // The checkpoint's files are mapped as long as it lives.
+        let position = resumed.map(|resumed| resumed.position);
+        let batches = self.fit(&mut trainer, &mesh, position)?;
         if trainer.is_stopped() {
             return Self::stopped(&mut trainer, &batches, save).map(Some);
         }
@@ -178,7 +182,11 @@ impl TrainingRun<'_> {
             }) => Some(path),
             // Why has been told.
             Some(_) | None => {
-                trainer.save_hf(save)?;
+                let steps = Some(step);
+                trainer.save_hf(&HfSave {
+                    steps,
+                    ..save.clone()
+                })?;
                 None
             }
         };
@@ -214,16 +222,21 @@ impl TrainingRun<'_> {
     }
 
     /// Trains; the first rank shows progress and writes metrics. What it trained on.
-    fn fit(&self, trainer: &mut Trainer, mesh: &Mesh, resumed: Option<Resumed>) -> Result<Batches> {
+    fn fit(
+        &self,
+        trainer: &mut Trainer,
+        mesh: &Mesh,
+        position: Option<DataPosition>,
+    ) -> Result<Batches> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
         let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
-        if let Some(Resumed { position, .. }) = &resumed {
+        if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
         let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let metrics = metrics.map(|path| match &resumed {
+        let metrics = metrics.map(|path| match &position {
             Some(_) => Metrics::resume(path, trainer.step()),
             None => Metrics::create(path),
         });

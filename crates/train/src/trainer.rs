@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_comm::{Mesh, ProcessGroup};
+use candle_comm::{Mesh, ProcessGroup, message_of};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
@@ -121,13 +121,32 @@ impl Trainer {
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
         while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
-            let metrics = self.train_step(&batches.batch(self.step)?)?;
+            let metrics = self.train_step(&batches.batch(self.step)?);
+            let metrics = metrics.map_err(|err| self.after_failed_step(err))?;
             on_step(&metrics)?;
             self.checkpoint(batches)?;
         }
         match &mut self.checkpoints {
             Some(checkpoints) => checkpoints.finish(),
             None => Ok(()),
+        }
+    }
+
+    /// The error of a step, with the checkpoint from before it if training has diverged: all ranks know it then, and none is lost.
+    fn after_failed_step(&mut self, err: Error) -> Error {
+        let Some(checkpoints) = &mut self.checkpoints else {
+            return err;
+        };
+        if !self.optimizer.has_diverged() || checkpoints.finish().is_err() {
+            return err;
+        }
+        match checkpoints.last_saved() {
+            None => err,
+            Some(path) => Error::msg(format!(
+                "{}\nhint: {} has the run as it was then",
+                message_of(&err),
+                path.display()
+            )),
         }
     }
 

@@ -44,6 +44,14 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
         "hint: a lower learning rate",
     ];
     workspace.refuses(&program, &parts);
+    // What was saved before is there, and named.
+    let saves = workspace.path("saves");
+    let saving = program.clone().flag("--save-every", 1);
+    let saving = saving.flag("--save-dir", saves.display());
+    let last = saves.join("step-000001");
+    let named = format!("{} has the run as it was then", last.display());
+    saving.run().assert_error(&[parts[0], parts[1], &named]);
+    assert!(last.join("manifest.json").is_file());
     // Whatever the layout.
     let program = program
         .flag("--zero", 0)

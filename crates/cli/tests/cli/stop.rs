@@ -237,10 +237,29 @@ fn with_checkpoints_a_stopped_run_says_what_goes_on_and_that_ends_as_if_it_had_n
     let step = stopped.strip_prefix("stopped after step ").unwrap();
     let step: usize = step.split(' ').next().unwrap().parse().unwrap();
     assert!(step < 60, "{last}");
-    let checkpoint = saves.join(format!("step-{step:06}"));
-    assert!(command.ends_with(&format!(" --resume {}", checkpoint.display())));
+    assert!(saves.join(format!("step-{step:06}")).is_dir());
+    assert!(command.ends_with(" --resume latest"), "{command}");
     let mut shell = std::process::Command::new("sh");
     let again = shell.args(["-c", command]).output().unwrap();
     assert!(again.status.success(), "{again:?}");
     assert!(read_checkpoint(&workspace.output()) == whole);
+}
+
+#[test]
+fn a_stopped_run_does_not_replace_the_model_of_a_whole_one() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .flag("--steps", 200)
+        .flag("--output", workspace.path("model-2").display());
+    program.succeeds();
+    let whole = read_checkpoint(&workspace.path("model-2"));
+    let program = program.without("--overwrite");
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
+    assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+    let rescued = workspace.path("model-2-rescued");
+    let said = format!("the model was saved to {} instead", rescued.display());
+    assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+    assert!(read_checkpoint(&rescued) != whole);
+    assert!(read_checkpoint(&workspace.path("model-2")) == whole);
 }

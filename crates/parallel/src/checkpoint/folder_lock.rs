@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::staged_folder::beside;
 
-/// The right to write a folder or file, held until it is dropped: `.NAME.lock` beside it, locked.
+/// The right to write a folder or file, held until it is dropped: a locked file, `.NAME.lock` beside it or `.lock` in it.
 ///
 /// On a file system without locks nobody is kept out.
 #[derive(Debug)]
@@ -22,7 +22,18 @@ impl FolderLock {
     /// # Errors
     /// Another run has it, or the file for the lock cannot be made.
     pub fn acquire(place: &Path) -> Result<Self> {
-        let path = beside(place, "lock")?;
+        Self::lock(beside(place, "lock")?)
+    }
+
+    /// Locks the folder `dir` itself, by `.lock` in it.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`].
+    pub fn acquire_inside(dir: &Path) -> Result<Self> {
+        Self::lock(dir.join(".lock"))
+    }
+
+    fn lock(path: PathBuf) -> Result<Self> {
         loop {
             let mut options = File::options();
             let mut file = options

@@ -30,6 +30,9 @@ pub struct HfSave {
     /// What decides the values of the weights, in any form. It is noted in a small file in the folder. One that has the same is replaced
     /// without [`Self::overwrite`] while no file in it has been changed.
     pub run: Option<String>,
+    /// Steps that were done, of a run that is stopped before its end. Its model never replaces one of more steps of the same run without
+    /// [`Self::overwrite`].
+    pub steps: Option<usize>,
     /// Files and folders that the run reads, which are never replaced. The checkpoint that the parameters came from is always one.
     pub inputs: Vec<PathBuf>,
     /// If the model cannot be saved to its folder, it goes to a new one in this; `None`: nowhere.
@@ -46,6 +49,7 @@ impl HfSave {
             max_file_bytes: 5_000_000_000,
             overwrite: false,
             run: None,
+            steps: None,
             inputs: Vec::new(),
             rescue_dir: None,
         }
@@ -131,8 +135,15 @@ impl HfSave {
     /// Whether everything in `place` is what an earlier save of the same run has written.
     fn is_of_this_run(&self, place: &Path) -> bool {
         let Some(run) = &self.run else { return false };
-        let now = RunFile::of(place, run).ok();
-        now.is_some() && now == RunFile::read(place)
+        let Some(note) = RunFile::read(place) else {
+            return false;
+        };
+        let is_further = match (self.steps, note.steps) {
+            (None, _) => true,
+            (Some(own), Some(noted)) => own >= noted,
+            (Some(_), None) => false,
+        };
+        is_further && RunFile::of(place, run, note.steps).is_ok_and(|now| now == note)
     }
 
     /// This save to a new folder in [`Self::rescue_dir`], if there is one.

@@ -16,13 +16,15 @@ pub(super) const RUN_FILE: &str = ".candle_train.json";
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct RunFile {
     run: String,
+    /// Steps that were done, of a run that was stopped before its end.
+    pub steps: Option<usize>,
     /// Size of each file, and when it was last modified, in seconds and nanoseconds.
     files: BTreeMap<String, (u64, i64, i64)>,
 }
 
 impl RunFile {
     /// Of the folder as it is.
-    pub fn of(dir: &Path, run: &str) -> Result<Self> {
+    pub fn of(dir: &Path, run: &str, steps: Option<usize>) -> Result<Self> {
         let folder = ModelFolder::read(dir)?;
         let names = [folder.weights, folder.sidecars, folder.foreign].concat();
         let file = |name: String| {
@@ -32,13 +34,14 @@ impl RunFile {
         };
         Ok(Self {
             run: run.to_string(),
+            steps,
             files: names.into_iter().map(file).collect::<Result<_>>()?,
         })
     }
 
     /// Notes what is in the folder.
-    pub fn write(dir: &Path, run: &str) -> Result<()> {
-        let text = serde_json::to_vec_pretty(&Self::of(dir, run)?)?;
+    pub fn write(dir: &Path, run: &str, steps: Option<usize>) -> Result<()> {
+        let text = serde_json::to_vec_pretty(&Self::of(dir, run, steps)?)?;
         std::fs::write(dir.join(RUN_FILE), text)
     }
 

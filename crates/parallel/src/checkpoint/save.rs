@@ -160,7 +160,7 @@ impl<'a> Folder<'a> {
             .save
             .run
             .as_deref()
-            .map(|run| RunFile::write(self.staged.path(), run));
+            .map(|run| RunFile::write(self.staged.path(), run, self.save.steps));
         noted
             .transpose()
             .map_err(|err| SaveFailure::at(&place.join(RUN_FILE), err))?;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! .NAME.saving     what is being written
-//! .NAME.replaced   what was NAME before, from the renaming of this one until it is deleted
+//! .NAME.replaced   what was NAME before, until this one has the name
+//! .NAME.removed    what is being deleted
 //! ```
 //! Who writes holds the [`FolderLock`](super::FolderLock) of the place, so what has these names is a dead process's.
 
@@ -52,18 +53,18 @@ impl StagedFolder {
         sync_parent(&self.place)
     }
 
-    fn swap(&self) -> Result<()> {
+    fn swap(&mut self) -> Result<()> {
         let replaced = beside(&self.place, "replaced")?;
         fs::rename(&self.place, &replaced)?;
         let renamed = sync_parent(&self.place).and_then(|()| fs::rename(&self.staged, &self.place));
         if let Err(err) = renamed {
-            // If this fails too, `recover` does it.
-            let _ = fs::rename(&replaced, &self.place);
+            // If this fails too, both are complete, and `recover` chooses.
+            self.is_committed = fs::rename(&replaced, &self.place).is_err();
             return Err(err);
         }
         sync_parent(&self.place)?;
         // What stays is deleted by `recover`.
-        let _ = fs::remove_dir_all(&replaced);
+        let _ = delete(&self.place, &replaced);
         Ok(())
     }
 
@@ -72,6 +73,7 @@ impl StagedFolder {
     /// # Errors
     /// A failure of the file system, or folders that no order of events explains.
     pub fn recover(place: &Path) -> Result<()> {
+        remove(&beside(place, "removed")?)?;
         let (staged, replaced) = (beside(place, "saving")?, beside(place, "replaced")?);
         if replaced.is_dir() {
             let is_free = match fs::read_dir(place) {
@@ -95,7 +97,9 @@ impl StagedFolder {
                 }
             }
             sync_parent(place)?;
-            remove(&replaced)?;
+            if replaced.is_dir() {
+                delete(place, &replaced)?;
+            }
         }
         remove(&staged)
     }
@@ -121,6 +125,14 @@ pub(super) fn beside(place: &Path, role: &str) -> Result<PathBuf> {
     hidden.push(".");
     hidden.push(role);
     Ok(place.with_file_name(hidden))
+}
+
+/// Deletes a folder beside `place` that was complete: at no moment a part of it has its name.
+fn delete(place: &Path, dir: &Path) -> Result<()> {
+    let removed = beside(place, "removed")?;
+    remove(&removed)?;
+    fs::rename(dir, &removed)?;
+    remove(&removed)
 }
 
 fn remove(dir: &Path) -> Result<()> {

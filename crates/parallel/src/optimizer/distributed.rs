@@ -26,6 +26,7 @@ pub struct DistributedOptimizer {
     groups: Vec<ParamGroup>,
     pub(super) store: StateStore,
     pub(super) num_steps: usize,
+    has_diverged: bool,
     pub(super) scaler: Option<LossScaler>,
 }
 
@@ -102,6 +103,7 @@ impl DistributedOptimizer {
             groups: Vec::new(),
             store,
             num_steps: 0,
+            has_diverged: false,
             scaler: None,
         })
     }
@@ -148,6 +150,11 @@ impl DistributedOptimizer {
     /// Number of steps that were skipped.
     pub fn num_skipped_steps(&self) -> usize {
         self.scaler.as_ref().map_or(0, LossScaler::num_skipped)
+    }
+
+    /// Whether the last step was an error because its loss or norm was not finite: the same on every rank, and none has failed.
+    pub fn has_diverged(&self) -> bool {
+        self.has_diverged
     }
 
     /// Number of updates made.
@@ -211,6 +218,7 @@ impl DistributedOptimizer {
         if report.is_skipped {
             return Ok(report);
         }
+        self.has_diverged = !is_finite;
         reduced.check_finite().map_err(|err| match &self.scaler {
             Some(_) => err.context("the loss scale is 1 already"),
             None => err,

@@ -88,7 +88,17 @@ fn edit_manifest(dir: &Path, from: &str, to: &str) {
 
 type Fault = (&'static str, fn(&Path, &Path), &'static [&'static str]);
 
-const FAULTS: [Fault; 11] = [
+const FAULTS: [Fault; 13] = [
+    (
+        "a file elsewhere",
+        |dir, _| edit_manifest(dir, "rank-00001.safetensors", "../00001.safetensors"),
+        &["names the file \"../00001.safetensors\"", "files of ranks"],
+    ),
+    (
+        "one file twice",
+        |dir, _| edit_manifest(dir, "rank-00001.safetensors", "rank-00000.safetensors"),
+        &["rank-00000.safetensors", "each once"],
+    ),
     (
         "a truncated file",
         |dir, _| {

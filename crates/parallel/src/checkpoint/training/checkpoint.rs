@@ -83,6 +83,7 @@ impl TrainingCheckpoint {
             bail!("the checkpoint folder {} does not exist", dir.display());
         }
         let manifest = Manifest::read(dir)?;
+        manifest.check_files(dir)?;
         let records = manifest.files.iter();
         records.clone().try_for_each(|file| file.check_size(dir))?;
         let mine = records.clone().skip(world.rank());
@@ -97,6 +98,7 @@ impl TrainingCheckpoint {
         let mut pieces: HashMap<String, Vec<(usize, Piece)>> = HashMap::new();
         for (index, file) in files.iter().enumerate() {
             for piece in &file.pieces {
+                manifest.check_piece(dir, piece)?;
                 let of_param = pieces.entry(piece.name.clone()).or_default();
                 of_param.push((index, piece.clone()));
             }

@@ -65,7 +65,7 @@ impl CheckpointFolder {
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
     pub fn lock(&self) -> Result<FolderLock> {
         std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
-        let lock = FolderLock::acquire(&self.0).map_err(|err| self.error("use", &err))?;
+        let lock = FolderLock::acquire_inside(&self.0).map_err(|err| self.error("use", &err))?;
         for name in self.names()? {
             let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
             let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))

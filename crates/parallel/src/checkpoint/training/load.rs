@@ -1,6 +1,7 @@
 //! Puts a checkpoint's values where this rank keeps them, whatever the layout.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -136,8 +137,8 @@ impl TrainingCheckpoint {
 
     fn values_from(&self, name: &str) -> ValuesFrom {
         let params = &self.manifest.params;
-        let found = params.binary_search_by(|record| record.name.as_str().cmp(name));
-        found.map_or(ValuesFrom::Source, |index| params[index].values_from)
+        let found = params.iter().find(|record| record.name == name);
+        found.map_or(ValuesFrom::Source, |record| record.values_from)
     }
 
     /// The weights of a piece, flat, in the type and on the device of the parameter; `None` if they are those of its source.
@@ -167,7 +168,7 @@ impl TrainingCheckpoint {
     /// The values of a kind that a piece has, from all files with some of them.
     fn read(&self, kind: &str, wanted: &Piece) -> Result<Vec<f32>> {
         let mut values = vec![0f32; wanted.len()];
-        let mut num_found = 0;
+        let mut found = Vec::new();
         for (file, piece) in self.pieces.get(&wanted.name).into_iter().flatten() {
             let name = tensor_name(kind, piece);
             let Some((dtype, bytes)) = self.files[*file].tensor(&name, piece.len())? else {
@@ -179,8 +180,18 @@ impl TrainingCheckpoint {
                 let from = common.other_start * size..(common.other_start + common.len) * size;
                 let to = &mut values[common.start..common.start + common.len];
                 decode(dtype, &bytes[from], to);
-                num_found += common.len;
+                found.push(common.start..common.start + common.len);
             }
+        }
+        found.sort_by_key(|range| range.start);
+        let is_once = found.windows(2).all(|pair| pair[0].end <= pair[1].start);
+        let num_found: usize = found.iter().map(Range::len).sum();
+        if !is_once {
+            bail!(
+                "the checkpoint {} has values of {kind} of parameter {} twice: its files do not belong together",
+                self.dir().display(),
+                wanted.name
+            );
         }
         if num_found != wanted.len() {
             bail!(
@@ -188,6 +199,13 @@ impl TrainingCheckpoint {
                 self.dir().display(),
                 wanted.len(),
                 wanted.name
+            );
+        }
+        if !values.iter().all(|value| value.is_finite()) {
+            bail!(
+                "{kind} of parameter {} in the checkpoint {} has values that are NaN or infinite",
+                wanted.name,
+                self.dir().display()
             );
         }
         Ok(values)

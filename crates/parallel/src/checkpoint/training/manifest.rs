@@ -8,6 +8,7 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
+use super::piece::Piece;
 use crate::optimizer::OptimizerCounters;
 use crate::params::{Parameters, ValuesFrom, ZeroStage};
 
@@ -107,6 +108,38 @@ impl Manifest {
             params: entries.collect(),
             files: Vec::new(),
             record,
+        }
+    }
+
+    /// An error unless the files of `dir` that are named have names of ours, each once.
+    pub fn check_files(&self, dir: &Path) -> Result<()> {
+        for (index, file) in self.files.iter().enumerate() {
+            let number = file.name.strip_prefix("rank-");
+            let number = number.and_then(|name| name.strip_suffix(".safetensors"));
+            let is_ours = number.is_some_and(|number| number.bytes().all(|b| b.is_ascii_digit()));
+            let is_again = self.files[..index].iter().any(|it| it.name == file.name);
+            if !is_ours || is_again {
+                bail!(
+                    "{MANIFEST_FILE} in {} names the file {:?}; expected files of ranks, each once",
+                    dir.display(),
+                    file.name
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// An error if a piece has another shape than its parameter.
+    pub fn check_piece(&self, dir: &Path, piece: &Piece) -> Result<()> {
+        let mut params = self.params.iter();
+        match params.find(|param| param.name == piece.name) {
+            Some(param) if param.shape == piece.shape => Ok(()),
+            _ => bail!(
+                "a file in {} has values of {} with shape {:?}, which is not in {MANIFEST_FILE}",
+                dir.display(),
+                piece.name,
+                piece.shape
+            ),
         }
     }
 

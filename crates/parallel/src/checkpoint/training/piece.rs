@@ -59,7 +59,11 @@ impl Piece {
     /// Whether the numbers fit each other.
     pub fn is_valid(&self) -> bool {
         let width = self.width();
-        let held = self.shape.iter().product::<usize>() / width.max(1) * self.held.len();
+        let mut dims = self.shape.iter();
+        let Some(all) = dims.try_fold(1usize, |product, &dim| product.checked_mul(dim)) else {
+            return false;
+        };
+        let held = all / width.max(1) * self.held.len().min(width);
         (self.dim < self.shape.len() || self.shape.is_empty() && self.dim == 0)
             && self.held.start <= self.held.end
             && self.held.end <= width

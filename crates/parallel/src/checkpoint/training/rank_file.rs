@@ -216,9 +216,11 @@ impl RankFile {
             return Ok(None);
         };
         let bytes = &self.map[range.clone()];
-        if bytes.len() * 8 != len * dtype.bitsize() {
+        let is_float = matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        let size = dtype.bitsize() / 8;
+        if !is_float || len.checked_mul(size) != Some(bytes.len()) {
             bail!(
-                "tensor {name} in {} has {} bytes; expected {len} values of {dtype:?}",
+                "tensor {name} in {} has {} bytes of {dtype:?}; expected {len} floats",
                 self.path.display(),
                 bytes.len()
             );

@@ -121,6 +121,8 @@ impl CheckpointSaver {
         if let Some(in_flight) = &self.in_flight {
             bail!("the save after step {} is still under way", in_flight.step);
         }
+        // What an older checkpoint takes is free again.
+        self.wait_for_remover();
         let (params, mesh) = (optimizer.params(), optimizer.mesh());
         let rank = self.world.rank();
         let folder = (rank == 0).then(|| self.folder.stage(step)).transpose();
