@@ -14,6 +14,7 @@ use crate::choices::StorageChoice;
 use crate::flags::Flags;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
+use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
@@ -46,6 +47,7 @@ fn model_help() -> String {
 
 impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
         let ranks = self.training.run_config()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
@@ -54,6 +56,7 @@ impl TrainingCommand for Finetune {
         TrainingRun {
             training: &self.training,
             samples: &self.samples,
+            stop,
             tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),

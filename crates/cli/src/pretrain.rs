@@ -15,6 +15,7 @@ use crate::flags::Flags;
 use crate::number::whole;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
+use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
@@ -72,6 +73,7 @@ struct ModelArgs {
 
 impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
         let ranks = self.training.run_config()?;
         let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {
@@ -85,6 +87,7 @@ impl TrainingCommand for Pretrain {
         TrainingRun {
             training: &self.training,
             samples: &self.samples,
+            stop,
             tokens: Tokens::encode(&documents, &tokenizer)?,
             title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,

@@ -26,6 +26,8 @@ use crate::training_args::TrainingArgs;
 pub(crate) struct TrainingRun<'a> {
     pub training: &'a TrainingArgs,
     pub samples: &'a SampleArgs,
+    /// What may stop it; the time counts since the program began.
+    pub stop: Stop,
     pub config: ModelConfig,
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
@@ -59,7 +61,6 @@ struct Resumed {
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
-        let stop = Stop::new(self.training.batches.max_secs);
         let tokenizer = &self.tokenizer;
         tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
         let train = self.training.train_config(&self.tokens)?;
@@ -90,7 +91,7 @@ impl TrainingRun<'_> {
         }
         ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
         let stopped = launch::run(&ranks, |world| {
-            self.run_rank(&train, (&save, &record, &stop), world)
+            self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;
         let stopped = stopped.into_iter().next().flatten();
         if ranks.is_first() {
@@ -101,11 +102,11 @@ impl TrainingRun<'_> {
                 let num_steps = train.lr_schedule.num_steps;
                 let is_alone = ranks.env.world_size() == 1;
                 let place = (self.output, is_alone);
-                print_line(&stop.describe(stopped, num_steps, place));
+                print_line(&self.stop.describe(stopped, num_steps, place));
             }
         }
         Ok(match stopped {
-            Some(_) => stop.exit_code(),
+            Some(_) => self.stop.exit_code(),
             None => ExitCode::SUCCESS,
         })
     }

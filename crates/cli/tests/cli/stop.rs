@@ -216,36 +216,6 @@ fn the_launcher_passes_signals_on_and_waits_for_the_save() {
 }
 
 #[test]
-fn with_checkpoints_a_stopped_run_says_what_goes_on_and_that_ends_as_if_it_had_not_been_stopped() {
-    let workspace = Workspace::new();
-    let saves = workspace.path("saves");
-    let program = workspace
-        .finetune()
-        .flag("--steps", 60)
-        .flag("--prompt", "The Queen's \"it\"");
-    program.succeeds();
-    let whole = read_checkpoint(&workspace.output());
-    std::fs::remove_dir_all(workspace.output()).unwrap();
-    let program = program
-        .flag("--save-every", 1000)
-        .flag("--save-dir", saves.display());
-    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
-    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
-    assert!(!workspace.output().exists());
-    let last = outcome.stdout.lines().last().unwrap();
-    let (stopped, command) = last.split_once("; to go on: ").unwrap();
-    let step = stopped.strip_prefix("stopped after step ").unwrap();
-    let step: usize = step.split(' ').next().unwrap().parse().unwrap();
-    assert!(step < 60, "{last}");
-    assert!(saves.join(format!("step-{step:06}")).is_dir());
-    assert!(command.ends_with(" --resume latest"), "{command}");
-    let mut shell = std::process::Command::new("sh");
-    let again = shell.args(["-c", command]).output().unwrap();
-    assert!(again.status.success(), "{again:?}");
-    assert!(read_checkpoint(&workspace.output()) == whole);
-}
-
-#[test]
 fn a_stopped_run_does_not_replace_the_model_of_a_whole_one() {
     let workspace = Workspace::new();
     let program = workspace
