@@ -1,14 +1,28 @@
 #!/usr/bin/env python3
-"""Training speed of ranks as processes under MPI against threads, and the cost of --check-collectives, as a Markdown table.
+"""Training speed of ranks as processes under MPI against threads, the cost of --check-collectives, and that of the stages of ZeRO on
+two replicas, as Markdown tables.
 
     cargo build --release --example bench_train --features mpi
     scripts/bench_processes.py [--turns N] [--steps N] [--mpirun "mpirun --bind-to none"]
 
-The three run in turns, so that what else the machine does hits all of them, and the best median step of each is taken.
+What a table compares runs in turns, so that what else the machine does hits all of it, and the best median step of each is taken.
 """
 import argparse
 
 from bench_train import LAYOUTS, OURS, best_of
+
+
+def zero_table(a, processes):
+    print("\n| default shape, dp 2 | as threads, ratio to stage 0 | under MPI, ratio to stage 0 |\n|---|---|---|")
+
+    def speeds(program, *flags):
+        stage = ["--dp", "2", "--steps", str(a.steps), *flags, "--zero"]
+        return best_of(a.turns, {str(zero): [*program, *stage, str(zero)] for zero in range(4)})
+
+    threads, mpi = speeds([OURS]), speeds(processes, "--backend", "mpi")
+    for zero in map(str, range(1, 4)):
+        ratio, mpi_ratio = (runs[zero]["tokens_per_sec"] / runs["0"]["tokens_per_sec"] for runs in (threads, mpi))
+        print(f"| stage {zero} | {ratio:.2f} | {mpi_ratio:.2f} |", flush=True)
 
 
 def main():
@@ -35,6 +49,7 @@ def main():
             })
             threads, mpi, checked = (speeds[name]["tokens_per_sec"] for name in ["threads", "mpi", "checked"])
             print(f"| {size}, {layout} | {threads:,.0f} | {mpi / threads:.2f} | {checked / mpi:.2f} |", flush=True)
+    zero_table(a, processes)
 
 
 if __name__ == "__main__":
