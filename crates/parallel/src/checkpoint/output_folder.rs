@@ -101,6 +101,11 @@ fn resolve(path: &Path) -> std::io::Result<(PathBuf, NewFolders)> {
         if !metadata.is_dir() {
             return Err(Error::new(ErrorKind::NotADirectory, "it is not a folder"));
         }
+        if std::env::current_dir().is_ok_and(|current| current.starts_with(&place)) {
+            return Err(Error::other(
+                "the program runs in it, and it would be replaced as a whole\nhint: choose a folder in it",
+            ));
+        }
         let parent = place.parent().map(Path::metadata).transpose()?;
         return match parent.is_some_and(|parent| parent.dev() == metadata.dev()) {
             true => Ok((place, NewFolders::default())),

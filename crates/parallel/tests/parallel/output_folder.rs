@@ -309,3 +309,11 @@ fn a_folder_gets_its_name_when_it_is_complete() {
     write("third").commit(true).unwrap_err();
     assert_eq!(fs::read_to_string(&place).unwrap(), "a file");
 }
+
+#[test]
+fn the_folder_in_which_the_program_runs_is_refused() {
+    for place in [".", ".."] {
+        let said = message(OutputFolder::new(place).claim());
+        assert_says(&said, &["the program runs in it", "hint:"]);
+    }
+}
