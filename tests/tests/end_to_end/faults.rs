@@ -175,18 +175,12 @@ fn write_nan(path: &Path, name: &str) {
 fn a_nan_in_the_weights() {
     let (_dir, fixture) = copy(&Fixture::new("gqa"));
     let file = fixture.model_dir().join("model.safetensors");
-    write_nan(&file, "model.layers.2.mlp.down_proj.weight");
+    let name = "model.layers.2.mlp.down_proj.weight";
+    write_nan(&file, name);
     for (pp, dp, tp) in [(1, 1, 1), (2, 2, 2)] {
         let layout = Layout::new(pp, dp, tp);
         let said = failure(|| train_all_steps(&fixture, layout));
-        let words = [
-            "step 0",
-            "the loss is NaN",
-            "first parameter",
-            "lm_head.weight",
-            "hint",
-        ];
-        assert_says(&said, &words);
+        assert_says(&said, &[name, "NaN or infinite", "hint"]);
     }
 }
 
