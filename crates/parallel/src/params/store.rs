@@ -8,6 +8,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
 use candle_ops::round_into;
+use rayon::prelude::*;
 
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
@@ -38,7 +39,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// The rank's part of a parameter in f32, row-major.
+    /// The rank's part of a parameter in f32, row-major. Values of a checkpoint that are NaN or infinite are an error.
     pub fn values(
         &self,
         name: &str,
@@ -48,7 +49,17 @@ impl Source {
     ) -> Result<Vec<f32>> {
         match self {
             Self::Init { seed } => init_values(*seed, name, shape, shard, init),
-            Self::Pretrained(checkpoint) => checkpoint.read(name, shape.dims(), shard),
+            Self::Pretrained(checkpoint) => {
+                let values = checkpoint.read(name, shape.dims(), shard)?;
+                if !values.par_iter().all(|value| value.is_finite()) {
+                    bail!(
+                        "tensor {name} in {} has values that are NaN or infinite\nhint: the file was damaged, or the training that \
+                         wrote it had diverged",
+                        checkpoint.dir().display()
+                    );
+                }
+                Ok(values)
+            }
         }
     }
 }
