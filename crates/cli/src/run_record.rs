@@ -6,7 +6,7 @@ use std::hash::Hasher;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Error, Result};
+use candle_core::{DType, Error, Result};
 use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
@@ -47,6 +47,19 @@ impl TrainingArgs {
             model,
             position: DataPosition::default(),
         })
+    }
+
+    /// A digest of what decides the bits of the saved weights: the record of the run, its layout and the type of the files.
+    pub(crate) fn run_digest(
+        &self,
+        record: &TrainingRecord,
+        save_dtype: Option<DType>,
+    ) -> Result<String> {
+        let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
+        let micro_batch_size = self.batches.micro_batch_size;
+        let record = serde_json::to_string(record).map_err(Error::wrap)?;
+        let all = format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
     fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {

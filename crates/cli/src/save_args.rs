@@ -1,36 +1,9 @@
 //! Flags about the folder of the trained model.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
 use candle_parallel::checkpoint::HfSave;
-use candle_train::Tokens;
 use clap::Args;
-
-use crate::flags::Flags;
-
-/// Flags that do not change the trained weights.
-const WITHOUT_EFFECT: &[&str] = &[
-    "--output",
-    "--overwrite",
-    "--rescue-dir",
-    "--max-secs",
-    "--save-every",
-    "--save-dir",
-    "--keep",
-    "--resume",
-    "--resume-anyway",
-    "--backend",
-    "--deadline",
-    "--check-collectives",
-    "--no-overlap",
-    "--recompute",
-    "--offload",
-    "--prompt",
-    "--sample-tokens",
-    "--temperature",
-    "--top-p",
-];
 
 /// What happens where the trained model should go and something is there, or nothing can be written.
 #[derive(Args, Clone, Debug)]
@@ -59,19 +32,4 @@ impl SaveArgs {
             ..HfSave::new(output, sidecars)
         }
     }
-}
-
-/// A digest of what decides the trained weights: flags, tokens, and the folder of the model that is read.
-pub(crate) fn run_digest(flags: &Flags, tokens: &Tokens, model: Option<&Path>) -> String {
-    let mut hasher = DefaultHasher::new();
-    for flag in flags {
-        if !WITHOUT_EFFECT.contains(&flag.0.as_str()) {
-            flag.hash(&mut hasher);
-        }
-    }
-    tokens.ids().hash(&mut hasher);
-    model
-        .map(|dir| dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf()))
-        .hash(&mut hasher);
-    format!("{:016x}", hasher.finish())
 }

@@ -18,7 +18,6 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
-use crate::save_args::run_digest;
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
@@ -77,7 +76,7 @@ impl TrainingRun<'_> {
         let beside = self.training.checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
-            run: Some(run_digest(&flags, &self.tokens, model)),
+            run: Some(self.training.run_digest(&record, self.save_dtype)?),
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
         };

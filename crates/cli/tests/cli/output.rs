@@ -181,7 +181,17 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
     refused(&program.clone().flag("--data", other.display()));
     copy_folder(&workspace.path("model"), &workspace.path("twin"));
     let twin = workspace.path("twin");
-    refused(&program.clone().flag("--model", twin.display()));
+    let of_twin = program.clone().flag("--model", twin.display());
+    of_twin.succeeds();
+    assert_eq!(made(), first);
+    // What the model's files hold counts, not where they are.
+    let weights = twin.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last_mantissa = bytes.len() - 4;
+    bytes[last_mantissa] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    refused(&of_twin);
+    refused(&program.clone().flag("--tp", 1));
     fs::write(output.join("README.md"), "what I found").unwrap();
     program.run().assert_error(&[already]);
     program.switch("--overwrite").succeeds();
