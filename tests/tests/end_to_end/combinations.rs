@@ -63,6 +63,10 @@ fn check(dtype: DType) {
             let what = format!("{dtype:?} {layout:?} {recompute:?}");
             match dtype {
                 DType::F32 => assert_same(&ours, &one_rank, &what),
+                // Without tensor parallelism and tiles every result is rounded where one rank rounds it, and gradients add up in f32.
+                _ if layout.tp == 1 && layout.tile_linears == 1 => {
+                    assert_near(&ours, &one_rank, 1e-6, &what);
+                }
                 _ => assert_near(&ours, &one_rank, gradient_tolerance(dtype), &what),
             }
         }
