@@ -122,7 +122,8 @@ impl Trainer {
     ) -> Result<()> {
         while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
             let metrics = self.train_step(&batches.batch(self.step)?);
-            let metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            metrics.padding = batches.padding(metrics.step)?;
             on_step(&metrics)?;
             self.checkpoint(batches)?;
         }
@@ -243,6 +244,7 @@ impl Trainer {
             learning_rate,
             loss_scale,
             skipped_steps: self.optimizer.num_skipped_steps(),
+            padding: 0.0,
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,

@@ -2,8 +2,8 @@
 
 #[path = "train/batches.rs"]
 mod batches;
-#[path = "train/documents.rs"]
-mod documents;
+#[path = "train/chat.rs"]
+mod chat;
 #[path = "train/hub.rs"]
 mod hub;
 #[path = "train/hub_faults.rs"]
@@ -18,6 +18,8 @@ mod metrics;
 mod progress;
 #[path = "train/sampler.rs"]
 mod sampler;
+#[path = "train/samples.rs"]
+mod samples;
 #[path = "train/tokenizer.rs"]
 mod tokenizer;
 

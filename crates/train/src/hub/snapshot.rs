@@ -31,7 +31,11 @@ pub(super) struct Snapshots {
 impl Snapshots {
     pub(super) fn new(cache_dir: &Path, spec: &RepoSpec) -> Self {
         Self {
-            dir: cache_dir.join(format!("models--{}", spec.repo_id.replace('/', "--"))),
+            dir: cache_dir.join(format!(
+                "{}s--{}",
+                spec.kind,
+                spec.repo_id.replace('/', "--")
+            )),
         }
     }
 
@@ -81,6 +85,26 @@ impl Snapshots {
         {
             let _ = fs::write(path, "");
         }
+    }
+
+    /// The files of `commit`, as the hub has listed them.
+    pub(super) fn listed(&self, commit: &str) -> Option<Vec<String>> {
+        let list = fs::read_to_string(self.list(commit)).ok()?;
+        Some(list.lines().map(str::to_string).collect())
+    }
+
+    /// Records the files of `commit`. Failing to costs a request next time, nothing else.
+    pub(super) fn set_listed(&self, commit: &str, files: &[String]) {
+        let path = self.list(commit);
+        if let Some(dir) = path.parent()
+            && fs::create_dir_all(dir).is_ok()
+        {
+            let _ = fs::write(path, files.join("\n"));
+        }
+    }
+
+    fn list(&self, commit: &str) -> PathBuf {
+        self.dir.join(".files").join(commit)
     }
 
     fn absence(&self, commit: &str, file: &str) -> PathBuf {
