@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
+use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
-use candle_train::{Documents, Tokenizer, Tokens};
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
+use crate::data_args::DataArgs;
 use crate::flags::Flags;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
@@ -18,14 +19,13 @@ use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
-/// Fine-tune a Hugging Face checkpoint on text
+/// Fine-tune a Hugging Face checkpoint on conversations or text
 #[derive(Parser, Debug)]
 pub struct Finetune {
     #[arg(long, value_name = "DIR|REPO", help = model_help())]
     model: String,
-    /// Text file (.txt, one document), or a folder of them
-    #[arg(long, value_name = "FILE|DIR")]
-    data: PathBuf,
+    #[command(flatten)]
+    data: DataArgs,
     /// Folder for the fine-tuned checkpoint
     #[arg(long, default_value = "finetuned", value_name = "DIR")]
     output: PathBuf,
@@ -53,15 +53,17 @@ impl TrainingCommand for Finetune {
         let config = ModelConfig::from_file(model.join("config.json"))?;
         self.training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
+        let data = self.data.read(&tokenizer, Some(&model), &self.training)?;
+        let inputs = std::iter::once(model.clone()).chain(data.inputs());
         TrainingRun {
             training: &self.training,
             samples: &self.samples,
             stop,
-            tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
             tokenizer,
-            title: format!("{} on {}", model.display(), self.data.display()),
+            title: format!("{} on {}", model.display(), self.data),
             sidecars: sidecar_files(&model)?,
-            inputs: vec![model.clone(), self.data.clone()],
+            inputs: inputs.collect(),
+            data,
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

@@ -22,7 +22,7 @@ pub fn fingerprint(
         return Ok(Fingerprint::default());
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
-    fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
+    fingerprint = fingerprint.value("the tokens of --data", tokens.digest());
     let Some(model) = model else {
         return Ok(fingerprint);
     };

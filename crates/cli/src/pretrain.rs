@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train::Tokenizer;
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
 
 use crate::choices::StorageChoice;
+use crate::data_args::DataArgs;
 use crate::flags::Flags;
 use crate::number::whole;
 use crate::program::TrainingCommand;
@@ -22,9 +23,8 @@ use crate::training_run::{InitialWeights, TrainingRun};
 /// Train a small Llama, and its tokenizer, from nothing on text
 #[derive(Parser, Debug)]
 pub struct Pretrain {
-    /// Text file (.txt, one document), or a folder of them
-    #[arg(long, value_name = "FILE|DIR")]
-    data: PathBuf,
+    #[command(flatten)]
+    data: DataArgs,
     /// Folder for the checkpoint
     #[arg(long, default_value = "pretrained", value_name = "DIR")]
     output: PathBuf,
@@ -75,23 +75,30 @@ impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let ranks = self.training.run_config()?;
-        let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
-            None => Tokenizer::train_bpe(documents.iter(), self.model.vocab_size)?,
+            None => {
+                let texts = self.data.find()?.texts()?;
+                let texts = texts.iter().map(String::as_str);
+                Tokenizer::train_bpe(texts, self.model.vocab_size)?
+            }
         };
         let config = self
             .model
-            .config(&tokenizer, self.training.batches.seq_len)?;
+            .config(&tokenizer, self.training.batches.sequences.seq_len)?;
         self.training.check_model(&config)?;
+        let data = self
+            .data
+            .read(&tokenizer, self.tokenizer.as_deref(), &self.training)?;
+        let inputs = self.tokenizer.iter().cloned().chain(data.inputs());
         TrainingRun {
             training: &self.training,
             samples: &self.samples,
             stop,
-            tokens: Tokens::encode(&documents, &tokenizer)?,
-            title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
+            title: format!("{}, vocabulary {}", self.data, config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
-            inputs: self.tokenizer.iter().chain([&self.data]).cloned().collect(),
+            inputs: inputs.collect(),
+            data,
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

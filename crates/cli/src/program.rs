@@ -14,6 +14,7 @@ use crate::flags::{Flags, parse, parse_command};
 use crate::launch::LaunchArgs;
 use crate::output::exit_with;
 use crate::pretrain::Pretrain;
+use crate::preview::Preview;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
@@ -21,6 +22,7 @@ use crate::pretrain::Pretrain;
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
+    Preview(Box<Preview>),
     Launch(Box<LaunchArgs>),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
@@ -60,6 +62,10 @@ pub fn candle_train() -> ExitCode {
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Preview(args) => {
+            show_warnings();
+            exit_with(args.run())
+        }
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),
@@ -104,11 +110,15 @@ fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     })
 }
 
-fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    keep_freed_memory();
+fn show_warnings() {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
+}
+
+fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
+    keep_freed_memory();
+    show_warnings();
     match command.run(flags) {
         Ok(code) => code,
         Err(err) => exit_with(Err(err)),

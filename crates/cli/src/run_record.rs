@@ -7,7 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
-use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -26,12 +26,12 @@ const NOT_THE_MODEL: [&str; 4] = [
 ];
 
 impl TrainingArgs {
-    /// The record of a run on `tokens` that begins with the weights in folder `weights`, if there is one, of a model with this
+    /// The record of a run on `samples` that begins with the weights in folder `weights`, if there is one, of a model with this
     /// `config.json`.
     pub(crate) fn record(
         &self,
         train: &TrainConfig,
-        tokens: &Tokens,
+        samples: &Samples,
         config: Option<&[u8]>,
         weights: Option<&Path>,
     ) -> Result<TrainingRecord> {
@@ -43,7 +43,7 @@ impl TrainingArgs {
             model.insert("the weights of --model".into(), digest.into());
         }
         Ok(TrainingRecord {
-            settings: self.settings(train, tokens),
+            settings: self.settings(train, samples),
             model,
             position: DataPosition::default(),
         })
@@ -62,25 +62,25 @@ impl TrainingArgs {
         Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
-    fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
+    fn settings(&self, train: &TrainConfig, samples: &Samples) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
-        let mut sum = XxHash64::default();
-        for id in tokens.ids() {
-            sum.write(&id.to_le_bytes());
-        }
-        let sum = sum.finish();
+        let (tokens, config) = (samples.tokens(), samples.config());
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
             (
                 "the data",
-                format!("{} tokens (xxh64 {sum:016x})", tokens.len()),
+                format!("{} tokens (xxh3 {})", tokens.len(), tokens.digest()),
             ),
             (
                 "the number of steps",
                 train.lr_schedule.num_steps.to_string(),
             ),
-            ("--seq-len", batches.seq_len.to_string()),
+            ("the weights of --data", format!("{:?}", config.weights)),
+            ("--seq-len", config.seq_len.to_string()),
+            ("--no-packing", (!config.packing).to_string()),
+            ("--no-document-mask", (!config.document_mask).to_string()),
+            ("--overlong", config.overlong.to_string()),
             ("--global-batch-size", batches.global_batch_size.to_string()),
             ("--no-shuffle", batches.no_shuffle.to_string()),
             ("--seed", batches.seed.to_string()),

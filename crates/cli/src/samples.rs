@@ -37,7 +37,7 @@ impl SampleArgs {
         if self.sample_tokens == 0 {
             return Ok(());
         }
-        let prompt = tokenizer.encode(&self.prompt)?;
+        let prompt = tokenizer.encode_prompt(&self.prompt)?;
         if prompt.is_empty() {
             bail!(
                 "--prompt {:?} has no tokens; expected some text",
@@ -55,7 +55,7 @@ impl TrainingRun<'_> {
         if args.sample_tokens == 0 {
             return Ok(());
         }
-        let prompt = tokenizer.encode(&args.prompt)?;
+        let prompt = tokenizer.encode_prompt(&args.prompt)?;
         let limits = GenerateConfig {
             vocab_size: config.vocab_size,
             max_context: config.max_seq_len(),

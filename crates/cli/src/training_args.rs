@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use candle_comm::{Degrees, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Samples, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
@@ -17,6 +17,7 @@ use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 use crate::save_args::SaveArgs;
+use crate::sequence_args::SequenceArgs;
 
 /// More ranks than this are a slip of the keyboard.
 const MAX_RANKS: usize = 1024;
@@ -34,7 +35,7 @@ pub struct TrainingArgs {
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Output")]
@@ -99,9 +100,8 @@ pub(crate) struct BatchArgs {
     /// Sequences of an optimizer step, over all replicas
     #[arg(long, default_value_t = 16, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
     pub global_batch_size: usize,
-    /// Length of a sequence
-    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
-    pub seq_len: usize,
+    #[command(flatten)]
+    pub sequences: SequenceArgs,
     /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
@@ -187,7 +187,6 @@ impl LayoutArgs {
 impl BatchArgs {
     pub fn config(&self) -> BatchConfig {
         BatchConfig {
-            seq_len: self.seq_len,
             micro_batch_size: self.micro_batch_size,
             global_batch_size: self.global_batch_size,
             shuffle: !self.no_shuffle,
@@ -238,7 +237,7 @@ impl TrainingArgs {
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
     pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
         CausalLm::check_degrees(config, &self.layout.degrees())?;
-        let (seq_len, max) = (self.batches.seq_len, config.max_seq_len());
+        let (seq_len, max) = (self.batches.sequences.seq_len, config.max_seq_len());
         if seq_len > max {
             bail!(
                 "--seq-len {seq_len} is longer than the {max} tokens that the model's max_position_embeddings and rope_type allow"
@@ -248,23 +247,25 @@ impl TrainingArgs {
     }
 
     /// The run in one line.
-    pub(crate) fn describe(&self, tokens: &Tokens, num_steps: usize, run: &RunConfig) -> String {
+    pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
         let Degrees { pp, dp, tp, .. } = self.layout.degrees();
         format!(
-            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
-            tokens.len(),
+            "{}, {} tokens in {} sequences of at most {}, {num_steps} steps of {} sequences; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
+            samples.tokens().report().summary(),
+            samples.tokens().len(),
+            samples.len(),
+            samples.config().seq_len,
             self.batches.global_batch_size,
-            self.batches.seq_len,
             pp * dp * tp,
             run.describe(),
             self.layout.zero
         )
     }
 
-    /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
-    pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
+    /// The optimizer's and the trainer's configuration for a run over these samples; checks everything it can.
+    pub(crate) fn train_config(&self, samples: &Samples) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let batches = Batches::new(samples, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let config = TrainConfig {

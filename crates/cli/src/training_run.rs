@@ -8,12 +8,13 @@ use candle_core::{DType, Device, Result};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
+    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, TrainConfig, Trainer,
     TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
 use crate::config_dtype::with_config_dtype;
+use crate::data_args::TrainingData;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
@@ -30,7 +31,7 @@ pub(crate) struct TrainingRun<'a> {
     pub config: ModelConfig,
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
-    pub tokens: Tokens,
+    pub data: TrainingData,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -61,8 +62,9 @@ impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         let tokenizer = &self.tokenizer;
-        tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
-        let train = self.training.train_config(&self.tokens)?;
+        let tokens = self.data.samples.tokens();
+        tokenizer.check_vocab(&[tokens.max_id()], self.config.vocab_size)?;
+        let train = self.training.train_config(&self.data.samples)?;
         self.training.checkpoints.validate(self.output)?;
         self.samples.check(tokenizer, &self.config)?;
         let model = match &self.initial_weights {
@@ -71,7 +73,9 @@ impl TrainingRun<'_> {
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = self.training.record(&train, &self.tokens, config, model)?;
+        let record = self
+            .training
+            .record(&train, &self.data.samples, config, model)?;
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         let beside = self.training.checkpoints.save_dir.as_deref();
         let save = HfSave {
@@ -85,10 +89,15 @@ impl TrainingRun<'_> {
         if let Some(claimed) = &claimed {
             self.training.check_metrics(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
-            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            let run = self
+                .training
+                .describe(&self.data.samples, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
+            for warning in &self.data.warnings {
+                eprintln!("warning: {warning}");
+            }
         }
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        ranks.fingerprint = fingerprint(&ranks, flags, tokens, model)?;
         let stopped = launch::run(&ranks, |world| {
             self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;
@@ -230,7 +239,8 @@ impl TrainingRun<'_> {
     ) -> Result<Batches> {
         let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batch_config = self.training.batches.config();
-        let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches =
+            Batches::new(&self.data.samples, batch_config, dp_rank, dp, &Device::Cpu)?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }

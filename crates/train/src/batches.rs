@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::IGNORE_INDEX;
+use candle_ops::{DocumentStarts, IGNORE_INDEX};
 use candle_parallel::MicroBatch;
 use serde::{Deserialize, Serialize};
 
@@ -196,16 +196,24 @@ impl Batches {
         let b = samples.len().max(1);
         let mut tokens = vec![PADDING_ID; b * t];
         let mut targets = vec![IGNORE_INDEX; b * t];
+        let mut starts = Vec::with_capacity(b * t);
         let rows = tokens.chunks_mut(t).zip(targets.chunks_mut(t));
         for (sample, (tokens, targets)) in samples.iter().zip(rows) {
             let len = sample.input_ids.len();
             tokens[..len].copy_from_slice(&sample.input_ids);
             targets[..len].copy_from_slice(&sample.targets);
+            starts.extend(&sample.document_starts);
+            starts.extend(std::iter::repeat_n(len as u32, t - len));
         }
+        // What is read after the end of the only document changes nothing.
+        let has_documents = samples
+            .iter()
+            .any(|sample| sample.document_starts.iter().any(|&start| start > 0));
+        let documents = has_documents.then(|| DocumentStarts::new(starts, (b, t)));
         Ok(MicroBatch {
             tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
             targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
-            documents: None,
+            documents: documents.transpose()?,
         })
     }
 

@@ -99,8 +99,8 @@ impl Samples {
             match (is_overlong, self.config.overlong) {
                 (true, Overlong::Drop) => continue,
                 (true, Overlong::Error) => bail!(
-                    "record {} of the data has {len} tokens, more than a sequence of {seq_len}, and --overlong is error\nhint: \
-                     choose a longer --seq-len, or --overlong truncate or drop",
+                    "record {} of the data has {len} tokens, more than a sequence of {seq_len}, and that is to be an error\nhint: \
+                     choose longer sequences, or let it be truncated or dropped",
                     record + 1
                 ),
                 _ => {}

@@ -4,8 +4,12 @@
 mod batches;
 #[path = "train/chat.rs"]
 mod chat;
+#[path = "train/data.rs"]
+mod data;
 #[path = "train/hub.rs"]
 mod hub;
+#[path = "train/hub_dataset.rs"]
+mod hub_dataset;
 #[path = "train/hub_faults.rs"]
 mod hub_faults;
 #[path = "train/hub_server.rs"]
@@ -16,6 +20,8 @@ mod lr_schedule;
 mod metrics;
 #[path = "train/progress.rs"]
 mod progress;
+#[path = "train/python_json.rs"]
+mod python_json;
 #[path = "train/sampler.rs"]
 mod sampler;
 #[path = "train/samples.rs"]

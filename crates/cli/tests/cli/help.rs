@@ -111,7 +111,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
+            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, memory",
         ],
     ),
     ("--overwrite", &["earlier run of the same command", "never"]),
@@ -124,6 +124,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--keep", &["[default: 2]", "newest"]),
     ("--resume", &["DIR|latest", "any layout", "--save-dir"]),
     ("--resume-anyway", &["other data"]),
+    ("--overlong", &["[default: truncate]", "drop"]),
+    ("--no-packing", &["padding"]),
+    ("--no-document-mask", &["other records"]),
+    ("--train-on-prompt", &["completions"]),
     ("--prompt", &["[default: \"The Queen\"]"]),
     ("--sample-tokens", &["[default: 80]", "TOKENS", "0: none"]),
     ("--temperature", &["[default: 0.5]"]),
@@ -137,7 +141,11 @@ fn finetune_explains_its_flags() {
         assert_says(&help, flag, parts);
     }
     assert_says(&help, "--model", &["org/name[@revision]", "\"qwen3\""]);
-    assert_says(&help, "--data", &["FILE|DIR"]);
+    assert_says(
+        &help,
+        "--data",
+        &["PATH[:WEIGHT]", "hub://datasets", "messages"],
+    );
     assert_says(&help, "--output", &["[default: finetuned]"]);
     assert_says(
         &help,

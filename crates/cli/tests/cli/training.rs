@@ -90,6 +90,7 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
             "loss_scale",
             "memory",
             "num_tokens",
+            "padding",
             "skipped_steps",
             "step",
             "step_secs",
@@ -191,8 +192,8 @@ fn epochs_count_passes_over_the_data() {
         .flag("--output", output.display())
         .flag("--metrics", path.display())
         .succeeds();
-    // 7 sequences of 1000 tokens in batches of 4: 2 steps a pass.
-    let steps = "7274 tokens, 4 steps of 4";
+    // 8 sequences of 1000 tokens in batches of 4: 2 steps a pass.
+    let steps = "7274 tokens in 8 sequences of at most 1000, 4 steps of 4";
     assert!(outcome.stdout.contains(steps), "{}", outcome.stdout);
     assert_eq!(metrics(&path).len(), 4);
 }

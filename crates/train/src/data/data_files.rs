@@ -7,6 +7,8 @@ use std::time::SystemTime;
 use candle_core::{Error, Result, bail};
 
 use super::data_spec::DataSpec;
+use super::file_records::FileRecords;
+use super::record::Record;
 use crate::hub::resolve_dataset;
 
 /// How a file holds records.
@@ -145,6 +147,37 @@ impl Data {
             format,
             source,
         });
+    }
+
+    /// The texts of all records that are text; of others prompt and completion.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn texts(&self) -> Result<Vec<String>> {
+        let mut records = FileRecords::of(self);
+        let mut texts = Vec::new();
+        while let Some(record) = records.next_record()? {
+            match record.parse() {
+                Ok((_, Record::Text(text))) => texts.push(text),
+                Ok((
+                    _,
+                    Record::Completion {
+                        prompt,
+                        completion: answer,
+                    }
+                    | Record::Instruction {
+                        prompt,
+                        output: answer,
+                        ..
+                    },
+                )) => {
+                    texts.push(prompt + &answer);
+                }
+                // What is left out is told when all is encoded.
+                Ok((_, Record::Chat(_))) | Err(_) => {}
+            }
+        }
+        Ok(texts)
     }
 
     /// What was asked for.

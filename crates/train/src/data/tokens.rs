@@ -11,7 +11,9 @@ use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
+use super::data_files::Data;
 use super::record_encoder::EncodedRecord;
+use super::record_location::RecordLocation;
 use super::report::DataReport;
 use super::token_index::{IndexEntry, RecordKind};
 
@@ -226,6 +228,24 @@ impl Tokens {
         Ok(words
             .map(|word| (word & !NO_LOSS, word & NO_LOSS == 0))
             .unzip())
+    }
+
+    /// The first record that cannot be cut and is longer than `seq_len`.
+    pub fn first_longer_than(&self, seq_len: usize) -> Option<usize> {
+        let is_longer =
+            |entry: &IndexEntry| entry.kind == RecordKind::Whole && entry.len as usize > seq_len;
+        self.index.iter().position(is_longer)
+    }
+
+    /// Where in `data`, of which these tokens were made, a record is, in words.
+    pub fn place_of(&self, record: usize, data: &Data) -> String {
+        let location = self.index.get(record).map(|entry| RecordLocation {
+            file: entry.file,
+            place: entry.place,
+        });
+        location.map_or(format!("record {record}"), |location| {
+            data.describe(location)
+        })
     }
 
     pub(crate) fn index(&self) -> &[IndexEntry] {

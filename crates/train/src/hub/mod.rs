@@ -20,4 +20,4 @@ mod weight_index;
 pub use dataset::{resolve_dataset, resolve_dataset_with};
 pub use hub_config::HubConfig;
 pub use repo_spec::{RepoKind, RepoSpec};
-pub use resolve::{resolve_model, resolve_model_with};
+pub use resolve::{resolve_model, resolve_model_with, resolve_tokenizer};

@@ -12,8 +12,9 @@ use super::weight_index::read_shard_names;
 /// Files without which a model cannot be trained, fetched before the weights.
 pub(super) const REQUIRED_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Files that a model may lack.
-pub(super) const OPTIONAL_FILES: [&str; 4] = [
+pub(super) const OPTIONAL_FILES: [&str; 5] = [
     "chat_template.jinja",
+    "chat_template.json",
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
@@ -22,6 +23,15 @@ pub(super) const OPTIONAL_FILES: [&str; 4] = [
 pub(super) const WEIGHTS: &str = "model.safetensors";
 /// Index of weights in several files.
 pub(super) const WEIGHT_INDEX: &str = "model.safetensors.index.json";
+
+/// What is wanted of a model.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Needs {
+    /// Everything.
+    Weights,
+    /// Everything but the weights.
+    Tokenizer,
+}
 
 /// A repository's folder in the cache.
 pub(super) struct Snapshots {
@@ -54,13 +64,15 @@ impl Snapshots {
     }
 
     /// The revision's snapshot, or the name of the first file that it lacks.
-    pub(super) fn complete(&self, spec: &RepoSpec) -> Result<PathBuf, String> {
+    pub(super) fn complete(&self, spec: &RepoSpec, needs: Needs) -> Result<PathBuf, String> {
         let Some(commit) = self.commit(spec) else {
             return Err("any file of it".to_string());
         };
         let dir = self.dir(&commit);
         let mut files: Vec<String> = REQUIRED_FILES.map(String::from).to_vec();
-        if !dir.join(WEIGHTS).exists() && dir.join(WEIGHT_INDEX).exists() {
+        if needs == Needs::Tokenizer {
+            // Those are all.
+        } else if !dir.join(WEIGHTS).exists() && dir.join(WEIGHT_INDEX).exists() {
             let shards = read_shard_names(&dir.join(WEIGHT_INDEX));
             files.extend(shards.map_err(|_| WEIGHT_INDEX.to_string())?);
         } else {
