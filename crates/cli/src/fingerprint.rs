@@ -4,25 +4,28 @@ use std::path::Path;
 
 use candle_comm::{Fingerprint, RunConfig};
 use candle_core::{Device, Error, Result};
-use candle_train::Tokens;
+use candle_train::Samples;
 
 use crate::flags::Flags;
 
-/// The program, its flags, its tokens and the checkpoint it starts from, of a rank that is one of several processes.
+/// The program, its flags, its data and the checkpoint it starts from, of a rank that is one of several processes.
 ///
 /// # Errors
 /// The checkpoint's files cannot be read.
 pub fn fingerprint(
     run: &RunConfig,
     flags: Flags,
-    tokens: &Tokens,
+    samples: &Samples,
     model: Option<&Path>,
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
         return Ok(Fingerprint::default());
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
-    fingerprint = fingerprint.value("the tokens of --data", tokens.digest());
+    let weights = format!("{:?}", samples.config().weights);
+    fingerprint = fingerprint
+        .value("the tokens of --data", samples.tokens().digest())
+        .value("the weights of --data", weights);
     let Some(model) = model else {
         return Ok(fingerprint);
     };

@@ -97,7 +97,7 @@ impl TrainingRun<'_> {
                 eprintln!("warning: {warning}");
             }
         }
-        ranks.fingerprint = fingerprint(&ranks, flags, tokens, model)?;
+        ranks.fingerprint = fingerprint(&ranks, flags, &self.data.samples, model)?;
         let stopped = launch::run(&ranks, |world| {
             self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;

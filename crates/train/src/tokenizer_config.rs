@@ -55,15 +55,14 @@ impl TokenizerConfig {
             let known = tokenizer.get_added_tokens_decoder();
             !known.values().any(|token| token.content == content)
         };
-        let mut tokens: Vec<AddedToken> = listed.clone();
+        let mut tokens = listed.clone();
         for token in self.special_tokens(config, &listed) {
-            if unknown(&token.content, tokenizer) && !tokens.contains(&token) {
+            let is_new = unknown(&token.content, tokenizer) && !tokens.contains(&token);
+            let has_id = tokenizer.token_to_id(&token.content).is_some();
+            if is_new && (has_id || !self.is_required(&token.content)) {
                 tokens.push(token);
             }
         }
-        tokens.retain(|token| {
-            tokenizer.token_to_id(&token.content).is_some() || !self.is_required(&token.content)
-        });
         if let Err(err) = tokenizer.add_tokens(tokens) {
             bail!("cannot add the tokens of {}: {err}", SPELLING_FILES[0]);
         }

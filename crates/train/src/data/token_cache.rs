@@ -1,6 +1,7 @@
 //! Files of tokens that were made before, by what they were made of.
 
 use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Read};
 use std::path::PathBuf;
 
@@ -99,9 +100,10 @@ impl TokenCache {
         key: &str,
         write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
     ) -> Result<Option<Tokens>> {
-        let partial = self
-            .dir
-            .join(format!(".{key}.{}.partial", std::process::id()));
+        let partial = self.dir.join(format!(
+            ".{key}.{:016x}.partial",
+            RandomState::new().hash_one(key)
+        ));
         let Ok(file) = fs::create_dir_all(&self.dir).and_then(|()| File::create(&partial)) else {
             return Ok(None);
         };
