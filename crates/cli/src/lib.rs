@@ -5,10 +5,12 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod counting_allocator;
+mod defaults;
 mod env;
 mod finetune;
 mod fingerprint;

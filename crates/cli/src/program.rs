@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use candle_core::Result;
 use candle_launch::launcher::{become_rank, launch, run_agent};
+use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
 use crate::finetune::Finetune;
-use crate::flags::{Flags, parse, parse_command};
+use crate::flags::{Flags, parse_command};
 use crate::launch::LaunchArgs;
 use crate::output::exit_with;
 use crate::pretrain::Pretrain;
@@ -52,11 +53,17 @@ pub struct FlagDefault {
     pub value: &'static str,
     /// What `--help` calls it.
     pub description: &'static str,
+    /// Another flag, without its dashes, with which this one has its ordinary default.
+    pub unless: Option<&'static str>,
 }
 
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    let (command, flags) = parse::<CandleTrain>();
+    let command = CandleTrain::command();
+    let command = command.mut_subcommand("pretrain", |pretrain| {
+        with_defaults(pretrain, &Pretrain::defaults())
+    });
+    let (command, flags) = parse_command::<CandleTrain>(command);
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
@@ -93,13 +100,30 @@ pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
 
 fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     defaults.iter().fold(command, |command, default| {
-        command.mut_arg(default.flag, |arg| {
+        // The id of an argument is the name of its field.
+        command.mut_arg(default.flag.replace('-', "_"), |arg| {
             let help = arg.get_help().map(ToString::to_string);
             let help = help.unwrap_or_default();
-            arg.help(format!("{help} [default: {}]", default.description))
+            // Help may name the ordinary default.
+            let help = match help.split_once(" [default: ") {
+                Some((help, _)) => help,
+                None => &help,
+            };
+            let ordinary = arg.get_default_values().first().cloned();
+            let arg = arg
+                .help(format!("{help} [default: {}]", default.description))
                 .required(false)
                 .default_value(default.value)
-                .hide_default_value(true)
+                .hide_default_value(true);
+            match (default.unless, ordinary) {
+                (None, _) => arg,
+                (Some(flag), Some(ordinary)) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, ordinary)
+                }
+                (Some(flag), None) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, Resettable::Reset)
+                }
+            }
         })
     })
 }

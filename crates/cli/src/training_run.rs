@@ -31,6 +31,8 @@ pub(crate) struct TrainingRun<'a> {
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
+    /// What was taken where no flag says, as flags.
+    pub taken: Vec<String>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -87,8 +89,11 @@ impl TrainingRun<'_> {
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
+            if !self.taken.is_empty() {
+                print_line(&format!("chosen for you: {}", self.taken.join(" ")));
+            }
         }
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        ranks.fingerprint = fingerprint(&ranks, &flags, &self.tokens, model)?;
         let stopped = launch::run(&ranks, |world| {
             self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;
@@ -136,13 +141,7 @@ impl TrainingRun<'_> {
         training.optimizer.freeze.check(stage.params())?;
         let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {
-            InitialWeights::Random => {
-                if is_first {
-                    let num_values = stage.params().num_global_values();
-                    print_line(&format!("{num_values} parameters"));
-                }
-                "sample"
-            }
+            InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
                 if resumed.is_none() {
                     self.print_sample("before", &mesh, &stage)?;
@@ -151,6 +150,9 @@ impl TrainingRun<'_> {
             }
         };
         let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        if is_first {
+            self.announce(&trainer, &mesh);
+        }
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
