@@ -88,6 +88,11 @@ impl Trainer {
         self.is_stopped && self.step < self.config.lr_schedule.num_steps
     }
 
+    /// Whether a loss or gradients that are no numbers have ended [`Self::train`]: the same on every rank.
+    pub fn has_diverged(&self) -> bool {
+        self.optimizer.has_diverged()
+    }
+
     /// Saves checkpoints between the steps of [`Self::train`] from now on.
     pub fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
         self.checkpoints = Some(checkpoints);
