@@ -183,14 +183,14 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     let mut ranks = args.ranks.config(degrees)?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
-    batch_config.validate(args.layout.dp)?;
+    batch_config.validate(degrees.dp)?;
     if args.threads > MAX_THREADS {
         bail!(
             "--threads is {}; expected at most {MAX_THREADS}",
             args.threads
         );
     }
-    let num_ranks = args.layout.pp * args.layout.dp * args.layout.tp;
+    let num_ranks = degrees.pp * degrees.dp * degrees.tp;
     if args.threads > 0 {
         ranks.threads_per_rank = Some((args.threads * args.layout.pp / num_ranks).max(1));
     }
@@ -235,14 +235,13 @@ fn model_config(args: &Args) -> Result<ModelConfig> {
 
 /// Unless told, one micro-batch per replica and stage, so that pipelines have something to overlap.
 fn batch_config(args: &Args) -> Result<BatchConfig> {
-    let parts = args.layout.dp * args.layout.pp;
+    let Degrees { pp, dp, .. } = args.layout.degrees();
+    let parts = dp * pp;
     let is_divisible = args.batch_size.is_multiple_of(parts) && args.batch_size > 0;
     if args.micro_batch_size.is_none() && !is_divisible {
         bail!(
-            "--batch-size {} is not a multiple of dp({}) * pp({}) = {parts}",
-            args.batch_size,
-            args.layout.dp,
-            args.layout.pp
+            "--batch-size {} is not a multiple of dp({dp}) * pp({pp}) = {parts}",
+            args.batch_size
         );
     }
     Ok(BatchConfig {

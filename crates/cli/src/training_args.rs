@@ -3,7 +3,7 @@
 use std::ops::Bound::{Excluded, Unbounded};
 use std::path::{Path, PathBuf};
 
-use candle_comm::{Degrees, RunConfig};
+use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
 use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
@@ -50,9 +50,9 @@ pub struct LayoutArgs {
     /// Pipeline-parallel degree: stages of consecutive layers
     #[arg(long, default_value_t = 2, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub pp: usize,
-    /// Data-parallel degree: replicas that share each global batch
-    #[arg(long, default_value_t = 2, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
-    pub dp: usize,
+    /// Data-parallel degree: replicas that share each global batch [default: 2; of several processes as many as --tp and --pp leave]
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    pub dp: Option<usize>,
     /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
     #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
     pub zero: u8,
@@ -175,9 +175,15 @@ impl LayoutArgs {
 
     /// The mesh's degrees.
     pub fn degrees(&self) -> Degrees {
+        // What is wrong with the environment [`RankArgs::config`] says.
+        let num_processes = RankEnv::from_env().map_or(1, |env| env.world_size());
+        let dp = match num_processes {
+            1 => 2,
+            _ => (num_processes / self.pp.saturating_mul(self.tp)).max(1),
+        };
         Degrees {
             pp: self.pp,
-            dp: self.dp,
+            dp: self.dp.unwrap_or(dp),
             cp: 1,
             tp: self.tp,
         }
@@ -264,7 +270,8 @@ impl TrainingArgs {
     /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
     pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let dp = layout.degrees().dp;
+        let batches = Batches::new(tokens, self.batches.config(), 0, dp, &Device::Cpu)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let config = TrainConfig {

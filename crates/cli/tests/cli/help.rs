@@ -38,7 +38,7 @@ fn assert_says(help: &BTreeMap<String, String>, flag: &str, parts: &[&str]) {
 const TRAINING: &[(&str, &[&str])] = &[
     ("--tp", &["[default: 2]", "RANKS"]),
     ("--pp", &["[default: 2]", "STAGES"]),
-    ("--dp", &["[default: 2]", "REPLICAS"]),
+    ("--dp", &["[default: 2; of several processes", "REPLICAS"]),
     (
         "--zero",
         &["[default: 1]", "optimizer's state", "gradients", "weights"],

@@ -102,7 +102,7 @@ fn assert_failed(outcome: &Outcome, parts: &[&str]) {
 fn another_number_of_processes_than_ranks_is_refused() {
     let workspace = Workspace::new();
     let Some(words) = mpirun(2) else { return };
-    let outcome = workspace.finetune().under(words).run();
+    let outcome = workspace.finetune().flag("--dp", 2).under(words).run();
     assert_failed(
         &outcome,
         &[
@@ -111,6 +111,19 @@ fn another_number_of_processes_than_ranks_is_refused() {
         ],
     );
     workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn processes_that_are_left_are_replicas() {
+    let workspace = Workspace::new();
+    let Some(words) = mpirun(4) else { return };
+    let program = workspace.finetune().flag("--pp", 1).under(words);
+    let outcome = program.succeeds();
+    assert!(
+        outcome.stdout.contains("pp 1 x dp 2 x tp 2"),
+        "{}",
+        outcome.stdout
+    );
 }
 
 #[test]

@@ -30,6 +30,7 @@ use outcome::{Outcome, Remedy};
 use rank_outputs::RankOutputs;
 use restarts::{Next, Restarts};
 use run::Run;
+use verdict::describe_signal;
 
 /// The exit code where nothing was started.
 const NOT_STARTED_EXIT_CODE: u8 = 2;
@@ -97,10 +98,14 @@ fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
     });
     loop {
         let outcome = run_once(&layout, outputs, &sender, &events)?;
-        let outcome = match restarts.after(outcome, &events) {
+        let outcome = match restarts.after(outcome) {
             Next::End(outcome) => outcome,
-            Next::Start(why) => {
+            Next::Start(why, at) => {
                 say(&why);
+                if let Some(signal) = at.and_then(|at| wait(&events, at)) {
+                    let sentence = describe_signal(signal as i32, &[]);
+                    return Ok((128 + signal as u8, Some(sentence)));
+                }
                 layout = Layout::new(config, restarts.hosts(), restarts.num_restarts())?;
                 outputs = open_outputs(&layout, config.log_dir.as_deref())?;
                 continue;
@@ -132,6 +137,18 @@ fn run_once(
         outcome.remedy = Remedy::None(run::SURVIVORS.to_string());
     }
     Ok(outcome)
+}
+
+/// Until then, or until a signal.
+fn wait(events: &Receiver<Event>, until: Instant) -> Option<Signal> {
+    loop {
+        let rest = until.saturating_duration_since(Instant::now());
+        match events.recv_timeout(rest) {
+            Ok(Event::Signal(signal)) => return Some(signal),
+            Ok(_) => {}
+            Err(_) => return None,
+        }
+    }
 }
 
 fn say(sentence: &str) {

@@ -63,7 +63,7 @@ fn nobody_is_blamed_for_what_all_ranks_find() {
     assert_eq!(ended.code, Some(2));
     let sentence = ended.sentence();
     let first =
-        "candle-train: all 3 ranks failed: exit code 2\nthe last lines each wrote to stderr:\n";
+        "candle-train: all 3 ranks failed: exit code 2\nthe last lines they wrote to stderr:\n";
     assert!(sentence.starts_with(first), "{sentence}");
     assert!(
         sentence.ends_with("    error: no such file\n"),

@@ -1,13 +1,9 @@
 //! Starting all ranks again after a failure.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
 
-use nix::sys::signal::Signal;
-
-use super::Event;
 use super::outcome::{Outcome, Remedy};
-use super::verdict::describe_signal;
+use super::verdict::LOST_HOST_EXIT_CODE;
 use crate::launcher::config::LaunchConfig;
 use crate::launcher::shares::{self, Share};
 use crate::{Error, Result};
@@ -24,8 +20,8 @@ pub(super) struct Restarts {
 
 /// What comes after an end of the ranks.
 pub(super) enum Next {
-    /// They are started again, for this reason.
-    Start(String),
+    /// They are started again, for this reason, at this time if not at once.
+    Start(String, Option<Instant>),
     /// That was the last one.
     End(Outcome),
 }
@@ -56,7 +52,7 @@ impl Restarts {
             _ => {
                 return Ok(Self {
                     max_restarts: config.max_restarts,
-                    min_nodes: config.min_nodes.unwrap_or(num_hosts),
+                    min_nodes: config.min_nodes.unwrap_or(num_hosts).max(1),
                     num_restarts: 0,
                     present: (0..num_hosts).collect(),
                     all,
@@ -79,8 +75,8 @@ impl Restarts {
         }
     }
 
-    /// What is to be done after the ranks have ended; waits until it can be, or for a signal.
-    pub(super) fn after(&mut self, outcome: Outcome, events: &Receiver<Event>) -> Next {
+    /// What is to be done after the ranks have ended.
+    pub(super) fn after(&mut self, outcome: Outcome) -> Next {
         let Some(sentence) = &outcome.sentence else {
             return Next::End(outcome);
         };
@@ -97,15 +93,18 @@ impl Restarts {
                 Next::End(outcome.with_note(&note))
             }
             Remedy::StartAgain { at } => {
-                if let Some(signal) = at.and_then(|at| wait(events, at)) {
-                    let sentence = describe_signal(signal as i32, &[]);
-                    return Next::End(Outcome::last(128 + signal as u8, Some(sentence)));
-                }
                 self.num_restarts += 1;
                 // Hosts that were lost may be back.
                 self.present = (0..self.all.len()).collect();
                 let (number, of) = (self.num_restarts, self.max_restarts);
-                Next::Start(format!("{why}; restart {number} of {of}"))
+                let wait = at.map(|at| at.saturating_duration_since(Instant::now()));
+                let wait = wait.map_or(String::new(), |wait| {
+                    format!(
+                        ", in {} s, when its ranks have ended too",
+                        wait.as_secs() + 1
+                    )
+                });
+                Next::Start(format!("{why}; restart {number} of {of}{wait}"), *at)
             }
             // What is wrong at the first start is wrong.
             Remedy::Without(_) if self.num_restarts == 0 => Next::End(outcome),
@@ -117,22 +116,13 @@ impl Restarts {
                 let left = format!("{left} of {all} hosts are left");
                 if self.present.len() < least {
                     let note = format!("{left}, and --min-nodes is {least}");
-                    return Next::End(outcome.with_note(&note));
+                    return Next::End(Outcome {
+                        exit_code: LOST_HOST_EXIT_CODE,
+                        ..outcome.with_note(&note)
+                    });
                 }
-                Next::Start(format!("{why}; {left}"))
+                Next::Start(format!("{why}; {left}"), None)
             }
-        }
-    }
-}
-
-/// Until then, or until a signal.
-fn wait(events: &Receiver<Event>, until: Instant) -> Option<Signal> {
-    loop {
-        let rest = until.saturating_duration_since(Instant::now());
-        match events.recv_timeout(rest) {
-            Ok(Event::Signal(signal)) => return Some(signal),
-            Ok(_) => {}
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
         }
     }
 }

@@ -7,6 +7,9 @@ use super::RankEnd;
 use crate::launcher::end::{End, signal_name};
 use crate::launcher::layout::Host;
 
+/// The exit code where a host was lost.
+pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
+
 /// A host whose agent is gone before its time.
 #[derive(Debug)]
 pub(super) struct HostLoss {
@@ -29,7 +32,7 @@ pub(super) struct Failures {
 #[derive(Debug)]
 pub(super) enum Cause<'a> {
     Rank(&'a RankEnd),
-    /// All ranks failed by themselves in the same way, of which this one was the first.
+    /// All ranks, of this number, failed by themselves in the same way as this one.
     All(&'a RankEnd, usize),
     /// Ranks ended because of a peer, but none that this launcher started failed by itself.
     Peer(&'a RankEnd),
@@ -49,23 +52,30 @@ impl Failures {
         self.ranks.is_empty() && self.hosts.is_empty()
     }
 
-    /// The first that failed by itself until then; later ends are the launcher's doing.
+    /// The first that failed by itself until then; later ends are the launcher's doing, but not the loss of a host because of which
+    /// ranks on others have ended.
     pub(super) fn cause(&self, until: Option<Instant>) -> Option<Cause<'_>> {
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
         let ranks = self.ranks.iter().filter(|rank| in_time(rank.ended_at));
         let (due_to_peer, own): (Vec<_>, Vec<_>) =
             ranks.partition(|rank| rank.end.is_due_to_peer());
-        let is_of_all = self.num_ranks > 1 && own.len() == self.num_ranks && are_alike(&own);
+        if self.num_ranks > 1 && own.len() == self.num_ranks && are_alike(&own) {
+            // Perhaps one of them has said why.
+            let first = own
+                .into_iter()
+                .min_by_key(|rank| rank.last_lines.is_empty());
+            return first.map(|first| Cause::All(first, self.num_ranks));
+        }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
         let host = self.hosts.iter().filter(|loss| in_time(loss.lost_at));
         match (rank, host.min_by_key(|loss| loss.lost_at)) {
             (Some(rank), Some(host)) if host.lost_at < rank.ended_at => Some(Cause::Host(host)),
-            (Some(rank), _) if is_of_all => Some(Cause::All(rank, self.num_ranks)),
             (Some(rank), _) => Some(Cause::Rank(rank)),
             (None, Some(host)) => Some(Cause::Host(host)),
             (None, None) => {
-                let first = due_to_peer.into_iter().min_by_key(|rank| rank.ended_at);
-                first.map(Cause::Peer)
+                let first = due_to_peer.into_iter().min_by_key(|rank| rank.ended_at)?;
+                let lost = self.hosts.iter().min_by_key(|loss| loss.lost_at);
+                Some(lost.map_or(Cause::Peer(first), Cause::Host))
             }
         }
     }
@@ -85,7 +95,7 @@ impl Cause<'_> {
             Self::Rank(failure) | Self::All(failure, _) | Self::Peer(failure) => {
                 failure.end.exit_code()
             }
-            Self::Host(_) => 1,
+            Self::Host(_) => LOST_HOST_EXIT_CODE,
         }
     }
 
@@ -129,7 +139,7 @@ impl Cause<'_> {
         };
         if !last_lines.is_empty() {
             let who = if matches!(self, Self::All(..)) {
-                "each"
+                "they"
             } else {
                 "it"
             };
