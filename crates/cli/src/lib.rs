@@ -15,6 +15,7 @@ mod fingerprint;
 mod flags;
 mod freeze;
 mod launch;
+mod log_args;
 mod loss_scale;
 mod number;
 mod output;

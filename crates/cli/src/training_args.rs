@@ -1,18 +1,18 @@
 //! Flags of a training run: layout, batches, optimizer.
 
 use std::ops::Bound::{Excluded, Unbounded};
-use std::path::{Path, PathBuf};
 
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrSchedule, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 
 use crate::checkpoint_args::CheckpointArgs;
 use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
 use crate::freeze::FreezeArgs;
+use crate::log_args::LogArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
@@ -34,9 +34,8 @@ pub struct TrainingArgs {
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
-    pub(crate) metrics: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Output")]
+    pub(crate) logs: LogArgs,
     #[command(flatten, next_help_heading = "Output")]
     pub(crate) save: SaveArgs,
 }
@@ -216,29 +215,6 @@ impl TrainingArgs {
                 degrees.tp
             ),
         }
-    }
-
-    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be. Those
-    /// of a run that is resumed are looked at when its step is known.
-    pub(crate) fn check_metrics(&self, output: &Path) -> Result<()> {
-        let Some(path) = &self.metrics else {
-            return Ok(());
-        };
-        let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
-        let absolute = std::path::absolute(path).ok();
-        if [dir, absolute]
-            .iter()
-            .flatten()
-            .any(|path| path.starts_with(output))
-        {
-            bail!(
-                "the metrics file {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
-                 the folder",
-                path.display(),
-                output.display()
-            );
-        }
-        Metrics::create(path).map(drop)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Error, Result};
 use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
+    Batches, Checkpoints, DataPosition, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
     TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
@@ -94,7 +94,7 @@ impl TrainingRun<'_> {
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            self.training.check_metrics(claimed.place())?;
+            self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
@@ -279,27 +279,22 @@ impl TrainingRun<'_> {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
-        let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let metrics = metrics.map(|path| match &position {
-            Some(_) => Metrics::resume(path, trainer.step()),
-            None => Metrics::create(path),
-        });
-        let mut metrics = metrics.transpose()?;
-        let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
+        let resumed_at = position.map(|_| trainer.step());
+        let mut shown = match is_first {
+            true => Some((
+                Progress::new(trainer.num_steps()),
+                self.training.logs.open(resumed_at)?,
+            )),
+            false => None,
+        };
         trainer.train(&batches, |step| {
-            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(step));
-            if let Some(progress) = &mut progress {
+            if let Some((progress, logs)) = &mut shown {
                 progress.update(step);
-                // What was trained is worth more than a line about it.
-                if let Err(err) = logged {
-                    let why = message_of(&err);
-                    progress.println(&format!("warning: no more metrics: {why}"));
-                    metrics = None;
-                }
+                logs.log(step, |warning| progress.println(warning));
             }
             Ok(())
         })?;
-        if let Some(progress) = &mut progress {
+        if let Some((progress, _)) = &mut shown {
             progress.finish();
         }
         mesh.world.set_step(trainer.step(), "after training");

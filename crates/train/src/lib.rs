@@ -1,7 +1,7 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
 //! Data flows one way: [`Documents`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`Progress`] and [`Sampler`].
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
@@ -21,6 +21,7 @@ mod samples;
 mod special_tokens;
 mod step_metrics;
 mod step_times;
+mod tensorboard;
 mod tokenizer;
 mod tokens;
 mod train_bpe;
@@ -40,6 +41,7 @@ pub use sampler::{Sampler, SamplingConfig};
 pub use samples::Samples;
 pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
+pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use train_config::TrainConfig;

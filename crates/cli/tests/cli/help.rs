@@ -114,6 +114,10 @@ const TRAINING: &[(&str, &[&str])] = &[
             "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
         ],
     ),
+    (
+        "--tensorboard",
+        &["[default: none]", "DIR", "TensorBoard", "resumed"],
+    ),
     ("--overwrite", &["earlier run of the same command", "never"]),
     (
         "--rescue-dir",

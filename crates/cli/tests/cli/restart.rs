@@ -136,7 +136,9 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
     let workspace = Workspace::new();
     let (program, _) = run(&workspace);
     let saves = workspace.path("saves");
-    let program = saving(program.flag("--steps", 2), &saves);
+    let program = program.flag("--steps", 2);
+    let fresh = program.clone();
+    let program = saving(program, &saves);
     program.succeeds();
     let diverging = program.clone().without("--save-every");
     let diverging = diverging.without("--save-dir").flag("--lr", 1e30);
@@ -147,6 +149,10 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
             "nowhere.txt".to_string(),
         ),
         (program.clone().flag("--lr", "x"), "--lr".to_string()),
+        (
+            fresh.flag("--freeze", "nothing.has.this.name"),
+            "nothing.has.this.name".to_string(),
+        ),
         (
             program.clone(),
             "is a checkpoint of another run".to_string(),

@@ -258,7 +258,8 @@ impl<'a> Run<'a> {
             };
             return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
         }
-        if !self.started && !(self.refusals.is_empty() && self.failures.is_empty()) {
+        let is_refused = !self.refusals.is_empty();
+        if !self.started && (is_refused || !self.failures.is_empty()) {
             return self.not_started();
         }
         let in_time = self.failures.cause(self.stopped_at);
