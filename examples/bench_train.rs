@@ -56,10 +56,8 @@ use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
     fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
-use candle_train_examples::{
-    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
-};
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -433,7 +431,8 @@ fn print(
     let step_secs = median(steps).unwrap_or_default();
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
-    let default_peak = peak_tflops(device).filter(|_| DType::from(args.layout.dtype) != DType::F32);
+    let default_peak = measured.gpu.as_ref().and_then(GpuState::peak_tflops);
+    let default_peak = default_peak.filter(|_| DType::from(args.layout.dtype) != DType::F32);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));

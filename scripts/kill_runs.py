@@ -22,7 +22,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "target/release/candle-train"
-TIMES = {"tokens_per_sec", "step_secs", "memory"}
+TIMES = {"tokens_per_sec", "step_secs", "gflops_per_sec", "memory"}
 
 
 def command(folder, ranks, program):

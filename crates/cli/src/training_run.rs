@@ -6,13 +6,14 @@ use std::process::ExitCode;
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Error, Result};
 use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
-use candle_parallel::ParamStore;
+use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory, peaks_in_words,
+    Batches, Checkpoints, DataPosition, ModelFlops, Progress, Tokenizer, Tokens, TrainConfig,
+    Trainer, TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
 use crate::fingerprint::fingerprint;
@@ -100,9 +101,8 @@ impl TrainingRun<'_> {
             print_line(&format!("{}: {run}", self.title));
         }
         ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
-        let is_restart = ranks.env.num_restarts() > 0;
         let ends = launch::run(&ranks, |world| {
-            self.run_rank((&train, is_restart), (&save, &record), world)
+            self.run_rank((&train, &ranks), (&save, &record), world)
         });
         let ends = match ends {
             Err(err) if self.stop.has_begun() => return Ok(exit_with(Err(err))),
@@ -141,12 +141,13 @@ impl TrainingRun<'_> {
     /// One rank's part.
     fn run_rank(
         &self,
-        (train, is_restart): (&TrainConfig, bool),
+        (train, ranks): (&TrainConfig, &RunConfig),
         (save, record): (&HfSave, &TrainingRecord),
         world: ProcessGroup,
     ) -> Result<End> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
+        let is_restart = ranks.env.num_restarts() > 0;
         let checkpoints = self.resumed(record, is_restart, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
@@ -184,7 +185,8 @@ impl TrainingRun<'_> {
                 "after"
             }
         };
-        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        let flops = self.flops(ranks, &stage, mesh.world.device())?;
+        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?.with_flops(flops);
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
@@ -209,6 +211,21 @@ impl TrainingRun<'_> {
         self.print_sample(last_title, &mesh, trainer.stage())?;
         trainer.save_hf(save)?;
         Ok(End::Complete)
+    }
+
+    /// The model's arithmetic, and that of all devices if this rank's is known.
+    fn flops(&self, ranks: &RunConfig, stage: &Stage, device: &Device) -> Result<ModelFlops> {
+        let num_devices = match ranks.env.world_size() {
+            1 => ranks.devices.len(),
+            processes => processes,
+        };
+        let is_narrow = DType::from(self.training.layout.dtype) != DType::F32;
+        let gpu = GpuState::of(device)?.filter(|_| is_narrow);
+        let peak = gpu.and_then(|gpu| gpu.peak_tflops());
+        Ok(ModelFlops {
+            per_token: flops_per_token(&self.config, stage.params(), self.training.batches.seq_len),
+            peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
+        })
     }
 
     /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
