@@ -1,6 +1,6 @@
 //! What a run says of itself before its first step.
 
-use candle_comm::Mesh;
+use candle_comm::{Degrees, Mesh};
 use candle_parallel::Schedule;
 use candle_train::{Trainer, held_in_words};
 use candle_train_models::CausalLm;
@@ -43,10 +43,11 @@ impl TrainingRun<'_> {
     /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank.
     fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> usize {
         let (batches, layout) = (&self.training.batches, &self.training.layout);
-        let per_rank = batches.global_batch_size / layout.dp;
+        let Degrees { pp, dp, .. } = layout.degrees();
+        let per_rank = batches.global_batch_size / dp;
         let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
         let in_flight = match Schedule::from(layout.schedule) {
-            Schedule::OneForwardOneBackward => layout.pp - mesh.pp.rank(),
+            Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),
             Schedule::GPipe => num_micro_batches,
         };
         let num_tokens = batches.micro_batch_size * batches.seq_len;

@@ -1,36 +1,24 @@
 //! What a run of a checkpoint takes where no flag says: fit for the model and the machine.
 
-use candle_comm::{Degrees, RunConfig};
+use candle_comm::RunConfig;
 use candle_core::{Device, Result};
 use candle_train_models::ModelConfig;
 
 use crate::choices::DTypeChoice;
 use crate::flags::Flags;
-use crate::training_args::{LayoutArgs, TrainingArgs};
+use crate::training_args::TrainingArgs;
 
 /// Longest sequence that is taken by default: more need memory that not everybody has.
 const MAX_SEQ_LEN: usize = 2048;
 
-impl LayoutArgs {
-    /// The mesh's degrees; without `--dp` as many replicas as the ranks of the run, `num_ranks`, make.
-    pub(crate) fn fill_degrees(&mut self, flags: &Flags, num_ranks: usize) -> Degrees {
-        if !flags.is_given("--dp") {
-            let per_replica = self.pp.saturating_mul(self.tp).max(1);
-            self.dp = (num_ranks / per_replica).max(1);
-        }
-        self.degrees()
-    }
-}
-
 impl TrainingArgs {
-    /// How this process takes part in the run, with `--dp` settled where a checkpoint is fine-tuned.
+    /// How this process takes part in the run, with `--dp` settled.
     ///
     /// # Errors
     /// As [`Self::run_config`].
-    pub(crate) fn run_config_with_defaults(&mut self, flags: &Flags) -> Result<RunConfig> {
-        if flags.is_given("--model") {
-            let num_ranks = self.ranks.num_ranks()?;
-            self.layout.fill_degrees(flags, num_ranks);
+    pub(crate) fn run_config_with_defaults(&mut self) -> Result<RunConfig> {
+        if self.layout.dp.is_none() {
+            self.layout.dp = Some(self.layout.replicas_of(self.ranks.num_ranks()?));
         }
         self.run_config()
     }
@@ -45,7 +33,7 @@ impl TrainingArgs {
         let mut taken = Vec::new();
         let is_chosen = |name| flags.is_given("--model") && !flags.is_given(name);
         if is_chosen("--dp") {
-            taken.push(format!("--dp {}", self.layout.dp));
+            taken.push(format!("--dp {}", self.layout.degrees().dp));
         }
         if is_chosen("--seq-len") {
             self.batches.seq_len = config.max_seq_len().min(MAX_SEQ_LEN);
@@ -57,7 +45,9 @@ impl TrainingArgs {
             taken.push("--dtype bf16".to_string());
         }
         let batches = &mut self.batches;
-        let unit = batches.micro_batch_size.saturating_mul(self.layout.dp);
+        let unit = batches
+            .micro_batch_size
+            .saturating_mul(self.layout.degrees().dp);
         if let Some(steps) = batches.gradient_accumulation_steps {
             batches.global_batch_size = unit.saturating_mul(steps);
             taken.push(format!("--global-batch-size {}", batches.global_batch_size));

@@ -54,7 +54,7 @@ impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let mut training = self.training.clone();
-        let ranks = training.run_config_with_defaults(&flags)?;
+        let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
         let taken = training.fill(&flags, &config, &ranks);

@@ -51,7 +51,8 @@ pub fn fingerprint_of_program(run: &RunConfig, flags: &Flags) -> Result<Fingerpr
     let mut fingerprint = Fingerprint::of_program()
         .map_err(Error::wrap)?
         .value("the backend", run.backend.to_string())
-        .value("the device", if on_gpus { "a GPU" } else { "the CPU" });
+        .value("the device", if on_gpus { "a GPU" } else { "the CPU" })
+        .value("the number of restarts", run.env.num_restarts().to_string());
     for (name, value) in flags.shared() {
         fingerprint = fingerprint.value(name, value);
     }

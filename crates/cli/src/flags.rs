@@ -6,7 +6,14 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
-const LOCAL: &[&str] = &["model", "data", "tokenizer", "metrics", "device"];
+const LOCAL: &[&str] = &[
+    "model",
+    "data",
+    "tokenizer",
+    "metrics",
+    "tensorboard",
+    "device",
+];
 
 /// The flags of a program, or of the subcommand that is run.
 #[derive(Clone, Debug, Default)]

@@ -17,6 +17,7 @@ mod fingerprint;
 mod flags;
 mod freeze;
 mod launch;
+mod log_args;
 mod loss_scale;
 mod number;
 mod output;

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::Result;
+use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
 use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
@@ -13,7 +14,7 @@ use crate::env::print_env;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse_command};
 use crate::launch::LaunchArgs;
-use crate::output::exit_with;
+use crate::output::{exit_code_of_refusal, exit_with};
 use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
@@ -41,7 +42,10 @@ enum CandleTrain {
 /// A subcommand that trains.
 pub trait TrainingCommand: CommandFactory + FromArgMatches {
     /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks. The exit code tells if a
-    /// signal stopped it before the end.
+    /// signal stopped it before the end, or a failure, which has been told.
+    ///
+    /// # Errors
+    /// What keeps the first step from being done.
     fn run(&self, flags: Flags) -> Result<ExitCode>;
 }
 
@@ -135,6 +139,9 @@ fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
         .init();
     match command.run(flags) {
         Ok(code) => code,
-        Err(err) => exit_with(Err(err)),
+        Err(err) => {
+            let code = exit_with(Err(err));
+            RankEnv::from_env().map_or(code, |env| exit_code_of_refusal(&env))
+        }
     }
 }

@@ -1,12 +1,11 @@
 //! Flags of a training run: layout, batches, optimizer.
 
 use std::ops::Bound::{Excluded, Unbounded};
-use std::path::{Path, PathBuf};
 
-use candle_comm::{Degrees, RunConfig};
+use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Metrics, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
@@ -16,6 +15,7 @@ use crate::choices::{
     DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice,
 };
 use crate::freeze::FreezeArgs;
+use crate::log_args::LogArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
@@ -37,9 +37,8 @@ pub struct TrainingArgs {
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
-    pub(crate) metrics: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Output")]
+    pub(crate) logs: LogArgs,
     #[command(flatten, next_help_heading = "Output")]
     pub(crate) save: SaveArgs,
 }
@@ -55,8 +54,8 @@ pub struct LayoutArgs {
     pub pp: usize,
     /// Data-parallel degree: replicas that share each global batch [default: what the processes of a launcher, or this machine's GPUs, leave
     /// after --tp and --pp; without either 1]
-    #[arg(long, default_value_t = 1, hide_default_value = true, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
-    pub dp: usize,
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    pub dp: Option<usize>,
     /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
     #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
     pub zero: u8,
@@ -203,11 +202,21 @@ impl LayoutArgs {
         }
     }
 
-    /// The mesh's degrees.
+    /// How many replicas so many ranks make.
+    pub(crate) fn replicas_of(&self, num_ranks: usize) -> usize {
+        (num_ranks / self.pp.saturating_mul(self.tp)).max(1)
+    }
+
+    /// The mesh's degrees; without `--dp` as many replicas as a launcher's processes make.
     pub fn degrees(&self) -> Degrees {
+        let dp = self.dp.unwrap_or_else(|| {
+            // What is wrong with the environment [`RankArgs::config`] says.
+            let num_processes = RankEnv::from_env().map_or(1, |env| env.world_size());
+            self.replicas_of(num_processes)
+        });
         Degrees {
             pp: self.pp,
-            dp: self.dp,
+            dp,
             cp: 1,
             tp: self.tp,
         }
@@ -264,29 +273,6 @@ impl TrainingArgs {
         }
     }
 
-    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be. Those
-    /// of a run that is resumed are looked at when its step is known.
-    pub(crate) fn check_metrics(&self, output: &Path) -> Result<()> {
-        let Some(path) = &self.metrics else {
-            return Ok(());
-        };
-        let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
-        let absolute = std::path::absolute(path).ok();
-        if [dir, absolute]
-            .iter()
-            .flatten()
-            .any(|path| path.starts_with(output))
-        {
-            bail!(
-                "the metrics file {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
-                 the folder",
-                path.display(),
-                output.display()
-            );
-        }
-        Metrics::create(path).map(drop)
-    }
-
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
     pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
         CausalLm::check_degrees(config, &self.layout.degrees())?;
@@ -316,7 +302,8 @@ impl TrainingArgs {
     /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
     pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let dp = layout.degrees().dp;
+        let batches = Batches::new(tokens, self.batches.config(), 0, dp, &Device::Cpu)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let num_steps = self.batches.steps.unwrap_or(num_steps);

@@ -123,8 +123,12 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
+            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec",
         ],
+    ),
+    (
+        "--tensorboard",
+        &["[default: none]", "DIR", "TensorBoard", "resumed"],
     ),
     ("--overwrite", &["earlier run of the same command", "never"]),
     (

@@ -21,7 +21,10 @@ pub fn metrics(path: &Path) -> Vec<Map<String, Value>> {
 pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     for step in &mut metrics {
         step.retain(|field, _| {
-            !matches!(field.as_str(), "tokens_per_sec" | "step_secs" | "memory")
+            !matches!(
+                field.as_str(),
+                "tokens_per_sec" | "step_secs" | "gflops_per_sec" | "memory"
+            )
         });
     }
     metrics
@@ -38,8 +41,8 @@ fn default_flags_fit_the_model_and_the_machine() {
     // On a machine with GPUs, and a program for them, other ranks and another type are right.
     if cfg!(not(feature = "cuda")) {
         for part in [
-            "sequences of 64 tokens; 1 ranks as threads: pp 1 x dp 1 x tp 1, ZeRO-1",
-            "chosen for you: --dp 1 --seq-len 64 --global-batch-size 16 --lr 0.00002",
+            "sequences of 2048 tokens; 1 ranks as threads: pp 1 x dp 1 x tp 1, ZeRO-1",
+            "chosen for you: --dp 1 --seq-len 2048 --global-batch-size 16 --lr 0.00002",
         ] {
             assert!(out.contains(part), "{part:?} is not in: {out}");
         }
@@ -136,6 +139,7 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
         let mut fields: Vec<&str> = step.keys().map(String::as_str).collect();
         fields.sort_unstable();
         let expected = [
+            "gflops_per_sec",
             "grad_norm",
             "learning_rate",
             "loss",
@@ -150,6 +154,13 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
         assert_eq!(fields, expected);
         assert_eq!(step["step"], index);
         assert_eq!(step["num_tokens"], 64);
+        // For each weight of a product 6 (in a layer q, k, v, o and the MLP's three, and the head), for attention 6 for each of its
+        // 4 heads' 8 dims and each of 16 tokens.
+        let layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 56;
+        let per_token = 6 * (4 * layer + 307 * 32) + 4 * 6 * (4 * 8) * 16;
+        let [gflops, tokens] = ["gflops_per_sec", "tokens_per_sec"].map(|name| step[name].as_f64());
+        let ratio = 1e9 * gflops.unwrap() / tokens.unwrap() / f64::from(per_token);
+        assert!((ratio - 1.0).abs() < 1e-9, "{ratio}");
         for category in ["weights", "gradients", "optimizer"] {
             let peak = &step["memory"][format!("{category}_peak_bytes")];
             assert!(peak.as_u64().unwrap() > 0, "{category}: {peak}");
