@@ -9,8 +9,10 @@ use clap::{Command, CommandFactory, FromArgMatches, Parser};
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
+use crate::export::Export;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse, parse_command};
+use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::output::exit_with;
 use crate::pretrain::Pretrain;
@@ -22,6 +24,8 @@ enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Launch(Box<LaunchArgs>),
+    Inspect(Inspect),
+    Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
     /// Runs the ranks of one host; started by `launch`
@@ -61,6 +65,8 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Inspect(args) => exit_with(args.run()),
+        CandleTrain::Export(args) => exit_with(args.run()),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),
         CandleTrain::Rank {

@@ -7,7 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
-use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, EvalHistory, Tokens, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -16,6 +16,9 @@ use crate::training_args::TrainingArgs;
 /// Bytes of a weights file that are read at a time, and how often, evenly spread.
 const BLOCK: u64 = 64 << 10;
 const NUM_BLOCKS: u64 = 256;
+
+/// Name of the digest of the weights with which a run begins.
+pub(crate) const WEIGHTS: &str = "the weights of --model";
 
 /// What is said of a model's files and not of the model.
 const NOT_THE_MODEL: [&str; 4] = [
@@ -40,12 +43,14 @@ impl TrainingArgs {
         model.retain(|name, _| !NOT_THE_MODEL.contains(&name.as_str()));
         if let Some(weights) = weights {
             let digest = digest_of_weights(weights)?;
-            model.insert("the weights of --model".into(), digest.into());
+            model.insert(WEIGHTS.into(), digest.into());
         }
         Ok(TrainingRecord {
             settings: self.settings(train, tokens),
             model,
             position: DataPosition::default(),
+            save_dtype: None,
+            evaluation: EvalHistory::default(),
         })
     }
 
@@ -115,7 +120,7 @@ impl TrainingArgs {
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.
-fn digest_of_weights(dir: &Path) -> Result<String> {
+pub(crate) fn digest_of_weights(dir: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
         .map(|entry| Ok(entry?.path()))
         .collect::<Result<_>>()?;

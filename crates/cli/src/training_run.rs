@@ -71,7 +71,10 @@ impl TrainingRun<'_> {
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = self.training.record(&train, &self.tokens, config, model)?;
+        let record = TrainingRecord {
+            save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
+            ..self.training.record(&train, &self.tokens, config, model)?
+        };
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         let beside = self.training.checkpoints.save_dir.as_deref();
         let save = HfSave {
@@ -155,6 +158,7 @@ impl TrainingRun<'_> {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
+            let saver = saver.with_sidecars(self.sidecars.clone());
             let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
             trainer = trainer.with_checkpoints(checkpoints);
         }

@@ -10,7 +10,7 @@ use candle_core::{DType, Result};
 use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
-use super::plan::SavePlan;
+use super::plan::{SavePlan, SavedModel};
 use super::run_file::RunFile;
 use crate::params::{Parameters, ValuesFrom};
 
@@ -84,7 +84,11 @@ impl HfSave {
     /// Tensors that cannot be saved.
     pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
         let anywhere = vec![ValuesFrom::default(); params.catalog().len()];
-        let plan = SavePlan::new(params, &anywhere, self.dtype, self.max_file_bytes)?;
+        let model = SavedModel::of(params, &anywhere);
+        self.num_bytes_of(&SavePlan::new(&model, self.dtype, self.max_file_bytes)?)
+    }
+
+    pub(super) fn num_bytes_of(&self, plan: &SavePlan) -> Result<u64> {
         let sidecars = self
             .sidecars
             .iter()

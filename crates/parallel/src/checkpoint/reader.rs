@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Result, bail};
@@ -237,6 +238,21 @@ impl Checkpoint {
                 let start = (row * stride + inner.start) * size;
                 decode(dtype, &bytes[start..start + inner.len() * size], values);
             });
+        Ok(values)
+    }
+
+    /// The values of a tensor of this global shape at a range of row-major offsets, converted to f32.
+    pub(super) fn read_range(
+        &self,
+        name: &str,
+        shape: &[usize],
+        range: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        let dtype = self.dtype_of(name, shape)?;
+        let size = dtype.size_in_bytes();
+        let mut values = vec![0f32; range.len()];
+        let bytes = &self.bytes(name)?[range.start * size..range.end * size];
+        decode(dtype, bytes, &mut values);
         Ok(values)
     }
 }

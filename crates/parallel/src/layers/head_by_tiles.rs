@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    cross_entropy_grad_in_place, cross_entropy_loss, linear_forward, linear_weight_grad_into,
-    softmax_stats, sum_into,
+    IGNORE_INDEX, cross_entropy_grad_in_place, cross_entropy_loss, linear_forward,
+    linear_weight_grad_into, softmax_stats, sum_into,
 };
 
 use super::layer::GradientSink;
@@ -48,6 +48,43 @@ impl HeadByTiles<'_> {
         }
         let dx = dx.reshape(self.xs.dims())?.to_dtype(self.xs.dtype())?;
         Ok((sum, self.tp.all_reduce(&dx, ReduceOp::Sum)?))
+    }
+
+    /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: (2) f64 on the host.
+    pub fn predictions(&self) -> Result<Tensor> {
+        let mut of_tiles = Vec::new();
+        self.weight.for_each_tile(|tile_rows, tile| {
+            let start = self.vocab_start(&tile_rows);
+            for (first, len) in self.chunks()? {
+                let [_, targets, logits] = self.logits(first, len, tile)?;
+                let stats = softmax_stats(&logits, &targets, start)?; // (len, 3)
+                // An id that is less than 2^24 is exact in f32.
+                let largest = (logits.argmax_keepdim(1)?.to_dtype(DType::F32)? + start as f64)?;
+                of_tiles.push(Tensor::cat(&[stats, largest], 1)?);
+            }
+            Ok(())
+        })?;
+        // Of each part of the vocabulary, in its order, all rows: (parts * n, 4).
+        let parts = self.tp.all_gather(&Tensor::cat(&of_tiles, 0)?, 0)?;
+        let stats = parts.narrow(1, 0, 3)?.contiguous()?;
+        let (losses, _) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
+        let losses: Vec<f32> = losses.to_vec1()?;
+        let targets: Vec<u32> = self.targets.to_vec1()?;
+        let (parts, n) = (parts.to_vec2::<f32>()?, targets.len());
+        let is_right = |row: usize, target: u32| {
+            let of_row = parts.iter().skip(row).step_by(n);
+            let first = |a: &'_ [f32], b: &'_ [f32]| b[0] > a[0];
+            let largest = of_row
+                .map(Vec::as_slice)
+                .reduce(|a, b| if first(a, b) { b } else { a });
+            largest.is_some_and(|part| part[3] == target as f32)
+        };
+        let rows = targets.iter().enumerate();
+        let num_right = rows
+            .filter(|&(row, &target)| target != IGNORE_INDEX && is_right(row, target))
+            .count();
+        let loss_sum: f64 = losses.into_iter().map(f64::from).sum();
+        Tensor::new(&[loss_sum, num_right as f64], &Device::Cpu)
     }
 
     /// The first row and the number of rows of each chunk.

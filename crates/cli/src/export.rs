@@ -1,0 +1,104 @@
+//! `candle-train export`
+
+use std::path::PathBuf;
+
+use candle_comm::ProcessGroup;
+use candle_core::{DType, Device, Error, Result, bail};
+use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint};
+use candle_train::TrainingRecord;
+use candle_train::hub::resolve_model;
+use clap::Args;
+
+use crate::choices::StorageChoice;
+use crate::config_dtype::with_config_dtype;
+use crate::number::num_bytes;
+use crate::output::print_line;
+use crate::run_record::{WEIGHTS, digest_of_weights};
+
+/// Write the model of a run's checkpoint as a Hugging Face folder, in little memory
+#[derive(Args, Debug)]
+pub(crate) struct Export {
+    /// Checkpoint, such as runs/a/step-000015
+    checkpoint: PathBuf,
+    /// Folder for the model
+    output: PathBuf,
+    /// Type of the saved weights [default: that of the run's own --output]
+    #[arg(long)]
+    dtype: Option<StorageChoice>,
+    /// Size of the largest file of weights
+    #[arg(long, default_value = "5GB", value_name = "SIZE", value_parser = num_bytes)]
+    max_shard_size: usize,
+    /// Replace a model in the output folder
+    #[arg(long)]
+    overwrite: bool,
+    /// Where the checkpoint folder with which the run began is now, or org/name[@revision] on the hub; it has the weights that were not
+    /// trained [default: where it was]
+    #[arg(long, value_name = "DIR|REPO")]
+    model: Option<String>,
+}
+
+impl Export {
+    /// Writes the folder.
+    pub fn run(&self) -> Result<()> {
+        let world = ProcessGroup::single(Device::Cpu);
+        let checkpoint = TrainingCheckpoint::open(&world, &self.checkpoint)?;
+        let record = TrainingRecord::of(&checkpoint)?;
+        let source = self.source(&checkpoint, &record)?;
+        let sidecars = checkpoint.sidecars()?;
+        if sidecars.is_empty() {
+            bail!(
+                "the checkpoint {} has no config.json: the program that wrote it did not give one",
+                self.checkpoint.display()
+            );
+        }
+        let dtype = match (self.dtype, &record.save_dtype) {
+            (Some(dtype), _) => Some(dtype.into()),
+            (None, Some(dtype)) => Some(dtype.parse::<DType>().map_err(Error::wrap)?),
+            (None, None) => None,
+        };
+        let inputs = source.iter().map(|source| source.dir().to_path_buf());
+        let save = HfSave {
+            dtype,
+            max_file_bytes: self.max_shard_size,
+            overwrite: self.overwrite,
+            inputs: inputs.chain([self.checkpoint.clone()]).collect(),
+            ..HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?)
+        };
+        save.check_output()?;
+        checkpoint.export_hf(&save, source.as_ref())?;
+        let (step, output) = (checkpoint.step(), self.output.display());
+        print_line(&format!("the model after step {step} is in {output}"));
+        Ok(())
+    }
+
+    /// The checkpoint with which the run began, if it has anything that is to be saved.
+    fn source(
+        &self,
+        checkpoint: &TrainingCheckpoint,
+        record: &TrainingRecord,
+    ) -> Result<Option<Checkpoint>> {
+        if !checkpoint.needs_source() {
+            return Ok(None);
+        }
+        let hint = "hint: --model names the folder where the model with which the run began is now";
+        let dir = match (&self.model, &checkpoint.manifest().source) {
+            (Some(model), _) => resolve_model(model)?,
+            (None, Some(dir)) if dir.is_dir() => dir.clone(),
+            (None, dir) => bail!(
+                "the run began with the model in {}, which has weights that were not trained, and it is not there\n{hint}",
+                dir.as_ref()
+                    .map_or("no folder".into(), |dir| dir.display().to_string())
+            ),
+        };
+        let noted = record.model.get(WEIGHTS).and_then(|value| value.as_str());
+        if let (Some(noted), found) = (noted, digest_of_weights(&dir)?)
+            && found != noted
+        {
+            bail!(
+                "the weights in {} are not those with which the run began: they have the digest {found}; expected {noted}\n{hint}",
+                dir.display()
+            );
+        }
+        Checkpoint::open(&dir).map(Some)
+    }
+}
