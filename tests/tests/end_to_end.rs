@@ -19,6 +19,8 @@ mod degrees;
 mod determinism;
 #[path = "end_to_end/edge_cases.rs"]
 mod edge_cases;
+#[path = "end_to_end/evaluation.rs"]
+mod evaluation;
 #[path = "end_to_end/faults.rs"]
 mod faults;
 #[path = "end_to_end/frozen.rs"]

@@ -1,10 +1,11 @@
 //! Flags about evaluation.
 
+use std::ops::Bound::Excluded;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use candle_core::{Device, Result, bail};
-use candle_train::{Batches, Documents, EvalBatches, Tokenizer, Tokens, held_out};
+use candle_core::{Result, bail};
+use candle_train::{Documents, EvalBatches, EvalHistory, Evaluation, Tokenizer, Tokens, held_out};
 use clap::Args;
 
 use crate::number::{real, whole};
@@ -25,15 +26,6 @@ pub(crate) struct EvalArgs {
     /// End training when so many evaluations in a row bring no smaller loss than the best before [default: never]
     #[arg(long, value_name = "EVALUATIONS", value_parser = whole::<usize>(1..))]
     pub patience: Option<usize>,
-}
-
-/// What a run is evaluated on.
-pub(crate) enum EvalData {
-    Nothing,
-    /// Other data.
-    Tokens(Tokens),
-    /// Numbers of samples of the data that is trained on.
-    HeldOut(Arc<[usize]>),
 }
 
 impl EvalArgs {
@@ -75,21 +67,40 @@ impl EvalArgs {
         Tokens::encode(&Documents::read(path)?, tokenizer).map(Some)
     }
 
-    /// What of `tokens`, or of the tokens of `--eval-data`, is not trained on.
-    pub fn data(
+    /// Numbers of the samples that are trained on, and of those held out, if some are.
+    pub fn held_out(
         &self,
         tokens: &Tokens,
-        of_eval_data: Option<&Tokens>,
         batches: &BatchArgs,
-    ) -> Result<EvalData> {
-        if let Some(tokens) = of_eval_data {
-            return Ok(EvalData::Tokens(tokens.clone()));
-        }
+    ) -> Result<Option<[Arc<[usize]>; 2]>> {
         let Some(fraction) = self.eval_fraction else {
-            return Ok(EvalData::Nothing);
+            return Ok(None);
         };
         let num_samples = tokens.samples(batches.seq_len)?.len();
-        let [_, chosen] = held_out(num_samples, fraction, batches.seed)?;
-        Ok(EvalData::HeldOut(chosen))
+        held_out(num_samples, fraction, batches.seed).map(Some)
+    }
+
+    /// What replica `dp_rank` of `dp` evaluates, if there is something: samples of `of_eval_data`, the tokens of `--eval-data`, or of
+    /// `tokens`, which are trained on.
+    pub fn evaluation(
+        &self,
+        (tokens, of_eval_data): (&Tokens, Option<&Tokens>),
+        batches: &BatchArgs,
+        (dp_rank, dp): (usize, usize),
+        history: EvalHistory,
+    ) -> Result<Option<Evaluation>> {
+        let chosen = self.held_out(tokens, batches)?.map(|[_, chosen]| chosen);
+        let tokens = match (of_eval_data, &chosen) {
+            (Some(tokens), _) => tokens,
+            (None, Some(_)) => tokens,
+            (None, None) => return Ok(None),
+        };
+        let sizes = (batches.seq_len, batches.micro_batch_size);
+        Ok(Some(Evaluation {
+            batches: EvalBatches::new(tokens, chosen, sizes, (dp_rank, dp))?,
+            every: self.eval_every,
+            patience: self.patience,
+            history,
+        }))
     }
 }

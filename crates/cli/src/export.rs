@@ -102,3 +102,69 @@ impl Export {
         Checkpoint::open(&dir).map(Some)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_comm::{Degrees, Mesh, ProcessGroup};
+    use candle_core::{DType, Device, Result};
+    use candle_parallel::checkpoint::CheckpointSaver;
+    use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamStore};
+    use candle_train::TrainingRecord;
+    use candle_train_models::{CausalLm, ModelConfig};
+    use serde_json::json;
+    use tempfile::tempdir;
+
+    use super::Export;
+    use crate::choices::StorageChoice;
+    use crate::counting_allocator::peak_bytes_of;
+
+    /// A checkpoint of a model whose embedding and head have 16 MiB each in f32.
+    fn save(dir: &Path) -> Result<()> {
+        let degrees = Degrees {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: 1,
+        };
+        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), degrees)?;
+        let config = json!({
+            "model_type": "llama", "vocab_size": 32768, "hidden_size": 128, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 8, "tie_word_embeddings": false,
+            "bos_token_id": 0, "eos_token_id": 1,
+        })
+        .to_string();
+        let vb = ParamStore::init(5).builder(DType::BF16, &Device::Cpu);
+        let stage = CausalLm::stage(&ModelConfig::from_json(&config)?, &mesh, &vb)?;
+        let params = stage.params();
+        let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
+        let sidecars = vec![("config.json".to_string(), config.into_bytes())];
+        let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
+        let mut saver = saver.with_sidecars(sidecars);
+        let record = serde_json::to_value(TrainingRecord::default()).unwrap();
+        saver.start(&optimizer, 1, record)?;
+        saver.finish()?.unwrap().saved.unwrap();
+        Ok(())
+    }
+
+    /// Whole tensors are never in memory.
+    #[test]
+    fn it_takes_little_memory() {
+        let dir = tempdir().unwrap();
+        save(&dir.path().join("saves")).unwrap();
+        for dtype in [StorageChoice::F32, StorageChoice::Bf16] {
+            let export = Export {
+                checkpoint: dir.path().join("saves/step-000001"),
+                output: dir.path().join("exported"),
+                dtype: Some(dtype),
+                max_shard_size: 1 << 40,
+                overwrite: true,
+                model: None,
+            };
+            let peak = peak_bytes_of(|| export.run().unwrap());
+            assert!(peak < 14 << 20, "{dtype:?}: {peak} bytes");
+        }
+    }
+}

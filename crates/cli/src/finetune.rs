@@ -58,10 +58,15 @@ impl TrainingCommand for Finetune {
             samples: &self.samples,
             stop,
             tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
+            eval_tokens: self.training.evaluation.tokens(&tokenizer)?,
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
-            inputs: vec![model.clone(), self.data.clone()],
+            inputs: [&model, &self.data]
+                .into_iter()
+                .chain(&self.training.evaluation.eval_data)
+                .cloned()
+                .collect(),
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

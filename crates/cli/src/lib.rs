@@ -10,6 +10,7 @@ mod choices;
 mod config_dtype;
 mod counting_allocator;
 mod env;
+mod eval_args;
 mod export;
 mod finetune;
 mod fingerprint;

@@ -91,7 +91,13 @@ impl TrainingCommand for Pretrain {
             tokens: Tokens::encode(&documents, &tokenizer)?,
             title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
-            inputs: self.tokenizer.iter().chain([&self.data]).cloned().collect(),
+            inputs: [&self.data]
+                .into_iter()
+                .chain(&self.tokenizer)
+                .chain(&self.training.evaluation.eval_data)
+                .cloned()
+                .collect(),
+            eval_tokens: self.training.evaluation.tokens(&tokenizer)?,
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

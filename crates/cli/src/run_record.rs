@@ -59,34 +59,40 @@ impl TrainingArgs {
         &self,
         record: &TrainingRecord,
         save_dtype: Option<DType>,
+        eval_tokens: Option<&Tokens>,
     ) -> Result<String> {
         let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
         let record = serde_json::to_string(record).map_err(Error::wrap)?;
-        let all = format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        let mut all =
+            format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        // Otherwise evaluations change nothing.
+        if let Some(patience) = self.evaluation.patience {
+            let tokens = eval_tokens.map(digest_of_tokens);
+            all += &format!(" {patience} {:?} {tokens:?}", self.evaluation.eval_every);
+        }
         Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
     fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
-        let mut sum = XxHash64::default();
-        for id in tokens.ids() {
-            sum.write(&id.to_le_bytes());
-        }
-        let sum = sum.finish();
+        let sum = digest_of_tokens(tokens);
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
-            (
-                "the data",
-                format!("{} tokens (xxh64 {sum:016x})", tokens.len()),
-            ),
+            ("the data", format!("{} tokens (xxh64 {sum})", tokens.len())),
             (
                 "the number of steps",
                 train.lr_schedule.num_steps.to_string(),
             ),
             ("--seq-len", batches.seq_len.to_string()),
             ("--global-batch-size", batches.global_batch_size.to_string()),
+            (
+                "--eval-fraction",
+                self.evaluation
+                    .eval_fraction
+                    .map_or("not given".into(), |fraction| fraction.to_string()),
+            ),
             ("--no-shuffle", batches.no_shuffle.to_string()),
             ("--seed", batches.seed.to_string()),
             ("--lr", args.lr.to_string()),
@@ -117,6 +123,14 @@ impl TrainingArgs {
             .map(|(name, value)| (name.to_string(), value))
             .into()
     }
+}
+
+fn digest_of_tokens(tokens: &Tokens) -> String {
+    let mut sum = XxHash64::default();
+    for id in tokens.ids() {
+        sum.write(&id.to_le_bytes());
+    }
+    format!("{:016x}", sum.finish())
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.

@@ -12,6 +12,7 @@ use clap::Args;
 
 use crate::checkpoint_args::CheckpointArgs;
 use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
+use crate::eval_args::EvalArgs;
 use crate::freeze::FreezeArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
@@ -32,9 +33,11 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
+    #[command(flatten, next_help_heading = "Evaluation")]
+    pub(crate) evaluation: EvalArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) metrics: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Output")]
@@ -261,10 +264,20 @@ impl TrainingArgs {
         )
     }
 
+    /// The batches of replica `dp_rank`, without the samples that are held out.
+    pub(crate) fn training_batches(&self, tokens: &Tokens, dp_rank: usize) -> Result<Batches> {
+        let config = self.batches.config();
+        let batches = Batches::new(tokens, config, dp_rank, self.layout.dp, &Device::Cpu)?;
+        Ok(match self.evaluation.held_out(tokens, &self.batches)? {
+            Some([training, _]) => batches.only(training),
+            None => batches,
+        })
+    }
+
     /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
     pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let batches = self.training_batches(tokens, 0)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let config = TrainConfig {

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory, peaks_in_words,
+    Batches, Checkpoints, DataPosition, EvalHistory, Evaluation, Metrics, MetricsLine, Progress,
+    Tokenizer, Tokens, TrainConfig, TrainEvent, Trainer, TrainingRecord, explain_out_of_memory,
+    peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -31,6 +32,8 @@ pub(crate) struct TrainingRun<'a> {
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
+    /// Of `--eval-data`.
+    pub eval_tokens: Option<Tokens>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -55,15 +58,23 @@ struct Resumed {
     checkpoint: TrainingCheckpoint,
     /// The place of its next step in the data.
     position: DataPosition,
+    /// What its evaluations gave.
+    evaluation: EvalHistory,
 }
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         let tokenizer = &self.tokenizer;
-        tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
+        let eval_tokens = self.eval_tokens.as_ref();
+        for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
+            tokenizer.check_vocab(tokens.ids(), self.config.vocab_size)?;
+        }
         let train = self.training.train_config(&self.tokens)?;
-        self.training.checkpoints.validate(self.output)?;
+        let checkpoints = &self.training.checkpoints;
+        checkpoints.validate(self.output)?;
+        self.training.evaluation.validate(checkpoints.save_every)?;
+        let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
@@ -76,10 +87,13 @@ impl TrainingRun<'_> {
             ..self.training.record(&train, &self.tokens, config, model)?
         };
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
-        let beside = self.training.checkpoints.save_dir.as_deref();
+        let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
-            run: Some(self.training.run_digest(&record, self.save_dtype)?),
+            run: Some(
+                self.training
+                    .run_digest(&record, self.save_dtype, eval_tokens)?,
+            ),
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
         };
@@ -90,8 +104,14 @@ impl TrainingRun<'_> {
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
+            if let Some(evaluation) = evaluation {
+                let num_samples = evaluation.batches.num_samples();
+                print_line(&format!(
+                    "evaluation on {num_samples} sequences that are not trained on"
+                ));
+            }
         }
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        ranks.fingerprint = fingerprint(&ranks, flags, (&self.tokens, eval_tokens), model)?;
         let stopped = launch::run(&ranks, |world| {
             self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;
@@ -111,6 +131,20 @@ impl TrainingRun<'_> {
             Some(_) => self.stop.exit_code(),
             None => ExitCode::SUCCESS,
         })
+    }
+
+    fn evaluation(
+        &self,
+        (dp_rank, dp): (usize, usize),
+        history: EvalHistory,
+    ) -> Result<Option<Evaluation>> {
+        let TrainingArgs {
+            evaluation,
+            batches,
+            ..
+        } = self.training;
+        let tokens = (&self.tokens, self.eval_tokens.as_ref());
+        evaluation.evaluation(tokens, batches, (dp_rank, dp), history)
     }
 
     /// One rank's part; how it was stopped, if it was.
@@ -154,13 +188,22 @@ impl TrainingRun<'_> {
             }
         };
         let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        let history = resumed.as_ref().map(|resumed| resumed.evaluation);
+        let replica = (mesh.dp.rank(), mesh.dp.world_size());
+        let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
-            let saver = saver.with_sidecars(self.sidecars.clone());
+            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            if evaluation.is_some() {
+                saver = saver.keeping_best();
+            }
             let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
             trainer = trainer.with_checkpoints(checkpoints);
+        }
+        if let Some(evaluation) = evaluation {
+            trainer = trainer.with_evaluation(evaluation);
         }
         if is_first {
             trainer.check_space(save)?;
@@ -221,6 +264,7 @@ impl TrainingRun<'_> {
         }
         Ok(Some(Resumed {
             position: earlier.position,
+            evaluation: earlier.evaluation,
             checkpoint,
         }))
     }
@@ -232,9 +276,9 @@ impl TrainingRun<'_> {
         mesh: &Mesh,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
-        let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
-        let batch_config = self.training.batches.config();
-        let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches = self
+            .training
+            .training_batches(&self.tokens, mesh.dp.rank())?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }
@@ -246,10 +290,17 @@ impl TrainingRun<'_> {
         });
         let mut metrics = metrics.transpose()?;
         let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
-        trainer.train(&batches, |step| {
-            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(step));
+        trainer.train_observed(&batches, |event| {
+            let line: MetricsLine = match event {
+                TrainEvent::Step(step) => step.into(),
+                TrainEvent::Evaluation(evaluation) => evaluation.into(),
+            };
+            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(line));
             if let Some(progress) = &mut progress {
-                progress.update(step);
+                match event {
+                    TrainEvent::Step(step) => progress.update(step),
+                    TrainEvent::Evaluation(evaluation) => progress.println(&evaluation.in_words()),
+                }
                 // What was trained is worth more than a line about it.
                 if let Err(err) = logged {
                     let why = message_of(&err);
@@ -261,6 +312,20 @@ impl TrainingRun<'_> {
         })?;
         if let Some(progress) = &mut progress {
             progress.finish();
+        }
+        if let (Some(history), true) = (trainer.stopped_early(), is_first) {
+            let (step, num_steps) = (trainer.step(), trainer.num_steps());
+            let EvalHistory {
+                best,
+                num_without_improvement,
+            } = history;
+            let best = best.map(|(loss, step)| {
+                format!("; the least loss, {loss:.4}, was that after step {step}")
+            });
+            print_line(&format!(
+                "stopped after step {step} of {num_steps}: {num_without_improvement} evaluations without improvement{}",
+                best.unwrap_or_default()
+            ));
         }
         mesh.world.set_step(trainer.step(), "after training");
         let memory = trainer.memory_of_largest_rank()?;

@@ -24,6 +24,25 @@ pub struct EvalMetrics {
     pub eval_secs: f64,
 }
 
+impl EvalMetrics {
+    /// For people: steps count from 1.
+    pub fn in_words(&self) -> String {
+        let Self {
+            step,
+            eval_loss,
+            eval_perplexity,
+            ..
+        } = self;
+        let accuracy = self.eval_accuracy.map_or(String::new(), |accuracy| {
+            format!(", accuracy {:.1}%", 100.0 * accuracy)
+        });
+        format!(
+            "evaluation after step {}: loss {eval_loss:.4}, perplexity {eval_perplexity:.2}{accuracy}",
+            step + 1
+        )
+    }
+}
+
 /// When a trainer evaluates, and on what: see [`Trainer::with_evaluation`](crate::Trainer::with_evaluation).
 #[derive(Clone, Debug)]
 pub struct Evaluation {

@@ -21,7 +21,10 @@ pub fn metrics(path: &Path) -> Vec<Map<String, Value>> {
 pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     for step in &mut metrics {
         step.retain(|field, _| {
-            !matches!(field.as_str(), "tokens_per_sec" | "step_secs" | "memory")
+            !matches!(
+                field.as_str(),
+                "tokens_per_sec" | "step_secs" | "eval_secs" | "memory"
+            )
         });
     }
     metrics
