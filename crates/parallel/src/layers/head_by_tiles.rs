@@ -52,20 +52,21 @@ impl HeadByTiles<'_> {
 
     /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: (2) f64 on the host.
     pub fn predictions(&self) -> Result<Tensor> {
-        let mut of_tiles = Vec::new();
-        self.weight.for_each_tile(|tile_rows, tile| {
-            let start = self.vocab_start(&tile_rows);
-            for (first, len) in self.chunks()? {
-                let [_, targets, logits] = self.logits(first, len, tile)?;
-                let stats = softmax_stats(&logits, &targets, start)?; // (len, 3)
-                // An id that is less than 2^24 is exact in f32.
-                let largest = (logits.argmax_keepdim(1)?.to_dtype(DType::F32)? + start as f64)?;
-                of_tiles.push(Tensor::cat(&[stats, largest], 1)?);
-            }
-            Ok(())
-        })?;
-        // Of each part of the vocabulary, in its order, all rows: (parts * n, 4).
-        let parts = self.tp.all_gather(&Tensor::cat(&of_tiles, 0)?, 0)?;
+        let of_chunk = |logits: &Tensor, targets: &Tensor, vocab_start: usize| {
+            let stats = softmax_stats(logits, targets, vocab_start)?; // (len, 3)
+            // An id that is less than 2^24 is exact in f32.
+            let largest = logits.argmax_keepdim(1)?.to_dtype(DType::F32)?;
+            Tensor::cat(&[stats, (largest + vocab_start as f64)?], 1)
+        };
+        let join = |a: &Tensor, b: &Tensor| {
+            let stats = joined_stats(a, b)?;
+            let column = |of: &Tensor, index| of.narrow(1, index, 1)?.contiguous();
+            let is_larger = column(b, 0)?.gt(&column(a, 0)?)?;
+            let largest = is_larger.where_cond(&column(b, 3)?, &column(a, 3)?)?;
+            Tensor::cat(&[stats, largest], 1)
+        };
+        // Of the part of each rank all rows, in the order of the vocabulary: (tp * n, 4).
+        let parts = self.tp.all_gather(&self.of_tiles(of_chunk, join)?, 0)?;
         let stats = parts.narrow(1, 0, 3)?.contiguous()?;
         let (losses, _) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
         let losses: Vec<f32> = losses.to_vec1()?;
@@ -107,21 +108,27 @@ impl HeadByTiles<'_> {
 
     /// What [`softmax_stats`] gives for all local columns, (n, 3).
     fn stats(&self) -> Result<Tensor> {
+        self.of_tiles(softmax_stats, joined_stats)
+    }
+
+    /// What `of_chunk` gives for logits, their targets and the first id of their columns, (len, ..), of all rows and, as `join` puts two tiles
+    /// together, of all local columns.
+    fn of_tiles(
+        &self,
+        of_chunk: impl Fn(&Tensor, &Tensor, usize) -> Result<Tensor>,
+        join: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let mut all: Option<Tensor> = None;
         self.weight.for_each_tile(|tile_rows, tile| {
             let mut chunks = Vec::new();
             for (first, len) in self.chunks()? {
                 let [_, targets, logits] = self.logits(first, len, tile)?;
-                chunks.push(softmax_stats(
-                    &logits,
-                    &targets,
-                    self.vocab_start(&tile_rows),
-                )?);
+                chunks.push(of_chunk(&logits, &targets, self.vocab_start(&tile_rows))?);
             }
             let of_tile = Tensor::cat(&chunks, 0)?;
             all = Some(match all.take() {
                 None => of_tile,
-                Some(all) => joined_stats(&all, &of_tile)?,
+                Some(all) => join(&all, &of_tile)?,
             });
             Ok(())
         })?;
@@ -159,7 +166,7 @@ impl HeadByTiles<'_> {
     }
 }
 
-/// The [`softmax_stats`] (n, 3) of the columns of two parts of the vocabulary together.
+/// The [`softmax_stats`] (n, 3) of the columns of two parts of the vocabulary together; more columns are left alone.
 fn joined_stats(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let column = |stats: &Tensor, index| stats.narrow(1, index, 1);
     let (max_a, max_b) = (column(a, 0)?, column(b, 0)?);
