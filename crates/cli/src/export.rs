@@ -1,12 +1,13 @@
 //! `candle-train export`
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint};
-use candle_train::TrainingRecord;
 use candle_train::hub::resolve_model;
+use candle_train::{Activity, TrainingRecord};
 use clap::Args;
 
 use crate::choices::StorageChoice;
@@ -41,7 +42,9 @@ impl Export {
     /// Writes the folder.
     pub fn run(&self) -> Result<()> {
         let world = ProcessGroup::single(Device::Cpu);
+        let reading = Activity::start("reading the checkpoint");
         let checkpoint = TrainingCheckpoint::open(&world, &self.checkpoint)?;
+        drop(reading);
         let record = TrainingRecord::of(&checkpoint)?;
         let source = self.source(&checkpoint, &record)?;
         let sidecars = checkpoint.sidecars()?;
@@ -65,7 +68,11 @@ impl Export {
             ..HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?)
         };
         save.check_output()?;
+        let written = save.num_written_bytes.clone();
+        let done = move || written.load(Ordering::Relaxed);
+        let writing = Activity::of_bytes("writing the model", None, done);
         checkpoint.export_hf(&save, source.as_ref())?;
+        drop(writing);
         let (step, output) = (checkpoint.step(), self.output.display());
         print_line(&format!("the model after step {step} is in {output}"));
         Ok(())

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_comm::message_of;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{CheckpointManifest, FileRecord, checkpoints_in, size_in_words};
-use candle_train::TrainingRecord;
+use candle_train::{Activity, TrainingRecord};
 use clap::Args;
 
 use crate::output::print_line;
@@ -25,6 +25,7 @@ pub(crate) struct Inspect {
 impl Inspect {
     /// Prints it; an error if something is damaged.
     pub fn run(&self) -> Result<()> {
+        let _reading = self.verify.then(|| Activity::start("reading"));
         let dir = &self.checkpoint;
         if !dir.is_dir() {
             bail!("the folder {} does not exist", dir.display());

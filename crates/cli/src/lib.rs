@@ -27,6 +27,7 @@ mod rank_args;
 mod run_record;
 mod samples;
 mod save_args;
+mod saving;
 mod stop;
 mod training_args;
 mod training_run;

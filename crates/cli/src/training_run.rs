@@ -2,15 +2,16 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
 use candle_core::{DType, Result};
 use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, EvalHistory, Evaluation, Metrics, MetricsLine, Progress,
-    Tokenizer, Tokens, TrainConfig, TrainEvent, Trainer, TrainingRecord, explain_out_of_memory,
-    peaks_in_words,
+    Activity, Batches, Checkpoints, DataPosition, EvalHistory, Evaluation, Metrics, MetricsLine,
+    Progress, Tokenizer, Tokens, TrainConfig, TrainEvent, Trainer, TrainingRecord,
+    explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 
@@ -19,6 +20,7 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
 use crate::samples::SampleArgs;
+use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
@@ -164,14 +166,20 @@ impl TrainingRun<'_> {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
         };
+        let is_first = mesh.world.rank() == 0;
+        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
+        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
+            let done = move || num_bytes.load(Ordering::Relaxed);
+            Activity::of_bytes("loading weights", None, done)
+        });
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         let stage = stage.with_recompute(|_| training.layout.recompute.into());
+        drop(loading);
         training.optimizer.freeze.check(stage.params())?;
-        let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {
             InitialWeights::Random => {
                 if is_first {
@@ -213,38 +221,22 @@ impl TrainingRun<'_> {
         let position = resumed.map(|resumed| resumed.position);
         let batches = self.fit(&mut trainer, &mesh, position)?;
         if trainer.is_stopped() {
-            return Self::stopped(&mut trainer, &batches, save).map(Some);
+            return leave(&mut trainer, &batches, save, is_first).map(Some);
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)?;
+        save_model(&trainer, save, is_first)?;
         Ok(None)
-    }
-
-    /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
-    fn stopped(trainer: &mut Trainer, batches: &Batches, save: &HfSave) -> Result<Stopped> {
-        let step = trainer.step();
-        let checkpoint = match trainer.save_checkpoint(batches)? {
-            Some(SaveOutcome {
-                saved: Ok(path), ..
-            }) => Some(path),
-            // Why has been told.
-            Some(_) | None => {
-                let steps = Some(step);
-                trainer.save_hf(&HfSave {
-                    steps,
-                    ..save.clone()
-                })?;
-                None
-            }
-        };
-        Ok(Stopped { step, checkpoint })
     }
 
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
     fn resumed(&self, record: &TrainingRecord, world: &ProcessGroup) -> Result<Option<Resumed>> {
         let args = &self.training.checkpoints;
         let is_first = world.rank() == 0;
-        let Some(checkpoint) = args.open(world)? else {
+        let reading =
+            (is_first && args.resume.is_some()).then(|| Activity::start("reading the checkpoint"));
+        let opened = args.open(world)?;
+        drop(reading);
+        let Some(checkpoint) = opened else {
             if let (Some(_), Some(dir), true) = (&args.resume, &args.save_dir, is_first) {
                 print_line(&format!(
                     "no checkpoint in {}: the run begins",
@@ -291,14 +283,19 @@ impl TrainingRun<'_> {
         let mut metrics = metrics.transpose()?;
         let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
         trainer.train_observed(&batches, |event| {
-            let line: MetricsLine = match event {
-                TrainEvent::Step(step) => step.into(),
-                TrainEvent::Evaluation(evaluation) => evaluation.into(),
+            let line: Option<MetricsLine> = match event {
+                TrainEvent::Step(step) => Some(step.into()),
+                TrainEvent::Begin(_) => None,
+                TrainEvent::Evaluation(evaluation) => Some(evaluation.into()),
             };
-            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(line));
+            let logged = match (&mut metrics, line) {
+                (Some(metrics), Some(line)) => metrics.log(line),
+                _ => Ok(()),
+            };
             if let Some(progress) = &mut progress {
                 match event {
                     TrainEvent::Step(step) => progress.update(step),
+                    TrainEvent::Begin(what) => progress.between_steps(what),
                     TrainEvent::Evaluation(evaluation) => progress.println(&evaluation.in_words()),
                 }
                 // What was trained is worth more than a line about it.

@@ -130,19 +130,26 @@ mod tests {
     fn lines_of_a_log() {
         let view = View {
             name: "saving".into(),
-            done: Some(Box::new(|| 3_200_000)),
-            total: Some(10_100_000),
+            done: Some(Box::new(|| 12_340_000)),
+            total: Some(45_600_000),
             start: Instant::now(),
         };
         let num_waits = Cell::new(0);
         let wait = |time: Duration| {
             num_waits.set(num_waits.get() + 1);
-            assert_eq!(time, if num_waits.get() == 1 { FIRST_LINE } else { LINE_INTERVAL });
+            assert_eq!(
+                time,
+                if num_waits.get() == 1 {
+                    FIRST_LINE
+                } else {
+                    LINE_INTERVAL
+                }
+            );
             num_waits.get() < 3
         };
         let mut out = Vec::new();
         view.in_lines(wait, &mut out);
-        let line = "saving: 3.2 MB of 10.1 MB, 0 s\n";
+        let line = "saving: 12.3 MB of 45.6 MB, 0 s\n";
         assert_eq!(String::from_utf8(out).unwrap(), line.repeat(2));
     }
 }

@@ -7,6 +7,7 @@
 
 pub mod hub;
 
+mod activity;
 mod batches;
 mod checkpoints;
 mod documents;
@@ -31,6 +32,7 @@ mod train_config;
 mod trainer;
 mod training_record;
 
+pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
 pub use checkpoints::Checkpoints;
 pub use documents::Documents;

@@ -24,6 +24,8 @@ use crate::train_config::TrainConfig;
 pub enum TrainEvent<'a> {
     /// A step was done.
     Step(&'a StepMetrics),
+    /// Something begins that takes a while, until the next event or the end.
+    Begin(&'static str),
     /// The weights after the step before were evaluated.
     Evaluation(&'a EvalMetrics),
 }
@@ -150,7 +152,7 @@ impl Trainer {
     ) -> Result<()> {
         self.train_observed(batches, |event| match event {
             TrainEvent::Step(metrics) => on_step(metrics),
-            TrainEvent::Evaluation(_) => Ok(()),
+            TrainEvent::Begin(_) | TrainEvent::Evaluation(_) => Ok(()),
         })
     }
 
@@ -167,6 +169,7 @@ impl Trainer {
             observe(TrainEvent::Step(&metrics))?;
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
+                observe(TrainEvent::Begin("evaluating"))?;
                 if let Some(metrics) = self.evaluate()? {
                     observe(TrainEvent::Evaluation(&metrics))?;
                 }
@@ -174,7 +177,10 @@ impl Trainer {
             self.checkpoint(batches)?;
         }
         match &mut self.checkpoints {
-            Some(checkpoints) => checkpoints.end(),
+            Some(checkpoints) => {
+                observe(TrainEvent::Begin("writing the checkpoint"))?;
+                checkpoints.end()
+            }
             None => Ok(()),
         }
     }

@@ -148,6 +148,7 @@ fn train(fixture: &Fixture, layout: Layout, evaluates: bool) -> (Vec<f64>, Tenso
         trainer.train_observed(&batches(fixture, &run, &mesh)?, |event| {
             match event {
                 TrainEvent::Step(step) => losses.push(step.loss),
+                TrainEvent::Begin(_) => {}
                 TrainEvent::Evaluation(_) => num_evaluations += 1,
             }
             Ok(())

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 
@@ -19,6 +21,7 @@ pub(super) struct FileWriter {
     /// What it will be called.
     path: PathBuf,
     out: BufWriter<File>,
+    num_written_bytes: Arc<AtomicU64>,
 }
 
 impl FileWriter {
@@ -26,6 +29,7 @@ impl FileWriter {
     pub fn create(
         (staged, place): (&Path, &Path),
         file: &PlannedFile,
+        num_written_bytes: Arc<AtomicU64>,
     ) -> std::result::Result<Self, SaveFailure> {
         let path = place.join(&file.name);
         let header = file.header().map_err(SaveFailure::Weights)?;
@@ -35,7 +39,11 @@ impl FileWriter {
             Ok(out)
         };
         match create() {
-            Ok(out) => Ok(Self { path, out }),
+            Ok(out) => Ok(Self {
+                path,
+                out,
+                num_written_bytes,
+            }),
             Err(err) => Err(SaveFailure::at(&path, err)),
         }
     }
@@ -98,8 +106,14 @@ impl FileWriter {
     }
 
     fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {
-        let written = self.out.write_all(bytes);
-        written.map_err(|err| SaveFailure::at(&self.path, err))
+        for chunk in bytes.chunks(CHUNK_VALUES) {
+            let written = self.out.write_all(chunk);
+            written.map_err(|err| SaveFailure::at(&self.path, err))?;
+            let num_bytes = chunk.len() as u64;
+            self.num_written_bytes
+                .fetch_add(num_bytes, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     pub fn finish(mut self) -> std::result::Result<(), SaveFailure> {

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use candle_core::{DType, Result};
 
@@ -35,6 +36,8 @@ pub struct HfSave {
     pub steps: Option<usize>,
     /// Files and folders that the run reads, which are never replaced. The checkpoint that the parameters came from is always one.
     pub inputs: Vec<PathBuf>,
+    /// Counts the bytes of weights that are written: to show how far a save is.
+    pub num_written_bytes: Arc<AtomicU64>,
     /// If the model cannot be saved to its folder, it goes to a new one in this; `None`: nowhere.
     pub rescue_dir: Option<PathBuf>,
 }
@@ -51,6 +54,7 @@ impl HfSave {
             run: None,
             steps: None,
             inputs: Vec::new(),
+            num_written_bytes: Arc::default(),
             rescue_dir: None,
         }
     }

@@ -146,7 +146,7 @@ impl<'a> Folder<'a> {
 
     pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
         let paths = (self.staged.path(), self.claimed.place());
-        FileWriter::create(paths, file)
+        FileWriter::create(paths, file, self.save.num_written_bytes.clone())
     }
 
     /// Writes the small files and gives the folder its name.
