@@ -15,7 +15,7 @@ use crate::flags::Flags;
 pub fn fingerprint(
     run: &RunConfig,
     flags: &Flags,
-    tokens: &Tokens,
+    (tokens, eval_tokens): (&Tokens, Option<&Tokens>),
     model: Option<&Path>,
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
@@ -23,6 +23,9 @@ pub fn fingerprint(
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
     fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
+    if let Some(tokens) = eval_tokens {
+        fingerprint = fingerprint.digest("the tokens of --eval-data", tokens.ids());
+    }
     let Some(model) = model else {
         return Ok(fingerprint);
     };
