@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
-use candle_train::{Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens};
+use candle_train::{Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out};
 use clap::Args;
 
 use crate::sequence_args::SequenceArgs;
@@ -22,10 +22,21 @@ pub(crate) struct DataArgs {
 
 /// What was read.
 pub(crate) struct TrainingData {
+    /// What is trained on.
     pub samples: Samples,
-    /// What is left out of it, a line each.
+    /// What is evaluated on, if there is an evaluation.
+    pub eval_samples: Option<Samples>,
+    /// What is left out, a line each.
     pub warnings: Vec<String>,
-    data: Data,
+    /// Files and folders that were read.
+    pub inputs: Vec<PathBuf>,
+}
+
+/// How records are read.
+struct Reader<'a> {
+    encoder: RecordEncoder<'a>,
+    sequences: &'a SequenceArgs,
+    seed: u64,
 }
 
 impl DataArgs {
@@ -41,8 +52,23 @@ impl DataArgs {
         model: Option<&Path>,
         training: &TrainingArgs,
     ) -> Result<TrainingData> {
-        let batches = &training.batches;
-        self.samples((tokenizer, model), &batches.sequences, batches.seed)
+        let (batches, evaluation) = (&training.batches, &training.evaluation);
+        let seed = batches.seed;
+        let mut read = self.samples((tokenizer, model), &batches.sequences, seed)?;
+        if let Some(fraction) = evaluation.eval_fraction {
+            let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
+            read.eval_samples = Some(read.samples.only(&held_out)?);
+            read.samples = read.samples.only(&trained)?;
+        } else if !evaluation.eval_data.is_empty() {
+            let data = Self {
+                data: evaluation.eval_data.clone(),
+            };
+            let of_evaluation = data.samples((tokenizer, model), &batches.sequences, seed)?;
+            read.eval_samples = Some(of_evaluation.samples);
+            read.warnings.extend(of_evaluation.warnings);
+            read.inputs.extend(of_evaluation.inputs);
+        }
+        Ok(read)
     }
 
     /// The samples that `sequences` ask for.
@@ -53,46 +79,50 @@ impl DataArgs {
         seed: u64,
     ) -> Result<TrainingData> {
         let data = self.find()?;
-        let encoder = RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?;
-        let tokens = Tokens::encode(&data, &encoder)?;
-        let seq_len = sequences.seq_len;
-        let overlong = tokens.first_longer_than(seq_len);
-        if let (Overlong::Error, Some(record)) = (sequences.overlong, overlong) {
-            bail!(
-                "{} has {} tokens, more than a sequence of {seq_len}, and --overlong is error\nhint: choose a longer --seq-len, or --overlong truncate or drop",
-                tokens.place_of(record, &data),
-                tokens.record(record)?.ids.len()
-            );
-        }
-        let samples = Samples::new(&tokens, sequences.config(&self.data, seed))
-            .map_err(|err| err.context(format!("the data {self}")))?;
-        let mut warnings = tokens.report().warnings(&data);
-        if samples.num_overlong() > 0 {
-            let became = match sequences.overlong {
-                Overlong::Truncate => "were truncated",
-                Overlong::Drop | Overlong::Error => "were dropped",
-            };
-            warnings.push(format!(
-                "{} records are longer than {} tokens and {became}",
-                samples.num_overlong(),
-                seq_len
-            ));
-        }
-        Ok(TrainingData {
-            samples,
-            warnings,
-            data,
-        })
+        let reader = Reader {
+            encoder: RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?,
+            sequences,
+            seed,
+        };
+        reader
+            .read(&data)
+            .map_err(|err| err.context(format!("the data {self}")))
     }
 }
 
-impl TrainingData {
-    /// Files and folders that were read.
-    pub fn inputs(&self) -> impl Iterator<Item = PathBuf> {
-        let named = self.data.specs().iter().map(|spec| spec.path.clone());
-        let files = self.data.files().map(Path::to_path_buf);
-        let paths: Vec<PathBuf> = named.chain(files).filter(|path| path.exists()).collect();
-        paths.into_iter()
+impl Reader<'_> {
+    fn read(&self, data: &Data) -> Result<TrainingData> {
+        let tokens = Tokens::encode(data, &self.encoder)?;
+        let SequenceArgs {
+            seq_len, overlong, ..
+        } = *self.sequences;
+        if let (Overlong::Error, Some(record)) = (overlong, tokens.first_longer_than(seq_len)) {
+            bail!(
+                "{} has {} tokens, more than a sequence of {seq_len}, and --overlong is error\nhint: choose a longer --seq-len, or --overlong truncate or drop",
+                tokens.place_of(record, data),
+                tokens.record(record)?.ids.len()
+            );
+        }
+        let samples = Samples::new(&tokens, self.sequences.config(data.specs(), self.seed))?;
+        let mut warnings = tokens.report().warnings(data);
+        if samples.num_overlong() > 0 {
+            let became = match overlong {
+                Overlong::Truncate => "were truncated",
+                Overlong::Drop | Overlong::Error => "were dropped",
+            };
+            let count = samples.num_overlong();
+            warnings.push(format!(
+                "{count} records are longer than {seq_len} tokens and {became}"
+            ));
+        }
+        let named = data.specs().iter().map(|spec| spec.path.as_path());
+        let inputs = named.chain(data.files()).filter(|path| path.exists());
+        Ok(TrainingData {
+            inputs: inputs.map(Path::to_path_buf).collect(),
+            samples,
+            eval_samples: None,
+            warnings,
+        })
     }
 }
 

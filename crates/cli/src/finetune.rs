@@ -27,7 +27,12 @@ pub struct Finetune {
     #[command(flatten)]
     data: DataArgs,
     /// Folder for the fine-tuned checkpoint
-    #[arg(long, default_value = "finetuned", value_name = "DIR")]
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "finetuned",
+        value_name = "DIR"
+    )]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
     #[arg(long, help_heading = "Output")]
@@ -48,15 +53,18 @@ fn model_help() -> String {
 impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
-        let ranks = self.training.run_config()?;
+        let mut training = self.training.clone();
+        let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
-        self.training.check_model(&config)?;
+        let taken = training.fill(&flags, &config, &ranks);
+        training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
-        let data = self.data.read(&tokenizer, Some(&model), &self.training)?;
-        let inputs = std::iter::once(model.clone()).chain(data.inputs());
+        let data = self.data.read(&tokenizer, Some(&model), &training)?;
+        let inputs = std::iter::once(&model).chain(&data.inputs).cloned();
         TrainingRun {
-            training: &self.training,
+            training: &training,
+            taken,
             samples: &self.samples,
             stop,
             tokenizer,

@@ -2,30 +2,34 @@
 
 use std::path::Path;
 
+use crate::data_args::TrainingData;
 use candle_comm::{Fingerprint, RunConfig};
 use candle_core::{Device, Error, Result};
-use candle_train::Samples;
 
 use crate::flags::Flags;
 
-/// The program, its flags, its data and the checkpoint it starts from, of a rank that is one of several processes.
+/// The program, its flags, its tokens and the checkpoint it starts from, of a rank that is one of several processes.
 ///
 /// # Errors
 /// The checkpoint's files cannot be read.
 pub fn fingerprint(
     run: &RunConfig,
-    flags: Flags,
-    samples: &Samples,
+    flags: &Flags,
+    data: &TrainingData,
     model: Option<&Path>,
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
         return Ok(Fingerprint::default());
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
+    let samples = &data.samples;
     let weights = format!("{:?}", samples.config().weights);
     fingerprint = fingerprint
         .value("the tokens of --data", samples.tokens().digest())
         .value("the weights of --data", weights);
+    if let Some(samples) = &data.eval_samples {
+        fingerprint = fingerprint.value("the tokens of --eval-data", samples.tokens().digest());
+    }
     let Some(model) = model else {
         return Ok(fingerprint);
     };
@@ -49,13 +53,14 @@ pub fn fingerprint(
 ///
 /// # Errors
 /// The program's own file cannot be read.
-pub fn fingerprint_of_program(run: &RunConfig, flags: Flags) -> Result<Fingerprint> {
+pub fn fingerprint_of_program(run: &RunConfig, flags: &Flags) -> Result<Fingerprint> {
     let on_gpus = run.devices.iter().any(Device::is_cuda);
     let mut fingerprint = Fingerprint::of_program()
         .map_err(Error::wrap)?
         .value("the backend", run.backend.to_string())
-        .value("the device", if on_gpus { "a GPU" } else { "the CPU" });
-    for (name, value) in flags {
+        .value("the device", if on_gpus { "a GPU" } else { "the CPU" })
+        .value("the number of restarts", run.env.num_restarts().to_string());
+    for (name, value) in flags.shared() {
         fingerprint = fingerprint.value(name, value);
     }
     Ok(fingerprint)

@@ -5,17 +5,23 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod counting_allocator;
 mod data_args;
+mod defaults;
 mod env;
+mod eval_args;
+mod export;
 mod finetune;
 mod fingerprint;
 mod flags;
 mod freeze;
+mod inspect;
 mod launch;
+mod log_args;
 mod loss_scale;
 mod number;
 mod output;
@@ -27,10 +33,12 @@ mod rank_args;
 mod run_record;
 mod samples;
 mod save_args;
+mod saving;
 mod sequence_args;
 mod stop;
 mod training_args;
 mod training_run;
+mod utc_time;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::Tokenizer;
+use candle_train::{Activity, Tokenizer};
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
@@ -14,7 +14,7 @@ use crate::choices::StorageChoice;
 use crate::data_args::DataArgs;
 use crate::flags::Flags;
 use crate::number::whole;
-use crate::program::TrainingCommand;
+use crate::program::{FlagDefault, TrainingCommand};
 use crate::samples::SampleArgs;
 use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
@@ -26,7 +26,12 @@ pub struct Pretrain {
     #[command(flatten)]
     data: DataArgs,
     /// Folder for the checkpoint
-    #[arg(long, default_value = "pretrained", value_name = "DIR")]
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "pretrained",
+        value_name = "DIR"
+    )]
     output: PathBuf,
     /// Folder of a tokenizer to use [default: a byte-level BPE is trained on the data]
     #[arg(long, value_name = "DIR")]
@@ -71,6 +76,27 @@ struct ModelArgs {
     untied: bool,
 }
 
+impl Pretrain {
+    /// What its flags are where they are not given, and where those of [`crate::Finetune`] have other defaults: the model is small and new.
+    pub fn defaults() -> Vec<FlagDefault> {
+        let values = [
+            ("lr", "1e-3"),
+            ("weight-decay", "0.1"),
+            ("warmup-steps", "5"),
+            ("seq-len", "128"),
+            ("micro-batch-size", "4"),
+            ("prompt", "The"),
+        ];
+        let default = |(flag, value)| FlagDefault {
+            flag,
+            value,
+            description: value,
+            unless: None,
+        };
+        values.map(default).into()
+    }
+}
+
 impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
@@ -78,21 +104,22 @@ impl TrainingCommand for Pretrain {
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => {
+                let is_first = ranks.is_first();
+                let _learning = is_first.then(|| Activity::start("learning the tokens"));
                 let texts = self.data.find()?.texts()?;
                 let texts = texts.iter().map(String::as_str);
                 Tokenizer::train_bpe(texts, self.model.vocab_size)?
             }
         };
-        let config = self
-            .model
-            .config(&tokenizer, self.training.batches.sequences.seq_len)?;
+        let seq_len = self.training.batches.sequences.seq_len;
+        let config = self.model.config(&tokenizer, seq_len)?;
         self.training.check_model(&config)?;
-        let data = self
-            .data
-            .read(&tokenizer, self.tokenizer.as_deref(), &self.training)?;
-        let inputs = self.tokenizer.iter().cloned().chain(data.inputs());
+        let model = self.tokenizer.as_deref();
+        let data = self.data.read(&tokenizer, model, &self.training)?;
+        let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
         TrainingRun {
             training: &self.training,
+            taken: Vec::new(),
             samples: &self.samples,
             stop,
             title: format!("{}, vocabulary {}", self.data, config.vocab_size),

@@ -3,10 +3,13 @@
 use candle_core::{Error, Result};
 use candle_train::hub::resolve_tokenizer;
 use candle_train::{Sample, Tokenizer};
+use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
 
 use crate::data_args::DataArgs;
+use crate::defaults::default_seq_len;
+use crate::flags::Flags;
 use crate::number::whole;
 use crate::output::print_line;
 use crate::preview_text::PreviewText;
@@ -35,13 +38,19 @@ pub struct Preview {
 }
 
 impl Preview {
-    /// Prints the sequences.
-    pub fn run(&self) -> Result<()> {
+    /// Prints the sequences; `flags` tell which were given.
+    pub fn run(&self, flags: &Flags) -> Result<()> {
         let model = resolve_tokenizer(&self.model)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
+        let mut sequences = self.sequences.clone();
+        if !flags.is_given("--seq-len") {
+            // A tokenizer may be looked at without a model.
+            let config = ModelConfig::from_file(model.join("config.json"));
+            sequences.seq_len = default_seq_len(config.ok().as_ref());
+        }
         let data = self
             .data
-            .samples((&tokenizer, Some(&model)), &self.sequences, self.seed)?;
+            .samples((&tokenizer, Some(&model)), &sequences, self.seed)?;
         for warning in &data.warnings {
             eprintln!("warning: {warning}");
         }

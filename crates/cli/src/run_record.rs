@@ -7,7 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
-use candle_train::{DataPosition, Samples, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, EvalHistory, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -16,6 +16,9 @@ use crate::training_args::TrainingArgs;
 /// Bytes of a weights file that are read at a time, and how often, evenly spread.
 const BLOCK: u64 = 64 << 10;
 const NUM_BLOCKS: u64 = 256;
+
+/// Name of the digest of the weights with which a run begins.
+pub(crate) const WEIGHTS: &str = "the weights of --model";
 
 /// What is said of a model's files and not of the model.
 const NOT_THE_MODEL: [&str; 4] = [
@@ -40,12 +43,14 @@ impl TrainingArgs {
         model.retain(|name, _| !NOT_THE_MODEL.contains(&name.as_str()));
         if let Some(weights) = weights {
             let digest = digest_of_weights(weights)?;
-            model.insert("the weights of --model".into(), digest.into());
+            model.insert(WEIGHTS.into(), digest.into());
         }
         Ok(TrainingRecord {
             settings: self.settings(train, samples),
             model,
             position: DataPosition::default(),
+            save_dtype: None,
+            evaluation: EvalHistory::default(),
         })
     }
 
@@ -54,11 +59,18 @@ impl TrainingArgs {
         &self,
         record: &TrainingRecord,
         save_dtype: Option<DType>,
+        eval_samples: Option<&Samples>,
     ) -> Result<String> {
         let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
         let record = serde_json::to_string(record).map_err(Error::wrap)?;
-        let all = format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        let mut all =
+            format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        // Otherwise evaluations change nothing.
+        if let Some(patience) = self.evaluation.patience {
+            let tokens = eval_samples.map(|samples| samples.tokens().digest());
+            all += &format!(" {patience} {:?} {tokens:?}", self.evaluation.eval_every);
+        }
         Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
@@ -72,21 +84,28 @@ impl TrainingArgs {
                 "the data",
                 format!("{} tokens (xxh3 {})", tokens.len(), tokens.digest()),
             ),
+            ("the weights of --data", format!("{:?}", config.weights)),
             (
                 "the number of steps",
                 train.lr_schedule.num_steps.to_string(),
             ),
-            ("the weights of --data", format!("{:?}", config.weights)),
             ("--seq-len", config.seq_len.to_string()),
             ("--no-packing", (!config.packing).to_string()),
             ("--no-document-mask", (!config.document_mask).to_string()),
             ("--overlong", config.overlong.to_string()),
             ("--global-batch-size", batches.global_batch_size.to_string()),
+            (
+                "--eval-fraction",
+                self.evaluation
+                    .eval_fraction
+                    .map_or("not given".into(), |fraction| fraction.to_string()),
+            ),
             ("--no-shuffle", batches.no_shuffle.to_string()),
             ("--seed", batches.seed.to_string()),
             ("--lr", args.lr.to_string()),
             ("--min-lr-ratio", args.min_lr_ratio.to_string()),
-            ("--warmup-steps", args.warmup_steps.to_string()),
+            ("--warmup-steps", train.lr_schedule.warmup_steps.to_string()),
+            ("--lr-schedule", format!("{:?}", train.lr_schedule.decay)),
             ("--weight-decay", args.weight_decay.to_string()),
             ("--adam-beta1", args.adam_beta1.to_string()),
             ("--adam-beta2", args.adam_beta2.to_string()),
@@ -115,7 +134,7 @@ impl TrainingArgs {
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.
-fn digest_of_weights(dir: &Path) -> Result<String> {
+pub(crate) fn digest_of_weights(dir: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
         .map(|entry| Ok(entry?.path()))
         .collect::<Result<_>>()?;

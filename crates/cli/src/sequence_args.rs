@@ -8,8 +8,8 @@ use crate::number::whole;
 /// How records become sequences.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SequenceArgs {
-    /// Longest sequence
-    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    /// Length of a sequence [default: 2048, or the longest that the model takes]
+    #[arg(long, visible_alias = "max-seq-len", default_value_t = 128, hide_default_value = true, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
     pub seq_len: usize,
     /// What becomes of a record that is longer than a sequence: truncate, its end is left out; drop, it is; error. Plain text is cut into
     /// several sequences

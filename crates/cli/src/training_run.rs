@@ -2,23 +2,28 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
-use candle_core::{DType, Device, Result};
-use candle_parallel::ParamStore;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_core::{DType, Device, Error, Result};
+use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
+use candle_ops::GpuState;
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
+use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory, peaks_in_words,
+    Activity, Batches, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation,
+    MetricsLine, ModelFlops, Progress, Tokenizer, TrainConfig, TrainEvent, Trainer, TrainingRecord,
+    explain_out_of_memory, peaks_in_words,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
 use crate::data_args::TrainingData;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
-use crate::output::print_line;
+use crate::output::{exit_code_of_refusal, exit_with, print_line};
 use crate::samples::SampleArgs;
+use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
@@ -32,6 +37,8 @@ pub(crate) struct TrainingRun<'a> {
     pub initial_weights: InitialWeights,
     pub tokenizer: Tokenizer,
     pub data: TrainingData,
+    /// What was taken where no flag says, as flags.
+    pub taken: Vec<String>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -51,21 +58,42 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+/// How a rank's part ended, the same on every rank.
+enum End {
+    Complete,
+    Stopped(Stopped),
+    /// All ranks found, before the first step, that they cannot go on from the checkpoint or write new ones.
+    Refused(Error),
+    /// Numbers that are no numbers any more, and would be none again if the same steps were done again.
+    Diverged(Error),
+}
+
 /// What a run goes on from.
 struct Resumed {
     checkpoint: TrainingCheckpoint,
     /// The place of its next step in the data.
     position: DataPosition,
+    /// What its evaluations gave.
+    evaluation: EvalHistory,
 }
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         let tokenizer = &self.tokenizer;
-        let tokens = self.data.samples.tokens();
-        tokenizer.check_vocab(&[tokens.max_id()], self.config.vocab_size)?;
-        let train = self.training.train_config(&self.data.samples)?;
-        self.training.checkpoints.validate(self.output)?;
+        let TrainingData {
+            samples,
+            eval_samples,
+            ..
+        } = &self.data;
+        for samples in std::iter::once(samples).chain(eval_samples) {
+            tokenizer.check_vocab(&[samples.tokens().max_id()], self.config.vocab_size)?;
+        }
+        let train = self.training.train_config(samples)?;
+        let checkpoints = &self.training.checkpoints;
+        checkpoints.validate(self.output)?;
+        self.training.evaluation.validate(checkpoints.save_every)?;
+        let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
@@ -73,85 +101,136 @@ impl TrainingRun<'_> {
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = self
-            .training
-            .record(&train, &self.data.samples, config, model)?;
+        let record = TrainingRecord {
+            save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
+            ..self.training.record(&train, samples, config, model)?
+        };
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
-        let beside = self.training.checkpoints.save_dir.as_deref();
+        let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
-            run: Some(self.training.run_digest(&record, self.save_dtype)?),
+            run: Some(
+                self.training
+                    .run_digest(&record, self.save_dtype, eval_samples.as_ref())?,
+            ),
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
         };
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            self.training.check_metrics(claimed.place())?;
+            self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
-            let run = self
-                .training
-                .describe(&self.data.samples, num_steps, &ranks);
+            let run = self.training.describe(samples, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
             for warning in &self.data.warnings {
                 eprintln!("warning: {warning}");
             }
-        }
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.data.samples, model)?;
-        let stopped = launch::run(&ranks, |world| {
-            self.run_rank(&train, (&save, &record, &self.stop), world)
-        })?;
-        let stopped = stopped.into_iter().next().flatten();
-        if ranks.is_first() {
-            let checkpoint = stopped.as_ref().and_then(|it| it.checkpoint.as_deref());
-            let saved = checkpoint.unwrap_or(self.output);
-            print_line(&format!("saved to {}", saved.display()));
-            if let Some(stopped) = &stopped {
-                let num_steps = train.lr_schedule.num_steps;
-                let is_alone = ranks.env.world_size() == 1;
-                let place = (self.output, is_alone);
-                print_line(&self.stop.describe(stopped, num_steps, place));
+            if !self.taken.is_empty() {
+                print_line(&format!("chosen for you: {}", self.taken.join(" ")));
+            }
+            if let Some(evaluation) = evaluation {
+                let num_samples = evaluation.batches.num_samples();
+                print_line(&format!(
+                    "evaluation on {num_samples} sequences that are not trained on"
+                ));
             }
         }
-        Ok(match stopped {
-            Some(_) => self.stop.exit_code(),
-            None => ExitCode::SUCCESS,
-        })
+        ranks.fingerprint = fingerprint(&ranks, &flags, &self.data, model)?;
+        let ends = launch::run(&ranks, |world| {
+            self.run_rank((&train, &ranks), (&save, &record), world)
+        });
+        let ends = match ends {
+            Err(err) if self.stop.has_begun() => return Ok(exit_with(Err(err))),
+            ends => ends?,
+        };
+        let is_first = ranks.is_first();
+        match ends.into_iter().next() {
+            None | Some(End::Complete) => {
+                if is_first {
+                    print_line(&format!("saved to {}", self.output.display()));
+                }
+                Ok(ExitCode::SUCCESS)
+            }
+            Some(End::Stopped(stopped)) => {
+                if is_first {
+                    let saved = stopped.checkpoint.as_deref().unwrap_or(self.output);
+                    print_line(&format!("saved to {}", saved.display()));
+                    let num_steps = train.lr_schedule.num_steps;
+                    let is_alone = ranks.env.world_size() == 1;
+                    let place = (self.output, is_alone);
+                    print_line(&self.stop.describe(&stopped, num_steps, place));
+                }
+                Ok(self.stop.exit_code())
+            }
+            Some(End::Refused(err)) if is_first => Err(err),
+            Some(End::Refused(_)) => Ok(exit_code_of_refusal(&ranks.env)),
+            Some(End::Diverged(err)) => {
+                if is_first {
+                    exit_with(Err(err));
+                }
+                Ok(ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE))
+            }
+        }
     }
 
-    /// One rank's part; how it was stopped, if it was.
+    fn evaluation(
+        &self,
+        (dp_rank, dp): (usize, usize),
+        history: EvalHistory,
+    ) -> Result<Option<Evaluation>> {
+        let TrainingArgs {
+            evaluation,
+            batches,
+            ..
+        } = self.training;
+        let Some(samples) = &self.data.eval_samples else {
+            return Ok(None);
+        };
+        let batches = EvalBatches::new(samples, batches.micro_batch_size, (dp_rank, dp))?;
+        Ok(Some(evaluation.evaluation(batches, history)))
+    }
+
+    /// One rank's part.
     fn run_rank(
         &self,
-        train: &TrainConfig,
-        (save, record, stop): (&HfSave, &TrainingRecord, &Stop),
+        (train, ranks): (&TrainConfig, &RunConfig),
+        (save, record): (&HfSave, &TrainingRecord),
         world: ProcessGroup,
-    ) -> Result<Option<Stopped>> {
+    ) -> Result<End> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
-        let resumed = self.resumed(record, &mesh.world)?;
-        let saver = training
-            .checkpoints
-            .saver(&mesh.world, resumed.as_ref().map(|it| &it.checkpoint))?;
+        let is_restart = ranks.env.num_restarts() > 0;
+        let checkpoints = self.resumed(record, is_restart, &mesh.world);
+        let checkpoints = checkpoints.and_then(|resumed| {
+            let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
+            let saver = training.checkpoints.saver(&mesh.world, checkpoint)?;
+            Ok((resumed, saver))
+        });
+        let (resumed, saver) = match checkpoints {
+            Ok(checkpoints) => checkpoints,
+            Err(err) => return Ok(End::Refused(err)),
+        };
         let store = match &self.initial_weights {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
         };
+        let is_first = mesh.world.rank() == 0;
+        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
+        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
+            let done = move || num_bytes.load(Ordering::Relaxed);
+            Activity::of_bytes("loading weights", None, done)
+        });
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         let stage = stage.with_recompute(|_| training.layout.recompute.into());
+        drop(loading);
         training.optimizer.freeze.check(stage.params())?;
-        let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {
-            InitialWeights::Random => {
-                if is_first {
-                    let num_values = stage.params().num_global_values();
-                    print_line(&format!("{num_values} parameters"));
-                }
-                "sample"
-            }
+            InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
                 if resumed.is_none() {
                     self.print_sample("before", &mesh, &stage)?;
@@ -159,59 +238,86 @@ impl TrainingRun<'_> {
                 "after"
             }
         };
-        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        let flops = self.flops(ranks, &stage, mesh.world.device())?;
+        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?.with_flops(flops);
+        let history = resumed.as_ref().map(|resumed| resumed.evaluation);
+        let replica = (mesh.dp.rank(), mesh.dp.world_size());
+        let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
+        if is_first {
+            self.announce(&trainer, &mesh);
+        }
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
+            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            if evaluation.is_some() {
+                saver = saver.keeping_best();
+            }
             let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
             trainer = trainer.with_checkpoints(checkpoints);
+        }
+        if let Some(evaluation) = evaluation {
+            trainer = trainer.with_evaluation(evaluation);
         }
         if is_first {
             trainer.check_space(save)?;
         }
-        let mut trainer = trainer.with_stop(stop.asks());
+        let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| resumed.position);
-        let batches = self.fit(&mut trainer, &mesh, position)?;
+        let batches = match self.fit(&mut trainer, &mesh, position) {
+            Ok(batches) => batches,
+            Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
+            Err(err) => return Err(err),
+        };
         if trainer.is_stopped() {
-            return Self::stopped(&mut trainer, &batches, save).map(Some);
+            return leave(&mut trainer, &batches, save, is_first).map(End::Stopped);
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)?;
-        Ok(None)
+        save_model(&trainer, save, is_first)?;
+        Ok(End::Complete)
     }
 
-    /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
-    fn stopped(trainer: &mut Trainer, batches: &Batches, save: &HfSave) -> Result<Stopped> {
-        let step = trainer.step();
-        let checkpoint = match trainer.save_checkpoint(batches)? {
-            Some(SaveOutcome {
-                saved: Ok(path), ..
-            }) => Some(path),
-            // Why has been told.
-            Some(_) | None => {
-                let steps = Some(step);
-                trainer.save_hf(&HfSave {
-                    steps,
-                    ..save.clone()
-                })?;
-                None
-            }
+    /// The model's arithmetic, and that of all devices if this rank's is known.
+    fn flops(&self, ranks: &RunConfig, stage: &Stage, device: &Device) -> Result<ModelFlops> {
+        let num_devices = match ranks.env.world_size() {
+            1 => ranks.devices.len(),
+            processes => processes,
         };
-        Ok(Stopped { step, checkpoint })
+        let is_narrow = DType::from(self.training.layout.dtype) != DType::F32;
+        let gpu = GpuState::of(device)?.filter(|_| is_narrow);
+        let peak = gpu.and_then(|gpu| gpu.peak_tflops());
+        Ok(ModelFlops {
+            per_token: flops_per_token(
+                &self.config,
+                stage.params(),
+                self.training.batches.sequences.seq_len,
+            ),
+            peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
+        })
     }
 
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
-    fn resumed(&self, record: &TrainingRecord, world: &ProcessGroup) -> Result<Option<Resumed>> {
+    fn resumed(
+        &self,
+        record: &TrainingRecord,
+        is_restart: bool,
+        world: &ProcessGroup,
+    ) -> Result<Option<Resumed>> {
         let args = &self.training.checkpoints;
         let is_first = world.rank() == 0;
-        let Some(checkpoint) = args.open(world)? else {
-            if let (Some(_), Some(dir), true) = (&args.resume, &args.save_dir, is_first) {
-                print_line(&format!(
-                    "no checkpoint in {}: the run begins",
-                    dir.display()
-                ));
+        let is_asked = is_restart || args.resume.is_some();
+        let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
+        let opened = args.open(world, is_restart)?;
+        drop(reading);
+        let Some(checkpoint) = opened else {
+            if is_first && is_asked {
+                let place = args.save_dir.as_ref().map(|dir| dir.display());
+                let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
+                    format!("in {dir}")
+                });
+                print_line(&format!("no checkpoint {where_not}: the run begins"));
             }
             return Ok(None);
         };
@@ -226,6 +332,7 @@ impl TrainingRun<'_> {
         }
         Ok(Some(Resumed {
             position: earlier.position,
+            evaluation: earlier.evaluation,
             checkpoint,
         }))
     }
@@ -237,36 +344,59 @@ impl TrainingRun<'_> {
         mesh: &Mesh,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
-        let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
-        let batch_config = self.training.batches.config();
-        let mut batches =
-            Batches::new(&self.data.samples, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches = self
+            .training
+            .training_batches(&self.data.samples, mesh.dp.rank())?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
-        let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let metrics = metrics.map(|path| match &position {
-            Some(_) => Metrics::resume(path, trainer.step()),
-            None => Metrics::create(path),
-        });
-        let mut metrics = metrics.transpose()?;
-        let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
-        trainer.train(&batches, |step| {
-            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(step));
-            if let Some(progress) = &mut progress {
-                progress.update(step);
-                // What was trained is worth more than a line about it.
-                if let Err(err) = logged {
-                    let why = message_of(&err);
-                    progress.println(&format!("warning: no more metrics: {why}"));
-                    metrics = None;
+        let resumed_at = position.map(|_| trainer.step());
+        let mut shown = match is_first {
+            true => Some((
+                Progress::new(trainer.num_steps()),
+                self.training.logs.open(resumed_at)?,
+            )),
+            false => None,
+        };
+        trainer.train_observed(&batches, |event| {
+            if let Some((progress, logs)) = &mut shown {
+                let line: Option<MetricsLine> = match event {
+                    TrainEvent::Step(step) => {
+                        progress.update(step);
+                        Some(step.into())
+                    }
+                    TrainEvent::Begin(what) => {
+                        progress.between_steps(what);
+                        None
+                    }
+                    TrainEvent::Evaluation(evaluation) => {
+                        progress.println(&evaluation.in_words());
+                        Some(evaluation.into())
+                    }
+                };
+                if let Some(line) = line {
+                    logs.log(&line, |warning| progress.println(warning));
                 }
             }
             Ok(())
         })?;
-        if let Some(progress) = &mut progress {
+        if let Some((progress, _)) = &mut shown {
             progress.finish();
+        }
+        if let (Some(history), true) = (trainer.stopped_early(), is_first) {
+            let (step, num_steps) = (trainer.step(), trainer.num_steps());
+            let EvalHistory {
+                best,
+                num_without_improvement,
+            } = history;
+            let best = best.map(|(loss, step)| {
+                format!("; the least loss, {loss:.4}, was that after step {step}")
+            });
+            print_line(&format!(
+                "stopped after step {step} of {num_steps}: {num_without_improvement} evaluations without improvement{}",
+                best.unwrap_or_default()
+            ));
         }
         mesh.world.set_step(trainer.step(), "after training");
         let memory = trainer.memory_of_largest_rank()?;

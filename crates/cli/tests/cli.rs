@@ -5,6 +5,8 @@ mod cli {
     mod data;
     mod disk_full;
     mod divergence;
+    mod evaluation;
+    mod export;
     mod flags;
     mod folder;
     mod help;
@@ -20,6 +22,7 @@ mod cli {
         mod options;
         mod orphans;
         mod output;
+        mod restart;
         mod signals;
     }
     mod layout;
@@ -28,6 +31,7 @@ mod cli {
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
+    mod restart;
     mod resume;
     mod stop;
     mod tokenizer;

@@ -8,18 +8,16 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::{DocumentStarts, IGNORE_INDEX};
+use candle_core::{Device, Result, bail};
 use candle_parallel::MicroBatch;
 use serde::{Deserialize, Serialize};
 
+use crate::rows::micro_batch_of;
 use crate::sample_order::SampleOrder;
-use crate::samples::{Sample, Samples};
+use crate::samples::Samples;
 
 /// Most tokens of one optimizer step: far beyond what is trained with, and their products fit any integer.
 const MAX_TOKENS_PER_STEP: u128 = 1 << 31;
-/// What is read where there is nothing to read.
-const PADDING_ID: u32 = 0;
 
 /// How samples are put into batches. Sizes are in sequences.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -182,39 +180,9 @@ impl Batches {
             let places = std::mem::replace(&mut share.start, end)..end;
             let samples =
                 places.map(|place| self.samples.get(self.order.sample(step.epoch, place)));
-            self.micro_batch(&samples.collect::<Result<Vec<_>>>()?)
+            micro_batch_of(&samples.collect::<Result<Vec<_>>>()?, &self.device)
         });
         micro_batches.collect()
-    }
-
-    fn micro_batch(&self, samples: &[Sample]) -> Result<MicroBatch> {
-        let t = samples
-            .iter()
-            .map(|sample| sample.input_ids.len())
-            .max()
-            .unwrap_or(1);
-        let b = samples.len().max(1);
-        let mut tokens = vec![PADDING_ID; b * t];
-        let mut targets = vec![IGNORE_INDEX; b * t];
-        let mut starts = Vec::with_capacity(b * t);
-        let rows = tokens.chunks_mut(t).zip(targets.chunks_mut(t));
-        for (sample, (tokens, targets)) in samples.iter().zip(rows) {
-            let len = sample.input_ids.len();
-            tokens[..len].copy_from_slice(&sample.input_ids);
-            targets[..len].copy_from_slice(&sample.targets);
-            starts.extend(&sample.document_starts);
-            starts.extend(std::iter::repeat_n(len as u32, t - len));
-        }
-        // What is read after the end of the only document changes nothing.
-        let has_documents = samples
-            .iter()
-            .any(|sample| sample.document_starts.iter().any(|&start| start > 0));
-        let documents = has_documents.then(|| DocumentStarts::new(starts, (b, t)));
-        Ok(MicroBatch {
-            tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
-            targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
-            documents: documents.transpose()?,
-        })
     }
 
     /// The fraction of positions of `step` that hold no token of the data, over all data-parallel ranks.

@@ -1,23 +1,29 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
 //! Data flows one way: [`Data`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`ChatTemplate`], [`LrSchedule`], [`Metrics`], [`Progress`] and [`Sampler`].
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`ChatTemplate`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
 pub mod hub;
 
+mod activity;
 mod batches;
 mod chat;
 mod checkpoints;
 mod data;
+mod eval_batches;
+mod evaluation;
 mod first_fit;
 mod generate;
+mod held_out;
 mod json_file;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
+mod model_flops;
 mod progress;
+mod rows;
 mod sample_config;
 mod sample_order;
 mod sampler;
@@ -25,6 +31,7 @@ mod samples;
 mod special_tokens;
 mod step_metrics;
 mod step_times;
+mod tensorboard;
 mod tokenizer;
 mod tokenizer_config;
 mod train_bpe;
@@ -32,6 +39,7 @@ mod train_config;
 mod trainer;
 mod training_record;
 
+pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
 pub use chat::{Chat, ChatTemplate, Rendered};
 pub use checkpoints::Checkpoints;
@@ -39,17 +47,22 @@ pub use data::{
     Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
     RecordKind, SkippedRecord, Tokens,
 };
+pub use eval_batches::EvalBatches;
+pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
-pub use lr_schedule::LrSchedule;
-pub use memory_report::{explain_out_of_memory, peaks_in_words};
-pub use metrics::Metrics;
+pub use held_out::held_out;
+pub use lr_schedule::{LrDecay, LrSchedule};
+pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
+pub use metrics::{Metrics, MetricsLine};
+pub use model_flops::ModelFlops;
 pub use progress::Progress;
 pub use sample_config::SampleConfig;
 pub use sampler::{Sampler, SamplingConfig};
 pub use samples::{Sample, Samples};
 pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
+pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
 pub use train_config::TrainConfig;
-pub use trainer::Trainer;
+pub use trainer::{TrainEvent, Trainer};
 pub use training_record::{DataPosition, TrainingRecord};

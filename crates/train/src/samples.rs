@@ -173,6 +173,29 @@ impl Samples {
         self.pieces = order.iter().map(|&index| pieces[index]).collect();
     }
 
+    /// Those of these samples that are `chosen`, by their numbers, in this order.
+    ///
+    /// # Errors
+    /// There is no sample of such a number, or none is chosen.
+    pub fn only(&self, chosen: &[usize]) -> Result<Self> {
+        if chosen.is_empty() {
+            bail!("no sample is chosen of {}", self.len());
+        }
+        let (mut pieces, mut starts) = (Vec::new(), vec![0]);
+        for &index in chosen {
+            if index >= self.len() {
+                bail!("there is no sample {index} of {}", self.len());
+            }
+            pieces.extend(self.pieces_of(index));
+            starts.push(pieces.len());
+        }
+        Ok(Self {
+            pieces: pieces.into(),
+            starts: starts.into(),
+            ..self.clone()
+        })
+    }
+
     fn pieces_of(&self, index: usize) -> &[Piece] {
         &self.pieces[self.starts[index]..self.starts[index + 1]]
     }

@@ -26,6 +26,8 @@ mod python_json;
 mod sampler;
 #[path = "train/samples.rs"]
 mod samples;
+#[path = "train/tensorboard.rs"]
+mod tensorboard;
 #[path = "train/tokenizer.rs"]
 mod tokenizer;
 

@@ -243,11 +243,15 @@ pub fn load_variant(
     Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
 
-pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
+/// The fixtures' text.
+pub fn tokens(fixture: &Fixture) -> Result<Tokens> {
     let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
     let data = Data::find(&[DataSpec::new(text_file())])?;
-    let tokens = Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?)?;
-    let samples = Samples::new(&tokens, SampleConfig::new(run.seq_len))?;
+    Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?)
+}
+
+pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
+    let samples = Samples::new(&tokens(fixture)?, SampleConfig::new(run.seq_len))?;
     let (rank, world_size) = (mesh.dp.rank(), mesh.dp.world_size());
     Batches::new(&samples, run.batch_config(), rank, world_size, &Device::Cpu)
 }

@@ -38,7 +38,9 @@ fn a_text_that_is_shorter_than_one_sequence_is_one() {
     fs::write(workspace.path("text.txt"), "Once more").unwrap();
     let outcome = workspace.finetune().succeeds();
     assert!(
-        outcome.stdout.contains("in 1 sequences of at most 16"),
+        outcome
+            .stdout
+            .contains("in 1 sequences, 2 steps of 4 sequences of 16 tokens"),
         "{}",
         outcome.stdout
     );

@@ -1,9 +1,10 @@
 //! From files to token ids: read in order, encoded on all cores, written as they come.
 
-use std::io::{Cursor, IsTerminal, Write};
+use std::io::{Cursor, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
 use rayon::prelude::*;
 
 use super::data_files::Data;
@@ -14,6 +15,7 @@ use super::record_location::RecordLocation;
 use super::report::{DataReport, NUM_TOLD, SkippedRecord};
 use super::token_cache::TokenCache;
 use super::tokens::{Tokens, TokensWriter};
+use crate::Activity;
 
 /// Records and bytes of them that are in memory at a time.
 const CHUNK: usize = 4096;
@@ -90,7 +92,12 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
     let mut writer = TokensWriter::new(writer);
     let mut report = DataReport::default();
     let mut records = FileRecords::of(data);
-    let bar = progress_bar(data)?;
+    let total = data.stamps()?.iter().map(|(len, _)| len).sum();
+    let done = Arc::new(AtomicU64::new(0));
+    let counter = done.clone();
+    let activity = Activity::of_bytes("tokenizing", Some(total), move || {
+        counter.load(Ordering::Relaxed)
+    });
     loop {
         let (mut chunk, mut num_bytes): (Vec<RawRecord>, _) = (Vec::new(), 0);
         while chunk.len() < CHUNK && num_bytes < CHUNK_BYTES {
@@ -122,9 +129,9 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
                 }
             }
         }
-        bar.inc(num_bytes as u64);
+        done.fetch_add(num_bytes as u64, Ordering::Relaxed);
     }
-    bar.finish_and_clear();
+    drop(activity);
     writer.finish(report)
 }
 
@@ -133,20 +140,4 @@ fn encode_one(raw: RawRecord, encoder: &RecordEncoder<'_>) -> Encoded {
     let encoded = raw.parse();
     let encoded = encoded.and_then(|(format, record)| Ok((format, encoder.encode(&record)?)));
     (location, source, encoded)
-}
-
-/// Bytes that are read, where stderr is a terminal.
-fn progress_bar(data: &Data) -> Result<ProgressBar> {
-    if !std::io::stderr().is_terminal() {
-        return Ok(ProgressBar::hidden());
-    }
-    let num_bytes = data.stamps()?.iter().map(|(len, _)| len).sum();
-    let bar = ProgressBar::new(num_bytes);
-    // The template is a constant; should indicatif ever refuse it, its own style still shows the progress.
-    if let Ok(style) =
-        ProgressStyle::with_template("{bar:30} tokenizing {bytes}/{total_bytes} eta {eta}")
-    {
-        bar.set_style(style);
-    }
-    Ok(bar)
 }

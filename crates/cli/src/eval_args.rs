@@ -1,0 +1,68 @@
+//! Flags about evaluation.
+
+use std::ops::Bound::Excluded;
+
+use candle_core::{Result, bail};
+use candle_train::{DataSpec, EvalBatches, EvalHistory, Evaluation};
+use clap::Args;
+
+use crate::number::{real, whole};
+
+/// Loss, perplexity and accuracy on samples that are not trained on.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct EvalArgs {
+    /// Evaluate on these files, which are read as those of --data [default: no evaluation]
+    #[arg(long, num_args = 1.., value_name = "PATH[:WEIGHT]", conflicts_with = "eval_fraction")]
+    pub eval_data: Vec<DataSpec>,
+    /// Evaluate on this part of the samples of --data, chosen by --seed, and train on the others [default: no evaluation]
+    #[arg(long, value_name = "FRACTION", value_parser = real((Excluded(0.0), Excluded(1.0))))]
+    pub eval_fraction: Option<f64>,
+    /// Evaluate after every so many steps, too [default: after the last step only]
+    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
+    pub eval_every: Option<usize>,
+    /// End training when so many evaluations in a row bring no smaller loss than the best before [default: never]
+    #[arg(long, value_name = "EVALUATIONS", value_parser = whole::<usize>(1..))]
+    pub patience: Option<usize>,
+}
+
+impl EvalArgs {
+    /// An error if these flags contradict each other, or `save_every`.
+    pub fn validate(&self, save_every: Option<usize>) -> Result<()> {
+        let has_data = !self.eval_data.is_empty() || self.eval_fraction.is_some();
+        for (flag, is_given) in [
+            ("--eval-every", self.eval_every.is_some()),
+            ("--patience", self.patience.is_some()),
+        ] {
+            if is_given && !has_data {
+                bail!(
+                    "{flag} is given without samples to evaluate on\nhint: --eval-data names them, or --eval-fraction holds out some of --data"
+                );
+            }
+        }
+        if let (Some(_), None) = (self.patience, self.eval_every) {
+            bail!(
+                "--patience is given without --eval-every, which tells how often the model is evaluated"
+            );
+        }
+        if let (Some(eval), Some(save)) = (self.eval_every, save_every)
+            && !eval.is_multiple_of(save)
+            && !save.is_multiple_of(eval)
+        {
+            bail!(
+                "--eval-every {eval} and --save-every {save}: few checkpoints would have an evaluation loss, and the best could not be \
+                 kept\nhint: make one a multiple of the other"
+            );
+        }
+        Ok(())
+    }
+
+    /// An evaluation of `batches`, when these flags ask for it.
+    pub fn evaluation(&self, batches: EvalBatches, history: EvalHistory) -> Evaluation {
+        Evaluation {
+            batches,
+            every: self.eval_every,
+            patience: self.patience,
+            history,
+        }
+    }
+}
