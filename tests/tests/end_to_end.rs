@@ -27,6 +27,8 @@ mod evaluation;
 mod faults;
 #[path = "end_to_end/frozen.rs"]
 mod frozen;
+#[path = "end_to_end/generating.rs"]
+mod generating;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
 #[path = "end_to_end/memory.rs"]

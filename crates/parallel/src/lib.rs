@@ -58,7 +58,7 @@
 //!         // Each token is followed by the next one.
 //!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
 //!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
-//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None };
+//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None, past: None };
 //!         let mut losses = Vec::new();
 //!         for _step in 0..40 {
 //!             let passes = pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
@@ -110,6 +110,6 @@ pub use params::{
     Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, ZeroStage, part,
 };
 pub use pipeline::{
-    Backward, Block, EvalSums, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock,
-    Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
+    Backward, Block, EvalSums, Instruction, KeyValueCache, MicroBatch, Pass, PassReport, Pipeline,
+    PlainBlock, Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
 };
