@@ -14,6 +14,7 @@ use crate::finetune::Finetune;
 use crate::flags::{Flags, parse, parse_command};
 use crate::launch::LaunchArgs;
 use crate::output::{exit_code_of_refusal, exit_with};
+use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
@@ -23,6 +24,7 @@ enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Launch(Box<LaunchArgs>),
+    Plot(PlotArgs),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
     /// Runs the ranks of one host; started by `launch`
@@ -65,6 +67,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),
         CandleTrain::Rank {
