@@ -49,8 +49,8 @@ use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory,
+    BatchConfig, Batches, Checkpoints, LrDecay, LrSchedule, StepTimes, Tokens, TrainConfig,
+    Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
@@ -166,11 +166,12 @@ fn main() -> ExitCode {
         flag,
         value: "1",
         description: "1",
+        unless: None,
     }));
-    exit_with(run(&args, flags))
+    exit_with(run(&args, &flags))
 }
 
-fn run(args: &Args, flags: Flags) -> Result<()> {
+fn run(args: &Args, flags: &Flags) -> Result<()> {
     let config = match &args.model {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args)?,
@@ -398,6 +399,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling
             min_lr_ratio: 1.0,
             warmup_steps: 0,
             num_steps,
+            decay: LrDecay::Cosine,
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),

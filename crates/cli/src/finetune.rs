@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::hub::resolve_model;
-use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train::{Activity, Documents, Tokenizer, Tokens};
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
@@ -27,7 +27,12 @@ pub struct Finetune {
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
     /// Folder for the fine-tuned checkpoint
-    #[arg(long, default_value = "finetuned", value_name = "DIR")]
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "finetuned",
+        value_name = "DIR"
+    )]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
     #[arg(long, help_heading = "Output")]
@@ -48,20 +53,34 @@ fn model_help() -> String {
 impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
-        let ranks = self.training.run_config()?;
+        let mut training = self.training.clone();
+        let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
-        self.training.check_model(&config)?;
+        let taken = training.fill(&flags, &config, &ranks);
+        training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
+        let tokenizing = ranks
+            .is_first()
+            .then(|| Activity::start("reading the data"));
+        let tokens = Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?;
+        let eval_tokens = self.training.evaluation.tokens(&tokenizer)?;
+        drop(tokenizing);
         TrainingRun {
-            training: &self.training,
+            training: &training,
+            taken,
             samples: &self.samples,
             stop,
-            tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
+            tokens,
+            eval_tokens,
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
-            inputs: vec![model.clone(), self.data.clone()],
+            inputs: [&model, &self.data]
+                .into_iter()
+                .chain(&self.training.evaluation.eval_data)
+                .cloned()
+                .collect(),
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

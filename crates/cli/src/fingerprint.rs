@@ -14,8 +14,8 @@ use crate::flags::Flags;
 /// The checkpoint's files cannot be read.
 pub fn fingerprint(
     run: &RunConfig,
-    flags: Flags,
-    tokens: &Tokens,
+    flags: &Flags,
+    (tokens, eval_tokens): (&Tokens, Option<&Tokens>),
     model: Option<&Path>,
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
@@ -23,6 +23,9 @@ pub fn fingerprint(
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
     fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
+    if let Some(tokens) = eval_tokens {
+        fingerprint = fingerprint.digest("the tokens of --eval-data", tokens.ids());
+    }
     let Some(model) = model else {
         return Ok(fingerprint);
     };
@@ -46,14 +49,14 @@ pub fn fingerprint(
 ///
 /// # Errors
 /// The program's own file cannot be read.
-pub fn fingerprint_of_program(run: &RunConfig, flags: Flags) -> Result<Fingerprint> {
+pub fn fingerprint_of_program(run: &RunConfig, flags: &Flags) -> Result<Fingerprint> {
     let on_gpus = run.devices.iter().any(Device::is_cuda);
     let mut fingerprint = Fingerprint::of_program()
         .map_err(Error::wrap)?
         .value("the backend", run.backend.to_string())
         .value("the device", if on_gpus { "a GPU" } else { "the CPU" })
         .value("the number of restarts", run.env.num_restarts().to_string());
-    for (name, value) in flags {
+    for (name, value) in flags.shared() {
         fingerprint = fingerprint.value(name, value);
     }
     Ok(fingerprint)

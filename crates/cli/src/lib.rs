@@ -5,15 +5,20 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod counting_allocator;
+mod defaults;
 mod env;
+mod eval_args;
+mod export;
 mod finetune;
 mod fingerprint;
 mod flags;
 mod freeze;
+mod inspect;
 mod launch;
 mod log_args;
 mod loss_scale;
@@ -26,9 +31,11 @@ mod rank_args;
 mod run_record;
 mod samples;
 mod save_args;
+mod saving;
 mod stop;
 mod training_args;
 mod training_run;
+mod utc_time;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};

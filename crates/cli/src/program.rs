@@ -3,15 +3,20 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
+use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
+use crate::export::Export;
 use crate::finetune::Finetune;
-use crate::flags::{Flags, parse, parse_command};
+use crate::flags::{Flags, parse_command};
+use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::output::{exit_code_of_refusal, exit_with};
 use crate::plot::PlotArgs;
@@ -19,12 +24,14 @@ use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
-#[command(name = "candle-train", version)]
+#[command(name = "candle-train", version, propagate_version = true)]
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
+    Inspect(Inspect),
+    Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
     /// Runs the ranks of one host; started by `launch`
@@ -58,16 +65,24 @@ pub struct FlagDefault {
     pub value: &'static str,
     /// What `--help` calls it.
     pub description: &'static str,
+    /// Another flag, without its dashes, with which this one has its ordinary default.
+    pub unless: Option<&'static str>,
 }
 
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    let (command, flags) = parse::<CandleTrain>();
+    let command = CandleTrain::command();
+    let command = command.mut_subcommand("pretrain", |pretrain| {
+        with_defaults(pretrain, &Pretrain::defaults())
+    });
+    let (command, flags) = parse_command::<CandleTrain>(command);
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
+        CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
+        CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),
         CandleTrain::Rank {
@@ -100,23 +115,53 @@ pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
 
 fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     defaults.iter().fold(command, |command, default| {
-        command.mut_arg(default.flag, |arg| {
+        // The id of an argument is the name of its field.
+        command.mut_arg(default.flag.replace('-', "_"), |arg| {
             let help = arg.get_help().map(ToString::to_string);
             let help = help.unwrap_or_default();
-            arg.help(format!("{help} [default: {}]", default.description))
+            // Help may name the ordinary default.
+            let help = match help.split_once(" [default: ") {
+                Some((help, _)) => help,
+                None => &help,
+            };
+            let ordinary = arg.get_default_values().first().cloned();
+            let arg = arg
+                .help(format!("{help} [default: {}]", default.description))
                 .required(false)
                 .default_value(default.value)
-                .hide_default_value(true)
+                .hide_default_value(true);
+            match (default.unless, ordinary) {
+                (None, _) => arg,
+                (Some(flag), Some(ordinary)) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, ordinary)
+                }
+                (Some(flag), None) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, Resettable::Reset)
+                }
+            }
         })
     })
 }
 
-fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    keep_freed_memory();
+/// Shows events of level INFO and above, or those that `RUST_LOG` names.
+fn log_to_stderr() -> Result<()> {
+    let filter = EnvFilter::builder().with_default_directive(LevelFilter::INFO.into());
+    let filter = filter.try_from_env().or_else(|err| match std::env::var_os(EnvFilter::DEFAULT_ENV) {
+        None => Ok(EnvFilter::default().add_directive(LevelFilter::INFO.into())),
+        Some(value) => bail!(
+            "RUST_LOG is {value:?}: {err}\nhint: expected levels by target, such as debug or candle_train=debug"
+        ),
+    })?;
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_env_filter(filter)
         .init();
-    match command.run(flags) {
+    Ok(())
+}
+
+fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
+    keep_freed_memory();
+    match log_to_stderr().and_then(|()| command.run(flags)) {
         Ok(code) => code,
         Err(err) => {
             let code = exit_with(Err(err));

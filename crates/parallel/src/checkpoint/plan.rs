@@ -6,8 +6,26 @@ use candle_core::{DType, Result};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
-use crate::checkpoint::WEIGHTS_FILE;
+use super::reader::{Checkpoint, WEIGHTS_FILE};
 use crate::params::{Parameters, ValuesFrom};
+
+/// What is to be saved.
+pub(super) struct SavedModel<'a> {
+    pub params: Vec<SavedParam>,
+    /// Other tensors of the source: names, and which parameter each repeats.
+    pub extras: Vec<(String, Option<String>)>,
+    /// The checkpoint that the parameters came from.
+    pub source: Option<&'a Checkpoint>,
+}
+
+/// A parameter to be saved.
+pub(super) struct SavedParam {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// Type in the source.
+    pub stored_dtype: DType,
+    pub values_from: ValuesFrom,
+}
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
@@ -30,7 +48,7 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// Entry of the catalog, gathered from the ranks in this type.
+    /// The parameter of this index, gathered in this type.
     Gathered(usize, DType),
     /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
     Stored(String, Option<DType>),
@@ -42,16 +60,28 @@ impl PlannedTensor {
     }
 }
 
+impl<'a> SavedModel<'a> {
+    /// The parameters of a run; `values_from` says of each entry of the catalog where its values are from.
+    pub fn of(params: &'a Parameters, values_from: &[ValuesFrom]) -> Self {
+        let entries = params.catalog().iter().zip(values_from);
+        let entries = entries.map(|(entry, &values_from)| SavedParam {
+            name: entry.name.clone(),
+            shape: entry.shape.clone(),
+            stored_dtype: entry.stored_dtype,
+            values_from,
+        });
+        Self {
+            params: entries.collect(),
+            extras: params.extras(),
+            source: params.checkpoint(),
+        }
+    }
+}
+
 impl SavePlan {
-    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each). `values_from` says of each entry
-    /// of the catalog where its values are from.
-    pub fn new(
-        params: &Parameters,
-        values_from: &[ValuesFrom],
-        dtype: Option<DType>,
-        max_file_bytes: usize,
-    ) -> Result<Self> {
-        let mut tensors = tensors(params, values_from, dtype)?;
+    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
+    pub fn new(model: &SavedModel, dtype: Option<DType>, max_file_bytes: usize) -> Result<Self> {
+        let mut tensors = tensors(model, dtype)?;
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let mut files: Vec<Vec<PlannedTensor>> = vec![Vec::new()];
         let mut num_bytes = 0;
@@ -143,44 +173,41 @@ impl PlannedFile {
     }
 }
 
-fn tensors(
-    params: &Parameters,
-    values_from: &[ValuesFrom],
-    dtype: Option<DType>,
-) -> Result<Vec<PlannedTensor>> {
-    let catalog = params.catalog();
-    let parameter = |name: &str, index: usize| -> Result<PlannedTensor> {
-        let entry = &catalog[index];
-        let dtype = dtype.unwrap_or(entry.stored_dtype);
-        let is_stored = params.checkpoint().is_some() && values_from[index] == ValuesFrom::Source;
-        let converted = (dtype != entry.stored_dtype).then_some(dtype);
-        Ok(PlannedTensor {
+fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
+    let parameter = |name: &str, index: usize, param: &SavedParam| {
+        let dtype = dtype.unwrap_or(param.stored_dtype);
+        let is_stored = model.source.is_some() && param.values_from == ValuesFrom::Source;
+        let converted = (dtype != param.stored_dtype).then_some(dtype);
+        PlannedTensor {
             name: name.to_string(),
-            shape: entry.shape.clone(),
+            shape: param.shape.clone(),
             dtype: dtype.into(),
             content: match is_stored {
-                true => Content::Stored(entry.name.clone(), converted),
+                true => Content::Stored(param.name.clone(), converted),
                 false => Content::Gathered(index, dtype),
             },
-        })
+        }
     };
-    let mut tensors = (0..catalog.len())
-        .map(|index| parameter(&catalog[index].name, index))
-        .collect::<Result<Vec<_>>>()?;
-    let Some(checkpoint) = params.checkpoint() else {
+    let params = model.params.iter().enumerate();
+    let tensors = params
+        .clone()
+        .map(|(index, param)| parameter(&param.name, index, param));
+    let mut tensors: Vec<PlannedTensor> = tensors.collect();
+    let Some(source) = model.source else {
         return Ok(tensors);
     };
-    for (name, repeats) in params.extras() {
-        let repeated = repeats.and_then(|of| catalog.iter().position(|entry| entry.name == of));
+    for (name, repeats) in &model.extras {
+        let mut params = params.clone();
+        let repeated = params.find(|(_, param)| Some(&param.name) == repeats.as_ref());
         tensors.push(match repeated {
-            Some(index) => parameter(&name, index)?,
+            Some((index, param)) => parameter(name, index, param),
             None => {
-                let entry = checkpoint.entry(&name)?;
+                let entry = source.entry(name)?;
                 PlannedTensor {
+                    name: name.clone(),
                     shape: entry.shape.clone(),
                     dtype: entry.dtype,
                     content: Content::Stored(name.clone(), None),
-                    name,
                 }
             }
         });

@@ -11,7 +11,7 @@ use super::file_writer::FileWriter;
 use super::gather::gather_full;
 use super::hf_save::HfSave;
 use super::output_folder::ClaimedFolder;
-use super::plan::{Content, PlannedFile, SavePlan};
+use super::plan::{Content, PlannedFile, SavePlan, SavedModel};
 use super::reader::INDEX_FILE;
 use super::run_file::{RUN_FILE, RunFile};
 use super::save_failure::SaveFailure;
@@ -44,7 +44,8 @@ pub(crate) fn save_with_masters(
         params.values(index)
     })?;
     let values_from = params.values_from(mesh)?;
-    let plan = SavePlan::new(params, &values_from, save.dtype, save.max_file_bytes)?;
+    let model = SavedModel::of(params, &values_from);
+    let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
     let write = |save: &HfSave| {
         write(params, mesh, &plan, save, |index, dtype| {
             let is_refilled = values_from[index] == ValuesFrom::Refill;
@@ -85,8 +86,9 @@ fn write(
     gather: impl Fn(usize, candle_core::DType) -> Result<Option<Tensor>>,
 ) -> Result<std::result::Result<(), SaveFailure>> {
     // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
+    let source = params.checkpoint().map(|checkpoint| checkpoint.dir());
     let mut folder = (mesh.world.rank() == 0)
-        .then(|| Folder::create(save, params))
+        .then(|| Folder::create(save, source))
         .transpose();
     for file in &plan.files {
         let mut writer = Ok(None);
@@ -114,8 +116,8 @@ fn write(
     SaveFailure::agree(written, mesh)
 }
 
-/// A checkpoint folder that is being written.
-struct Folder<'a> {
+/// A model's folder that is being written.
+pub(super) struct Folder<'a> {
     save: &'a HfSave,
     source: Option<&'a Path>,
     // Before the claim, which removes the folders that were made for nothing, as fields are dropped in this order.
@@ -124,9 +126,12 @@ struct Folder<'a> {
 }
 
 impl<'a> Folder<'a> {
-    fn create(save: &'a HfSave, params: &'a Parameters) -> std::result::Result<Self, SaveFailure> {
+    /// `source` is where the parameters came from.
+    pub fn create(
+        save: &'a HfSave,
+        source: Option<&'a Path>,
+    ) -> std::result::Result<Self, SaveFailure> {
         let claimed = save.output.claim().map_err(SaveFailure::Folder)?;
-        let source = params.checkpoint().map(|checkpoint| checkpoint.dir());
         let checked = save.check_replaceable(claimed.place(), source);
         checked.map_err(SaveFailure::Folder)?;
         let staged = claimed.stage();
@@ -139,13 +144,13 @@ impl<'a> Folder<'a> {
         })
     }
 
-    fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
+    pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
         let paths = (self.staged.path(), self.claimed.place());
-        FileWriter::create(paths, file)
+        FileWriter::create(paths, file, self.save.num_written_bytes.clone())
     }
 
     /// Writes the small files and gives the folder its name.
-    fn finish(self, plan: &SavePlan) -> std::result::Result<(), SaveFailure> {
+    pub fn finish(self, plan: &SavePlan) -> std::result::Result<(), SaveFailure> {
         let place = self.claimed.place();
         let index = plan.index().map(|index| serde_json::to_vec_pretty(&index));
         let index = index
@@ -173,7 +178,8 @@ impl<'a> Folder<'a> {
     }
 }
 
-fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Result<()> {
+/// Writes a file of a folder, `name` with `/` where it is in one that is in it.
+pub(super) fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Result<()> {
     let mut parts = Path::new(name).components();
     if !parts.all(|part| matches!(part, Component::Normal(_))) {
         let message = format!("{name:?} is not a name in the folder");

@@ -120,6 +120,14 @@ impl ParamStore {
         )?)))
     }
 
+    /// The checkpoint that the parameters come from, if there is one.
+    pub fn checkpoint(&self) -> Option<&Checkpoint> {
+        match &*self.source {
+            Source::Init { .. } => None,
+            Source::Pretrained(checkpoint) => Some(checkpoint),
+        }
+    }
+
     fn new(source: Source) -> Self {
         Self {
             source: Arc::new(source),
