@@ -24,6 +24,7 @@ mod log_args;
 mod loss_scale;
 mod number;
 mod output;
+mod plot;
 mod pretrain;
 mod program;
 mod rank_args;

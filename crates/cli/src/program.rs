@@ -19,6 +19,7 @@ use crate::flags::{Flags, parse_command};
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::output::{exit_code_of_refusal, exit_with};
+use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
@@ -28,6 +29,7 @@ enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Launch(Box<LaunchArgs>),
+    Plot(PlotArgs),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -78,6 +80,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),

@@ -28,6 +28,7 @@ mod cli {
     mod layout;
     mod offload;
     mod output;
+    mod plot;
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
