@@ -55,7 +55,7 @@ pub fn fingerprint_of_program(run: &RunConfig, flags: Flags) -> Result<Fingerpri
         .map_err(Error::wrap)?
         .value("the backend", run.backend.to_string())
         .value("the device", if on_gpus { "a GPU" } else { "the CPU" });
-    for (name, value) in flags {
+    for (name, value) in flags.compared {
         fingerprint = fingerprint.value(name, value);
     }
     Ok(fingerprint)

@@ -8,6 +8,7 @@ mod allocator;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
+mod config_file;
 mod counting_allocator;
 mod env;
 mod eval_args;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use candle_comm::message_of;
-use candle_core::Result;
+use candle_core::{Error, Result};
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
 pub fn print_line(line: &str) {
@@ -16,10 +16,15 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
-            let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(&err)));
+            print_error(&err);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints an error as a sentence, with its hints below.
+pub(crate) fn print_error(err: &Error) {
+    let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(err)));
 }
 
 /// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented

@@ -16,6 +16,7 @@ use candle_train::{
 use candle_train_models::{CausalLm, ModelConfig};
 
 use crate::config_dtype::with_config_dtype;
+use crate::config_file::CONFIG_FILE;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::print_line;
@@ -66,7 +67,11 @@ struct Resumed {
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+    pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        // Of this run, not of that which made the model.
+        self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        let own = (CONFIG_FILE.to_string(), flags.config.clone().into_bytes());
+        self.sidecars.push(own);
         let tokenizer = &self.tokenizer;
         let eval_tokens = self.eval_tokens.as_ref();
         for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
@@ -105,6 +110,9 @@ impl TrainingRun<'_> {
             self.training.check_metrics(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            if let Some(config) = &self.training.config {
+                print_line(&format!("flags of {}", config.display()));
+            }
             print_line(&format!("{}: {run}", self.title));
             if let Some(evaluation) = evaluation {
                 let num_samples = evaluation.batches.num_samples();

@@ -83,6 +83,7 @@ impl EvalBatches {
         Ok(MicroBatch {
             tokens: Tensor::from_vec(tokens, (b, t), &Device::Cpu)?,
             targets: Some(Tensor::from_vec(targets, (b, t), &Device::Cpu)?),
+            documents: None,
         })
     }
 }
