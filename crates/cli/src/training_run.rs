@@ -211,7 +211,9 @@ impl TrainingRun<'_> {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
-            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            // The first rank writes them.
+            let sidecars = is_first.then(|| self.sidecars.clone());
+            let mut saver = saver.with_sidecars(sidecars.unwrap_or_default());
             if evaluation.is_some() {
                 saver = saver.keeping_best();
             }
