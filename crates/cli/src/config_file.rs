@@ -147,8 +147,13 @@ fn words_of(arg: &Arg, value: &Value) -> std::result::Result<Vec<OsString>, &'st
     }
 }
 
-/// The flags of a command with their values, those that were not given with their defaults, as a file for `--config`.
-pub(crate) fn effective(command: &Command, matches: &ArgMatches) -> Result<String> {
+/// The flags of a command with their values, those that were not given with their defaults, as a file for `--config`. A default that a flag which
+/// was given rules out is not among them.
+pub(crate) fn effective(
+    command: &Command,
+    matches: &ArgMatches,
+    is_given: impl Fn(&str) -> bool,
+) -> Table {
     let mut table = Table::new();
     for arg in command.get_arguments() {
         let (id, Some(name)) = (arg.get_id().as_str(), arg.get_long()) else {
@@ -157,7 +162,9 @@ pub(crate) fn effective(command: &Command, matches: &ArgMatches) -> Result<Strin
         let Ok(Some(values)) = matches.try_get_raw(id) else {
             continue;
         };
-        if NOT_STORED.contains(&name) {
+        let mut others = command.get_arg_conflicts_with(arg).into_iter();
+        let is_ruled_out = others.any(|other| is_given(other.get_id().as_str()));
+        if NOT_STORED.contains(&name) || is_ruled_out && !is_given(id) {
             continue;
         }
         let values = values.filter_map(|value| value.to_str());
@@ -169,7 +176,21 @@ pub(crate) fn effective(command: &Command, matches: &ArgMatches) -> Result<Strin
         };
         table.insert(name.to_string(), value);
     }
-    toml::to_string(&table).map_err(Error::wrap)
+    table
+}
+
+/// The text of a file for `--config`: `flags`, and in their place those that were `taken` by default, such as `--lr 2e-5`.
+pub(crate) fn text_of(mut flags: Table, taken: &[String]) -> Result<String> {
+    for flag in taken {
+        let Some((name, value)) = flag.trim_start_matches("--").split_once(' ') else {
+            continue;
+        };
+        let whole = value.parse().ok().map(Value::Integer);
+        let number = whole.or_else(|| value.parse().ok().map(Value::Float));
+        let value = number.unwrap_or_else(|| Value::String(value.to_string()));
+        flags.insert(name.to_string(), value);
+    }
+    toml::to_string(&flags).map_err(Error::wrap)
 }
 
 /// The text of a flag's value in the type that the flag has.

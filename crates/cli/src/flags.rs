@@ -2,7 +2,8 @@
 
 use std::any::TypeId;
 
-use candle_core::{Error, Result};
+use candle_core::Error;
+use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use crate::config_file::{effective, with_config};
@@ -15,21 +16,37 @@ const LOCAL: &[&str] = &[
     "eval-data",
     "tokenizer",
     "metrics",
+    "tensorboard",
     "device",
     "config",
 ];
 
-/// What the flags of a program are.
+/// The flags of a program, or of the subcommand that is run.
 #[derive(Clone, Debug, Default)]
 pub struct Flags {
-    /// Names and values, but for those that may differ between ranks.
-    pub(crate) compared: Vec<(String, String)>,
-    /// All of them, as a file for `--config`.
-    pub(crate) config: String,
+    /// Names and values, those that were not given with their defaults.
+    values: Vec<(String, String)>,
+    /// Names of those that were given.
+    given: Vec<String>,
+    /// All that decide a run, as a file for `--config`.
+    pub(crate) config: toml::Table,
 }
 
-/// Parses the command line, and ends the program with clap's message if it is wrong. The names and values of all flags, of the
-/// subcommand if there is one, come along, those that were not given with their defaults.
+impl Flags {
+    /// Names and values of the flags that all ranks must have alike.
+    pub fn shared(&self) -> impl Iterator<Item = (&str, &str)> {
+        let values = self.values.iter();
+        values.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Whether the flag of this name, with its dashes, was given.
+    pub fn is_given(&self, name: &str) -> bool {
+        self.given.iter().any(|given| given == name)
+    }
+}
+
+/// Parses the command line, and ends the program with clap's message if it is wrong. The flags, of the subcommand if there is one, come
+/// along.
 pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
     parse_command(T::command())
 }
@@ -51,11 +68,7 @@ pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
         None => flags(&command, &matches),
         Some((name, matches)) => command
             .find_subcommand(name)
-            .map_or_else(|| Ok(Flags::default()), |command| flags(command, matches)),
-    };
-    let flags = match flags {
-        Ok(flags) => flags,
-        Err(err) => exit_at_once(&err),
+            .map_or_else(Flags::default, |command| flags(command, matches)),
     };
     match T::from_arg_matches(&matches) {
         Ok(args) => (args, flags),
@@ -82,7 +95,7 @@ fn exit_at_once(err: &Error) -> ! {
     std::process::exit(2)
 }
 
-fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
+fn flags(command: &Command, matches: &ArgMatches) -> Flags {
     let value = |id: &str| -> String {
         let values = matches.try_get_raw(id).ok().flatten();
         let values = values.into_iter().flatten();
@@ -91,11 +104,21 @@ fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
     };
     let names = command.get_arguments();
     let names = names.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
-    let compared = names
-        .filter(|(_, long)| !LOCAL.contains(long))
-        .map(|(id, long)| (format!("--{long}"), value(id)));
-    Ok(Flags {
-        compared: compared.collect(),
-        config: effective(command, matches)?,
-    })
+    let names: Vec<_> = names.collect();
+    let is_given = |id: &str| {
+        let source = matches
+            .try_contains_id(id)
+            .ok()
+            .and_then(|_| matches.value_source(id));
+        source.is_some_and(|source| source != ValueSource::DefaultValue)
+    };
+    let given = names.iter().filter(|(id, _)| is_given(id));
+    let shared = names.iter().filter(|(_, long)| !LOCAL.contains(long));
+    Flags {
+        values: shared
+            .map(|(id, long)| (format!("--{long}"), value(id)))
+            .collect(),
+        given: given.map(|(_, long)| format!("--{long}")).collect(),
+        config: effective(command, matches, is_given),
+    }
 }

@@ -5,11 +5,13 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod config_file;
 mod counting_allocator;
+mod defaults;
 mod env;
 mod eval_args;
 mod export;
@@ -19,6 +21,7 @@ mod flags;
 mod freeze;
 mod inspect;
 mod launch;
+mod log_args;
 mod loss_scale;
 mod number;
 mod output;

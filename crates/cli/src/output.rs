@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use candle_comm::message_of;
 use candle_core::{Error, Result};
+use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
 pub fn print_line(line: &str) {
@@ -25,6 +26,14 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
 /// Prints an error as a sentence, with its hints below.
 pub(crate) fn print_error(err: &Error) {
     let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(err)));
+}
+
+/// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
+pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
+    match env.num_restarts() {
+        0 => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
+        _ => ExitCode::FAILURE,
+    }
 }
 
 /// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented

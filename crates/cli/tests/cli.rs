@@ -23,6 +23,7 @@ mod cli {
         mod options;
         mod orphans;
         mod output;
+        mod restart;
         mod signals;
     }
     mod layout;
@@ -31,6 +32,7 @@ mod cli {
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
+    mod restart;
     mod resume;
     mod stop;
     mod tokenizer;

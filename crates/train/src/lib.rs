@@ -1,7 +1,7 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
 //! Data flows one way: [`Documents`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`Progress`] and [`Sampler`].
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +18,7 @@ mod held_out;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
+mod model_flops;
 mod progress;
 mod sample_order;
 mod sampler;
@@ -25,6 +26,7 @@ mod samples;
 mod special_tokens;
 mod step_metrics;
 mod step_times;
+mod tensorboard;
 mod tokenizer;
 mod tokens;
 mod train_bpe;
@@ -40,14 +42,16 @@ pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
 pub use held_out::held_out;
-pub use lr_schedule::LrSchedule;
-pub use memory_report::{explain_out_of_memory, peaks_in_words};
+pub use lr_schedule::{LrDecay, LrSchedule};
+pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
 pub use metrics::{Metrics, MetricsLine};
+pub use model_flops::ModelFlops;
 pub use progress::Progress;
 pub use sampler::{Sampler, SamplingConfig};
 pub use samples::Samples;
 pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
+pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use train_config::TrainConfig;

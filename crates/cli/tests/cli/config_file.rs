@@ -15,6 +15,8 @@ fn the_file_that_a_run_leaves_makes_the_same_model() {
         .flag("--lr", "3e-3")
         .flag("--prompt", "007")
         .flag("--zero", 2)
+        // Rules out a flag that has a default.
+        .flag("--quantize-gradients", "int8")
         .switch("--no-shuffle")
         .flag("--metrics", workspace.path("metrics.jsonl").display());
     run.succeeds();
