@@ -9,6 +9,7 @@ mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
+mod config_file;
 mod counting_allocator;
 mod defaults;
 mod env;

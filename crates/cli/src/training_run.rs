@@ -18,6 +18,7 @@ use candle_train::{
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
+use crate::config_file::{CONFIG_FILE, text_of};
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::output::{exit_code_of_refusal, exit_with, print_line};
@@ -80,7 +81,12 @@ struct Resumed {
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+    pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        // Of this run, not of that which made the model.
+        self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        let own = text_of(flags.config.clone(), &self.taken)?;
+        self.sidecars
+            .push((CONFIG_FILE.to_string(), own.into_bytes()));
         let tokenizer = &self.tokenizer;
         let eval_tokens = self.eval_tokens.as_ref();
         for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
@@ -119,6 +125,9 @@ impl TrainingRun<'_> {
             self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            if let Some(config) = &self.training.config {
+                print_line(&format!("flags of {}", config.display()));
+            }
             print_line(&format!("{}: {run}", self.title));
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
@@ -241,7 +250,9 @@ impl TrainingRun<'_> {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
-            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            // The first rank writes them.
+            let sidecars = is_first.then(|| self.sidecars.clone());
+            let mut saver = saver.with_sidecars(sidecars.unwrap_or_default());
             if evaluation.is_some() {
                 saver = saver.keeping_best();
             }

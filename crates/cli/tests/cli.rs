@@ -2,6 +2,7 @@
 
 mod cli {
     mod config;
+    mod config_file;
     mod data;
     mod disk_full;
     mod divergence;

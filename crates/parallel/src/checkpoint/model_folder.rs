@@ -6,8 +6,8 @@ use std::path::Path;
 use super::reader::{INDEX_FILE, WEIGHTS_FILE};
 use super::run_file::RUN_FILE;
 
-/// Files beside the weights: configuration, tokenizer, chat template, model card. Licences and notices have endings of all kinds.
-const SIDECARS: [&str; 18] = [
+/// Files beside the weights: configuration, tokenizer, chat template, model card, flags with which it was trained. Licences and notices have endings of all kinds.
+const SIDECARS: [&str; 19] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -26,6 +26,7 @@ const SIDECARS: [&str; 18] = [
     "NOTICE",
     "USE_POLICY.md",
     "README.md",
+    "candle_train.toml",
 ];
 
 /// Folder of more chat templates.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
@@ -193,15 +193,13 @@ fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor
         .clone()
         .map(|(index, param)| parameter(&param.name, index, param));
     let mut tensors: Vec<PlannedTensor> = tensors.collect();
-    let Some(source) = model.source else {
-        return Ok(tensors);
-    };
     for (name, repeats) in &model.extras {
         let mut params = params.clone();
         let repeated = params.find(|(_, param)| Some(&param.name) == repeats.as_ref());
-        tensors.push(match repeated {
-            Some((index, param)) => parameter(name, index, param),
-            None => {
+        tensors.push(match (repeated, model.source) {
+            (Some((index, param)), _) => parameter(name, index, param),
+            (None, None) => bail!("there is nothing to write for tensor {name}"),
+            (None, Some(source)) => {
                 let entry = source.entry(name)?;
                 PlannedTensor {
                     name: name.clone(),
