@@ -77,6 +77,7 @@
 //! |---|---|
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
 //! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
@@ -87,6 +88,7 @@
 pub mod checkpoint;
 mod gradients;
 mod layers;
+mod lora;
 mod memory;
 mod optimizer;
 mod params;
@@ -98,6 +100,9 @@ pub use layers::{
     VocabParallelEmbedding, column_parallel_backward, column_parallel_linear,
     column_parallel_linear_shard, in_graph, linear_cross_entropy, regions, row_parallel_linear,
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+};
+pub use lora::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
 };
 pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{

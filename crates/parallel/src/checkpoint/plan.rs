@@ -7,11 +7,14 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
 use crate::checkpoint::WEIGHTS_FILE;
-use crate::params::{Parameters, ValuesFrom};
+use crate::lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, file_name, to_json};
+use crate::params::{CatalogEntry, Parameters, ValuesFrom};
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
     pub files: Vec<PlannedFile>,
+    /// The configuration of an adapter: name and content.
+    pub config: Option<(String, Vec<u8>)>,
 }
 
 /// One safetensors file.
@@ -30,28 +33,58 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// Entry of the catalog, gathered from the ranks in this type.
+    /// Computed when it is to be written, in this type: an entry of the catalog, gathered from the ranks.
     Gathered(usize, DType),
     /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
     Stored(String, Option<DType>),
 }
 
 impl PlannedTensor {
+    fn new(name: String, entry: &CatalogEntry, dtype: DType, content: Content) -> Self {
+        Self {
+            name,
+            shape: entry.shape.clone(),
+            dtype: dtype.into(),
+            content,
+        }
+    }
+
     pub fn num_bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
 }
 
 impl SavePlan {
-    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each). `values_from` says of each entry
-    /// of the catalog where its values are from.
+    /// The parameters, or of a model with low-rank adapters these alone, in the one file that `peft` loads. `values_from` says of
+    /// each entry of the catalog where its values are from.
     pub fn new(
         params: &Parameters,
         values_from: &[ValuesFrom],
         dtype: Option<DType>,
         max_file_bytes: usize,
     ) -> Result<Self> {
-        let mut tensors = tensors(params, values_from, dtype)?;
+        let Some(lora) = params.lora() else {
+            let tensors = tensors(params, values_from, dtype)?;
+            return Ok(Self::of_tensors(tensors, max_file_bytes));
+        };
+        let config = to_json(lora, &params.adapted_layers())?;
+        let adapters = params.catalog().iter().enumerate();
+        let adapters = adapters.filter(|(_, entry)| entry.is_adapter);
+        let adapters = adapters.map(|(index, entry)| {
+            let dtype = dtype.unwrap_or(entry.stored_dtype);
+            let content = Content::Gathered(index, dtype);
+            PlannedTensor::new(file_name(&entry.name), entry, dtype, content)
+        });
+        let mut plan = Self::of_tensors(adapters.collect(), usize::MAX);
+        for file in &mut plan.files {
+            file.name = ADAPTER_WEIGHTS_FILE.to_string();
+        }
+        plan.config = Some((ADAPTER_CONFIG_FILE.to_string(), config));
+        Ok(plan)
+    }
+
+    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
+    pub fn of_tensors(mut tensors: Vec<PlannedTensor>, max_file_bytes: usize) -> Self {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let mut files: Vec<Vec<PlannedTensor>> = vec![Vec::new()];
         let mut num_bytes = 0;
@@ -78,9 +111,10 @@ impl SavePlan {
                 name: name(index),
                 tensors,
             });
-        Ok(Self {
+        Self {
             files: files.collect(),
-        })
+            config: None,
+        }
     }
 
     /// The size of all files.
@@ -88,6 +122,7 @@ impl SavePlan {
         let index = self.index().map(|index| serde_json::to_vec_pretty(&index));
         let index = index.transpose().map_err(candle_core::Error::wrap)?;
         let mut num_bytes = index.map_or(0, |text| text.len());
+        num_bytes += self.config.as_ref().map_or(0, |(_, text)| text.len());
         for file in &self.files {
             num_bytes += file.header()?.len();
             num_bytes += file
@@ -149,31 +184,27 @@ fn tensors(
     dtype: Option<DType>,
 ) -> Result<Vec<PlannedTensor>> {
     let catalog = params.catalog();
-    let parameter = |name: &str, index: usize| -> Result<PlannedTensor> {
+    let parameter = |name: &str, index: usize| -> PlannedTensor {
         let entry = &catalog[index];
         let dtype = dtype.unwrap_or(entry.stored_dtype);
         let is_stored = params.checkpoint().is_some() && values_from[index] == ValuesFrom::Source;
         let converted = (dtype != entry.stored_dtype).then_some(dtype);
-        Ok(PlannedTensor {
-            name: name.to_string(),
-            shape: entry.shape.clone(),
-            dtype: dtype.into(),
-            content: match is_stored {
-                true => Content::Stored(entry.name.clone(), converted),
-                false => Content::Gathered(index, dtype),
-            },
-        })
+        let content = match is_stored {
+            true => Content::Stored(entry.name.clone(), converted),
+            false => Content::Gathered(index, dtype),
+        };
+        PlannedTensor::new(name.to_string(), entry, dtype, content)
     };
     let mut tensors = (0..catalog.len())
         .map(|index| parameter(&catalog[index].name, index))
-        .collect::<Result<Vec<_>>>()?;
+        .collect::<Vec<_>>();
     let Some(checkpoint) = params.checkpoint() else {
         return Ok(tensors);
     };
     for (name, repeats) in params.extras() {
         let repeated = repeats.and_then(|of| catalog.iter().position(|entry| entry.name == of));
         tensors.push(match repeated {
-            Some(index) => parameter(&name, index)?,
+            Some(index) => parameter(&name, index),
             None => {
                 let entry = checkpoint.entry(&name)?;
                 PlannedTensor {

@@ -18,7 +18,8 @@ use super::save_failure::SaveFailure;
 use super::staged_folder::StagedFolder;
 use crate::params::{Parameters, ValuesFrom};
 
-/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads. Every rank must call it.
+/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads; of a model with low-rank adapters these alone, as
+/// `peft` loads them. Every rank must call it.
 ///
 /// A parameter whose values were never changed is written as the checkpoint that it came from has it. After training in a type
 /// that is narrower than the file's, [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) has the exact values.
@@ -86,7 +87,7 @@ fn write(
 ) -> Result<std::result::Result<(), SaveFailure>> {
     // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
     let mut folder = (mesh.world.rank() == 0)
-        .then(|| Folder::create(save, params))
+        .then(|| Folder::create(save, params.source_dirs()))
         .transpose();
     for file in &plan.files {
         let mut writer = Ok(None);
@@ -115,44 +116,47 @@ fn write(
 }
 
 /// A checkpoint folder that is being written.
-struct Folder<'a> {
+pub(super) struct Folder<'a> {
     save: &'a HfSave,
-    source: Option<&'a Path>,
+    /// What the tensors are read from.
+    sources: Vec<&'a Path>,
     // Before the claim, which removes the folders that were made for nothing, as fields are dropped in this order.
     staged: StagedFolder,
     claimed: Arc<ClaimedFolder>,
 }
 
 impl<'a> Folder<'a> {
-    fn create(save: &'a HfSave, params: &'a Parameters) -> std::result::Result<Self, SaveFailure> {
+    pub fn create(
+        save: &'a HfSave,
+        sources: Vec<&'a Path>,
+    ) -> std::result::Result<Self, SaveFailure> {
         let claimed = save.output.claim().map_err(SaveFailure::Folder)?;
-        let source = params.checkpoint().map(|checkpoint| checkpoint.dir());
-        let checked = save.check_replaceable(claimed.place(), source);
+        let checked = save.check_replaceable(claimed.place(), &sources);
         checked.map_err(SaveFailure::Folder)?;
         let staged = claimed.stage();
         let staged = staged.map_err(|err| SaveFailure::at(claimed.place(), err))?;
         Ok(Self {
             save,
-            source,
+            sources,
             claimed,
             staged,
         })
     }
 
-    fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
+    pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
         let paths = (self.staged.path(), self.claimed.place());
         FileWriter::create(paths, file)
     }
 
     /// Writes the small files and gives the folder its name.
-    fn finish(self, plan: &SavePlan) -> std::result::Result<(), SaveFailure> {
+    pub fn finish(self, plan: &SavePlan) -> std::result::Result<(), SaveFailure> {
         let place = self.claimed.place();
         let index = plan.index().map(|index| serde_json::to_vec_pretty(&index));
         let index = index
             .transpose()
             .map_err(|err| SaveFailure::Weights(Error::wrap(err)))?;
         let index = index.map(|text| (INDEX_FILE.to_string(), text));
-        for (name, content) in self.save.sidecars.iter().chain(&index) {
+        for (name, content) in self.save.sidecars.iter().chain(&index).chain(&plan.config) {
             let written = write_small(self.staged.path(), name, content);
             written.map_err(|err| SaveFailure::at(&place.join(name), err))?;
         }
@@ -165,7 +169,7 @@ impl<'a> Folder<'a> {
             .transpose()
             .map_err(|err| SaveFailure::at(&place.join(RUN_FILE), err))?;
         // What has been put there since the beginning must not be lost either.
-        let checked = self.save.check_replaceable(place, self.source);
+        let checked = self.save.check_replaceable(place, &self.sources);
         checked.map_err(SaveFailure::Folder)?;
         self.staged
             .commit(true)

@@ -1,5 +1,6 @@
 //! Parameters: how they lie on the mesh, where they come from, and where their gradients go.
 
+mod adapters;
 mod builder;
 mod catalog;
 mod changes;
@@ -15,6 +16,7 @@ mod released;
 mod replicas;
 mod sharded_weights;
 mod slices;
+mod source;
 mod store;
 mod tiled_weight;
 

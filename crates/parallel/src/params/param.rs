@@ -8,6 +8,7 @@ use candle_nn::Init;
 
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
+use super::source::Wanted;
 
 /// A parameter, or the part of it that this rank holds.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub struct Param {
     pub trainable: bool,
     /// Whether every layer that asked for it uses it as a [`TiledWeight`](crate::TiledWeight), and there is more than one tile.
     pub(super) is_tiled: bool,
+    /// Whether it is of a low-rank adapter: see [`ParamStore::with_lora`](crate::ParamStore::with_lora).
+    pub is_adapter: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
     pub stored_dtype: DType,
     /// The local values, shared with the layers.
@@ -54,6 +57,17 @@ impl Param {
             self.var.as_tensor().clone()
         } else {
             self.var.as_detached_tensor()
+        }
+    }
+
+    /// What to ask its source for.
+    pub(super) fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            name: &self.name,
+            shape: &self.global_shape,
+            shard: self.shard(),
+            init: self.init,
+            is_adapter: self.is_adapter,
         }
     }
 
