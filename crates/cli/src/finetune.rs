@@ -12,6 +12,7 @@ use clap::Parser;
 
 use crate::choices::StorageChoice;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
 use crate::stop::Stop;
@@ -26,7 +27,7 @@ pub struct Finetune {
     /// Text file (.txt, one document), or a folder of them
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
-    /// Folder for the fine-tuned checkpoint
+    /// Folder for the fine-tuned checkpoint, or for the adapter
     #[arg(long, default_value = "finetuned", value_name = "DIR")]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
@@ -34,6 +35,8 @@ pub struct Finetune {
     save_dtype: Option<StorageChoice>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten, next_help_heading = "Adapters")]
+    lora: LoraArgs,
     #[command(flatten)]
     samples: SampleArgs,
 }
@@ -61,7 +64,13 @@ impl TrainingCommand for Finetune {
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
-            inputs: vec![model.clone(), self.data.clone()],
+            inputs: [&model, &self.data]
+                .into_iter()
+                .chain(&self.lora.adapter)
+                .cloned()
+                .collect(),
+            lora: self.lora.clone(),
+            base_model: Some(&self.model),
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

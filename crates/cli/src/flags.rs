@@ -5,7 +5,7 @@ use std::any::TypeId;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
-const LOCAL: &[&str] = &["model", "data", "tokenizer", "metrics", "device"];
+const LOCAL: &[&str] = &["model", "adapter", "data", "tokenizer", "metrics", "device"];
 
 /// Names and values.
 pub type Flags = Vec<(String, String)>;

@@ -12,6 +12,7 @@ use crate::env::print_env;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse, parse_command};
 use crate::launch::LaunchArgs;
+use crate::merge::Merge;
 use crate::output::exit_with;
 use crate::pretrain::Pretrain;
 
@@ -21,6 +22,7 @@ use crate::pretrain::Pretrain;
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
+    Merge(Merge),
     Launch(Box<LaunchArgs>),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
@@ -60,6 +62,7 @@ pub fn candle_train() -> ExitCode {
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Merge(args) => args.run(),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),

@@ -115,7 +115,7 @@ impl TrainingArgs {
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.
-fn digest_of_weights(dir: &Path) -> Result<String> {
+pub(crate) fn digest_of_weights(dir: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
         .map(|entry| Ok(entry?.path()))
         .collect::<Result<_>>()?;

@@ -16,6 +16,7 @@ use candle_train_models::{CausalLm, ModelConfig};
 use crate::config_dtype::with_config_dtype;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
+use crate::lora_args::{LoraArgs, print_trained};
 use crate::output::print_line;
 use crate::samples::SampleArgs;
 use crate::stop::{Stop, Stopped};
@@ -29,6 +30,10 @@ pub(crate) struct TrainingRun<'a> {
     pub stop: Stop,
     pub config: ModelConfig,
     pub initial_weights: InitialWeights,
+    /// What is trained beside these.
+    pub lora: LoraArgs,
+    /// The model that is trained, as its user calls it.
+    pub base_model: Option<&'a str>,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
     /// What is trained on what, in words.
@@ -50,6 +55,9 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+/// Files that tell what a model is, and not what an adapter is.
+const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
+
 /// What a run goes on from.
 struct Resumed {
     checkpoint: TrainingCheckpoint,
@@ -65,14 +73,20 @@ impl TrainingRun<'_> {
         let train = self.training.train_config(&self.tokens)?;
         self.training.checkpoints.validate(self.output)?;
         self.samples.check(tokenizer, &self.config)?;
+        self.lora.check()?;
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = self.training.record(&train, &self.tokens, config, model)?;
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        let mut record = self.training.record(&train, &self.tokens, config, model)?;
+        self.lora.add_to(&mut record)?;
+        let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        if self.lora.is_given() {
+            // What describes the model is in the model's folder.
+            sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
+        }
         let beside = self.training.checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
@@ -88,7 +102,11 @@ impl TrainingRun<'_> {
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
         }
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, model)?;
+        let folders = [
+            ("--model", model),
+            ("--adapter", self.lora.adapter.as_deref()),
+        ];
+        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, &folders)?;
         let stopped = launch::run(&ranks, |world| {
             self.run_rank(&train, (&save, &record, &self.stop), world)
         })?;
@@ -129,6 +147,8 @@ impl TrainingRun<'_> {
         };
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
+        let seed = training.batches.seed;
+        let store = self.lora.apply(store, seed, self.base_model)?;
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
@@ -144,6 +164,9 @@ impl TrainingRun<'_> {
                 "sample"
             }
             InitialWeights::Checkpoint(_) => {
+                if is_first {
+                    print_trained(stage.params());
+                }
                 if resumed.is_none() {
                     self.print_sample("before", &mesh, &stage)?;
                 }

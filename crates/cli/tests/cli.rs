@@ -23,6 +23,7 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod lora;
     mod offload;
     mod output;
     #[cfg(feature = "mpi")]

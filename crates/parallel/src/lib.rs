@@ -111,7 +111,7 @@ pub use optimizer::{
 };
 pub use params::{
     CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,
-    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, ZeroStage, part,
+    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, part,
 };
 pub use pipeline::{
     Backward, Block, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock, Recompute,

@@ -14,6 +14,8 @@ mod embedding;
 mod explicit;
 #[path = "parallel/folder.rs"]
 mod folder;
+#[path = "parallel/frozen_format.rs"]
+mod frozen_format;
 #[path = "parallel/half_precision.rs"]
 mod half_precision;
 #[path = "parallel/head_partition.rs"]

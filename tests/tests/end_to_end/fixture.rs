@@ -62,7 +62,10 @@ impl Fixture {
 
     /// A low-rank adapter, in the folder `adapter`, of the model of the fixture with that name.
     pub fn adapter(name: &str) -> Self {
-        Self::of(root().join(name).join("model"), root().join("lora").join(name))
+        Self::of(
+            root().join(name).join("model"),
+            root().join("lora").join(name),
+        )
     }
 
     fn of(model: PathBuf, dir: PathBuf) -> Self {

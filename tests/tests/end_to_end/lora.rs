@@ -22,7 +22,9 @@ fn train(fixture: &Fixture, layout: Layout, adapters: Adapters, recompute: Recom
 fn named(reference: Tensors) -> Tensors {
     let name = |name: &str| name.strip_prefix("base_model.model.").unwrap().to_string();
     let named = reference.into_iter();
-    named.map(|(file_name, values)| (name(&file_name), values)).collect()
+    named
+        .map(|(file_name, values)| (name(&file_name), values))
+        .collect()
 }
 
 fn is_adapter(name: &str) -> bool {
@@ -65,20 +67,26 @@ fn every_layout_equals_peft() {
 fn dropout_is_the_same_on_every_layout_and_when_activations_are_recomputed() {
     let mut fixture = Fixture::adapter("qwen3");
     fixture.run.steps = 3;
-    let train = |layout, dropout, recompute| {
-        train(&fixture, layout, Adapters::New(dropout), recompute)
-    };
+    let train =
+        |layout, dropout, recompute| train(&fixture, layout, Adapters::New(dropout), recompute);
     let one_rank = train(Layout::new(1, 1, 1), 0.3, Recompute::None);
     let without = train(Layout::new(1, 1, 1), 0.0, Recompute::None);
     assert!(one_rank.metrics[1].loss != without.metrics[1].loss);
     for (pp, dp, tp) in [(1, 1, 2), (2, 2, 1), (1, 2, 3), (3, 1, 2)] {
         let layout = Layout {
-            zero: if dp > 1 { ZeroStage::Three } else { ZeroStage::One },
+            zero: if dp > 1 {
+                ZeroStage::Three
+            } else {
+                ZeroStage::One
+            },
             ..Layout::new(pp, dp, tp)
         };
         let ours = train(layout, 0.3, Recompute::None);
         assert_same(&ours, &one_rank, &format!("{layout:?}"));
-        assert!(bits(&train(layout, 0.3, Recompute::Full)) == bits(&ours), "{layout:?}");
+        assert!(
+            bits(&train(layout, 0.3, Recompute::Full)) == bits(&ours),
+            "{layout:?}"
+        );
     }
 }
 

@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage,
-    ZeroStage,
+    Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
+    Schedule, Stage, ZeroStage,
 };
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::CausalLm;

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_ops::linear_forward_add;
 
+use super::free_space::{SpaceNeed, check_free_space};
 use super::hf_save::HfSave;
 use super::plan::{Content, PlannedTensor, SavePlan};
 use super::reader::Checkpoint;
@@ -13,11 +14,11 @@ use super::save_failure::SaveFailure;
 use crate::lora::{Adapter, file_name};
 
 /// Writes the checkpoint `model` with W + s B A in place of the weight W of each layer of `adapter`, in the files' own type or
-/// that of `save`; all else stays as it is. One tensor is in memory at a time. The sum is made in f32 and rounded once.
+/// that of `save`; all else stays as it is. One tensor is in memory at a time. The sum is made in f32 and rounded once. The number of these layers.
 ///
 /// # Errors
 /// An adapter of another model, values that are NaN or infinite, and files that cannot be read or written; what is there stays then.
-pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Result<()> {
+pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Result<usize> {
     let modules = adapter.modules()?;
     check_layers(model, adapter, &modules)?;
     let modules: Vec<&str> = modules.iter().map(String::as_str).collect();
@@ -40,6 +41,11 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
     };
     let tensors = model.tensors().keys().map(plan).collect::<Result<_>>()?;
     let plan = SavePlan::of_tensors(tensors, save.max_file_bytes);
+    check_free_space(&[SpaceNeed {
+        folder: save.output.path(),
+        num_bytes: plan.num_bytes()?,
+        what: "the model",
+    }])?;
     let write = || -> std::result::Result<(), SaveFailure> {
         let folder = Folder::create(save, vec![model.dir(), adapter.weights().dir()])?;
         for file in &plan.files {
@@ -58,7 +64,8 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
         }
         folder.finish(&plan)
     };
-    write().map_err(Into::into)
+    write()?;
+    Ok(modules.len())
 }
 
 const WEIGHT: &str = ".weight";
@@ -87,8 +94,16 @@ fn merged(model: &Checkpoint, adapter: &Adapter, module: &str, dtype: DType) -> 
     let read = |from: &Checkpoint, name: &str, shape: [usize; 2]| {
         Tensor::from_vec(from.read(name, &shape, None)?, &shape, &Device::Cpu)
     };
-    let a = read(file, &file_name(&format!("{module}.lora_A.weight")), [rank, num_in])?;
-    let b = read(file, &file_name(&format!("{module}.lora_B.weight")), [num_out, rank])?;
+    let a = read(
+        file,
+        &file_name(&format!("{module}.lora_A.weight")),
+        [rank, num_in],
+    )?;
+    let b = read(
+        file,
+        &file_name(&format!("{module}.lora_B.weight")),
+        [num_out, rank],
+    )?;
     let a = a.t()?.contiguous()?; // (in, r)
     let b = (b * adapter.config().scale())?;
     let weight = read(model, &weight, [num_out, num_in])?;

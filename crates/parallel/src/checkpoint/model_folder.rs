@@ -120,6 +120,11 @@ fn is_weights(name: &str) -> bool {
     let is_numbered = number
         .and_then(|number| number.split_once("-of-"))
         .is_some_and(|(index, count)| is_number(index) && is_number(count));
-    let names = [WEIGHTS_FILE, INDEX_FILE, ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE];
+    let names = [
+        WEIGHTS_FILE,
+        INDEX_FILE,
+        ADAPTER_WEIGHTS_FILE,
+        ADAPTER_CONFIG_FILE,
+    ];
     is_numbered || names.contains(&name)
 }

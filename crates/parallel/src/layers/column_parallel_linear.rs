@@ -75,7 +75,7 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The local weight, (local_out, in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }
@@ -106,7 +106,9 @@ pub fn column_parallel_backward(
     let adapters = layers.iter();
     let adapters = adapters.map(|(layer, dy)| {
         let adapter = layer.low_rank.as_ref();
-        adapter.map(|adapter| Ok((adapter, adapter.inner_grad(dy)?))).transpose()
+        adapter
+            .map(|adapter| Ok((adapter, adapter.inner_grad(dy)?)))
+            .transpose()
     });
     let adapters: Vec<_> = adapters.collect::<Result<_>>()?;
     let terms = layers.iter().map(|(layer, dy)| (*dy, &layer.weight));
@@ -131,7 +133,8 @@ pub fn column_parallel_backward(
     };
     for ((layer, dy), adapter) in layers.iter().zip(&adapters) {
         layer.write_gradients(dy, xs, gradients)?;
-        if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained()) {
+        if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained())
+        {
             adapter.write_gradients(inner, kept(xs)?, dy, gradients)?;
         }
     }
@@ -203,6 +206,8 @@ impl Module for ColumnParallelLinear {
 pub(super) fn kept(xs: Option<&Tensor>) -> Result<&Tensor> {
     match xs {
         Some(xs) => Ok(xs),
-        None => bail!("a linear layer with a trainable weight or adapter got no input in its backward pass"),
+        None => bail!(
+            "a linear layer with a trainable weight or adapter got no input in its backward pass"
+        ),
     }
 }

@@ -72,7 +72,7 @@ impl RowParallelLinear {
         self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
     }
 
-    /// The local weight, (out, local_in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// The local weight, (out, local_in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

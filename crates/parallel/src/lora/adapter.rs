@@ -87,7 +87,10 @@ impl Adapter {
     /// An error if the file has more than the A and B of these layers.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let modules = self.modules()?;
-        match modules.iter().find(|module| !used.contains(module.as_str())) {
+        match modules
+            .iter()
+            .find(|module| !used.contains(module.as_str()))
+        {
             None => Ok(()),
             Some(module) => bail!(
                 "the adapter in {} is of the layer {module}, which the model does not have as a linear layer that can be adapted\n\

@@ -52,11 +52,12 @@ pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraCo
     if peft_type != json!("LORA") {
         bail!("peft_type is {peft_type}; supported: \"LORA\"");
     }
-    let is_unknown = |(field, value): &(&String, &Value)| {
-        !KNOWN.contains(&field.as_str()) && !is_nothing(value)
-    };
+    let is_unknown =
+        |(field, value): &(&String, &Value)| !KNOWN.contains(&field.as_str()) && !is_nothing(value);
     if let Some((field, value)) = file.iter().find(is_unknown) {
-        bail!("{field} is {value}, which is not supported; expected an adapter of linear layers without it");
+        bail!(
+            "{field} is {value}, which is not supported; expected an adapter of linear layers without it"
+        );
     }
     let number = |field: &str| match file.get(field).and_then(Value::as_f64) {
         Some(number) => Ok(number),
@@ -69,7 +70,9 @@ pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraCo
     let config = LoraConfig {
         rank: rank as usize,
         alpha: number("lora_alpha")?,
-        dropout: file.get("lora_dropout").map_or(Ok(0.0), |_| number("lora_dropout"))?,
+        dropout: file
+            .get("lora_dropout")
+            .map_or(Ok(0.0), |_| number("lora_dropout"))?,
         targets: targets(&file, modules),
         use_rslora: flag("use_rslora"),
         seed: 0,

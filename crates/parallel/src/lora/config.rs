@@ -98,7 +98,10 @@ impl LoraTargets {
             return None;
         };
         let is_matched = |name: &&String| modules.iter().any(|module| is_named(module, name));
-        names.iter().find(|name| !is_matched(name)).map(String::as_str)
+        names
+            .iter()
+            .find(|name| !is_matched(name))
+            .map(String::as_str)
     }
 }
 

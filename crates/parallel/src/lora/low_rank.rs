@@ -2,9 +2,7 @@
 
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
-use candle_ops::{
-    linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad_into,
-};
+use candle_ops::{linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad_into};
 
 use super::dropout::Dropout;
 use crate::layers::GradientSink;

@@ -17,7 +17,9 @@ impl Parameters {
     /// The layers of the model that have an adapter, in name order, the same on every rank.
     pub fn adapted_layers(&self) -> BTreeSet<&str> {
         let adapters = self.catalog().iter().filter(|entry| entry.is_adapter);
-        adapters.filter_map(|entry| module_of(&entry.name)).collect()
+        adapters
+            .filter_map(|entry| module_of(&entry.name))
+            .collect()
     }
 
     /// The folders that the parameters came from.

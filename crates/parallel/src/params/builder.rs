@@ -136,6 +136,7 @@ impl ParamBuilder {
             block: self.block,
             by_tiles: false,
             is_adapter: false,
+            is_inner: self.block > 0 && !self.is_head,
         }
     }
 

@@ -70,7 +70,11 @@ impl Parameters {
     pub(crate) fn unrounded(&self, index: usize) -> Result<Option<Vec<f32>>> {
         let param = self.get(index);
         let is_stored = self.checkpoint().is_some() || param.is_adapter;
-        let exact = if is_stored { param.stored_dtype } else { DType::F32 };
+        let exact = if is_stored {
+            param.stored_dtype
+        } else {
+            DType::F32
+        };
         if param.dtype() == exact || self.changes().lock()[index] != ValuesFrom::Source {
             return Ok(None);
         }

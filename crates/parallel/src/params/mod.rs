@@ -19,6 +19,7 @@ mod slices;
 mod source;
 mod store;
 mod tiled_weight;
+mod weight_format;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
@@ -36,5 +37,6 @@ pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::{Checksums, checksum};
 pub(crate) use slices::gather_range;
 pub use store::ParamStore;
-pub(crate) use store::in_dtype;
 pub use tiled_weight::TiledWeight;
+pub use weight_format::WeightFormat;
+pub(crate) use weight_format::in_dtype;

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
 use super::changes::{Changes, ValuesFrom};
@@ -18,7 +18,7 @@ use super::placement::{intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
-use super::store::{Allowance, in_dtype};
+use super::store::Allowance;
 use crate::checkpoint::Checkpoint;
 use crate::lora::{DropoutPass, LoraConfig};
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
@@ -90,7 +90,8 @@ impl Parameters {
         let stage = mesh.pp.rank();
         let owned = params.iter().map(|param| {
             let range = ranks.owned_by(&param.name, stage, mesh.tp.rank());
-            match range.is_empty() {
+            // What is packed is never written as it is held.
+            match range.is_empty() || param.packing.is_some() {
                 true => Vec::new(),
                 false => param.local_offsets(&range),
             }
@@ -103,8 +104,7 @@ impl Parameters {
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
-            let values = Tensor::from_vec(values, param.local_shape(), &Device::Cpu)?;
-            in_dtype(values, param.dtype())?.to_device(mesh.world.device())
+            param.initial(values)?.to_device(mesh.world.device())
         };
         if groups.shards_weights() {
             let again = || {
@@ -253,7 +253,7 @@ impl Parameters {
         let groups = self.groups();
         let (slices, own) = (groups.slices(bucket.len), sharded.slice(place));
         let values = gather_range(&slot.range, &slices, own, &groups.shard)?;
-        values.reshape(param.local_shape())
+        param.unpacked(values.reshape(param.local_shape())?)
     }
 
     /// The values of bucket `index` of [`ParamLayout::buckets`] that lie at `mine`, which is in a slot and in this rank's own

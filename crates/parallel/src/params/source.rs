@@ -65,9 +65,7 @@ impl Source {
     pub fn values(&self, wanted: &Wanted<'_>) -> Result<Vec<f32>> {
         match (self.file(wanted), &self.base, &self.lora) {
             (Some((checkpoint, name)), ..) => read(checkpoint, &name, wanted),
-            (None, _, Some(LoraSource::Init(lora))) if wanted.is_adapter => {
-                draw(lora.seed, wanted)
-            }
+            (None, _, Some(LoraSource::Init(lora))) if wanted.is_adapter => draw(lora.seed, wanted),
             (None, BaseSource::Init { seed }, _) => draw(*seed, wanted),
             (None, ..) => bail!("parameter {} comes from nowhere", wanted.name),
         }

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
-use candle_ops::round_into;
 
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
@@ -18,6 +17,7 @@ use super::placement::Placement;
 use super::sharded_weights::ShardedWeights;
 use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
+use super::weight_format::{Packing, WeightFormat, hold};
 use crate::checkpoint::Checkpoint;
 use crate::lora::{Adapter, DropoutPass, LoraConfig};
 
@@ -40,6 +40,8 @@ struct State {
     allowance: Allowance,
     is_frozen: Option<NamePredicate>,
     replicas: DataParallel,
+    /// Of frozen weights that layers use tile by tile.
+    frozen_format: Option<WeightFormat>,
     /// Linear layers that can have an adapter, whether they get one or not.
     linears: BTreeSet<String>,
 }
@@ -68,17 +70,8 @@ pub(crate) struct ParamRequest<'a> {
     pub by_tiles: bool,
     /// Whether it is of a low-rank adapter.
     pub is_adapter: bool,
-}
-
-/// f32 values in another type; on all threads if that has 16 bits, as billions of them are.
-pub(crate) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
-    let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
-    if !is_narrow || values.elem_count() == 0 {
-        return values.to_dtype(dtype);
-    }
-    let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;
-    round_into(&rounded, &values)?;
-    Ok(rounded)
+    /// Whether the block that asks is neither the first nor the last.
+    pub is_inner: bool,
 }
 
 impl ParamStore {
@@ -150,11 +143,7 @@ impl ParamStore {
     }
 
     /// The adapters of the model, if the linear layer `module` gets one, and what tells it of training passes.
-    pub(crate) fn lora_of(
-        &self,
-        module: &str,
-        is_head: bool,
-    ) -> Option<(LoraConfig, DropoutPass)> {
+    pub(crate) fn lora_of(&self, module: &str, is_head: bool) -> Option<(LoraConfig, DropoutPass)> {
         let lora = self.source.lora()?;
         self.lock().linears.insert(module.to_string());
         let is_target = lora.targets.contains(module, is_head);
@@ -167,6 +156,13 @@ impl ParamStore {
     /// see [`Parameters::values`]. One model only can be built from the store then.
     pub fn with_data_parallel(self, replicas: impl Into<DataParallel>) -> Self {
         self.lock().replicas = replicas.into();
+        self
+    }
+
+    /// Holds the frozen weights of linear layers, embedding and head in another form than that of the values that the model computes
+    /// with; call it before the model is built. Without it: in that one.
+    pub fn with_frozen_format(self, format: WeightFormat) -> Self {
+        self.lock().frozen_format = Some(format);
         self
     }
 
@@ -206,7 +202,10 @@ impl ParamStore {
     pub(crate) fn get_tiled(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
         let name = request.name.clone();
         let whole = self.get(request)?;
-        Ok(TiledWeight::new(whole, name, &self.sharded))
+        let state = self.lock();
+        let param = state.params.get(&name);
+        let packing = param.and_then(|param| param.packing.clone());
+        Ok(TiledWeight::new(whole, (name, packing), &self.sharded))
     }
 
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
@@ -234,15 +233,22 @@ impl ParamStore {
         let trainable = !is_frozen && (request.is_adapter || self.source.lora.is_none());
         let is_deferred = state.replicas.zero == ZeroStage::Three;
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
-        let mut param = self.load(request, trainable, is_deferred)?;
+        let is_packed = request.by_tiles && !trainable;
+        let format = state.frozen_format.filter(|_| is_packed);
+        let mut param = self.load(request, trainable, (is_deferred, format))?;
         param.is_tiled = is_tiled;
         let tensor = param.tensor();
         state.params.insert(param.name.clone(), param);
         Ok(tensor)
     }
 
-    /// A parameter; its values are left out if they are cut into slices later.
-    fn load(&self, request: ParamRequest<'_>, trainable: bool, is_deferred: bool) -> Result<Param> {
+    /// A parameter, held in `format` if there is one; its values are left out if they are cut into slices later.
+    fn load(
+        &self,
+        request: ParamRequest<'_>,
+        trainable: bool,
+        (is_deferred, format): (bool, Option<WeightFormat>),
+    ) -> Result<Param> {
         let ParamRequest {
             name,
             shape,
@@ -253,6 +259,7 @@ impl ParamStore {
             block,
             by_tiles: _,
             is_adapter,
+            is_inner,
         } = request;
         let mut local_dims = shape.dims().to_vec();
         if let Some(shard) = placement.shard() {
@@ -265,7 +272,18 @@ impl ParamStore {
             local_dims[shard.dim] = shard.len();
         }
         let shard = placement.shard();
-        let num_bytes = local_dims.iter().product::<usize>() * dtype.size_in_bytes();
+        let packing = match (format, local_dims.as_slice()) {
+            (Some(format), &[rows, columns]) => {
+                let part = ([rows, columns], shard);
+                Packing::new((format, is_inner), &name, part, dtype)?
+            }
+            _ => None,
+        };
+        let (held_dtype, held_dims) = match &packing {
+            None => (dtype, local_dims.clone()),
+            Some(packing) => (packing.held_dtype(), packing.held_dims().to_vec()),
+        };
+        let num_bytes = held_dims.iter().product::<usize>() * held_dtype.size_in_bytes();
         let wanted = Wanted {
             name: &name,
             shape: &shape,
@@ -275,11 +293,11 @@ impl ParamStore {
         };
         let stored_dtype = self.source.stored_dtype(&wanted, dtype)?;
         let var = || match is_deferred {
-            true => Var::zeros(local_dims.as_slice(), dtype, device),
+            true => Var::zeros(held_dims, held_dtype, device),
             false => {
                 let values = self.source.values(&wanted)?;
-                let values = Tensor::from_vec(values, local_dims.as_slice(), &Device::Cpu)?;
-                Var::from_tensor(&in_dtype(values, dtype)?.to_device(device)?)
+                let held = hold(values, packing.as_ref(), (&local_dims, dtype))?;
+                Var::from_tensor(&held.to_device(device)?)
             }
         };
         let var = var().map_err(|err| {
@@ -297,6 +315,7 @@ impl ParamStore {
             blocks: vec![block],
             trainable,
             is_tiled: false,
+            packing,
             is_adapter,
             stored_dtype,
             pending: self.pending.clone(),
@@ -315,7 +334,11 @@ impl ParamStore {
         let params = Parameters::new(
             params,
             (self.source.clone(), state.allowance.clone()),
-            (self.pending.clone(), self.sharded.clone(), self.dropout.clone()),
+            (
+                self.pending.clone(),
+                self.sharded.clone(),
+                self.dropout.clone(),
+            ),
             (mesh, state.replicas),
         )?;
         params.check_adapters(&state.linears)?;
