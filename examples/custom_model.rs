@@ -61,6 +61,7 @@ fn micro_batch(index: usize) -> Result<MicroBatch> {
     Ok(MicroBatch {
         tokens: bytes(0)?,
         targets: Some(bytes(1)?),
+        documents: None,
     })
 }
 

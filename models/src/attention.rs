@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_ops::{
-    AttentionGrad, AttentionSpec, RopeDirection, attention_backward, attention_forward,
-    rope_in_place,
+    AttentionGrad, AttentionSpec, DocumentStarts, RopeDirection, attention_backward,
+    attention_forward, rope_in_place,
 };
 use candle_parallel::{
     ColumnParallelLinear, Gradient, GradientSink, HeadPartition, Layer, ParamBuilder,
@@ -36,7 +36,7 @@ pub(crate) struct Attention {
 }
 
 /// What the backward pass needs beside the input: q and k after rotation, or, if norms come before it, as the projections gave
-/// them; v, the heads' output and its log-sum-exp.
+/// them; v, the heads' output and its log-sum-exp; the documents of the sequences.
 #[derive(Clone)]
 pub(crate) struct Saved {
     q: Tensor,
@@ -44,6 +44,7 @@ pub(crate) struct Saved {
     v: Tensor,
     ys: Tensor,
     lse: Tensor,
+    documents: Option<DocumentStarts>,
 }
 
 impl Attention {
@@ -87,24 +88,35 @@ impl Attention {
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 groups: heads.groups,
                 window: config.window(layer),
+                documents: None,
             },
             tp: tp.clone(),
         })
     }
 
     /// q and k, (b, t, heads, head_dim) each, as attention takes them: normed if the family does that, and rotated.
-    fn rotated(&self, q: Tensor, k: Tensor) -> Result<(Tensor, Tensor)> {
+    fn rotated(
+        &self,
+        q: Tensor,
+        k: Tensor,
+        documents: Option<&DocumentStarts>,
+    ) -> Result<(Tensor, Tensor)> {
         let (q, k) = match &self.head_norms {
             Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?),
             None => (q, k),
         };
-        let (cos, sin) = self.rotary.get(q.dim(1)?)?;
+        let (cos, sin) = self.rotary.of(q.dim(1)?, documents)?;
         let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
         Ok((rope(q)?, rope(k)?))
     }
 
     /// residual + attention(xs), all (b, t, hidden).
-    pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        documents: Option<&DocumentStarts>,
+    ) -> Result<(Tensor, Saved)> {
         let (b, t, _hidden) = xs.dims3()?;
         let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
             let (ys, _) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
@@ -114,12 +126,28 @@ impl Attention {
         let k = heads(&self.k_proj, self.num_kv_heads)?;
         let v = heads(&self.v_proj, self.num_kv_heads)?;
         let unnormed = self.head_norms.as_ref().map(|_| (q.clone(), k.clone()));
-        let (q, k) = self.rotated(q, k)?;
-        let (ys, lse) = attention_forward(&q, &k, &v, self.spec)?; // (b, t, num_heads, head_dim)
+        let (q, k) = self.rotated(q, k, documents)?;
+        let (ys, lse) = attention_forward(&q, &k, &v, &self.spec_of(documents))?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
         let (q, k) = unnormed.unwrap_or((q, k));
-        Ok((out, Saved { q, k, v, ys, lse }))
+        let saved = Saved {
+            q,
+            k,
+            v,
+            ys,
+            lse,
+            documents: documents.cloned(),
+        };
+        Ok((out, saved))
+    }
+
+    /// For sequences of these documents.
+    fn spec_of(&self, documents: Option<&DocumentStarts>) -> AttentionSpec {
+        AttentionSpec {
+            documents: documents.cloned(),
+            ..self.spec.clone()
+        }
     }
 
     /// Whether [`Self::backward`] needs the input: what reads it is trained.
@@ -136,9 +164,17 @@ impl Attention {
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { q, k, v, ys, lse } = saved;
+        let Saved {
+            q,
+            k,
+            v,
+            ys,
+            lse,
+            documents,
+        } = saved;
+        let documents = documents.as_ref();
         let (rotated_q, rotated_k) = match &self.head_norms {
-            Some(_) => self.rotated(q.clone(), k.clone())?,
+            Some(_) => self.rotated(q.clone(), k.clone(), documents)?,
             None => (q.clone(), k.clone()),
         };
         let (_b, t, _num_heads, _head_dim) = q.dims4()?;
@@ -154,8 +190,8 @@ impl Attention {
             log_sum_exp: &lse,
             grad: &dys,
         };
-        let (dq, dk, dv) = attention_backward(&pass, self.spec)?;
-        let (cos, sin) = self.rotary.get(t)?;
+        let (dq, dk, dv) = attention_backward(&pass, &self.spec_of(documents))?;
+        let (cos, sin) = self.rotary.of(t, documents)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
         if let Some((q_norm, k_norm)) = &self.head_norms {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_parallel::{Gradient, GradientSink, Layer, ParamBuilder};
+use candle_ops::DocumentStarts;
+use candle_parallel::{Gradient, GradientSink, Layer, MicroBatch, ParamBuilder};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -52,14 +53,10 @@ impl DecoderLayer {
             mlp: Mlp::new(config, tp, vb.pp("mlp"))?,
         })
     }
-}
 
-impl Layer for DecoderLayer {
-    type Saved = Saved;
-
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Saved)> {
+    fn forward(&self, xs: &Tensor, documents: Option<&DocumentStarts>) -> Result<(Tensor, Saved)> {
         let normed = self.input_layernorm.forward(xs)?;
-        let (middle, attention) = self.self_attn.forward(&normed, xs)?;
+        let (middle, attention) = self.self_attn.forward(&normed, xs, documents)?;
         let normed = self.post_attention_layernorm.forward(&middle)?;
         let (out, mlp) = self.mlp.forward(&normed, &middle)?;
         let saved = Saved {
@@ -69,6 +66,18 @@ impl Layer for DecoderLayer {
             mlp,
         };
         Ok((out, saved))
+    }
+}
+
+impl Layer for DecoderLayer {
+    type Saved = Saved;
+
+    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Saved)> {
+        self.forward(xs, None)
+    }
+
+    fn forward_of_batch(&self, xs: &Tensor, batch: &MicroBatch) -> Result<(Tensor, Saved)> {
+        self.forward(xs, batch.documents.as_ref())
     }
 
     fn backward(

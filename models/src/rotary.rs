@@ -3,6 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor, bail};
+use candle_ops::{DocumentStarts, upload};
 
 use crate::config::ModelConfig;
 use crate::rope_kind::RopeKind;
@@ -35,6 +36,29 @@ impl RotaryTable {
             device: device.clone(),
             cached: Mutex::new(None),
         }
+    }
+
+    /// (cos, sin) of sequences of `t` tokens, (t, head_dim / 2) each; of those with several documents, where positions count from the first token
+    /// of each, (b, t, head_dim / 2). Angles that depend on a sequence's length depend on the document's.
+    ///
+    /// # Errors
+    /// More positions than the configuration allows.
+    pub fn of(&self, t: usize, documents: Option<&DocumentStarts>) -> Result<(Tensor, Tensor)> {
+        let Some(documents) = documents else {
+            return self.get(t);
+        };
+        let (b, t) = documents.dims();
+        if let RopeKind::Dynamic { .. } = self.kind {
+            let tables: Result<Vec<_>> = documents.lens().map(|len| self.get(len)).collect();
+            let (cos, sin): (Vec<_>, Vec<_>) = tables?.into_iter().unzip();
+            let rows = |tables: Vec<Tensor>| Tensor::cat(&tables, 0)?.reshape((b, t, ()));
+            return Ok((rows(cos)?, rows(sin)?));
+        }
+        let (cos, sin) = self.get(documents.lens().max().unwrap_or_default())?;
+        let positions = documents.positions().collect();
+        let positions = upload(positions, b * t, &self.device)?;
+        let rows = |table: Tensor| table.index_select(&positions, 0)?.reshape((b, t, ()));
+        Ok((rows(cos)?, rows(sin)?))
     }
 
     /// (cos, sin) of positions 0..t in a sequence of `t` tokens, each (t, head_dim / 2).

@@ -17,6 +17,8 @@ mod combinations;
 mod degrees;
 #[path = "end_to_end/determinism.rs"]
 mod determinism;
+#[path = "end_to_end/documents.rs"]
+mod documents;
 #[path = "end_to_end/edge_cases.rs"]
 mod edge_cases;
 #[path = "end_to_end/faults.rs"]

@@ -237,12 +237,12 @@ impl Run {
             self.normal(0.0, 1.0, (b, t, hkv, d))?,
             self.normal(0.0, 1.0, (b, t, hq, d))?,
         );
+        let scale = 1.0 / (d as f32).sqrt();
         let spec = AttentionSpec {
-            scale: 1.0 / (d as f32).sqrt(),
-            groups: HeadGroups::new(hq / hkv),
             window,
+            ..AttentionSpec::new(scale, HeadGroups::new(hq / hkv))
         };
-        let (y, lse) = attention_forward(&q, &k, &v, spec)?;
+        let (y, lse) = attention_forward(&q, &k, &v, &spec)?;
         let pass = AttentionGrad {
             q: &q,
             k: &k,
@@ -251,7 +251,7 @@ impl Run {
             log_sum_exp: &lse,
             grad: &dy,
         };
-        let (dq, dk, dv) = attention_backward(&pass, spec)?;
+        let (dq, dk, dv) = attention_backward(&pass, &spec)?;
         let said = window.map_or(String::new(), |window| format!(", window {window}"));
         self.keep(
             &format!("causal_attention {b} x {t} x {hq} ({hkv} kv) x {d}{said}"),

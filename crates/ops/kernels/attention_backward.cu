@@ -119,55 +119,56 @@ extern "C" __global__ void attention_delta_bf16(float* delta, const bf16* o, con
     attention_delta(delta, o, grad, rows, t, heads, d);
 }
 
-extern "C" __global__ void attention_delta_f16(float* delta, const f16* o, const f16* grad, i64 rows, int t,
-                                               int heads, int d) {
+extern "C" __global__ void attention_delta_f16(float* delta, const f16* o, const f16* grad, i64 rows, int t, int heads,
+                                               int d) {
     attention_delta(delta, o, grad, rows, t, heads, d);
 }
 
 extern "C" __global__ void attention_backward_q_f32(float* dq, const float* q, const float* k, const float* v,
                                                     const float* grad, const float* log_sum_exp, const float* delta,
-                                                    int t, int heads, int kv_heads, int d, int group_size,
-                                                    int group_offset, int window, float scale) {
+                                                    const u32* starts, int t, int heads, int kv_heads, int d,
+                                                    int group_size, int group_offset, int window, float scale) {
     attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_q_bf16(bf16* dq, const bf16* q, const bf16* k, const bf16* v,
                                                      const bf16* grad, const float* log_sum_exp, const float* delta,
-                                                     int t, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, int window, float scale) {
+                                                     const u32* starts, int t, int heads, int kv_heads, int d,
+                                                     int group_size, int group_offset, int window, float scale) {
     attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_q_f16(f16* dq, const f16* q, const f16* k, const f16* v,
-                                                    const f16* grad, const float* log_sum_exp, const float* delta,
+extern "C" __global__ void attention_backward_q_f16(f16* dq, const f16* q, const f16* k, const f16* v, const f16* grad,
+                                                    const float* log_sum_exp, const float* delta, const u32* starts,
                                                     int t, int heads, int kv_heads, int d, int group_size,
                                                     int group_offset, int window, float scale) {
     attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_kv_f32(float* dk, float* dv, const float* q, const float* k,
                                                      const float* v, const float* grad, const float* log_sum_exp,
-                                                     const float* delta, int t, int heads, int kv_heads, int d,
-                                                     int group_size, int group_offset, int window, float scale) {
+                                                     const float* delta, const u32* starts, int t, int heads,
+                                                     int kv_heads, int d, int group_size, int group_offset, int window,
+                                                     float scale) {
     attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_kv_bf16(bf16* dk, bf16* dv, const bf16* q, const bf16* k, const bf16* v,
                                                       const bf16* grad, const float* log_sum_exp, const float* delta,
-                                                      int t, int heads, int kv_heads, int d, int group_size,
-                                                      int group_offset, int window, float scale) {
+                                                      const u32* starts, int t, int heads, int kv_heads, int d,
+                                                      int group_size, int group_offset, int window, float scale) {
     attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_backward_kv_f16(f16* dk, f16* dv, const f16* q, const f16* k, const f16* v,
                                                      const f16* grad, const float* log_sum_exp, const float* delta,
-                                                     int t, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, int window, float scale) {
+                                                     const u32* starts, int t, int heads, int kv_heads, int d,
+                                                     int group_size, int group_offset, int window, float scale) {
     attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }

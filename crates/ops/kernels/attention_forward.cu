@@ -50,19 +50,19 @@ __device__ void attention_forward(T* o, float* log_sum_exp, const T* q, const T*
 }
 
 extern "C" __global__ void attention_forward_f32(float* o, float* log_sum_exp, const float* q, const float* k,
-                                                 const float* v, int t, int heads, int kv_heads, int d, int group_size,
-                                                 int group_offset, int window, float scale) {
-    attention_forward(o, log_sum_exp, q, k, v, {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                                                 const float* v, const u32* starts, int t, int heads, int kv_heads,
+                                                 int d, int group_size, int group_offset, int window, float scale) {
+    attention_forward(o, log_sum_exp, q, k, v, {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
 extern "C" __global__ void attention_forward_bf16(bf16* o, float* log_sum_exp, const bf16* q, const bf16* k,
-                                                  const bf16* v, int t, int heads, int kv_heads, int d, int group_size,
-                                                  int group_offset, int window, float scale) {
-    attention_forward(o, log_sum_exp, q, k, v, {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+                                                  const bf16* v, const u32* starts, int t, int heads, int kv_heads,
+                                                  int d, int group_size, int group_offset, int window, float scale) {
+    attention_forward(o, log_sum_exp, q, k, v, {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_forward_f16(f16* o, float* log_sum_exp, const f16* q, const f16* k,
-                                                 const f16* v, int t, int heads, int kv_heads, int d, int group_size,
-                                                 int group_offset, int window, float scale) {
-    attention_forward(o, log_sum_exp, q, k, v, {t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_forward_f16(f16* o, float* log_sum_exp, const f16* q, const f16* k, const f16* v,
+                                                 const u32* starts, int t, int heads, int kv_heads, int d,
+                                                 int group_size, int group_offset, int window, float scale) {
+    attention_forward(o, log_sum_exp, q, k, v, {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
 }

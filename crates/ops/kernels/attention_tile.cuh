@@ -1,4 +1,4 @@
-// Tiles of TILE rows for causal attention with grouped heads and a window. A block has TILE * TILE threads: thread
+// Tiles of TILE rows for causal attention with grouped heads, a window and documents. A block has TILE * TILE threads: thread
 // (row, lane) owns the score of one query and one key, and the elements lane, lane + TILE, .. of one row of the result.
 #pragma once
 
@@ -13,23 +13,31 @@ constexpr int OWNED = MAX_HEAD_DIM / TILE;
 constexpr int SCORES_STRIDE = TILE + 1;
 
 // Sizes of q (b, t, heads, d) and k, v (b, t, kv_heads, d): query head h reads head (group_offset + h) / group_size, query i
-// the keys j with i - window < j <= i.
+// the keys j with i - window < j <= i, from the start of its document on: `starts` (b, t) has these, null where each sequence is one.
 struct Attention {
+    const u32* starts;
     int t, heads, kv_heads, d, group_size, group_offset, window;
     float scale;
 
     __device__ bool sees(int query, int key) const {
-        return key <= query && query - key < window;
+        return key <= query && query - key < window && key >= document_start(query);
+    }
+
+    // Rows of a tile that are beyond the sequence count to its last document.
+    __device__ int document_start(int query) const {
+        return starts ? (int)starts[(i64)blockIdx.z * t + min(query, t - 1)] : 0;
     }
 
     // Where the first tile of keys starts that a query of the tile from `first` on sees.
     __device__ int first_key(int first) const {
-        return first < window ? 0 : (first - window + 1) / TILE * TILE;
+        int seen = first < window ? 0 : first - window + 1;
+        return max(seen, document_start(first)) / TILE * TILE;
     }
 
     // Whether a query of the tile from `query` on sees a key of the tile from `key` on, which is not after it.
     __device__ bool tile_sees(int query, int key) const {
-        return query < t && query - (key + TILE - 1) < window;
+        int last = key + TILE - 1;
+        return query < t && query - last < window && document_start(query) <= last;
     }
 
     __device__ int kv_head(int head) const {

@@ -3,7 +3,7 @@
 // sign = 1 is the forward pass, sign = -1 turns gradients back.
 #include "pack.cuh"
 
-// x (b, t, heads, d) of `rows` = b * t * heads rows; cos and sin (t, half) with half = d / 2.
+// x (b, t, heads, d) of `rows` = b * t * heads rows; cos and sin (t, half), or (b, t, half), with half = d / 2: `t` is their number of rows.
 template <typename T>
 __device__ void rope(T* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half, float sign) {
     // Packs lie within a row, because the number of pairs in a row is a multiple of theirs.

@@ -1,5 +1,5 @@
 //! Causal softmax attention with grouped heads: `o_i = sum over j <= i of softmax_j(scale q_i . k_j) v_j`, with a window of `w`
-//! positions over `i - w < j <= i`.
+//! positions over `i - w < j <= i`, with documents over those of i's own.
 //!
 //! Never more than one block of rows of scores per thread: see [`crate::attention_blocks`].
 
@@ -13,8 +13,9 @@ use candle_core::{Device, Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
 
-/// Attention of each position to itself and the positions before it, all of them or those in the window of `spec`: what lies
-/// outside is not computed, so time is that of `t * window` scores.
+/// Attention of each position to itself and the positions before it, all of them or those in the window and the document of `spec`:
+/// what lies outside is not computed but for the borders of blocks of 32 queries, so time is that of `t * window` scores, or of each
+/// document's alone.
 ///
 /// Local query head `h` reads local key/value head `(groups.offset + h) / groups.size`. Key/value heads that no query
 /// head reads get a gradient of zeros. Relative error against f64 about 5e-7, forward and backward, for scores of some
@@ -26,11 +27,16 @@ const NAME: &str = "causal_attention";
 /// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
-pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<Tensor> {
+/// When the shapes, the groups or the documents do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
+pub fn causal_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &AttentionSpec,
+) -> Result<Tensor> {
     let (out, log_sum_exp) = forward(q, k, v, spec)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
-    let tracked = [q, k, v].map(Tensor::track_op);
+    let (tracked, spec) = ([q, k, v].map(Tensor::track_op), spec.clone());
     with_backward3_of_result(q, k, v, out, NAME, move |out, grad| {
         let pass = AttentionGrad {
             q: &q_value,
@@ -40,7 +46,7 @@ pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec)
             log_sum_exp: &log_sum_exp,
             grad,
         };
-        let (dq, dk, dv) = attention_backward(&pass, spec)?;
+        let (dq, dk, dv) = attention_backward(&pass, &spec)?;
         Ok((
             tracked[0].then_some(dq),
             tracked[1].then_some(dk),
@@ -56,12 +62,12 @@ pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec)
 /// dtype, and `(b, hq, t)` in f32.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
+/// When the shapes, the groups or the documents do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor)> {
     let (out, log_sum_exp) = forward(q, k, v, spec)?;
     Ok((out.into_tensor(), log_sum_exp))
@@ -87,10 +93,10 @@ pub struct AttentionGrad<'a> {
 /// Gradients of `q`, `k` and `v`, in their shapes and dtype; outside any graph.
 ///
 /// # Errors
-/// When the shapes or the groups do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
+/// When the shapes, the groups or the documents do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn attention_backward(
     pass: &AttentionGrad<'_>,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let AttentionGrad {
         q,
@@ -132,7 +138,7 @@ pub fn attention_backward(
 }
 
 /// The output, and the log-sum-exp.
-fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<(OpOutput, Tensor)> {
+fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(OpOutput, Tensor)> {
     let blocks = blocks(q, k, v, spec)?;
     on_cuda!(q => crate::cuda::attention_forward(q, k, v, spec));
     AttentionCode::Cpu.note();
@@ -147,7 +153,12 @@ fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<(O
 }
 
 /// Sizes of inputs that fit.
-fn blocks(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<AttentionBlocks> {
+fn blocks<'a>(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &'a AttentionSpec,
+) -> Result<AttentionBlocks<'a>> {
     let (b, t, hq, hkv, d) = match (q.dims(), k.dims(), v.dims()) {
         (&[b, t, hq, d], &[kb, kt, hkv, kd], v) if [b, t, d] == [kb, kt, kd] && v == k.dims() => {
             (b, t, hq, hkv, d)
@@ -156,7 +167,7 @@ fn blocks(q: &Tensor, k: &Tensor, v: &Tensor, spec: AttentionSpec) -> Result<Att
             "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {q:?}, k {k:?}, v {v:?}"
         ),
     };
-    spec.validate(hq, hkv)?;
+    spec.validate((b, t), hq, hkv)?;
     Ok(AttentionBlocks {
         b,
         t,

@@ -23,29 +23,24 @@ const MIN_TASKS: usize = 8;
 
 /// Sizes of one call that passed the checks, with the passes over its blocks.
 #[derive(Clone, Copy)]
-pub(crate) struct AttentionBlocks {
+pub(crate) struct AttentionBlocks<'a> {
     pub(crate) b: usize,
     pub(crate) t: usize,
     pub(crate) hq: usize,
     pub(crate) hkv: usize,
     pub(crate) d: usize,
-    pub(crate) spec: AttentionSpec,
+    pub(crate) spec: &'a AttentionSpec,
 }
 
-impl AttentionBlocks {
-    /// The positions that the query at `position` sees.
-    fn seen(&self, position: usize) -> Range<usize> {
-        (position + 1).saturating_sub(self.spec.window_of(self.t))..position + 1
-    }
-
-    /// The positions that some query of the block of `rows` rows from `first` on sees.
-    fn seen_by_block(&self, first: usize, rows: usize) -> Range<usize> {
-        self.seen(first).start..first + rows
+impl AttentionBlocks<'_> {
+    /// The positions that some query of the block of `rows` rows from `first` on of sequence `b` sees.
+    fn seen_by_block(&self, b: usize, first: usize, rows: usize) -> Range<usize> {
+        self.spec.seen(b, first).start..first + rows
     }
 
     /// Which of the scores of such a block one of its rows counts: those before and after are not its own.
-    fn own(&self, first: usize, row: usize) -> Range<usize> {
-        let (block, own) = (self.seen(first), self.seen(first + row));
+    fn own(&self, b: usize, first: usize, row: usize) -> Range<usize> {
+        let (block, own) = (self.spec.seen(b, first), self.spec.seen(b, first + row));
         own.start - block.start..own.end - block.start
     }
 
@@ -55,12 +50,12 @@ impl AttentionBlocks {
     }
 
     /// `rows` positions of one head from position `t` on.
-    fn head<'a>(
+    fn head<'v>(
         &self,
-        values: &'a [f32],
+        values: &'v [f32],
         (b, t, rows): (usize, usize, usize),
         (head, heads): (usize, usize),
-    ) -> Matrix<'a> {
+    ) -> Matrix<'v> {
         let values = &values[self.start(b, t, head, heads)..];
         Matrix::new(values, rows, self.d, heads * self.d)
     }
@@ -85,12 +80,12 @@ impl AttentionBlocks {
     }
 
     /// The positions `seen` of one head of what [`Self::transposed`] returned.
-    fn transposed_head<'a>(
+    fn transposed_head<'v>(
         &self,
-        values: &'a [f32],
+        values: &'v [f32],
         (b, head): (usize, usize),
         seen: &Range<usize>,
-    ) -> Matrix<'a> {
+    ) -> Matrix<'v> {
         let start = (b * self.hkv + head) * self.d * self.t;
         Matrix::new(&values[start..], self.d, self.t, self.t).columns(seen.start, seen.len())
     }
@@ -131,7 +126,7 @@ impl AttentionBlocks {
     ) {
         let kv = (self.spec.groups.kv_head(head), self.hkv);
         let rows = lse.len();
-        let seen = self.seen_by_block(first, rows);
+        let seen = self.seen_by_block(b, first, rows);
         let q = self.head(q, (b, first, rows), (head, self.hq));
         let mut weights = product(q, self.transposed_head(k_t, (b, kv.0), &seen));
         let mut inverse_sums = [0f32; BLOCK_ROWS];
@@ -140,7 +135,7 @@ impl AttentionBlocks {
             || {
                 let rows = weights.chunks_exact_mut(seen.len()).zip(&mut *lse);
                 for (row, ((weights, lse), inverse)) in rows.zip(&mut inverse_sums).enumerate() {
-                    let own = keep(weights, self.own(first, row));
+                    let own = keep(weights, self.own(b, first, row));
                     let (max, sum) = exponentials(own, self.spec.scale);
                     (*lse, *inverse) = (max + sum.ln(), 1.0 / sum);
                 }
@@ -171,7 +166,7 @@ impl AttentionBlocks {
             let (part, b, kv_head) = (i / self.hkv / self.b, i / self.hkv % self.b, i % self.hkv);
             for (head, first) in self.blocks_of(kv_head, part, parts) {
                 let rows = BLOCK_ROWS.min(self.t - first);
-                let seen = self.seen_by_block(first, rows);
+                let seen = self.seen_by_block(b, first, rows);
                 let kv_start = part * k.len() + self.start(b, seen.start, kv_head, self.hkv);
                 let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
                 let q_start = self.start(b, first, head, self.hq);
@@ -223,7 +218,7 @@ impl AttentionBlocks {
         [mut dq, mut dk, mut dv]: [MatrixMut<'_>; 3],
     ) {
         let rows = lse.len();
-        let seen = self.seen_by_block(first, rows);
+        let seen = self.seen_by_block(b, first, rows);
         let kv = (self.spec.groups.kv_head(head), self.hkv);
         let q = self.head(q, (b, first, rows), (head, self.hq));
         let grad = self.head(grad, (b, first, rows), (head, self.hq));
@@ -236,7 +231,7 @@ impl AttentionBlocks {
             || {
                 let rows = p.chunks_exact_mut(seen).zip(ds.chunks_exact_mut(seen));
                 for (row, ((p, ds), lse)) in rows.zip(lse).enumerate() {
-                    let own = self.own(first, row);
+                    let own = self.own(b, first, row);
                     let (p, ds) = (keep(p, own.clone()), keep(ds, own));
                     softmax_backward(p, ds, *lse, self.spec.scale);
                 }

@@ -1,10 +1,11 @@
 //! What attention computes, beside its tensors.
 
-use crate::HeadGroups;
+use crate::{DocumentStarts, HeadGroups};
 use candle_core::{Result, bail};
+use std::ops::Range;
 
-/// The factor of the scores, which head reads which, and how far back a query sees.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// The factor of the scores, which head reads which, and how far back a query sees: in its window, and in its document.
+#[derive(Debug, Clone, PartialEq)]
 pub struct AttentionSpec {
     /// Factor of the scores.
     pub scale: f32,
@@ -13,29 +14,56 @@ pub struct AttentionSpec {
     /// How many positions a query sees, itself and those just before it: query `i` reads the keys `j` with `i - window < j <= i`
     /// (Mistral 7B, Jiang et al. 2023, arXiv:2310.06825). None: all up to itself.
     pub window: Option<usize>,
+    /// The documents that the sequences are made of: a query sees its own. None: each sequence is one.
+    pub documents: Option<DocumentStarts>,
 }
 
 impl AttentionSpec {
-    /// Attention to all positions before, without a window.
+    /// Attention to all positions before, without a window, each sequence one document.
     pub fn new(scale: f32, groups: HeadGroups) -> Self {
         Self {
             scale,
             groups,
             window: None,
+            documents: None,
         }
     }
 
-    /// Checks the groups for `num_q_heads` query heads on `num_kv_heads` key/value heads, and the window.
+    /// Checks the groups for `num_q_heads` query heads on `num_kv_heads` key/value heads, the window, and the documents for `dims`, the
+    /// numbers of sequences and of positions in each.
     ///
     /// # Errors
-    /// As [`HeadGroups::validate`]; when the window is 0.
-    pub fn validate(&self, num_q_heads: usize, num_kv_heads: usize) -> Result<()> {
+    /// As [`HeadGroups::validate`]; when the window is 0; documents of sequences of other sizes.
+    pub fn validate(
+        &self,
+        dims: (usize, usize),
+        num_q_heads: usize,
+        num_kv_heads: usize,
+    ) -> Result<()> {
+        if let Some(documents) = &self.documents
+            && documents.dims() != dims
+        {
+            bail!(
+                "AttentionSpec: expected the documents of {dims:?} sequences and positions, got those of {:?}",
+                documents.dims()
+            )
+        }
         if self.window == Some(0) {
             bail!(
                 "AttentionSpec: a window must be at least 1, the query's own position, got 0\nhint: None is attention to all positions before"
             )
         }
         self.groups.validate(num_q_heads, num_kv_heads)
+    }
+
+    /// The positions that the query at `position` of sequence `row` sees.
+    pub(crate) fn seen(&self, row: usize, position: usize) -> Range<usize> {
+        let window = self.window.unwrap_or(usize::MAX);
+        let seen = (position + 1).saturating_sub(window)..position + 1;
+        match &self.documents {
+            Some(documents) => documents.within(row, seen),
+            None => seen,
+        }
     }
 
     /// How many positions a query of `num_positions` sees at most.

@@ -29,7 +29,8 @@ pub enum RopeDirection {
 /// `docs/accuracy.md`.
 ///
 /// # Shapes
-/// `xs (b, t, h, d)`, `cos (t, d/2)` and `sin (t, d/2)` in f32 -> `(b, t, h, d)`, of the dtype of `xs`.
+/// `xs (b, t, h, d)`, `cos` and `sin` `(t, d/2)`, or `(b, t, d/2)` where sequences differ in positions, in f32 -> `(b, t, h, d)`, of the
+/// dtype of `xs`.
 ///
 /// # Errors
 /// When the shapes do not fit, `d` is odd, or a tensor has another dtype or device.
@@ -59,7 +60,8 @@ fn turned(xs: &Tensor, cos: &Tensor, sin: &Tensor, direction: RopeDirection) -> 
 /// only if they are not contiguous.
 ///
 /// # Shapes
-/// `xs (b, t, h, d)`, `cos (t, d/2)` and `sin (t, d/2)` in f32 -> `(b, t, h, d)`, of the dtype of `xs`.
+/// `xs (b, t, h, d)`, `cos` and `sin` `(t, d/2)`, or `(b, t, d/2)` where sequences differ in positions, in f32 -> `(b, t, h, d)`, of the
+/// dtype of `xs`.
 ///
 /// # Errors
 /// When the shapes do not fit, `d` is odd, or a tensor has another dtype or device.
@@ -81,7 +83,7 @@ pub fn rope_in_place(
 
 /// `(t, h, d)` of inputs that fit.
 fn sizes(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)> {
-    let &[_b, t, h, d] = xs.dims() else {
+    let &[b, t, h, d] = xs.dims() else {
         bail!("{NAME}: expected xs (b, t, h, d), got {:?}", xs.dims())
     };
     if d % 2 != 0 {
@@ -90,16 +92,18 @@ fn sizes(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize
             xs.dims()
         )
     }
-    if cos.dims() != [t, d / 2] || sin.dims() != [t, d / 2] {
+    let is_one_for_all = cos.dims() == [t, d / 2];
+    if !(is_one_for_all || cos.dims() == [b, t, d / 2]) || sin.dims() != cos.dims() {
         bail!(
-            "{NAME}: expected cos and sin of shape [{t}, {}] for xs {:?}, got cos {:?} and sin {:?}\nhint: narrow the tables to the sequence length",
+            "{NAME}: expected cos and sin of shape [{t}, {0}] or [{b}, {t}, {0}] for xs {1:?}, got cos {2:?} and sin {3:?}\nhint: narrow the tables to the sequence length",
             d / 2,
             xs.dims(),
             cos.dims(),
             sin.dims()
         )
     }
-    Ok((t, h, d))
+    let num_angles = if is_one_for_all { t } else { b * t };
+    Ok((num_angles, h, d))
 }
 
 fn rotate(
@@ -107,7 +111,7 @@ fn rotate(
     cos: &[f32],
     sin: &[f32],
     direction: RopeDirection,
-    (t, h, d): (usize, usize, usize),
+    (num_angles, h, d): (usize, usize, usize),
 ) {
     let (row, half, work) = (h * d, d / 2, x.len());
     if work == 0 {
@@ -120,7 +124,7 @@ fn rotate(
     let rows = rows_per_chunk(row);
     for_each_chunk(x, rows * row, work, |chunk, x| {
         for (i, x) in x.chunks_exact_mut(row).enumerate() {
-            let angles = (chunk * rows + i) % t * half;
+            let angles = (chunk * rows + i) % num_angles * half;
             let (cos, sin) = (&cos[angles..][..half], &sin[angles..][..half]);
             vectorised(
                 #[inline(always)]

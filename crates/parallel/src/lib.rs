@@ -58,7 +58,7 @@
 //!         // Each token is followed by the next one.
 //!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
 //!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
-//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?) };
+//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None };
 //!         let mut losses = Vec::new();
 //!         for _step in 0..40 {
 //!             let passes = pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;

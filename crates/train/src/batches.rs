@@ -159,6 +159,7 @@ impl Batches {
         Ok(MicroBatch {
             tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
             targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
+            documents: None,
         })
     }
 

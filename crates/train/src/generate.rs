@@ -40,6 +40,7 @@ pub fn generate(
         let batch = MicroBatch {
             tokens: Tensor::from_slice(context, (1, context.len()), &Device::Cpu)?,
             targets: None,
+            documents: None,
         };
         let last_position = |logits: Tensor| logits.get(0)?.get(last);
         let logits = Pipeline::infer(pp, stage, &batch, config.vocab_size, last_position)?;

@@ -43,12 +43,13 @@ impl Inputs {
                 scale: 1.0 / (d as f32).sqrt(),
                 groups: HeadGroups::new(heads / kv_heads),
                 window,
+                documents: None,
             },
         })
     }
 
     pub fn forward(&self) -> Result<Outputs> {
-        let (out, log_sum_exp) = attention_forward(&self.q, &self.k, &self.v, self.spec)?;
+        let (out, log_sum_exp) = attention_forward(&self.q, &self.k, &self.v, &self.spec)?;
         Ok(Outputs { out, log_sum_exp })
     }
 
@@ -62,7 +63,7 @@ impl Inputs {
             log_sum_exp: &outputs.log_sum_exp,
             grad: &self.grad,
         };
-        attention_backward(&pass, self.spec)
+        attention_backward(&pass, &self.spec)
     }
 }
 

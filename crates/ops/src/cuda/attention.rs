@@ -3,6 +3,7 @@
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
+use super::values::Values;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionSpec, OpOutput};
 use candle_core::{Result, Tensor, bail};
@@ -17,7 +18,7 @@ pub(crate) fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<(OpOutput, Tensor)> {
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
     #[cfg(feature = "cudnn")]
@@ -29,7 +30,10 @@ pub(crate) fn attention_forward(
     by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], spec))
 }
 
-fn forward<T: Element>([q, k, v]: [&Tensor; 3], spec: AttentionSpec) -> Result<(OpOutput, Tensor)> {
+fn forward<T: Element>(
+    [q, k, v]: [&Tensor; 3],
+    spec: &AttentionSpec,
+) -> Result<(OpOutput, Tensor)> {
     let gpu = Gpu::of(NAME, q)?;
     let s = Sizes::new(&gpu, q, k, spec)?;
     let (q_in, k, v) = (
@@ -39,6 +43,8 @@ fn forward<T: Element>([q, k, v]: [&Tensor; 3], spec: AttentionSpec) -> Result<(
     );
     let o = gpu.alloc::<T>(q.elem_count())?;
     let log_sum_exp = gpu.alloc::<f32>(s.num_rows())?;
+    let starts = starts_on_gpu(q, spec)?;
+    let starts = read_starts(&gpu, &starts)?;
     if s.num_rows() > 0 {
         let launch = gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(2, 1))?;
         let [t, heads, kv_heads, d] = s.counts(&gpu)?;
@@ -52,6 +58,7 @@ fn forward<T: Element>([q, k, v]: [&Tensor; 3], spec: AttentionSpec) -> Result<(
                 q_in.get::<T>(),
                 k.get(),
                 v.get(),
+                starts.as_ref().map(Values::get),
                 t,
                 heads,
                 kv_heads,
@@ -67,18 +74,33 @@ fn forward<T: Element>([q, k, v]: [&Tensor; 3], spec: AttentionSpec) -> Result<(
     Ok((o.into_output(q.shape()), log_sum_exp))
 }
 
+/// Where the document of each position starts, on the GPU of `q`; none if each sequence is one.
+pub(super) fn starts_on_gpu(q: &Tensor, spec: &AttentionSpec) -> Result<Option<Tensor>> {
+    let documents = spec.documents.as_ref();
+    documents
+        .map(|documents| documents.on(q.device()))
+        .transpose()
+}
+
+/// The values that a kernel reads of what [`starts_on_gpu`] returned.
+pub(super) fn read_starts<'a>(gpu: &Gpu, starts: &'a Option<Tensor>) -> Result<Option<Values<'a>>> {
+    let starts = starts.as_ref();
+    let values = starts.map(|starts| gpu.read::<u32>("the documents", starts));
+    values.transpose()
+}
+
 /// Shapes of an attention, which the crate's `attention` checked.
-pub(super) struct Sizes {
+pub(super) struct Sizes<'a> {
     pub(super) b: usize,
     pub(super) t: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     d: usize,
-    pub(super) spec: AttentionSpec,
+    pub(super) spec: &'a AttentionSpec,
 }
 
-impl Sizes {
-    pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, spec: AttentionSpec) -> Result<Self> {
+impl<'a> Sizes<'a> {
+    pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, spec: &'a AttentionSpec) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
         let (_, _, kv_heads, _) = k.dims4()?;
         if d > 256 {

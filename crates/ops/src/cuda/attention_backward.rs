@@ -1,7 +1,7 @@
 //! The backward pass of causal attention on the GPU: scores are computed again, once for the queries' gradient and once for
 //! that of keys and values.
 
-use super::attention::{NAME, Sizes};
+use super::attention::{NAME, Sizes, read_starts, starts_on_gpu};
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
@@ -16,7 +16,7 @@ use candle_core::{Result, Tensor};
 /// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
 pub(crate) fn attention_backward(
     pass: &AttentionGrad<'_>,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let (q, k, v) = (detached(pass.q)?, detached(pass.k)?, detached(pass.v)?);
     let (out, grad) = (detached(pass.out)?, detached(pass.grad)?);
@@ -37,7 +37,8 @@ pub(crate) fn attention_backward(
     AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
-        let pass = Pass::new::<T>(&gpu, pass, spec)?;
+        let starts = starts_on_gpu(&q, spec)?;
+        let pass = Pass::new::<T>(&gpu, pass, (spec, &starts))?;
         let delta = pass.delta::<T>()?;
         let dq = pass.q_grad::<T>(&delta)?.into_tensor(q.shape());
         let (dk, dv) = pass.kv_grads::<T>(&delta)?;
@@ -48,7 +49,8 @@ pub(crate) fn attention_backward(
 /// The tensors of [`AttentionGrad`], checked, of one dtype.
 struct Pass<'a> {
     gpu: &'a Gpu,
-    sizes: Sizes,
+    sizes: Sizes<'a>,
+    starts: Option<Values<'a>>,
     q: Values<'a>,
     k: Values<'a>,
     v: Values<'a>,
@@ -58,7 +60,11 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new<T: Element>(gpu: &'a Gpu, pass: AttentionGrad<'a>, spec: AttentionSpec) -> Result<Self> {
+    fn new<T: Element>(
+        gpu: &'a Gpu,
+        pass: AttentionGrad<'a>,
+        (spec, starts): (&'a AttentionSpec, &'a Option<Tensor>),
+    ) -> Result<Self> {
         let AttentionGrad {
             q,
             k,
@@ -71,6 +77,7 @@ impl<'a> Pass<'a> {
         Ok(Self {
             gpu,
             sizes,
+            starts: read_starts(gpu, starts)?,
             q: gpu.read::<T>("q", q)?,
             k: gpu.read::<T>("k", k)?,
             v: gpu.read::<T>("v", v)?,
@@ -114,6 +121,7 @@ impl<'a> Pass<'a> {
                     self.grad.get(),
                     self.log_sum_exp.get(),
                     delta.out().read(),
+                    self.starts.as_ref().map(Values::get),
                     t,
                     heads,
                     kv_heads,
@@ -148,6 +156,7 @@ impl<'a> Pass<'a> {
                     self.grad.get(),
                     self.log_sum_exp.get(),
                     delta.out().read(),
+                    self.starts.as_ref().map(Values::get),
                     t,
                     heads,
                     kv_heads,

@@ -56,19 +56,21 @@ fn turn<T: Element>(
         candle_core::bail!("{NAME}: expected xs (b, t, h, d), got {dims:?}")
     };
     let (rows, half) = (b * t * heads, d / 2);
+    let num_angles = cos.elem_count() / half.max(1);
     let (cos, sin) = (detached(cos)?, detached(sin)?);
     let (cos, sin) = (gpu.read::<f32>("cos", &cos)?, gpu.read::<f32>("sin", &sin)?);
     if rows * half == 0 {
         return Ok(());
     }
-    let (t, heads, num_pairs) = (gpu.i32(t)?, gpu.i32(heads)?, gpu.i32(half)?);
+    let [num_angles, heads, num_pairs] = [num_angles, heads, half].map(|size| gpu.i32(size));
+    let (num_angles, heads, num_pairs) = (num_angles?, heads?, num_pairs?);
     let sign = match direction {
         RopeDirection::Forward => 1.0,
         RopeDirection::Backward => -1.0,
     };
     let launch = gpu.elements(rows * half)?;
     let (cos, sin) = (cos.get(), sin.get());
-    // SAFETY: xs has rows * 2 half values, cos and sin t * half.
+    // SAFETY: xs has rows * 2 half values, cos and sin num_angles * half.
     unsafe {
         launch::rope(
             &launch,
@@ -76,7 +78,7 @@ fn turn<T: Element>(
             cos,
             sin,
             rows as i64,
-            t,
+            num_angles,
             heads,
             num_pairs,
             sign,

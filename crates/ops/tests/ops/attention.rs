@@ -6,9 +6,11 @@ use crate::check::{
 };
 use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{
-    AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
-    causal_attention,
+    AttentionGrad, AttentionSpec, DocumentStarts, HeadGroups, attention_backward,
+    attention_forward, causal_attention,
 };
+use rand::Rng;
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 
 struct Case {
     b: usize,
@@ -18,6 +20,8 @@ struct Case {
     d: usize,
     groups: HeadGroups,
     window: Option<usize>,
+    /// Longest document.
+    longest: Option<usize>,
 }
 
 const fn case(
@@ -37,6 +41,7 @@ const fn case(
         d,
         groups: HeadGroups { size, offset },
         window: None,
+        longest: None,
     }
 }
 
@@ -47,7 +52,14 @@ const fn windowed(window: usize, case: Case) -> Case {
     }
 }
 
-const CASES: [Case; 23] = [
+const fn of_documents(longest: usize, case: Case) -> Case {
+    Case {
+        longest: Some(longest),
+        ..case
+    }
+}
+
+const CASES: [Case; 31] = [
     case(1, 1, 1, 1, 16, 1, 0),
     case(2, 2, 2, 2, 48, 1, 0),
     case(1, 127, 4, 1, 64, 4, 0),
@@ -71,6 +83,14 @@ const CASES: [Case; 23] = [
     windowed(100, case(1, 1000, 1, 1, 128, 1, 0)),
     windowed(129, case(1, 1000, 3, 1, 16, 3, 0)),
     windowed(usize::MAX, case(1, 127, 2, 2, 16, 1, 0)),
+    of_documents(1, case(2, 65, 2, 1, 16, 2, 0)),
+    of_documents(5, case(3, 127, 4, 2, 48, 2, 0)),
+    of_documents(40, case(2, 200, 3, 2, 48, 2, 1)),
+    of_documents(90, case(2, 260, 4, 1, 64, 4, 0)),
+    of_documents(300, case(1, 1000, 3, 1, 16, 3, 0)),
+    of_documents(1000, case(1, 1000, 1, 1, 128, 1, 0)),
+    of_documents(60, windowed(17, case(2, 200, 4, 1, 64, 4, 0))),
+    of_documents(9, windowed(33, case(3, 129, 5, 3, 16, 2, 1))),
 ];
 
 impl Case {
@@ -83,7 +103,23 @@ impl Case {
             scale: self.scale() as f32,
             groups: self.groups,
             window: self.window,
+            documents: self.documents(),
         }
+    }
+
+    /// Some of each length up to the longest, cut anew in each sequence.
+    fn documents(&self) -> Option<DocumentStarts> {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.t as u64);
+        let mut starts = Vec::new();
+        for _ in 0..self.b {
+            let first = starts.len();
+            while starts.len() - first < self.t {
+                let start = starts.len() - first;
+                let len = rng.random_range(1..=self.longest?).min(self.t - start);
+                starts.extend(std::iter::repeat_n(start as u32, len));
+            }
+        }
+        Some(DocumentStarts::new(starts, (self.b, self.t)).unwrap())
     }
 
     fn inputs(&self) -> Result<[Var; 3]> {
@@ -122,7 +158,10 @@ impl Case {
             d,
             groups,
             window,
+            ..
         } = *self;
+        let documents = self.documents();
+        let starts = documents.as_ref().map(DocumentStarts::starts);
         let (mut out, mut dq) = (vec![0.0; q.len()], vec![0.0; q.len()]);
         let (mut dk, mut dv) = (vec![0.0; k.len()], vec![0.0; k.len()]);
         let dot = |x: &[f64], y: &[f64]| -> f64 { x.iter().zip(y).map(|(x, y)| x * y).sum() };
@@ -131,7 +170,8 @@ impl Case {
             let kv_head = (groups.offset + head) / groups.size;
             let at_q = ((b * t + i) * hq + head) * d;
             let at_kv = |j: usize| ((b * t + j) * hkv + kv_head) * d;
-            let seen = (i + 1).saturating_sub(window.unwrap_or(t))..i + 1;
+            let start = starts.map_or(0, |starts| starts[b * t + i] as usize);
+            let seen = (i + 1).saturating_sub(window.unwrap_or(t)).max(start)..i + 1;
             let (q_i, grad_i) = (&q[at_q..][..d], &grad[at_q..][..d]);
             let exps: Vec<f64> = seen
                 .clone()
@@ -168,19 +208,19 @@ fn matches_the_reference() -> Result<()> {
             };
             let [q, k, v] = case.inputs()?;
             let grad = random(4, q.shape())?;
-            let out = causal_attention(&q, &k, &v, case.spec())?;
+            let out = causal_attention(&q, &k, &v, &case.spec())?;
             let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?, doubles(&grad)?];
             let want = case.reference([&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
             let what = format!(
-                "t {} hq {} hkv {} d {} window {:?}",
-                case.t, case.hq, case.hkv, case.d, case.window
+                "t {} hq {} hkv {} d {} window {:?}, documents of up to {:?}",
+                case.t, case.hq, case.hkv, case.d, case.window, case.longest
             );
             let [out_bound, grad_bound] = case.bounds();
             assert_close(&format!("out, {what}"), &out, &want[0], out_bound);
             let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
             assert_close(&format!("dv, {what}"), &dv, &want[3], grad_bound);
             // With one position that is seen the probability is 1 whatever the score: these gradients are rounding errors of 0.
-            if case.t > 1 && case.window != Some(1) {
+            if case.t > 1 && case.window != Some(1) && case.longest != Some(1) {
                 assert_close(&format!("dq, {what}"), &dq, &want[1], grad_bound);
                 assert_close(&format!("dk, {what}"), &dk, &want[2], grad_bound);
             } else {
@@ -201,7 +241,7 @@ fn heads_of_views_that_are_not_contiguous() -> Result<()> {
     on_each_device(|| {
         let case = &CASES[3];
         let [q, k, v] = case.inputs()?;
-        let call = |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, case.spec());
+        let call = |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, &case.spec());
         let turned = q.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
         assert!(!turned.is_contiguous());
         assert_eq!(
@@ -223,7 +263,7 @@ fn scores_far_from_zero_stay_finite() -> Result<()> {
                 window,
                 ..case.spec()
             };
-            let out = causal_attention(&q, &k, &v, spec)?;
+            let out = causal_attention(&q, &k, &v, &spec)?;
             let grad = out.ones_like()?.detach();
             for tensor in [
                 vec![out.clone()],
@@ -255,7 +295,7 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
                     window,
                     ..case.spec()
                 };
-                let (out, log_sum_exp) = attention_forward(&q, &k, &v, spec)?;
+                let (out, log_sum_exp) = attention_forward(&q, &k, &v, &spec)?;
                 let pass = AttentionGrad {
                     q: &q,
                     k: &k,
@@ -264,7 +304,7 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
                     log_sum_exp: &log_sum_exp,
                     grad: &grad,
                 };
-                let (dq, dk, dv) = attention_backward(&pass, spec)?;
+                let (dq, dk, dv) = attention_backward(&pass, &spec)?;
                 [&out, &log_sum_exp, &dq, &dk, &dv]
                     .map(floats)
                     .into_iter()
@@ -278,6 +318,47 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
                 assert!(bits(Some(t - 1))? != all, "t {t}: the last query sees all");
             }
         }
+        Ok(())
+    })
+}
+
+#[test]
+fn one_document_has_the_bits_of_none_and_no_document_reads_another() -> Result<()> {
+    on_each_device(|| {
+        let case = case(2, 150, 4, 2, 24, 2, 0);
+        let [q, k, v] = case.inputs()?;
+        let grad = random(4, q.shape())?;
+        let bits = |k: &Tensor, starts: Option<Vec<u32>>| -> Result<Vec<Vec<f32>>> {
+            let documents = starts.map(|starts| DocumentStarts::new(starts, (2, 150)));
+            let spec = AttentionSpec {
+                documents: documents.transpose()?,
+                ..case.spec()
+            };
+            let (out, log_sum_exp) = attention_forward(&q, k, &v, &spec)?;
+            let pass = AttentionGrad {
+                q: &q,
+                k,
+                v: &v,
+                out: &out,
+                log_sum_exp: &log_sum_exp,
+                grad: &grad,
+            };
+            let (dq, dk, dv) = attention_backward(&pass, &spec)?;
+            [&out, &log_sum_exp, &dq, &dk, &dv]
+                .map(floats)
+                .into_iter()
+                .collect()
+        };
+        assert!(bits(&k, None)? == bits(&k, Some(vec![0; 300]))?);
+        // The second document of the first sequence, from 70 on, does not see the keys before it.
+        let two = [vec![0; 70], vec![70; 80], vec![0; 150]].concat();
+        let other = Tensor::cat(&[random(5, (2, 70, 2, 24))?, k.narrow(1, 70, 80)?], 1)?;
+        let [was, is] = [k.as_tensor(), &other].map(|k| bits(k, Some(two.clone())));
+        let (was, is) = (was?, is?);
+        let own = (70 * 4 * 24)..(150 * 4 * 24);
+        assert!(was[0][own.clone()] == is[0][own.clone()], "the output");
+        assert!(was[2][own.clone()] == is[2][own], "the gradient of q");
+        assert!(was[0] != is[0]);
         Ok(())
     })
 }

@@ -109,8 +109,9 @@ fn run(
         scale: 4.0 / (d as f32).sqrt(),
         groups: HeadGroups::new(heads / kv_heads),
         window,
+        documents: None,
     };
-    let out = causal_attention(&q, &k, &v, spec)?;
+    let out = causal_attention(&q, &k, &v, &spec)?;
     let [dq, dk, dv] = grads(&out, &of(3)?, [&q, &k, &v])?;
     Ok([out.detach(), dq, dk, dv])
 }

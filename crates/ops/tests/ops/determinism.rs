@@ -76,7 +76,7 @@ fn matrix_operations() -> Result<()> {
                     ..AttentionSpec::new(0.2, HeadGroups::new(hq / hkv))
                 };
                 assert_same_bits("causal_attention", || {
-                    let out = causal_attention(&q, &k, &v, spec)?;
+                    let out = causal_attention(&q, &k, &v, &spec)?;
                     value_and_grads(out, [&q, &k, &v])
                 })?;
             }

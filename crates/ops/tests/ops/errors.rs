@@ -3,13 +3,14 @@
 use crate::check::{device, on_each_device, random, random_var};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    AttentionSpec, HeadGroups, add_into, causal_attention, cross_entropy, cross_entropy_grad,
-    embedding, embedding_grad_into, layer_norm, layer_norm_backward, linear, linear_weight_grad,
-    rms_norm, rope, softmax_stats, swiglu, with_backward1,
+    AttentionSpec, DocumentStarts, HeadGroups, add_into, causal_attention, cross_entropy,
+    cross_entropy_grad, embedding, embedding_grad_into, layer_norm, layer_norm_backward, linear,
+    linear_weight_grad, rms_norm, rope, softmax_stats, swiglu, with_backward1,
 };
+use std::fmt::Debug;
 
 #[track_caller]
-fn assert_says(result: Result<Tensor>, parts: &[&str]) {
+fn assert_says<T: Debug>(result: Result<T>, parts: &[&str]) {
     let message = result.expect_err("the arguments do not fit").to_string();
     for part in parts {
         assert!(message.contains(part), "{part:?} is not in {message:?}");
@@ -73,7 +74,7 @@ fn shapes() -> Result<()> {
                 &heads,
                 &other,
                 &other,
-                AttentionSpec::new(1.0, HeadGroups::new(1)),
+                &AttentionSpec::new(1.0, HeadGroups::new(1)),
             ),
             &["causal_attention", "[1, 4, 2, 6]", "[1, 3, 2, 6]"],
         );
@@ -100,7 +101,7 @@ fn shapes() -> Result<()> {
                 &x,
                 &heads,
                 &heads,
-                AttentionSpec::new(1.0, HeadGroups::new(1)),
+                &AttentionSpec::new(1.0, HeadGroups::new(1)),
             ),
             &["causal_attention", "q [2, 3]"],
         );
@@ -131,7 +132,7 @@ fn head_groups() -> Result<()> {
                 &q,
                 &k,
                 &k,
-                AttentionSpec::new(1.0, HeadGroups { size, offset }),
+                &AttentionSpec::new(1.0, HeadGroups { size, offset }),
             )
         };
         assert_says(
@@ -154,8 +155,39 @@ fn a_window_of_nothing() -> Result<()> {
             ..AttentionSpec::new(1.0, HeadGroups::new(1))
         };
         assert_says(
-            causal_attention(&x, &x, &x, spec),
+            causal_attention(&x, &x, &x, &spec),
             &["a window must be at least 1", "got 0", "hint: None"],
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn documents_that_do_not_fit() -> Result<()> {
+    let new = DocumentStarts::new;
+    assert_says(new(vec![0; 7], (2, 4)), &["8 values", "got 7"]);
+    let what = "token 2 of sequence 1 has its document's start at";
+    let starts = |third| vec![0, 0, 2, 2, 0, 1, third, 1];
+    for third in [0, 3, u32::MAX] {
+        let start = third.to_string();
+        let expected = "expected 2, as the first of one, or 1";
+        assert_says(new(starts(third), (2, 4)), &[what, &start, expected]);
+    }
+    assert_says(
+        new(vec![1], (1, 1)),
+        &["token 0", "expected 0", "the first"],
+    );
+    new(vec![], (0, 4))?;
+    let documents = Some(new(starts(1), (2, 4))?);
+    on_each_device(|| {
+        let x = random(1, (1, 8, 2, 6))?;
+        let spec = AttentionSpec {
+            documents: documents.clone(),
+            ..AttentionSpec::new(1.0, HeadGroups::new(1))
+        };
+        assert_says(
+            causal_attention(&x, &x, &x, &spec),
+            &["the documents of (1, 8)", "got those of (2, 4)"],
         );
         Ok(())
     })
@@ -234,7 +266,7 @@ fn tensors_on_two_devices() -> Result<()> {
                 &wide,
                 &wide,
                 &wide,
-                AttentionSpec::new(1.0, HeadGroups::new(1)),
+                &AttentionSpec::new(1.0, HeadGroups::new(1)),
             ),
             &["heads of at most 256, got 257"],
         );

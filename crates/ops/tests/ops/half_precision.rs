@@ -183,7 +183,7 @@ fn heads() -> Result<()> {
             &inputs[0],
             &inputs[1],
             &inputs[2],
-            AttentionSpec::new(0.3, HeadGroups::new(2)),
+            &AttentionSpec::new(0.3, HeadGroups::new(2)),
         )?
         .1;
         assert_rounded_once("heads", narrow, &inputs, &dtypes, |inputs| {
@@ -191,7 +191,7 @@ fn heads() -> Result<()> {
                 unreachable!()
             };
             let groups = HeadGroups::new(hq / hkv);
-            let (out, own_lse) = attention_forward(q, k, v, AttentionSpec::new(0.3, groups))?;
+            let (out, own_lse) = attention_forward(q, k, v, &AttentionSpec::new(0.3, groups))?;
             let pass = AttentionGrad {
                 q,
                 k,
@@ -200,7 +200,7 @@ fn heads() -> Result<()> {
                 log_sum_exp: &lse,
                 grad,
             };
-            let (dq, dk, dv) = attention_backward(&pass, AttentionSpec::new(0.3, groups))?;
+            let (dq, dk, dv) = attention_backward(&pass, &AttentionSpec::new(0.3, groups))?;
             let turned = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Forward)?;
             let back = rope_in_place(q.copy()?, &cos, &sin, RopeDirection::Backward)?;
             let ys = [out, own_lse, dq, dk, dv, rope(q, &cos, &sin)?];
@@ -262,7 +262,7 @@ fn gradients_through_the_graph_have_the_dtype_of_their_variables() -> Result<()>
             &heads,
             &heads,
             &heads,
-            AttentionSpec::new(0.5, HeadGroups::new(1)),
+            &AttentionSpec::new(0.5, HeadGroups::new(1)),
         )?;
         let ys = swiglu(&heads.reshape((12, 16))?, &xs.reshape((12, 16))?)?;
         let targets = Tensor::new(random_ids(7, 12, 16), &device())?;
@@ -304,7 +304,7 @@ fn mixed_dtypes_are_errors_that_name_both() -> Result<()> {
                 &heads,
                 &narrow_heads,
                 &heads,
-                AttentionSpec::new(1.0, HeadGroups::new(1)),
+                &AttentionSpec::new(1.0, HeadGroups::new(1)),
             ),
             linear_input_grad_sum(&[(&x, &w), (&x.to_dtype(narrow)?, &other)]),
         ];

@@ -113,6 +113,13 @@ fn rope_in_place_turns_the_storage_it_is_given() -> Result<()> {
         assert_eq!(floats(&owned)?, floats(&y)?);
         let back = rope_in_place(dy.copy()?, &cos, &sin, RopeDirection::Backward)?;
         assert_eq!(floats(&back)?, floats(&dx)?);
+        // A table for each sequence.
+        let tables = [&cos, &sin].map(|table| Tensor::stack(&[table, &(table * 0.5)?], 0));
+        let ([x0, x1], [cos2, sin2]) = ([x.narrow(0, 0, 1)?, x.narrow(0, 1, 1)?], tables);
+        let (half_cos, half_sin) = ((&cos * 0.5)?, (&sin * 0.5)?);
+        let each = [rope(&x0, &cos, &sin)?, rope(&x1, &half_cos, &half_sin)?];
+        let both = rope(&x, &cos2?, &sin2?)?;
+        assert_eq!(floats(&both)?, floats(&Tensor::cat(&each, 0)?)?);
         // A view with gaps is copied and stays as it was.
         let view = dy.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
         let back = rope_in_place(view.clone(), &cos, &sin, RopeDirection::Backward)?;
@@ -132,9 +139,9 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
                 random_var(3, (b, t, hkv, d))?,
             );
             let (grad, groups) = (random(4, q.shape())?, HeadGroups::new(hq / hkv));
-            let want = causal_attention(&q, &k, &v, AttentionSpec::new(0.3, groups))?;
+            let want = causal_attention(&q, &k, &v, &AttentionSpec::new(0.3, groups))?;
             let want_grads = grads(&want, &grad, [&q, &k, &v])?;
-            let (out, lse) = attention_forward(&q, &k, &v, AttentionSpec::new(0.3, groups))?;
+            let (out, lse) = attention_forward(&q, &k, &v, &AttentionSpec::new(0.3, groups))?;
             assert_eq!(lse.dims(), &[b, hq, t]);
             assert_eq!(floats(&out)?, floats(&want)?);
             let pass = AttentionGrad {
@@ -145,7 +152,7 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
                 log_sum_exp: &lse,
                 grad: &grad,
             };
-            let (dq, dk, dv) = attention_backward(&pass, AttentionSpec::new(0.3, groups))?;
+            let (dq, dk, dv) = attention_backward(&pass, &AttentionSpec::new(0.3, groups))?;
             for (got, want) in [dq, dk, dv].iter().zip(&want_grads) {
                 assert_eq!(floats(got)?, floats(want)?);
             }
@@ -250,7 +257,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
         let (k, v) = (random(7, (1, t, 1, 16))?, random(8, (1, t, 1, 16))?);
         assert_same_bits("attention pieces", || {
             let (out, lse) =
-                attention_forward(&q, &k, &v, AttentionSpec::new(0.3, HeadGroups::new(4)))?;
+                attention_forward(&q, &k, &v, &AttentionSpec::new(0.3, HeadGroups::new(4)))?;
             let pass = AttentionGrad {
                 q: &q,
                 k: &k,
@@ -260,7 +267,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
                 grad: &grad,
             };
             let (dq, dk, dv) =
-                attention_backward(&pass, AttentionSpec::new(0.3, HeadGroups::new(4)))?;
+                attention_backward(&pass, &AttentionSpec::new(0.3, HeadGroups::new(4)))?;
             Ok(vec![out, lse, dq, dk, dv])
         })
     })

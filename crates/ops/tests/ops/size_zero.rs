@@ -68,7 +68,7 @@ fn matrix_operations() -> Result<()> {
                 window,
                 ..AttentionSpec::new(1.0, HeadGroups::new(2))
             };
-            let out = causal_attention(&q, &k, &v, spec)?;
+            let out = causal_attention(&q, &k, &v, &spec)?;
             check(out, &[b, t, hq, d], [&q, &k, &v])?;
         }
     }
@@ -156,7 +156,7 @@ fn pieces_with_ids_and_heads() -> Result<()> {
                 window: Some(2),
                 ..AttentionSpec::new(1.0, HeadGroups::new(2))
             };
-            let (out, log_sum_exp) = attention_forward(&q, &k, &k, spec)?;
+            let (out, log_sum_exp) = attention_forward(&q, &k, &k, &spec)?;
             assert_eq!(
                 (out.dims(), log_sum_exp.dims()),
                 (q.dims(), &[b, hq, t][..])
@@ -169,7 +169,7 @@ fn pieces_with_ids_and_heads() -> Result<()> {
                 log_sum_exp: &log_sum_exp,
                 grad: &q,
             };
-            let (dq, dk, dv) = attention_backward(&pass, spec)?;
+            let (dq, dk, dv) = attention_backward(&pass, &spec)?;
             assert_eq!(dq.dims(), q.dims());
             for grad in [dk, dv] {
                 assert_eq!(floats(&grad)?, vec![0.0; k.elem_count()]);

@@ -20,7 +20,7 @@ fn untracked_inputs_make_no_graph() -> Result<()> {
                 &heads,
                 &heads,
                 &heads,
-                AttentionSpec::new(1.0, HeadGroups::new(1)),
+                &AttentionSpec::new(1.0, HeadGroups::new(1)),
             )?,
             linear(&x, &x, Some(&random(5, 3)?))?,
             cross_entropy(&x, &ids)?,
@@ -55,7 +55,7 @@ fn frozen_weights_get_no_gradient() -> Result<()> {
         assert!(grads.get(&x).is_some() && grads.get(&up).is_none());
 
         let (q, kv) = (random_var(6, (1, 3, 2, 4))?, random(7, (1, 3, 2, 4))?);
-        let grads = causal_attention(&q, &kv, &kv, AttentionSpec::new(1.0, HeadGroups::new(1)))?
+        let grads = causal_attention(&q, &kv, &kv, &AttentionSpec::new(1.0, HeadGroups::new(1)))?
             .backward()?;
         assert!(grads.get(&q).is_some() && grads.get(&kv).is_none());
         Ok(())
@@ -66,12 +66,12 @@ fn frozen_weights_get_no_gradient() -> Result<()> {
 fn one_tensor_in_two_roles_gets_both_gradients() -> Result<()> {
     on_each_device(|| {
         let x = random_var(1, (1, 5, 2, 4))?;
-        let out = causal_attention(&x, &x, &x, AttentionSpec::new(0.5, HeadGroups::new(1)))?;
+        let out = causal_attention(&x, &x, &x, &AttentionSpec::new(0.5, HeadGroups::new(1)))?;
         let together = out.backward()?;
         let (q, k, v) = (x.copy()?, x.copy()?, x.copy()?);
         let [q, k, v] = [q, k, v].map(|t| candle_core::Var::from_tensor(&t.detach()));
         let (q, k, v) = (q?, k?, v?);
-        let apart = causal_attention(&q, &k, &v, AttentionSpec::new(0.5, HeadGroups::new(1)))?
+        let apart = causal_attention(&q, &k, &v, &AttentionSpec::new(0.5, HeadGroups::new(1)))?
             .backward()?;
         let sum = [&q, &k, &v].map(|t| apart.get(t).expect("a gradient"));
         let sum = ((sum[0] + sum[1])? + sum[2])?;

@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use candle_ops::{with_backward1, with_backward2};
 
+use crate::MicroBatch;
+
 /// Takes the gradients of weights, in f32.
 pub trait GradientSink {
     /// Lets `write` put the gradient of `weight` in its place; does nothing if `weight` is frozen.
@@ -34,6 +36,15 @@ pub trait Layer {
     /// # Errors
     /// Inputs of the wrong shape, and what operations and collectives return.
     fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)>;
+
+    /// As [`Self::forward_saving`], for sequences of `batch`, of which it may need to know the documents; a layer that looks at one token at a
+    /// time leaves it out.
+    ///
+    /// # Errors
+    /// As [`Self::forward_saving`].
+    fn forward_of_batch(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<(Tensor, Self::Saved)> {
+        self.forward_saving(xs)
+    }
 
     /// Drops from `saved` what [`Self::backward`] can compute again from the rest without a matrix product, attention or a
     /// collective: called under [`crate::Recompute::Selective`]. A layer that has nothing of the kind leaves it out.

@@ -97,7 +97,7 @@ where
     L::Saved: 'static,
 {
     fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
-        let (out, mut saved) = self.0.forward_saving(xs)?;
+        let (out, mut saved) = self.0.forward_of_batch(xs, pass.batch)?;
         if pass.recompute == Recompute::Selective {
             self.0.forget(&mut saved);
         }
@@ -108,8 +108,8 @@ where
         Ok((out, Backward::Explicit(Box::new(backward))))
     }
 
-    fn infer(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        Ok(self.0.forward_saving(xs)?.0)
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        Ok(self.0.forward_of_batch(xs, batch)?.0)
     }
 }
 

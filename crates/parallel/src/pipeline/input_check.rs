@@ -44,7 +44,15 @@ impl InputCheck {
         for batch in micro_batches {
             let (b, t) = batch.dims()?;
             let targets = batch.targets.as_ref().map(checksum).transpose()?;
-            let sums = [checksum(&batch.tokens)?, targets.unwrap_or_default()];
+            let starts = batch
+                .documents
+                .as_ref()
+                .map(|documents| hash_of(documents.starts()));
+            let sums = [
+                checksum(&batch.tokens)?,
+                targets.unwrap_or_default(),
+                starts.unwrap_or_default(),
+            ];
             said.extend([b as u64, t as u64].into_iter().chain(sums));
         }
         let bytes: Vec<u8> = said.into_iter().flat_map(u64::to_le_bytes).collect();
@@ -72,7 +80,7 @@ impl InputCheck {
     }
 }
 
-/// What differs, in words: (replica, number of micro-batches), then (b, t, tokens, targets) of each.
+/// What differs, in words: (replica, number of micro-batches), then (b, t, tokens, targets, documents) of each.
 fn difference((mate, a): (usize, &[u64]), (rank, b): (usize, &[u64])) -> String {
     if a.get(1) != b.get(1) {
         let count = |given: &[u64]| given.get(1).copied().unwrap_or_default();
@@ -80,16 +88,17 @@ fn difference((mate, a): (usize, &[u64]), (rank, b): (usize, &[u64])) -> String 
     }
     let place = (2..a.len()).find(|&place| a.get(place) != b.get(place));
     let place = place.unwrap_or(2) - 2;
-    let index = place / 4;
-    match place % 4 {
+    let index = place / 5;
+    match place % 5 {
         0 | 1 => {
             let shape =
-                |given: &[u64]| given.get(2 + 4 * index..4 + 4 * index).map(<[u64]>::to_vec);
+                |given: &[u64]| given.get(2 + 5 * index..4 + 5 * index).map(<[u64]>::to_vec);
             let (a, b) = (shape(a).unwrap_or_default(), shape(b).unwrap_or_default());
             format!("micro-batch {index} has shape {a:?} on rank {mate} and {b:?} on rank {rank}")
         }
         2 => format!("the tokens of micro-batch {index} differ"),
-        _ => format!("the targets of micro-batch {index} differ"),
+        3 => format!("the targets of micro-batch {index} differ"),
+        _ => format!("the documents of micro-batch {index} differ"),
     }
 }
 
@@ -100,9 +109,11 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
 }
 
 fn checksum(ids: &Tensor) -> Result<u64> {
+    Ok(hash_of(&ids.flatten_all()?.to_vec1::<u32>()?))
+}
+
+fn hash_of(ids: &[u32]) -> u64 {
     let mut hasher = DefaultHasher::new();
-    for id in ids.flatten_all()?.to_vec1::<u32>()? {
-        hasher.write_u32(id);
-    }
-    Ok(hasher.finish())
+    ids.iter().for_each(|&id| hasher.write_u32(id));
+    hasher.finish()
 }

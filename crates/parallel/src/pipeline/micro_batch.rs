@@ -1,6 +1,7 @@
 //! The unit of work that travels through a pipeline: a few sequences of one length.
 
 use candle_core::{Result, Tensor, bail};
+use candle_ops::DocumentStarts;
 
 /// A micro-batch: `b` sequences of `t` tokens.
 ///
@@ -13,6 +14,8 @@ pub struct MicroBatch {
     /// Target ids, (b, t) u32; [`candle_ops::IGNORE_INDEX`] marks a position without a target. `None`: the model returns
     /// logits instead of a loss.
     pub targets: Option<Tensor>,
+    /// The documents that the sequences are made of, if they have several: packed records, padding.
+    pub documents: Option<DocumentStarts>,
 }
 
 impl MicroBatch {

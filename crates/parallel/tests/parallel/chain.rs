@@ -121,6 +121,7 @@ impl Chain {
                 Ok(MicroBatch {
                     tokens: ids(seed + 2 * index)?,
                     targets: Some(ids(seed + 2 * index + 1)?),
+                    documents: None,
                 })
             })
             .collect()

@@ -187,6 +187,7 @@ fn micro_batches() -> Result<Vec<MicroBatch>> {
         Ok(MicroBatch {
             tokens: Tensor::from_vec(ids(seed), SHAPE, &Device::Cpu)?,
             targets: Some(Tensor::from_vec(targets, SHAPE, &Device::Cpu)?),
+            documents: None,
         })
     };
     (0..2).map(batch).collect()

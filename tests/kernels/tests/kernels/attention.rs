@@ -11,6 +11,7 @@ type Forward<T> = unsafe extern "C" fn(
     *const T,
     *const T,
     *const T,
+    *const u32,
     i32,
     i32,
     i32,
@@ -29,6 +30,7 @@ type BackwardQ<T> = unsafe extern "C" fn(
     *const T,
     *const f32,
     *const f32,
+    *const u32,
     i32,
     i32,
     i32,
@@ -47,6 +49,7 @@ type BackwardKv<T> = unsafe extern "C" fn(
     *const T,
     *const f32,
     *const f32,
+    *const u32,
     i32,
     i32,
     i32,
@@ -67,6 +70,7 @@ macro_rules! declare {
                 q: *const $T,
                 k: *const $T,
                 v: *const $T,
+                starts: *const u32,
                 t: i32,
                 heads: i32,
                 kv_heads: i32,
@@ -93,6 +97,7 @@ macro_rules! declare {
                 grad: *const $T,
                 log_sum_exp: *const f32,
                 delta: *const f32,
+                starts: *const u32,
                 t: i32,
                 heads: i32,
                 kv_heads: i32,
@@ -111,6 +116,7 @@ macro_rules! declare {
                 grad: *const $T,
                 log_sum_exp: *const f32,
                 delta: *const f32,
+                starts: *const u32,
                 t: i32,
                 heads: i32,
                 kv_heads: i32,
@@ -150,7 +156,19 @@ const TILE: usize = 16;
 /// Roundings times the size of what cancels in a gradient: products of output gradients and values, times keys.
 const SUMMED: f64 = 8.0 * 16.0 * 4.0;
 
-fn sizes([b, t, heads, kv_heads, d, group_size, group_offset, window]: [usize; 8]) -> Sizes {
+fn sizes(
+    [
+        b,
+        t,
+        heads,
+        kv_heads,
+        d,
+        group_size,
+        group_offset,
+        window,
+        document,
+    ]: [usize; 9],
+) -> Sizes {
     let scale = f64::from((1.0 / (d as f64).sqrt()) as f32);
     Sizes {
         b,
@@ -161,27 +179,34 @@ fn sizes([b, t, heads, kv_heads, d, group_size, group_offset, window]: [usize; 8
         group_size,
         group_offset,
         window,
+        document,
         scale,
     }
 }
 
 fn cases() -> impl Iterator<Item = (usize, Sizes)> {
     [
-        [1, 1, 1, 1, 16, 1, 0, 1],
-        [2, 2, 4, 2, 48, 2, 0, 2],
-        [1, 127, 2, 1, 64, 2, 0, 127],
-        [1, 33, 3, 3, 128, 1, 0, 33],
-        [2, 16, 2, 1, 5, 2, 0, 16],
-        [1, 17, 2, 1, 256, 2, 0, 17],
+        [1, 1, 1, 1, 16, 1, 0, 1, 0],
+        [2, 2, 4, 2, 48, 2, 0, 2, 0],
+        [1, 127, 2, 1, 64, 2, 0, 127, 0],
+        [1, 33, 3, 3, 128, 1, 0, 33, 0],
+        [2, 16, 2, 1, 5, 2, 0, 16, 0],
+        [1, 17, 2, 1, 256, 2, 0, 17, 0],
         // Tensor parallelism cut the groups; nobody reads the last key/value head.
-        [1, 40, 5, 3, 16, 4, 3, 40],
+        [1, 40, 5, 3, 16, 4, 3, 40, 0],
         // Windows of one position, shorter than a tile, as long, longer, and of all positions but one.
-        [1, 33, 2, 1, 16, 2, 0, 1],
-        [1, 50, 2, 1, 16, 2, 0, 2],
-        [1, 70, 2, 2, 32, 1, 0, 16],
-        [2, 65, 2, 1, 5, 2, 0, 17],
-        [1, 127, 5, 3, 16, 4, 3, 37],
-        [1, 33, 2, 1, 64, 2, 0, 32],
+        [1, 33, 2, 1, 16, 2, 0, 1, 0],
+        [1, 50, 2, 1, 16, 2, 0, 2, 0],
+        [1, 70, 2, 2, 32, 1, 0, 16, 0],
+        [2, 65, 2, 1, 5, 2, 0, 17, 0],
+        [1, 127, 5, 3, 16, 4, 3, 37, 0],
+        [1, 33, 2, 1, 64, 2, 0, 32, 0],
+        // Documents of one token, shorter than a tile, as long, longer; with a window.
+        [2, 33, 2, 1, 16, 2, 0, 33, 1],
+        [2, 50, 4, 2, 48, 2, 0, 50, 7],
+        [1, 70, 2, 2, 32, 1, 0, 70, 16],
+        [3, 127, 5, 3, 16, 4, 3, 127, 45],
+        [2, 90, 2, 1, 5, 2, 0, 11, 40],
     ]
     .map(sizes)
     .into_iter()
@@ -199,6 +224,19 @@ fn arguments(s: Sizes) -> [i32; 7] {
         s.window,
     ]
     .map(|x| x as i32)
+}
+
+/// Where the document of each position starts; none if sequences are one.
+fn starts(s: Sizes) -> Option<Buffer<u32>> {
+    let positions = (0..s.b).flat_map(|sequence| (0..s.t).map(move |i| (sequence, i)));
+    let starts = positions.map(|(sequence, i)| s.document_start(sequence, i) as u32);
+    (s.document > 0).then(|| Buffer::from_slice(&starts.collect::<Vec<_>>()))
+}
+
+fn starts_of(starts: &Option<Buffer<u32>>) -> *const u32 {
+    starts
+        .as_ref()
+        .map_or(std::ptr::null(), |starts| starts.ptr())
 }
 
 /// A block per tile of the heads, with room for some tiles of rows and some of scores.
@@ -223,6 +261,7 @@ fn check_forward<T: Element>(kernel: Forward<T>) {
             Buffer::<f32>::new(lse_want.len()),
         );
         let [t, h, kv, d, g, off, window] = arguments(s);
+        let starts = starts(s);
         let (at, scale) = (launch(s, s.heads, 2, 1, seed), s.scale as f32);
         launch!(
             at,
@@ -232,6 +271,7 @@ fn check_forward<T: Element>(kernel: Forward<T>) {
                 q.ptr(),
                 k.ptr(),
                 v.ptr(),
+                starts_of(&starts),
                 t,
                 h,
                 kv,
@@ -268,6 +308,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
         );
         let products = Buffer::<f32>::new(delta_want.len());
         let [t, h, kv, d, g, off, window] = arguments(s);
+        let starts = starts(s);
         let (rows, at) = (delta_want.len() as i64, Launch::new(3, 64, 0));
         launch!(
             at,
@@ -290,6 +331,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
                 grad,
                 lse,
                 delta,
+                starts_of(&starts),
                 t,
                 h,
                 kv,
@@ -313,6 +355,7 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
                 grad,
                 lse,
                 delta,
+                starts_of(&starts),
                 t,
                 h,
                 kv,

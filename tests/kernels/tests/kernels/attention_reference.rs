@@ -1,4 +1,4 @@
-//! Causal attention with grouped heads and a window in f64, with whole rows of scores.
+//! Causal attention with grouped heads, a window and documents in f64, with whole rows of scores.
 
 use std::ops::Range;
 
@@ -12,6 +12,8 @@ pub struct Sizes {
     pub group_size: usize,
     pub group_offset: usize,
     pub window: usize,
+    /// Tokens of a document; those at the borders of sequences may be shorter. 0: each sequence is one.
+    pub document: usize,
     pub scale: f64,
 }
 
@@ -36,8 +38,17 @@ impl Sizes {
     }
 
     /// The keys that a query sees.
-    fn seen(&self, query: usize) -> Range<usize> {
-        (query + 1).saturating_sub(self.window)..query + 1
+    fn seen(&self, sequence: usize, query: usize) -> Range<usize> {
+        let in_window = (query + 1).saturating_sub(self.window);
+        in_window.max(self.document_start(sequence, query))..query + 1
+    }
+
+    /// Where the document of a position begins.
+    pub fn document_start(&self, sequence: usize, position: usize) -> usize {
+        match self.document {
+            0 => 0,
+            len => position.saturating_sub((position + 3 * sequence) % len),
+        }
     }
 
     /// (sequence, head, position) of each number of (b, heads, t).
@@ -60,7 +71,7 @@ fn weights(s: Sizes, [q, k]: [&[f64]; 2], row: [usize; 3]) -> (Vec<f64>, f64) {
     let [sequence, head, position] = row;
     let key = |j| &k[s.kv_row([sequence, head, j])];
     let scores: Vec<f64> = s
-        .seen(position)
+        .seen(sequence, position)
         .map(|j| s.scale * dot(&q[s.q_row(row)], key(j)))
         .collect();
     let lse = scores.iter().map(|x| x.exp()).sum::<f64>().ln();
@@ -72,7 +83,7 @@ pub fn forward(s: Sizes, [q, k, v]: [&[f64]; 3]) -> (Vec<f64>, Vec<f64>) {
     let mut o = vec![0.0; s.q_len()];
     let lse = s.rows().map(|row| {
         let (weights, lse) = weights(s, [q, k], row);
-        for (j, weight) in s.seen(row[2]).zip(&weights) {
+        for (j, weight) in s.seen(row[0], row[2]).zip(&weights) {
             add(
                 &mut o[s.q_row(row)],
                 *weight,
@@ -95,7 +106,7 @@ pub fn backward(s: Sizes, [q, k, v]: [&[f64]; 3], grad: &[f64], delta: &[f64]) -
     );
     for (row, delta) in s.rows().zip(delta) {
         let grad = &grad[s.q_row(row)];
-        for (j, weight) in s.seen(row[2]).zip(weights(s, [q, k], row).0) {
+        for (j, weight) in s.seen(row[0], row[2]).zip(weights(s, [q, k], row).0) {
             let key = s.kv_row([row[0], row[1], j]);
             let ds = s.scale * weight * (dot(grad, &v[key.clone()]) - delta);
             add(&mut dq[s.q_row(row)], ds, &k[key.clone()]);
@@ -124,6 +135,7 @@ fn the_gradients_are_the_slopes_of_the_output() {
         group_size: 2,
         group_offset: 1,
         window: 4,
+        document: 5,
         scale: 0.7,
     };
     let mut rng = crate::element::rng(9);

@@ -23,7 +23,7 @@ type Argument = (i64, u64, usize);
 /// As `cuda::attention_forward`; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_forward(
     [q, k, v]: [&Tensor; 3],
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<Option<(OpOutput, Tensor)>> {
     let Some((library, sizes)) = supported(q, k, spec, Pass::Forward)? else {
         return Ok(None);
@@ -54,7 +54,7 @@ fn forward<T: Element>(
 /// As `cuda::attention_backward`; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_backward(
     pass: &AttentionGrad<'_>,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
 ) -> Result<Option<(Tensor, Tensor, Tensor)>> {
     let kind = match GpuSettings::get()?.deterministic {
         true => Pass::DeterministicBackward,
@@ -119,7 +119,7 @@ const MIN_TOKENS: usize = 128;
 fn supported(
     q: &Tensor,
     k: &Tensor,
-    spec: AttentionSpec,
+    spec: &AttentionSpec,
     pass: Pass,
 ) -> Result<Option<(&'static Library, Sizes)>> {
     let (b, t, heads, d) = q.dims4()?;
@@ -140,6 +140,8 @@ fn supported(
         Some(format!(
             "it takes heads of a multiple of 8 up to 256, not {d}"
         ))
+    } else if spec.documents.is_some() {
+        Some("it takes sequences of one document each".to_string())
     } else if groups.offset != 0 || heads != kv_heads * groups.size {
         Some(format!(
             "it takes whole groups of heads, not {heads} query heads on {kv_heads} key/value heads with {groups:?}"
