@@ -1,7 +1,7 @@
 //! Flags about low-rank adapters.
 
 use std::ops::Bound::{Excluded, Unbounded};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
@@ -85,9 +85,11 @@ impl LoraArgs {
         seed: u64,
         base_model: Option<&str>,
     ) -> Result<ParamStore> {
-        // The revision is no part of a repository's name.
-        let base_model = base_model.and_then(|model| model.split('@').next());
-        let base_model = base_model.map(str::to_string);
+        let base_model = base_model.map(|model| match Path::new(model).is_dir() {
+            true => model.to_string(),
+            // The revision is no part of a repository's name.
+            false => model.split('@').next().unwrap_or_default().to_string(),
+        });
         let store = match self.base_dtype {
             None => store,
             Some(format) => store.with_frozen_format(format.into()),

@@ -26,6 +26,8 @@ mod inputs;
 mod linear;
 #[path = "parallel/linear_cross_entropy.rs"]
 mod linear_cross_entropy;
+#[path = "parallel/lora.rs"]
+mod lora;
 #[path = "parallel/loss_scaling.rs"]
 mod loss_scaling;
 #[path = "parallel/memory.rs"]

@@ -116,6 +116,26 @@ impl ParamStore {
     /// [`crate::column_parallel_linear`] and [`crate::row_parallel_linear`] ask for them, other layers by [`crate::LowRank`]. All
     /// other parameters are frozen. What is saved is the adapter, in the folder that `peft` loads.
     ///
+    /// ```
+    /// use candle_comm::ProcessGroup;
+    /// use candle_core::{DType, Device, Result};
+    /// use candle_parallel::*;
+    ///
+    /// fn main() -> Result<()> {
+    ///     let targets = LoraTargets::Names(vec!["up".to_string()]);
+    ///     let lora = LoraConfig { rank: 8, targets, ..LoraConfig::default() };
+    ///     let vb = ParamStore::init(0).with_lora(lora)?.builder(DType::F32, &Device::Cpu);
+    ///     let tp = ProcessGroup::single(Device::Cpu);
+    ///     let up = column_parallel_linear(16, 32, false, &tp, vb.pp("up"))?;
+    ///     let down = row_parallel_linear(32, 16, false, &tp, vb.pp("down"))?;
+    ///     // The weight, A and B, of which these two are trained; and a weight alone.
+    ///     let trained: Vec<bool> = up.weights().iter().map(|weight| weight.track_op()).collect();
+    ///     assert_eq!(trained, [false, true, true]);
+    ///     assert!(down.weights().iter().all(|weight| !weight.track_op()));
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
     /// # Errors
     /// Numbers out of their range, and a store that has a builder or adapters already.
     pub fn with_lora(self, lora: LoraConfig) -> Result<Self> {
@@ -219,6 +239,13 @@ impl ParamStore {
                     param.placement,
                     request.shape,
                     request.placement
+                );
+            }
+            if param.packing.is_some() && !request.by_tiles {
+                bail!(
+                    "parameter {} is held in fewer bits for one layer, and another one asks for it whole\nhint: ask for it by \
+                     ParamBuilder::get_tiled in both, or leave with_frozen_format out",
+                    request.name
                 );
             }
             param.is_tiled &= request.by_tiles;

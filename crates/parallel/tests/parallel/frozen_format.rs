@@ -75,6 +75,7 @@ fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
     let batch = MicroBatch {
         tokens,
         targets: Some(targets),
+        documents: None,
     };
     let step = |_| {
         let passes = pipeline.forward_backward(stage, &[batch.clone()], &mut gradients)?;
