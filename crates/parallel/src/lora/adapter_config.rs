@@ -90,7 +90,7 @@ fn targets(file: &Map<String, Value>, modules: &BTreeSet<String>) -> LoraTargets
     let is_given = |field: &&str| file.get(*field).is_some_and(|value| !is_nothing(value));
     let others = ["layers_to_transform", "layers_pattern", "exclude_modules"];
     let names = file.get("target_modules").and_then(Value::as_array);
-    let names = names.filter(|_| !others.iter().any(|field| is_given(field)));
+    let names = names.filter(|_| !others.iter().any(is_given));
     let names: Option<Vec<String>> = names.and_then(|names| {
         let names = names.iter().map(|name| name.as_str().map(str::to_string));
         names.collect()
