@@ -49,17 +49,15 @@ use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, LrSchedule, StepTimes, Tokens, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory,
+    BatchConfig, Batches, Checkpoints, LrDecay, LrSchedule, StepTimes, Tokens, TrainConfig,
+    Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
     fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
-use candle_train_examples::{
-    flops_per_token, page_faults, peak_rss_bytes, peak_tflops, product_floor_secs,
-};
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -168,11 +166,12 @@ fn main() -> ExitCode {
         flag,
         value: "1",
         description: "1",
+        unless: None,
     }));
-    exit_with(run(&args, flags))
+    exit_with(run(&args, &flags))
 }
 
-fn run(args: &Args, flags: Flags) -> Result<()> {
+fn run(args: &Args, flags: &Flags) -> Result<()> {
     let config = match &args.model {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args)?,
@@ -183,14 +182,14 @@ fn run(args: &Args, flags: Flags) -> Result<()> {
     let mut ranks = args.ranks.config(degrees)?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
-    batch_config.validate(args.layout.dp)?;
+    batch_config.validate(degrees.dp)?;
     if args.threads > MAX_THREADS {
         bail!(
             "--threads is {}; expected at most {MAX_THREADS}",
             args.threads
         );
     }
-    let num_ranks = args.layout.pp * args.layout.dp * args.layout.tp;
+    let num_ranks = degrees.pp * degrees.dp * degrees.tp;
     if args.threads > 0 {
         ranks.threads_per_rank = Some((args.threads * args.layout.pp / num_ranks).max(1));
     }
@@ -235,14 +234,13 @@ fn model_config(args: &Args) -> Result<ModelConfig> {
 
 /// Unless told, one micro-batch per replica and stage, so that pipelines have something to overlap.
 fn batch_config(args: &Args) -> Result<BatchConfig> {
-    let parts = args.layout.dp * args.layout.pp;
+    let Degrees { pp, dp, .. } = args.layout.degrees();
+    let parts = dp * pp;
     let is_divisible = args.batch_size.is_multiple_of(parts) && args.batch_size > 0;
     if args.micro_batch_size.is_none() && !is_divisible {
         bail!(
-            "--batch-size {} is not a multiple of dp({}) * pp({}) = {parts}",
-            args.batch_size,
-            args.layout.dp,
-            args.layout.pp
+            "--batch-size {} is not a multiple of dp({dp}) * pp({pp}) = {parts}",
+            args.batch_size
         );
     }
     Ok(BatchConfig {
@@ -401,6 +399,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling
             min_lr_ratio: 1.0,
             warmup_steps: 0,
             num_steps,
+            decay: LrDecay::Cosine,
         },
         adamw: AdamWConfig::default(),
         max_grad_norm: Some(1.0),
@@ -434,7 +433,8 @@ fn print(
     let step_secs = median(steps).unwrap_or_default();
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
-    let default_peak = peak_tflops(device).filter(|_| DType::from(args.layout.dtype) != DType::F32);
+    let default_peak = measured.gpu.as_ref().and_then(GpuState::peak_tflops);
+    let default_peak = default_peak.filter(|_| DType::from(args.layout.dtype) != DType::F32);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));

@@ -7,21 +7,49 @@ use std::process::ExitCode;
 
 use candle_train_cli::{Finetune, FlagDefault, run_with_defaults};
 
-const MODEL: FlagDefault = FlagDefault {
-    flag: "model",
-    value: concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama"),
-    description: "the bundled model",
-};
+/// The bundled model and text, and, for that model only, a run of a minute that shows everything.
+const DEFAULTS: [FlagDefault; 12] = [
+    bundled(
+        "model",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama"),
+    ),
+    bundled(
+        "data",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/assets/alice.txt"),
+    ),
+    of_bundled("tp", "2"),
+    of_bundled("pp", "2"),
+    of_bundled("dp", "2"),
+    of_bundled("seq-len", "128"),
+    of_bundled("micro-batch-size", "4"),
+    of_bundled("lr", "1e-3"),
+    of_bundled("warmup-steps", "5"),
+    of_bundled("weight-decay", "0.1"),
+    of_bundled("dtype", "f32"),
+    of_bundled("prompt", "The Queen"),
+];
 
-const DATA: FlagDefault = FlagDefault {
-    flag: "data",
-    value: concat!(env!("CARGO_MANIFEST_DIR"), "/assets/alice.txt"),
-    description: "the bundled text",
-};
+const fn bundled(flag: &'static str, value: &'static str) -> FlagDefault {
+    FlagDefault {
+        flag,
+        value,
+        description: "a bundled one",
+        unless: None,
+    }
+}
+
+const fn of_bundled(flag: &'static str, value: &'static str) -> FlagDefault {
+    FlagDefault {
+        flag,
+        value,
+        description: "with the bundled model one for it, else that of candle-train finetune",
+        unless: Some("model"),
+    }
+}
 
 #[global_allocator]
 static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
-    run_with_defaults::<Finetune>("finetune_llama", &[MODEL, DATA])
+    run_with_defaults::<Finetune>("finetune_llama", &DEFAULTS)
 }

@@ -11,11 +11,14 @@ const DATA: FlagDefault = FlagDefault {
     flag: "data",
     value: concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tinyshakespeare.txt"),
     description: "the bundled plays of Shakespeare",
+    unless: None,
 };
 
 #[global_allocator]
 static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
-    run_with_defaults::<Pretrain>("pretrain_llama", &[DATA])
+    let mut defaults = Pretrain::defaults();
+    defaults.push(DATA);
+    run_with_defaults::<Pretrain>("pretrain_llama", &defaults)
 }

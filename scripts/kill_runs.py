@@ -4,10 +4,12 @@
     cargo build --release -p candle-train-cli [--features mpi]
     scripts/kill_runs.py [--kills 50] [--mpi RANKS] [--seed 0]
 
-`kill -9` goes to the process, or with --mpi to one of the ranks or to mpirun, during writes too: the moments are drawn from the whole
-length of a run. Every attempt must resume, and in the end weights and metrics must be the same bits, but for times.
+`kill -9` goes to the process, or with --mpi to one of the ranks or to mpirun, during writes too: the moments are drawn from half the
+length of a run, so that the attempts of a run, each of which resumes, reach all of its steps and its end. In the end weights and metrics
+must be the same bits, but for times.
 """
 import argparse
+import collections
 import hashlib
 import json
 import os
@@ -20,7 +22,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "target/release/candle-train"
-TIMES = {"tokens_per_sec", "step_secs", "memory"}
+TIMES = {"tokens_per_sec", "step_secs", "gflops_per_sec", "memory"}
 
 
 def command(folder, ranks, program):
@@ -49,27 +51,39 @@ def processes(session):
     return [(int(line.split()[0]), line.split()[1]) for line in found if line]
 
 
+def kill(pid):
+    """Whether the process was still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def attempt(words, moment):
-    """Runs until `moment`, then kills a process; whether the run ended by itself before."""
+    """Runs until `moment`, then kills a process: the name of that one, or None if the run had ended well before."""
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    killed = None
     try:
         _, said = child.communicate(timeout=moment)
-        if child.returncode != 0:
-            raise SystemExit(f"the run failed by itself:\n{said.decode()}")
-        return True
     except subprocess.TimeoutExpired:
-        alive = processes(child.pid) or [(child.pid, "")]
-        os.kill(random.choice(alive)[0], signal.SIGKILL)
+        pid, name = random.choice(processes(child.pid) or [(child.pid, "")])
+        killed = name if kill(pid) else None
         try:
-            child.communicate(timeout=10)
+            _, said = child.communicate(timeout=10)
         except subprocess.TimeoutExpired:
-            pass
-        for pid, _ in processes(child.pid):
-            os.kill(pid, signal.SIGKILL)
-        child.communicate()
-        while processes(child.pid):
+            for pid, _ in processes(child.pid):
+                kill(pid)
+            _, said = child.communicate()
+        while left := processes(child.pid):
+            for pid, _ in left:
+                kill(pid)
             time.sleep(0.01)
-        return False
+    if child.returncode == 0:
+        return None
+    if not killed:
+        raise SystemExit(f"the run failed by itself:\n{said.decode()}")
+    return killed
 
 
 def main():
@@ -87,21 +101,22 @@ def main():
         start = time.monotonic()
         subprocess.run(command(whole, a.mpi, a.program), check=True, capture_output=True)
         length, want = time.monotonic() - start, result(whole)
-        kills, runs, interrupted = 0, 0, None
-        while kills < a.kills or interrupted:
+        kills, runs, interrupted = collections.Counter(), 0, None
+        while kills.total() < a.kills or interrupted:
             if not interrupted:
                 runs += 1
                 interrupted = folder / f"run{runs}"
                 interrupted.mkdir()
             # After the last kill the run may end.
-            moment = random.uniform(0, 0.5 * length) if kills < a.kills else 100 * length
-            if not attempt(command(interrupted, a.mpi, a.program), moment):
-                kills += 1
+            moment = random.uniform(0, 0.5 * length) if kills.total() < a.kills else 100 * length
+            if killed := attempt(command(interrupted, a.mpi, a.program), moment):
+                kills[killed] += 1
                 continue
             if result(interrupted) != want:
-                raise SystemExit(f"run {runs} ended with other weights or metrics after {kills} kills")
+                raise SystemExit(f"run {runs} ended with other weights or metrics after {kills.total()} kills")
             interrupted = None
-        print(f"{kills} kills in {runs} runs of {length:.1f} s: weights and metrics of every run are those of the one left alone")
+        whom = ", ".join(f"{count} of {name}" for name, count in kills.items())
+        print(f"{kills.total()} kills ({whom}) in {runs} runs of {length:.1f} s: weights and metrics of every run are those of the one left alone")
 
 
 main()

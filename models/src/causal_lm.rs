@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Result, bail};
 use candle_parallel::{
-    Block, ParamBuilder, Stage, layer_block, stage_blocks, vocab_parallel_embedding,
+    Block, ParamBuilder, Recompute, Stage, layer_block, stage_blocks, vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
@@ -62,6 +62,31 @@ impl CausalLm {
         } else {
             Ok(Box::new(Head::new(config, tp, vb)?))
         }
+    }
+
+    /// Bytes that the tape of `stage` keeps for each token of a micro-batch, by the formula of `docs/design.md`.
+    pub fn tape_bytes_per_token(
+        config: &ModelConfig,
+        stage: &Stage,
+        tp: usize,
+        recompute: Recompute,
+    ) -> usize {
+        let (hidden, value) = (config.hidden_size, stage.dtype().size_in_bytes());
+        let layer = match recompute {
+            Recompute::Full => value * hidden,
+            Recompute::None | Recompute::Selective => {
+                let heads = config.num_attention_heads + config.num_key_value_heads;
+                let divided = 2 * heads * config.head_dim + 2 * config.intermediate_size;
+                let log_sum_exp = 4 * config.num_attention_heads;
+                value * 2 * hidden + (value * divided + log_sum_exp).div_ceil(tp)
+            }
+        };
+        let of_block = |index| match index {
+            0 => 0,
+            _ if index <= config.num_hidden_layers => layer,
+            _ => 2 * value * hidden,
+        };
+        stage.block_indices().map(of_block).sum()
     }
 
     /// An error with the numbers if these degrees do not fit the model.

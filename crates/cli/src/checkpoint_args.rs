@@ -71,19 +71,29 @@ impl CheckpointArgs {
         self.resume.as_deref() == Some(Path::new("latest"))
     }
 
-    /// The checkpoint that the run goes on from, if there is one. Every rank must call it.
-    pub fn open(&self, world: &ProcessGroup) -> Result<Option<TrainingCheckpoint>> {
+    /// The checkpoint that the run goes on from, if there is one: where a launcher has started the ranks again, the newest of --save-dir,
+    /// whatever --resume says; else that of --resume. Every rank must call it.
+    pub fn open(
+        &self,
+        world: &ProcessGroup,
+        is_restart: bool,
+    ) -> Result<Option<TrainingCheckpoint>> {
         let is_first = world.rank() == 0;
-        match (&self.resume, &self.save_dir) {
-            (None, _) => Ok(None),
-            (Some(_), Some(dir)) if self.resumes_latest() => {
-                let (latest, skipped) = TrainingCheckpoint::latest(world, dir)?;
-                for why in skipped.iter().filter(|_| is_first) {
-                    eprintln!("warning: a newer checkpoint is skipped: {why}");
-                }
-                Ok(latest)
+        let resumes_latest = self.resumes_latest();
+        if let Some(dir) = &self.save_dir
+            && (is_restart || resumes_latest)
+        {
+            let (latest, skipped) = TrainingCheckpoint::latest(world, dir)?;
+            for why in skipped.iter().filter(|_| is_first) {
+                eprintln!("warning: a newer checkpoint is skipped: {why}");
             }
-            (Some(dir), _) => TrainingCheckpoint::open(world, dir).map(Some),
+            if latest.is_some() {
+                return Ok(latest);
+            }
+        }
+        match &self.resume {
+            Some(dir) if !resumes_latest => TrainingCheckpoint::open(world, dir).map(Some),
+            _ => Ok(None),
         }
     }
 

@@ -24,6 +24,21 @@ impl From<ScheduleChoice> for Schedule {
     }
 }
 
+/// `--lr-schedule`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum LrScheduleChoice {
+    /// Half a cosine down to the lowest rate
+    Cosine,
+    /// A straight line down to the lowest rate
+    Linear,
+    /// The highest rate to the end
+    #[value(alias = "constant_with_warmup")]
+    Constant,
+    /// Warm-up, stable, decay: the highest rate, and over the last steps a straight line down
+    #[value(alias = "warmup_stable_decay")]
+    Wsd,
+}
+
 /// `--recompute`
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum RecomputeChoice {

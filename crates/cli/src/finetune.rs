@@ -28,7 +28,12 @@ pub struct Finetune {
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
     /// Folder for the fine-tuned checkpoint, or for the adapter
-    #[arg(long, default_value = "finetuned", value_name = "DIR")]
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "finetuned",
+        value_name = "DIR"
+    )]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
     #[arg(long, help_heading = "Output")]
@@ -51,13 +56,16 @@ fn model_help() -> String {
 impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
-        let ranks = self.training.run_config()?;
+        let mut training = self.training.clone();
+        let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
-        self.training.check_model(&config)?;
+        let taken = training.fill(&flags, &config, &ranks);
+        training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         TrainingRun {
-            training: &self.training,
+            training: &training,
+            taken,
             samples: &self.samples,
             stop,
             tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,

@@ -15,7 +15,7 @@ use crate::flags::Flags;
 /// The checkpoint's files cannot be read.
 pub fn fingerprint(
     run: &RunConfig,
-    flags: Flags,
+    flags: &Flags,
     tokens: &Tokens,
     folders: &[(&str, Option<&Path>)],
 ) -> Result<Fingerprint> {
@@ -49,13 +49,14 @@ pub fn fingerprint(
 ///
 /// # Errors
 /// The program's own file cannot be read.
-pub fn fingerprint_of_program(run: &RunConfig, flags: Flags) -> Result<Fingerprint> {
+pub fn fingerprint_of_program(run: &RunConfig, flags: &Flags) -> Result<Fingerprint> {
     let on_gpus = run.devices.iter().any(Device::is_cuda);
     let mut fingerprint = Fingerprint::of_program()
         .map_err(Error::wrap)?
         .value("the backend", run.backend.to_string())
-        .value("the device", if on_gpus { "a GPU" } else { "the CPU" });
-    for (name, value) in flags {
+        .value("the device", if on_gpus { "a GPU" } else { "the CPU" })
+        .value("the number of restarts", run.env.num_restarts().to_string());
+    for (name, value) in flags.shared() {
         fingerprint = fingerprint.value(name, value);
     }
     Ok(fingerprint)

@@ -2,16 +2,44 @@
 
 use std::any::TypeId;
 
+use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
-const LOCAL: &[&str] = &["model", "adapter", "data", "tokenizer", "metrics", "device"];
+const LOCAL: &[&str] = &[
+    "model",
+    "adapter",
+    "data",
+    "tokenizer",
+    "metrics",
+    "tensorboard",
+    "device",
+];
 
-/// Names and values.
-pub type Flags = Vec<(String, String)>;
+/// The flags of a program, or of the subcommand that is run.
+#[derive(Clone, Debug, Default)]
+pub struct Flags {
+    /// Names and values, those that were not given with their defaults.
+    values: Vec<(String, String)>,
+    /// Names of those that were given.
+    given: Vec<String>,
+}
 
-/// Parses the command line, and ends the program with clap's message if it is wrong. The names and values of all flags, of the
-/// subcommand if there is one, come along, those that were not given with their defaults.
+impl Flags {
+    /// Names and values of the flags that all ranks must have alike.
+    pub fn shared(&self) -> impl Iterator<Item = (&str, &str)> {
+        let values = self.values.iter();
+        values.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Whether the flag of this name, with its dashes, was given.
+    pub fn is_given(&self, name: &str) -> bool {
+        self.given.iter().any(|given| given == name)
+    }
+}
+
+/// Parses the command line, and ends the program with clap's message if it is wrong. The flags, of the subcommand if there is one, come
+/// along.
 pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
     parse_command(T::command())
 }
@@ -24,7 +52,7 @@ pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
         None => flags(&command, &matches),
         Some((name, matches)) => command
             .find_subcommand(name)
-            .map_or_else(Flags::new, |command| flags(command, matches)),
+            .map_or_else(Flags::default, |command| flags(command, matches)),
     };
     match T::from_arg_matches(&matches) {
         Ok(args) => (args, flags),
@@ -54,8 +82,20 @@ fn flags(command: &Command, matches: &ArgMatches) -> Flags {
     };
     let names = command.get_arguments();
     let names = names.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
-    names
-        .filter(|(_, long)| !LOCAL.contains(long))
-        .map(|(id, long)| (format!("--{long}"), value(id)))
-        .collect()
+    let names: Vec<_> = names.collect();
+    let is_given = |id: &str| {
+        let source = matches
+            .try_contains_id(id)
+            .ok()
+            .and_then(|_| matches.value_source(id));
+        source.is_some_and(|source| source != ValueSource::DefaultValue)
+    };
+    let given = names.iter().filter(|(id, _)| is_given(id));
+    let shared = names.iter().filter(|(_, long)| !LOCAL.contains(long));
+    Flags {
+        values: shared
+            .map(|(id, long)| (format!("--{long}"), value(id)))
+            .collect(),
+        given: given.map(|(_, long)| format!("--{long}")).collect(),
+    }
 }

@@ -38,9 +38,16 @@ pub(crate) struct LaunchArgs {
     /// Also write each rank's output to rank-N.out and rank-N.err in this folder
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
-    /// Time that ranks have to end after a signal or a failure, before they are killed
-    #[arg(long, value_name = "SECS", default_value_t = 10.0)]
-    grace_secs: f64,
+    /// Start all ranks again after a failure, up to so many times. They have the number in CANDLE_TRAIN_RESTART_COUNT; finetune and
+    /// pretrain then go on from the newest checkpoint in --save-dir, if there is one
+    #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole::<usize>(0..))]
+    max_restarts: usize,
+    /// Start them again without hosts of the host file that are lost, if at least so many are left [default: all]
+    #[arg(long, value_name = "HOSTS", value_parser = whole::<usize>(1..))]
+    min_nodes: Option<usize>,
+    /// Time that ranks have to end, before they are killed [default: 10 after a failure, 300 after a signal]
+    #[arg(long, value_name = "SECS")]
+    grace_secs: Option<f64>,
     /// Give a host of the host file up after this time without a word from it, and it this one [default: 60]
     #[arg(long, value_name = "SECS")]
     silence_secs: Option<f64>,
@@ -69,6 +76,8 @@ impl From<LaunchArgs> for LaunchConfig {
             ssh: args.ssh,
             env: args.env,
             log_dir: args.log_dir,
+            max_restarts: args.max_restarts,
+            min_nodes: args.min_nodes,
             grace_secs: args.grace_secs,
             silence_secs: args.silence_secs,
             dry_run: args.dry_run,

@@ -5,16 +5,19 @@
 #![deny(unsafe_code)]
 
 mod allocator;
+mod announcement;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
 mod counting_allocator;
+mod defaults;
 mod env;
 mod finetune;
 mod fingerprint;
 mod flags;
 mod freeze;
 mod launch;
+mod log_args;
 mod lora_args;
 mod loss_scale;
 mod merge;

@@ -10,14 +10,13 @@ use clap::Args;
 
 use crate::choices::BaseChoice;
 use crate::number::{real, whole};
-use crate::output::print_line;
 use crate::run_record::digest_of_weights;
 
 /// What is trained beside weights that stay as they are.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct LoraArgs {
     /// Train low-rank adapters of this rank beside linear layers, and no other weight (LoRA); --output gets the adapter, which peft
-    /// loads and candle-train merge folds in [default: train the weights]
+    /// loads and candle-train merge folds in; --lr is 2e-4 by default then [default: train the weights]
     #[arg(long, value_name = "RANK", value_parser = whole::<usize>(1..), conflicts_with_all = ["adapter", "freeze"])]
     pub lora_rank: Option<usize>,
     /// The adapters' product is multiplied by ALPHA / rank [default: 16]
@@ -158,26 +157,15 @@ impl LoraArgs {
     }
 }
 
-/// Prints how much is trained, if not all is.
-pub(crate) fn print_trained(params: &Parameters) {
-    let catalog = params.catalog();
-    let (trained, all) = (params.num_trainable_values(), params.num_global_values());
-    if trained == all {
-        return;
-    }
-    let num_trained = catalog.iter().filter(|entry| entry.trainable).count();
-    let adapters = match params.lora() {
-        None => String::new(),
-        Some(lora) => format!(
-            "; adapters of rank {}, scale {}, beside {} layers",
+/// What the adapters of a model are, in words; empty if it has none.
+pub(crate) fn adapters_in_words(params: &Parameters) -> String {
+    let of_lora = |lora: &LoraConfig| {
+        format!(
+            ", adapters of rank {} and scale {} beside {} layers",
             lora.rank,
             (lora.scale() * 1e4).round() / 1e4,
             params.adapted_layers().len()
-        ),
+        )
     };
-    print_line(&format!(
-        "training {trained} of {all} parameters ({:.3}%), {num_trained} of {} tensors{adapters}",
-        100.0 * trained as f64 / all as f64,
-        catalog.len()
-    ));
+    params.lora().map_or(String::new(), of_lora)
 }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use candle_comm::message_of;
 use candle_core::Result;
+use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
 pub fn print_line(line: &str) {
@@ -19,6 +20,14 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
             let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(&err)));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
+pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
+    match env.num_restarts() {
+        0 => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
+        _ => ExitCode::FAILURE,
     }
 }
 

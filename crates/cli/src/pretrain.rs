@@ -14,7 +14,7 @@ use crate::choices::StorageChoice;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::number::whole;
-use crate::program::TrainingCommand;
+use crate::program::{FlagDefault, TrainingCommand};
 use crate::samples::SampleArgs;
 use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
@@ -27,7 +27,12 @@ pub struct Pretrain {
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
     /// Folder for the checkpoint
-    #[arg(long, default_value = "pretrained", value_name = "DIR")]
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "pretrained",
+        value_name = "DIR"
+    )]
     output: PathBuf,
     /// Folder of a tokenizer to use [default: a byte-level BPE is trained on the data]
     #[arg(long, value_name = "DIR")]
@@ -72,6 +77,27 @@ struct ModelArgs {
     untied: bool,
 }
 
+impl Pretrain {
+    /// What its flags are where they are not given, and where those of [`crate::Finetune`] have other defaults: the model is small and new.
+    pub fn defaults() -> Vec<FlagDefault> {
+        let values = [
+            ("lr", "1e-3"),
+            ("weight-decay", "0.1"),
+            ("warmup-steps", "5"),
+            ("seq-len", "128"),
+            ("micro-batch-size", "4"),
+            ("prompt", "The"),
+        ];
+        let default = |(flag, value)| FlagDefault {
+            flag,
+            value,
+            description: value,
+            unless: None,
+        };
+        values.map(default).into()
+    }
+}
+
 impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
@@ -87,6 +113,7 @@ impl TrainingCommand for Pretrain {
         self.training.check_model(&config)?;
         TrainingRun {
             training: &self.training,
+            taken: Vec::new(),
             samples: &self.samples,
             stop,
             tokens: Tokens::encode(&documents, &tokenizer)?,

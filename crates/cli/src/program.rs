@@ -4,16 +4,18 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::Result;
+use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
+use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
 use crate::finetune::Finetune;
-use crate::flags::{Flags, parse, parse_command};
+use crate::flags::{Flags, parse_command};
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
-use crate::output::exit_with;
+use crate::output::{exit_code_of_refusal, exit_with};
 use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
@@ -42,7 +44,10 @@ enum CandleTrain {
 /// A subcommand that trains.
 pub trait TrainingCommand: CommandFactory + FromArgMatches {
     /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks. The exit code tells if a
-    /// signal stopped it before the end.
+    /// signal stopped it before the end, or a failure, which has been told.
+    ///
+    /// # Errors
+    /// What keeps the first step from being done.
     fn run(&self, flags: Flags) -> Result<ExitCode>;
 }
 
@@ -54,11 +59,17 @@ pub struct FlagDefault {
     pub value: &'static str,
     /// What `--help` calls it.
     pub description: &'static str,
+    /// Another flag, without its dashes, with which this one has its ordinary default.
+    pub unless: Option<&'static str>,
 }
 
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    let (command, flags) = parse::<CandleTrain>();
+    let command = CandleTrain::command();
+    let command = command.mut_subcommand("pretrain", |pretrain| {
+        with_defaults(pretrain, &Pretrain::defaults())
+    });
+    let (command, flags) = parse_command::<CandleTrain>(command);
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
@@ -96,13 +107,30 @@ pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
 
 fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     defaults.iter().fold(command, |command, default| {
-        command.mut_arg(default.flag, |arg| {
+        // The id of an argument is the name of its field.
+        command.mut_arg(default.flag.replace('-', "_"), |arg| {
             let help = arg.get_help().map(ToString::to_string);
             let help = help.unwrap_or_default();
-            arg.help(format!("{help} [default: {}]", default.description))
+            // Help may name the ordinary default.
+            let help = match help.split_once(" [default: ") {
+                Some((help, _)) => help,
+                None => &help,
+            };
+            let ordinary = arg.get_default_values().first().cloned();
+            let arg = arg
+                .help(format!("{help} [default: {}]", default.description))
                 .required(false)
                 .default_value(default.value)
-                .hide_default_value(true)
+                .hide_default_value(true);
+            match (default.unless, ordinary) {
+                (None, _) => arg,
+                (Some(flag), Some(ordinary)) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, ordinary)
+                }
+                (Some(flag), None) => {
+                    arg.default_value_if(flag, ArgPredicate::IsPresent, Resettable::Reset)
+                }
+            }
         })
     })
 }
@@ -114,6 +142,9 @@ fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
         .init();
     match command.run(flags) {
         Ok(code) => code,
-        Err(err) => exit_with(Err(err)),
+        Err(err) => {
+            let code = exit_with(Err(err));
+            RankEnv::from_env().map_or(code, |env| exit_code_of_refusal(&env))
+        }
     }
 }

@@ -85,6 +85,19 @@ impl RankArgs {
         })
     }
 
+    /// Ranks of a run whose flags do not say how many: the processes that a launcher started, or a thread for each GPU, or one.
+    ///
+    /// # Errors
+    /// An environment variable that means nothing.
+    pub(crate) fn num_ranks(&self) -> Result<usize> {
+        let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+        if env.world_size() > 1 {
+            return Ok(env.world_size());
+        }
+        let choice = self.device.unwrap_or(DeviceChoice::preferred());
+        Ok(choice.num_devices().max(1))
+    }
+
     fn cpu_for_mpi(&self) -> Result<Vec<Device>> {
         match self.device {
             None | Some(DeviceChoice::Cpu) => Ok(vec![Device::Cpu]),

@@ -17,10 +17,10 @@ use crate::training_run::TrainingRun;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Samples")]
 pub struct SampleArgs {
-    /// Text that the samples continue
-    #[arg(long, default_value = "The Queen")]
-    pub prompt: String,
-    /// Length of a sample; 0: none
+    /// Text that the samples before and after training continue [default: no samples]
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Length of a sample; 0: no samples
     #[arg(long, default_value_t = 80, value_name = "TOKENS", value_parser = whole::<usize>(0..))]
     pub sample_tokens: usize,
     /// Randomness of the samples; 0: always the most likely token
@@ -32,17 +32,19 @@ pub struct SampleArgs {
 }
 
 impl SampleArgs {
+    /// The text that samples continue, if there are to be samples.
+    fn prompt(&self) -> Option<&str> {
+        self.prompt.as_deref().filter(|_| self.sample_tokens > 0)
+    }
+
     /// An error if the model cannot continue the prompt.
     pub(crate) fn check(&self, tokenizer: &Tokenizer, config: &ModelConfig) -> Result<()> {
-        if self.sample_tokens == 0 {
+        let Some(text) = self.prompt() else {
             return Ok(());
-        }
-        let prompt = tokenizer.encode(&self.prompt)?;
+        };
+        let prompt = tokenizer.encode(text)?;
         if prompt.is_empty() {
-            bail!(
-                "--prompt {:?} has no tokens; expected some text",
-                self.prompt
-            );
+            bail!("--prompt {text:?} has no tokens; expected some text");
         }
         tokenizer.check_vocab(&prompt, config.vocab_size)
     }
@@ -52,10 +54,10 @@ impl TrainingRun<'_> {
     /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
     pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, stage: &Stage) -> Result<()> {
         let (args, config, tokenizer) = (self.samples, &self.config, &self.tokenizer);
-        if args.sample_tokens == 0 {
+        let Some(text) = args.prompt() else {
             return Ok(());
-        }
-        let prompt = tokenizer.encode(&args.prompt)?;
+        };
+        let prompt = tokenizer.encode(text)?;
         let limits = GenerateConfig {
             vocab_size: config.vocab_size,
             max_context: config.max_seq_len(),

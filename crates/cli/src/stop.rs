@@ -65,6 +65,11 @@ impl Stop {
         move || signals.received().is_some() || max.is_some_and(|max| start.elapsed() >= max)
     }
 
+    /// Whether there are steps, or have been.
+    pub fn has_begun(&self) -> bool {
+        self.signals.get().is_some()
+    }
+
     fn signal(&self) -> Option<(&'static str, u8)> {
         self.signals.get()?.received()
     }

@@ -1,18 +1,21 @@
 //! Flags of a training run: layout, batches, optimizer.
 
 use std::ops::Bound::{Excluded, Unbounded};
-use std::path::{Path, PathBuf};
 
-use candle_comm::{Degrees, RunConfig};
+use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrSchedule, Metrics, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Tokens, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
+use clap::builder::ArgPredicate;
 
 use crate::checkpoint_args::CheckpointArgs;
-use crate::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice};
+use crate::choices::{
+    DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice,
+};
 use crate::freeze::FreezeArgs;
+use crate::log_args::LogArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
@@ -34,9 +37,8 @@ pub struct TrainingArgs {
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory (bytes that rank 0 holds, now and at their peak) [default: none]
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
-    pub(crate) metrics: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Output")]
+    pub(crate) logs: LogArgs,
     #[command(flatten, next_help_heading = "Output")]
     pub(crate) save: SaveArgs,
 }
@@ -45,14 +47,15 @@ pub struct TrainingArgs {
 #[derive(Args, Clone, Debug)]
 pub struct LayoutArgs {
     /// Tensor-parallel degree: ranks that share each layer
-    #[arg(long, default_value_t = 2, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub tp: usize,
     /// Pipeline-parallel degree: stages of consecutive layers
-    #[arg(long, default_value_t = 2, value_name = "STAGES", value_parser = whole::<usize>(1..))]
+    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub pp: usize,
-    /// Data-parallel degree: replicas that share each global batch
-    #[arg(long, default_value_t = 2, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
-    pub dp: usize,
+    /// Data-parallel degree: replicas that share each global batch [default: what the processes of a launcher, or this machine's GPUs, leave
+    /// after --tp and --pp; without either 1]
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    pub dp: Option<usize>,
     /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
     #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
     pub zero: u8,
@@ -81,9 +84,18 @@ pub struct LayoutArgs {
     /// What to compute again in the backward pass instead of keeping it since the forward pass: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
-    /// Type of weights and activations while training
-    #[arg(long, default_value = "f32")]
+    /// Type of weights and activations while training [default: bf16 on GPUs, else f32]
+    #[arg(long, default_value = "f32", hide_default_value = true, default_value_ifs = [
+        ("bf16", ArgPredicate::IsPresent, "bf16"),
+        ("fp16", ArgPredicate::IsPresent, "f16"),
+    ])]
     pub dtype: DTypeChoice,
+    /// The same as --dtype bf16
+    #[arg(long, conflicts_with_all = ["dtype", "fp16"])]
+    pub bf16: bool,
+    /// The same as --dtype f16
+    #[arg(long, conflicts_with = "dtype")]
+    pub fp16: bool,
     /// Keep the optimizer's state and masters in the host's memory (optimizer), or in a file of a folder, for each rank one that is
     /// gone after the run (nvme:DIR); the same bits [default: where the weights are]
     #[arg(long, value_name = "optimizer|nvme:DIR")]
@@ -94,22 +106,25 @@ pub struct LayoutArgs {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BatchArgs {
     /// Sequences that pass through the model at once
-    #[arg(long, default_value_t = 4, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
+    #[arg(long, visible_alias = "per-device-train-batch-size", default_value_t = 1, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
     pub micro_batch_size: usize,
-    /// Sequences of an optimizer step, over all replicas
-    #[arg(long, default_value_t = 16, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
+    /// Sequences of an optimizer step, over all replicas [default: 16, or the next multiple of --micro-batch-size and --dp]
+    #[arg(long, default_value_t = 16, hide_default_value = true, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
     pub global_batch_size: usize,
-    /// Length of a sequence
-    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    /// Micro-batches of each replica in an optimizer step: another way to say --global-batch-size
+    #[arg(long, value_name = "MICRO_BATCHES", conflicts_with = "global_batch_size", value_parser = whole::<usize>(1..))]
+    pub gradient_accumulation_steps: Option<usize>,
+    /// Length of a sequence [default: 2048, or the longest that the model takes]
+    #[arg(long, visible_alias = "max-seq-len", default_value_t = 128, hide_default_value = true, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
     pub seq_len: usize,
     /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
-    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    #[arg(long, visible_alias = "max-steps", value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
     /// Stop after the step in which so many seconds have passed since the start, and save [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = whole::<u64>(1..))]
     pub max_secs: Option<u64>,
     /// Passes over the data
-    #[arg(long, default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
+    #[arg(long, visible_alias = "num-train-epochs", default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
     pub epochs: usize,
     /// Take the sequences in the order of the data instead of a new random order each epoch
     #[arg(long)]
@@ -125,16 +140,30 @@ pub(crate) struct OptimizerArgs {
     #[command(flatten)]
     pub freeze: FreezeArgs,
     /// Highest learning rate, reached at the end of the warm-up
-    #[arg(long, default_value_t = 1e-3, value_name = "RATE", value_parser = real(0.0..))]
+    #[arg(long, visible_alias = "learning-rate", default_value_t = 2e-5, value_name = "RATE", value_parser = real(0.0..))]
     pub lr: f64,
-    /// Learning rate at the end, as a fraction of --lr; a half cosine leads there
+    /// How the learning rate falls after the warm-up
+    #[arg(
+        long,
+        visible_alias = "lr-scheduler-type",
+        default_value = "cosine",
+        value_name = "SCHEDULE"
+    )]
+    pub lr_schedule: LrScheduleChoice,
+    /// Last part of the steps in which the rate of --lr-schedule wsd falls
+    #[arg(long, default_value_t = 0.2, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
+    pub lr_decay_ratio: f64,
+    /// Learning rate at the end, as a fraction of --lr; nothing to --lr-schedule constant
     #[arg(long, default_value_t = 0.1, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
     pub min_lr_ratio: f64,
-    /// Steps over which the learning rate rises linearly
-    #[arg(long, default_value_t = 5, value_name = "STEPS", value_parser = whole::<usize>(0..))]
-    pub warmup_steps: usize,
+    /// First part of the steps, over which the learning rate rises linearly
+    #[arg(long, default_value_t = 0.03, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
+    pub warmup_ratio: f64,
+    /// The same as a number of steps; wins over --warmup-ratio
+    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    pub warmup_steps: Option<usize>,
     /// Decoupled weight decay of AdamW per step and unit of learning rate, for tensors of two or more dims
-    #[arg(long, default_value_t = AdamWConfig::default().weight_decay, value_name = "RATE", value_parser = real(0.0..))]
+    #[arg(long, default_value_t = 0.01, value_name = "RATE", value_parser = real(0.0..))]
     pub weight_decay: f64,
     /// Decay of AdamW's average of the gradients, β₁
     #[arg(long, default_value_t = AdamWConfig::default().beta1, value_name = "DECAY", value_parser = real(0.0..1.0))]
@@ -173,18 +202,50 @@ impl LayoutArgs {
         }
     }
 
-    /// The mesh's degrees.
+    /// How many replicas so many ranks make.
+    pub(crate) fn replicas_of(&self, num_ranks: usize) -> usize {
+        (num_ranks / self.pp.saturating_mul(self.tp)).max(1)
+    }
+
+    /// The mesh's degrees; without `--dp` as many replicas as a launcher's processes make.
     pub fn degrees(&self) -> Degrees {
+        let dp = self.dp.unwrap_or_else(|| {
+            // What is wrong with the environment [`RankArgs::config`] says.
+            let num_processes = RankEnv::from_env().map_or(1, |env| env.world_size());
+            self.replicas_of(num_processes)
+        });
         Degrees {
             pp: self.pp,
-            dp: self.dp,
+            dp,
             cp: 1,
             tp: self.tp,
         }
     }
 }
 
+impl OptimizerArgs {
+    /// Steps of the warm-up; of a fraction at least one, as long as there is a warm-up.
+    fn warmup_steps(&self, num_steps: usize) -> usize {
+        let steps = (self.warmup_ratio * num_steps as f64).ceil() as usize;
+        self.warmup_steps.unwrap_or(steps)
+    }
+
+    fn decay(&self) -> LrDecay {
+        match self.lr_schedule {
+            LrScheduleChoice::Cosine => LrDecay::Cosine,
+            LrScheduleChoice::Linear => LrDecay::Linear,
+            LrScheduleChoice::Constant => LrDecay::Constant,
+            LrScheduleChoice::Wsd => LrDecay::Wsd(self.lr_decay_ratio),
+        }
+    }
+}
+
 impl BatchArgs {
+    /// Positions of an optimizer step.
+    pub fn num_tokens(&self) -> usize {
+        self.global_batch_size * self.seq_len
+    }
+
     pub fn config(&self) -> BatchConfig {
         BatchConfig {
             seq_len: self.seq_len,
@@ -210,29 +271,6 @@ impl TrainingArgs {
                 degrees.tp
             ),
         }
-    }
-
-    /// Checks that the metrics can be written, without changing what the file holds; `output` is where the trained model will be. Those
-    /// of a run that is resumed are looked at when its step is known.
-    pub(crate) fn check_metrics(&self, output: &Path) -> Result<()> {
-        let Some(path) = &self.metrics else {
-            return Ok(());
-        };
-        let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
-        let absolute = std::path::absolute(path).ok();
-        if [dir, absolute]
-            .iter()
-            .flatten()
-            .any(|path| path.starts_with(output))
-        {
-            bail!(
-                "the metrics file {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
-                 the folder",
-                path.display(),
-                output.display()
-            );
-        }
-        Metrics::create(path).map(drop)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
@@ -264,15 +302,18 @@ impl TrainingArgs {
     /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
     pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = Batches::new(tokens, self.batches.config(), 0, layout.dp, &Device::Cpu)?;
+        let dp = layout.degrees().dp;
+        let batches = Batches::new(tokens, self.batches.config(), 0, dp, &Device::Cpu)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
+        let num_steps = self.batches.steps.unwrap_or(num_steps);
         let config = TrainConfig {
             lr_schedule: LrSchedule {
                 lr: args.lr,
                 min_lr_ratio: args.min_lr_ratio,
-                warmup_steps: args.warmup_steps,
-                num_steps: self.batches.steps.unwrap_or(num_steps),
+                warmup_steps: args.warmup_steps(num_steps),
+                num_steps,
+                decay: args.decay(),
             },
             adamw: AdamWConfig {
                 beta1: args.adam_beta1,

@@ -3,21 +3,23 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch, message_of};
-use candle_core::{DType, Device, Result};
-use candle_parallel::ParamStore;
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_core::{DType, Device, Error, Result};
+use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
+use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, Metrics, Progress, Tokenizer, Tokens, TrainConfig, Trainer,
-    TrainingRecord, explain_out_of_memory, peaks_in_words,
+    Batches, Checkpoints, DataPosition, ModelFlops, Progress, Tokenizer, Tokens, TrainConfig,
+    Trainer, TrainingRecord, explain_out_of_memory, peaks_in_words,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
-use crate::lora_args::{LoraArgs, print_trained};
-use crate::output::print_line;
+use crate::lora_args::LoraArgs;
+use crate::output::{exit_code_of_refusal, exit_with, print_line};
 use crate::samples::SampleArgs;
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
@@ -36,6 +38,8 @@ pub(crate) struct TrainingRun<'a> {
     pub base_model: Option<&'a str>,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
+    /// What was taken where no flag says, as flags.
+    pub taken: Vec<String>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -57,6 +61,16 @@ pub(crate) enum InitialWeights {
 
 /// Files that tell what a model is, and not what an adapter is.
 const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
+
+/// How a rank's part ended, the same on every rank.
+enum End {
+    Complete,
+    Stopped(Stopped),
+    /// All ranks found, before the first step, that they cannot go on from the checkpoint or write new ones.
+    Refused(Error),
+    /// Numbers that are no numbers any more, and would be none again if the same steps were done again.
+    Diverged(Error),
+}
 
 /// What a run goes on from.
 struct Resumed {
@@ -97,50 +111,76 @@ impl TrainingRun<'_> {
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            self.training.check_metrics(claimed.place())?;
+            self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
             print_line(&format!("{}: {run}", self.title));
+            if !self.taken.is_empty() {
+                print_line(&format!("chosen for you: {}", self.taken.join(" ")));
+            }
         }
         let folders = [
             ("--model", model),
             ("--adapter", self.lora.adapter.as_deref()),
         ];
-        ranks.fingerprint = fingerprint(&ranks, flags, &self.tokens, &folders)?;
-        let stopped = launch::run(&ranks, |world| {
-            self.run_rank(&train, (&save, &record, &self.stop), world)
-        })?;
-        let stopped = stopped.into_iter().next().flatten();
-        if ranks.is_first() {
-            let checkpoint = stopped.as_ref().and_then(|it| it.checkpoint.as_deref());
-            let saved = checkpoint.unwrap_or(self.output);
-            print_line(&format!("saved to {}", saved.display()));
-            if let Some(stopped) = &stopped {
-                let num_steps = train.lr_schedule.num_steps;
-                let is_alone = ranks.env.world_size() == 1;
-                let place = (self.output, is_alone);
-                print_line(&self.stop.describe(stopped, num_steps, place));
+        ranks.fingerprint = fingerprint(&ranks, &flags, &self.tokens, &folders)?;
+        let ends = launch::run(&ranks, |world| {
+            self.run_rank((&train, &ranks), (&save, &record), world)
+        });
+        let ends = match ends {
+            Err(err) if self.stop.has_begun() => return Ok(exit_with(Err(err))),
+            ends => ends?,
+        };
+        let is_first = ranks.is_first();
+        match ends.into_iter().next() {
+            None | Some(End::Complete) => {
+                if is_first {
+                    print_line(&format!("saved to {}", self.output.display()));
+                }
+                Ok(ExitCode::SUCCESS)
+            }
+            Some(End::Stopped(stopped)) => {
+                if is_first {
+                    let saved = stopped.checkpoint.as_deref().unwrap_or(self.output);
+                    print_line(&format!("saved to {}", saved.display()));
+                    let num_steps = train.lr_schedule.num_steps;
+                    let is_alone = ranks.env.world_size() == 1;
+                    let place = (self.output, is_alone);
+                    print_line(&self.stop.describe(&stopped, num_steps, place));
+                }
+                Ok(self.stop.exit_code())
+            }
+            Some(End::Refused(err)) if is_first => Err(err),
+            Some(End::Refused(_)) => Ok(exit_code_of_refusal(&ranks.env)),
+            Some(End::Diverged(err)) => {
+                if is_first {
+                    exit_with(Err(err));
+                }
+                Ok(ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE))
             }
         }
-        Ok(match stopped {
-            Some(_) => self.stop.exit_code(),
-            None => ExitCode::SUCCESS,
-        })
     }
 
-    /// One rank's part; how it was stopped, if it was.
+    /// One rank's part.
     fn run_rank(
         &self,
-        train: &TrainConfig,
-        (save, record, stop): (&HfSave, &TrainingRecord, &Stop),
+        (train, ranks): (&TrainConfig, &RunConfig),
+        (save, record): (&HfSave, &TrainingRecord),
         world: ProcessGroup,
-    ) -> Result<Option<Stopped>> {
+    ) -> Result<End> {
         let training = self.training;
         let mesh = Mesh::new(world, training.layout.degrees())?;
-        let resumed = self.resumed(record, &mesh.world)?;
-        let saver = training
-            .checkpoints
-            .saver(&mesh.world, resumed.as_ref().map(|it| &it.checkpoint))?;
+        let is_restart = ranks.env.num_restarts() > 0;
+        let checkpoints = self.resumed(record, is_restart, &mesh.world);
+        let checkpoints = checkpoints.and_then(|resumed| {
+            let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
+            let saver = training.checkpoints.saver(&mesh.world, checkpoint)?;
+            Ok((resumed, saver))
+        });
+        let (resumed, saver) = match checkpoints {
+            Ok(checkpoints) => checkpoints,
+            Err(err) => return Ok(End::Refused(err)),
+        };
         let store = match &self.initial_weights {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
@@ -156,24 +196,19 @@ impl TrainingRun<'_> {
         training.optimizer.freeze.check(stage.params())?;
         let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {
-            InitialWeights::Random => {
-                if is_first {
-                    let num_values = stage.params().num_global_values();
-                    print_line(&format!("{num_values} parameters"));
-                }
-                "sample"
-            }
+            InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
-                if is_first {
-                    print_trained(stage.params());
-                }
                 if resumed.is_none() {
                     self.print_sample("before", &mesh, &stage)?;
                 }
                 "after"
             }
         };
-        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?;
+        let flops = self.flops(ranks, &stage, mesh.world.device())?;
+        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?.with_flops(flops);
+        if is_first {
+            self.announce(&trainer, &mesh);
+        }
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
@@ -184,16 +219,35 @@ impl TrainingRun<'_> {
         if is_first {
             trainer.check_space(save)?;
         }
-        let mut trainer = trainer.with_stop(stop.asks());
+        let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| resumed.position);
-        let batches = self.fit(&mut trainer, &mesh, position)?;
+        let batches = match self.fit(&mut trainer, &mesh, position) {
+            Ok(batches) => batches,
+            Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
+            Err(err) => return Err(err),
+        };
         if trainer.is_stopped() {
-            return Self::stopped(&mut trainer, &batches, save).map(Some);
+            return Self::stopped(&mut trainer, &batches, save).map(End::Stopped);
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
         trainer.save_hf(save)?;
-        Ok(None)
+        Ok(End::Complete)
+    }
+
+    /// The model's arithmetic, and that of all devices if this rank's is known.
+    fn flops(&self, ranks: &RunConfig, stage: &Stage, device: &Device) -> Result<ModelFlops> {
+        let num_devices = match ranks.env.world_size() {
+            1 => ranks.devices.len(),
+            processes => processes,
+        };
+        let is_narrow = DType::from(self.training.layout.dtype) != DType::F32;
+        let gpu = GpuState::of(device)?.filter(|_| is_narrow);
+        let peak = gpu.and_then(|gpu| gpu.peak_tflops());
+        Ok(ModelFlops {
+            per_token: flops_per_token(&self.config, stage.params(), self.training.batches.seq_len),
+            peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
+        })
     }
 
     /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
@@ -217,15 +271,21 @@ impl TrainingRun<'_> {
     }
 
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
-    fn resumed(&self, record: &TrainingRecord, world: &ProcessGroup) -> Result<Option<Resumed>> {
+    fn resumed(
+        &self,
+        record: &TrainingRecord,
+        is_restart: bool,
+        world: &ProcessGroup,
+    ) -> Result<Option<Resumed>> {
         let args = &self.training.checkpoints;
         let is_first = world.rank() == 0;
-        let Some(checkpoint) = args.open(world)? else {
-            if let (Some(_), Some(dir), true) = (&args.resume, &args.save_dir, is_first) {
-                print_line(&format!(
-                    "no checkpoint in {}: the run begins",
-                    dir.display()
-                ));
+        let Some(checkpoint) = args.open(world, is_restart)? else {
+            if is_first && (is_restart || args.resume.is_some()) {
+                let place = args.save_dir.as_ref().map(|dir| dir.display());
+                let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
+                    format!("in {dir}")
+                });
+                print_line(&format!("no checkpoint {where_not}: the run begins"));
             }
             return Ok(None);
         };
@@ -258,27 +318,22 @@ impl TrainingRun<'_> {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
-        let metrics = self.training.metrics.as_ref().filter(|_| is_first);
-        let metrics = metrics.map(|path| match &position {
-            Some(_) => Metrics::resume(path, trainer.step()),
-            None => Metrics::create(path),
-        });
-        let mut metrics = metrics.transpose()?;
-        let mut progress = is_first.then(|| Progress::new(trainer.num_steps()));
+        let resumed_at = position.map(|_| trainer.step());
+        let mut shown = match is_first {
+            true => Some((
+                Progress::new(trainer.num_steps()),
+                self.training.logs.open(resumed_at)?,
+            )),
+            false => None,
+        };
         trainer.train(&batches, |step| {
-            let logged = metrics.as_mut().map_or(Ok(()), |metrics| metrics.log(step));
-            if let Some(progress) = &mut progress {
+            if let Some((progress, logs)) = &mut shown {
                 progress.update(step);
-                // What was trained is worth more than a line about it.
-                if let Err(err) = logged {
-                    let why = message_of(&err);
-                    progress.println(&format!("warning: no more metrics: {why}"));
-                    metrics = None;
-                }
+                logs.log(step, |warning| progress.println(warning));
             }
             Ok(())
         })?;
-        if let Some(progress) = &mut progress {
+        if let Some((progress, _)) = &mut shown {
             progress.finish();
         }
         mesh.world.set_step(trainer.step(), "after training");

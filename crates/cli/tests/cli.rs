@@ -20,6 +20,7 @@ mod cli {
         mod options;
         mod orphans;
         mod output;
+        mod restart;
         mod signals;
     }
     mod layout;
@@ -29,6 +30,7 @@ mod cli {
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
+    mod restart;
     mod resume;
     mod stop;
     mod tokenizer;

@@ -52,6 +52,13 @@ pub enum Error {
         message: String,
     },
 
+    /// All ranks failed by themselves, with the same message.
+    #[error("{message}")]
+    AllRanksFailed {
+        /// Their error or panic message.
+        message: String,
+    },
+
     /// An operation cannot complete because another rank failed.
     #[error("{call} on rank {waiting} cannot complete: rank {rank} failed: {message}")]
     PeerFailed {

@@ -27,12 +27,13 @@ mod program;
 mod rank_process;
 mod rank_variables;
 mod rendezvous_address;
+mod shares;
 mod signals;
 mod wire;
 
 pub use agent::run_agent;
 pub use config::LaunchConfig;
-pub use end::PEER_FAILED_EXIT_CODE;
+pub use end::{PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
 pub use rank_process::become_rank;
 pub use rendezvous_address::RendezvousAddress;

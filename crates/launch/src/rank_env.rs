@@ -7,7 +7,8 @@
 //! | MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS |
 //! | Slurm | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST |
 //!
-//! The first row whose variables are set counts: the innermost launcher, since a Slurm step may hold the others.
+//! The first row whose variables are set counts: the innermost launcher, since a Slurm step may hold the others. What MPI sets below
+//! `candle-train launch` comes before that.
 //! This module is the only reader of the environment.
 
 mod identity;
@@ -35,6 +36,7 @@ pub struct RankEnv {
     host: String,
     started_by: StartedBy,
     run_token: String,
+    num_restarts: usize,
     master_addr: Option<String>,
     master_port: Option<u16>,
 }
@@ -71,6 +73,7 @@ impl RankEnv {
                 .unwrap_or_else(|| host.to_string()),
             started_by: identity.started_by,
             run_token: meeting.run_token,
+            num_restarts: num_restarts(&vars, identity.started_by)?,
             master_addr: meeting.address,
             master_port: meeting.port,
         })
@@ -114,6 +117,11 @@ impl RankEnv {
         &self.run_token
     }
 
+    /// How often the launcher has started the ranks before, because a start ended in a failure: the run should go on where it was.
+    pub fn num_restarts(&self) -> usize {
+        self.num_restarts
+    }
+
     /// Host and port where rank 0 waits for the others.
     ///
     /// # Errors
@@ -151,5 +159,14 @@ impl fmt::Display for RankEnv {
             self.local_world_size,
             self.started_by
         )
+    }
+}
+
+fn num_restarts(vars: &Variables, started_by: StartedBy) -> Result<usize> {
+    let own = vars.number("CANDLE_TRAIN_RESTART_COUNT")?;
+    match (own, started_by) {
+        (Some(own), _) => Ok(own),
+        (None, StartedBy::Torchrun) => Ok(vars.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
+        (None, _) => Ok(0),
     }
 }

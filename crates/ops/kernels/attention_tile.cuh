@@ -25,13 +25,14 @@ struct Attention {
 
     // Rows of a tile that are beyond the sequence count to its last document.
     __device__ int document_start(int query) const {
-        return starts ? (int)starts[(i64)blockIdx.z * t + min(query, t - 1)] : 0;
+        return starts ? (int)starts[(i64)blockIdx.z * t + (query < t ? query : t - 1)] : 0;
     }
 
     // Where the first tile of keys starts that a query of the tile from `first` on sees.
     __device__ int first_key(int first) const {
         int seen = first < window ? 0 : first - window + 1;
-        return max(seen, document_start(first)) / TILE * TILE;
+        int start = document_start(first);
+        return (seen > start ? seen : start) / TILE * TILE;
     }
 
     // Whether a query of the tile from `query` on sees a key of the tile from `key` on, which is not after it.

@@ -39,6 +39,14 @@ impl DeviceChoice {
         }
     }
 
+    /// How many devices it means, as far as that can be told without one: 0 without a GPU.
+    pub fn num_devices(self) -> usize {
+        match self {
+            Self::AllCuda => num_gpus(),
+            Self::Cpu | Self::Cuda(_) => 1,
+        }
+    }
+
     /// Opens what `num_ranks` ranks need, one or more devices, which they take in turn.
     ///
     /// # Errors

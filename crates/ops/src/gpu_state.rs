@@ -33,6 +33,13 @@ impl GpuState {
         }
     }
 
+    /// Dense operations per second in 16 bits, in units of 10^12, as its maker states them: NVIDIA H100 and H200 Tensor Core GPU
+    /// datasheets, SXM, without sparsity. `None` for others.
+    pub fn peak_tflops(&self) -> Option<f64> {
+        let is_known = ["H100", "H200"].iter().any(|name| self.name.contains(name));
+        is_known.then_some(989.0)
+    }
+
     /// The state of `device`; `None` for the CPU. Waits for nothing: memory counts from when the host asks for it.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
 //! Data flows one way: [`Documents`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`Progress`] and [`Sampler`].
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +14,7 @@ mod generate;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
+mod model_flops;
 mod progress;
 mod sample_order;
 mod sampler;
@@ -21,6 +22,7 @@ mod samples;
 mod special_tokens;
 mod step_metrics;
 mod step_times;
+mod tensorboard;
 mod tokenizer;
 mod tokens;
 mod train_bpe;
@@ -32,14 +34,16 @@ pub use batches::{BatchConfig, Batches};
 pub use checkpoints::Checkpoints;
 pub use documents::Documents;
 pub use generate::{GenerateConfig, generate};
-pub use lr_schedule::LrSchedule;
-pub use memory_report::{explain_out_of_memory, peaks_in_words};
+pub use lr_schedule::{LrDecay, LrSchedule};
+pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
 pub use metrics::Metrics;
+pub use model_flops::ModelFlops;
 pub use progress::Progress;
 pub use sampler::{Sampler, SamplingConfig};
 pub use samples::Samples;
 pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
+pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use train_config::TrainConfig;

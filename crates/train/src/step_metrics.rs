@@ -27,6 +27,12 @@ pub struct StepMetrics {
     pub tokens_per_sec: f64,
     /// Wall-clock time of the step, in seconds.
     pub step_secs: f64,
+    /// Operations per second that the model needs for the tokens of the step, targets or not, in 10^9, over all ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gflops_per_sec: Option<f64>,
+    /// That over what the devices can do: model FLOPs utilisation, from 0 to 1, where their peak is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
 }

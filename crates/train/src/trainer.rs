@@ -14,6 +14,7 @@ use candle_parallel::{
 use crate::batches::Batches;
 use crate::checkpoints::Checkpoints;
 use crate::memory_report::explain;
+use crate::model_flops::ModelFlops;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
@@ -34,6 +35,8 @@ pub struct Trainer {
     asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
     is_stopped: bool,
     checkpoints: Option<Checkpoints>,
+    num_replicas: usize,
+    flops: Option<ModelFlops>,
 }
 
 impl Trainer {
@@ -73,6 +76,8 @@ impl Trainer {
             asks_to_stop: None,
             is_stopped: false,
             checkpoints: None,
+            num_replicas: mesh.dp.world_size(),
+            flops: None,
         })
     }
 
@@ -86,6 +91,17 @@ impl Trainer {
     /// Whether [`Self::train`] has returned before the last step because a rank asked it to: the same on every rank.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped && self.step < self.config.lr_schedule.num_steps
+    }
+
+    /// Tells in the metrics from now on how much of the model's arithmetic is done per second.
+    pub fn with_flops(mut self, flops: ModelFlops) -> Self {
+        self.flops = Some(flops);
+        self
+    }
+
+    /// Whether a loss or gradients that are no numbers have ended [`Self::train`]: the same on every rank.
+    pub fn has_diverged(&self) -> bool {
+        self.optimizer.has_diverged()
     }
 
     /// Saves checkpoints between the steps of [`Self::train`] from now on.
@@ -236,6 +252,7 @@ impl Trainer {
             self.times.optimizer_secs = std::mem::replace(earlier, stopwatch).take_secs()?;
         }
         let step_secs = start.elapsed().as_secs_f64();
+        let per_sec = self.tokens_per_sec(micro_batches, step_secs)?;
         let metrics = StepMetrics {
             step: self.step,
             loss: loss.mean,
@@ -246,10 +263,22 @@ impl Trainer {
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,
+            gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
+            mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
             memory: self.memory(),
         };
         self.step += 1;
         Ok(metrics)
+    }
+
+    /// Tokens of the global batch, whether they are targets or not, if all replicas have as many as this one.
+    fn tokens_per_sec(&self, micro_batches: &[MicroBatch], step_secs: f64) -> Result<f64> {
+        let tokens = micro_batches.iter().map(|batch| {
+            let (b, t) = batch.dims()?;
+            Ok(b * t)
+        });
+        let tokens: usize = tokens.sum::<Result<_>>()?;
+        Ok((self.num_replicas * tokens) as f64 / step_secs)
     }
 
     /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.

@@ -18,6 +18,8 @@ mod metrics;
 mod progress;
 #[path = "train/sampler.rs"]
 mod sampler;
+#[path = "train/tensorboard.rs"]
+mod tensorboard;
 #[path = "train/tokenizer.rs"]
 mod tokenizer;
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_parallel::{AdamWConfig, LossScaling, Offload};
-use candle_train::{BatchConfig, LrSchedule, StepMetrics, TrainConfig};
+use candle_train::{BatchConfig, LrDecay, LrSchedule, StepMetrics, TrainConfig};
 use candle_train_models::ModelConfig;
 use serde::Deserialize;
 
@@ -130,6 +130,7 @@ impl Run {
                 min_lr_ratio: self.min_lr_ratio,
                 warmup_steps: self.warmup_steps,
                 num_steps: self.steps,
+                decay: LrDecay::Cosine,
             },
             adamw: AdamWConfig {
                 weight_decay: self.weight_decay,

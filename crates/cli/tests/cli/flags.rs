@@ -183,7 +183,8 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         ("--adam-beta1", "0.9"),
         ("--adam-beta2", "0.95"),
         ("--adam-eps", "1e-8"),
-        ("--weight-decay", "0.1"),
+        ("--weight-decay", "0.01"),
+        ("--lr-schedule", "cosine"),
         ("--max-grad-norm", "1"),
     ];
     assert!(weights(&named) == default);
@@ -198,6 +199,8 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         ("--lr", "0"),
         ("--min-lr-ratio", "1"),
         ("--warmup-steps", "2"),
+        ("--lr-schedule", "linear"),
+        ("--lr-schedule", "wsd"),
     ] {
         let changed = weights(&[flag]);
         assert!(
@@ -206,6 +209,8 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         );
         all.push(changed);
     }
+    // Of three steps a fifth is the last one, whose rate is the highest still; the rate never falls either.
+    assert!(weights(&[("--lr-schedule", "constant")]) == weights(&[("--min-lr-ratio", "1")]));
     // 0 is no limit at all, where as large a one as there is scales nothing.
     assert!(weights(&[("--max-grad-norm", "0")]) == weights(&[("--max-grad-norm", "1e300")]));
 }

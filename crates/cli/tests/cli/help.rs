@@ -36,9 +36,9 @@ fn assert_says(help: &BTreeMap<String, String>, flag: &str, parts: &[&str]) {
 }
 
 const TRAINING: &[(&str, &[&str])] = &[
-    ("--tp", &["[default: 2]", "RANKS"]),
-    ("--pp", &["[default: 2]", "STAGES"]),
-    ("--dp", &["[default: 2]", "REPLICAS"]),
+    ("--tp", &["[default: 1]", "RANKS"]),
+    ("--pp", &["[default: 1]", "STAGES"]),
+    ("--dp", &["[default: what", "REPLICAS"]),
     (
         "--zero",
         &["[default: 1]", "optimizer's state", "gradients", "weights"],
@@ -68,14 +68,20 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--deterministic", &["same bits", "attention"]),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
-    ("--dtype", &["[default: f32]", "bf16", "f16"]),
+    ("--dtype", &["[default: bf16 on GPUs", "bf16", "f16"]),
+    ("--bf16", &["--dtype bf16"]),
+    ("--fp16", &["--dtype f16"]),
     (
         "--freeze",
         &["[default: none]", "PATTERN", "regular expression"],
     ),
-    ("--micro-batch-size", &["[default: 4]", "SEQUENCES"]),
-    ("--global-batch-size", &["[default: 16]", "SEQUENCES"]),
-    ("--seq-len", &["[default: 128]", "TOKENS"]),
+    (
+        "--micro-batch-size",
+        &["per-device-train-batch-size", "SEQUENCES"],
+    ),
+    ("--global-batch-size", &["[default: 16, or", "SEQUENCES"]),
+    ("--gradient-accumulation-steps", &["--global-batch-size"]),
+    ("--seq-len", &["[default: ", "TOKENS"]),
     (
         "--steps",
         &[
@@ -88,10 +94,16 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--epochs", &["[default: 3]", "PASSES"]),
     ("--no-shuffle", &["order of the data"]),
     ("--seed", &["[default: 0]"]),
-    ("--lr", &["[default: 0.001]"]),
+    ("--lr", &["[default: ", "learning-rate"]),
+    (
+        "--lr-schedule",
+        &["[default: cosine]", "linear", "constant", "wsd"],
+    ),
+    ("--lr-decay-ratio", &["[default: 0.2]", "wsd"]),
     ("--min-lr-ratio", &["[default: 0.1]", "FRACTION"]),
-    ("--warmup-steps", &["[default: 5]", "STEPS"]),
-    ("--weight-decay", &["[default: 0.1]"]),
+    ("--warmup-ratio", &["[default: 0.03]", "FRACTION"]),
+    ("--warmup-steps", &["STEPS", "wins over --warmup-ratio"]),
+    ("--weight-decay", &["[default: "]),
     (
         "--adam-beta1",
         &["[default: 0.9]", "average of the gradients"],
@@ -111,8 +123,12 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, memory",
+            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec",
         ],
+    ),
+    (
+        "--tensorboard",
+        &["[default: none]", "DIR", "TensorBoard", "resumed"],
     ),
     ("--overwrite", &["earlier run of the same command", "never"]),
     (
@@ -124,8 +140,11 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--keep", &["[default: 2]", "newest"]),
     ("--resume", &["DIR|latest", "any layout", "--save-dir"]),
     ("--resume-anyway", &["other data"]),
-    ("--prompt", &["[default: \"The Queen\"]"]),
-    ("--sample-tokens", &["[default: 80]", "TOKENS", "0: none"]),
+    ("--prompt", &["[default: ", "TEXT"]),
+    (
+        "--sample-tokens",
+        &["[default: 80]", "TOKENS", "0: no samples"],
+    ),
     ("--temperature", &["[default: 0.5]"]),
     ("--top-p", &["[default: 0.9]"]),
 ];
@@ -138,7 +157,14 @@ fn finetune_explains_its_flags() {
     }
     assert_says(&help, "--model", &["org/name[@revision]", "\"qwen3\""]);
     assert_says(&help, "--data", &["FILE|DIR"]);
-    assert_says(&help, "--output", &["[default: finetuned]"]);
+    for (flag, default) in [
+        ("--lr", "0.00002"),
+        ("--weight-decay", "0.01"),
+        ("--micro-batch-size", "1"),
+    ] {
+        assert_says(&help, flag, &[&format!("[default: {default}]")]);
+    }
+    assert_says(&help, "--output", &["[default: finetuned]", "output-dir"]);
     for (flag, parts) in [
         (
             "--lora-rank",
@@ -180,6 +206,13 @@ fn pretrain_explains_its_flags() {
     let help = help("pretrain");
     for (flag, parts) in TRAINING {
         assert_says(&help, flag, parts);
+    }
+    for (flag, default) in [
+        ("--lr", "1e-3"),
+        ("--weight-decay", "0.1"),
+        ("--seq-len", "128"),
+    ] {
+        assert_says(&help, flag, &[&format!("[default: {default}]")]);
     }
     assert_says(&help, "--output", &["[default: pretrained]"]);
     assert_says(

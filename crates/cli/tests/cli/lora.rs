@@ -35,8 +35,14 @@ fn merge(workspace: &Workspace, adapter: &str) -> Program {
 fn the_output_is_an_adapter_which_training_goes_on_with() {
     let workspace = Workspace::new();
     let outcome = lora(&workspace).switch("--rslora").succeeds();
-    let said = "training 3904 of 57632 parameters (6.774%), 56 of 95 tensors; adapters of rank 2, scale 11.3137, beside 28 layers";
+    let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen are 39 \
+                tensors of 53728 values";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    assert!(
+        outcome.stdout.contains("--lr 0.0002\n"),
+        "{}",
+        outcome.stdout
+    );
     let files = names(&workspace.output());
     assert!(
         FILES

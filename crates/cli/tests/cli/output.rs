@@ -74,15 +74,31 @@ fn metrics_do_not_overwrite_what_is_no_metrics_file() {
 fn metrics_in_the_folder_that_is_replaced_are_refused() {
     let workspace = Workspace::new();
     for output in ["output", "new"] {
-        let output = workspace.path(output);
-        let metrics = output.join("metrics.jsonl");
-        let program = workspace.finetune().flag("--output", output.display());
-        let program = program.flag("--metrics", metrics.display());
-        workspace.refuses(
-            &program,
-            &["metrics.jsonl", "is in the output folder", "hint:"],
-        );
+        for flag in ["--metrics", "--tensorboard"] {
+            let output = workspace.path(output);
+            let inside = output.join("steps");
+            let program = workspace.finetune().flag("--output", output.display());
+            let program = program.flag(flag, inside.display());
+            workspace.refuses(&program, &["steps is in the output folder", "hint:"]);
+        }
     }
+}
+
+#[test]
+fn curves_go_to_a_folder_and_are_continued_in_another_file() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune();
+    let program = program.flag("--save-every", 1);
+    let program = program.flag("--save-dir", workspace.path("saves").display());
+    let curves = workspace.path("curves/a");
+    let program = program.flag("--tensorboard", curves.display());
+    program.succeeds();
+    assert_eq!(names(&curves).len(), 1);
+    program.flag("--resume", "latest").succeeds();
+    assert_eq!(names(&curves).len(), 2);
+    let file = workspace.path("text.txt");
+    let program = workspace.finetune().flag("--tensorboard", file.display());
+    workspace.run_refused(&program, &["text.txt is no folder"]);
 }
 
 #[test]

@@ -5,6 +5,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use nix::unistd::Pid;
+
 use super::program::{Outcome, Program};
 use super::two_hosts::TwoHosts;
 use super::workspace::{Workspace, candle_train};
@@ -100,7 +102,7 @@ fn assert_failed(outcome: &Outcome, parts: &[&str]) {
 fn another_number_of_processes_than_ranks_is_refused() {
     let workspace = Workspace::new();
     let Some(words) = mpirun(2) else { return };
-    let outcome = workspace.finetune().under(words).run();
+    let outcome = workspace.finetune().flag("--dp", 2).under(words).run();
     assert_failed(
         &outcome,
         &[
@@ -109,6 +111,19 @@ fn another_number_of_processes_than_ranks_is_refused() {
         ],
     );
     workspace.assert_output_is_untouched();
+}
+
+#[test]
+fn processes_that_are_left_are_replicas() {
+    let workspace = Workspace::new();
+    let Some(words) = mpirun(4) else { return };
+    let program = workspace.finetune().flag("--pp", 1).under(words);
+    let outcome = program.succeeds();
+    assert!(
+        outcome.stdout.contains("pp 1 x dp 2 x tp 2"),
+        "{}",
+        outcome.stdout
+    );
 }
 
 #[test]
@@ -219,6 +234,37 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
     workspace.finetune().succeeds();
     let left = super::folder::names(&workspace.path(""));
     assert_eq!(left, ["model", "output", "text.txt"]);
+}
+
+#[test]
+fn ranks_killed_under_a_launcher_that_restarts_leave_the_bits_of_threads() {
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let path = there.path("metrics.jsonl");
+    let program = there.finetune().flag("--steps", 60);
+    let program = program.flag("--metrics", path.display());
+    let program = program.flag("--save-every", 1);
+    let program = program.flag("--save-dir", there.path("saves").display());
+    let Some(mpirun) = mpirun(4) else { return };
+    let launcher = [env!("CARGO_BIN_EXE_candle-train"), "launch"];
+    let options = ["--nproc-per-node", "1", "--max-restarts", "3"];
+    let words = launcher.iter().chain(&options).map(|word| word.to_string());
+    let program = layout(program, (1, 2, 2)).flag("--backend", "mpi");
+    let program = program.under(words.chain(mpirun).collect());
+    let rank = |number: usize| {
+        let pid = rank_process(&there, [0, 2, 3][number])?;
+        Some(Pid::from_raw(pid as i32))
+    };
+    let outcome = super::restart::killed(&program, 3, rank);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    layout(here.finetune(), (1, 2, 2))
+        .flag("--steps", 60)
+        .succeeds();
+    let weights =
+        |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+    assert!(weights(&here) == weights(&there));
+    let steps = super::training::metrics(&path).into_iter();
+    let steps: Vec<u64> = steps.map(|step| step["step"].as_u64().unwrap()).collect();
+    assert!(steps.iter().copied().eq(0..60), "{steps:?}");
 }
 
 #[test]

@@ -21,17 +21,72 @@ pub fn metrics(path: &Path) -> Vec<Map<String, Value>> {
 pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Value>> {
     for step in &mut metrics {
         step.retain(|field, _| {
-            !matches!(field.as_str(), "tokens_per_sec" | "step_secs" | "memory")
+            !matches!(
+                field.as_str(),
+                "tokens_per_sec" | "step_secs" | "gflops_per_sec" | "memory"
+            )
         });
     }
     metrics
 }
 
 #[test]
-fn default_flags_show_samples_and_progress_and_save_a_checkpoint() {
+fn default_flags_fit_the_model_and_the_machine() {
     let workspace = Workspace::new();
-    let program = workspace.finetune_by_default().flag("--epochs", 1);
+    let outcome = workspace
+        .finetune_by_default()
+        .flag("--epochs", 1)
+        .succeeds();
+    let out = &outcome.stdout;
+    // On a machine with GPUs, and a program for them, other ranks and another type are right.
+    if cfg!(not(feature = "cuda")) {
+        for part in [
+            "sequences of 2048 tokens; 1 ranks as threads: pp 1 x dp 1 x tp 1, ZeRO-1",
+            "chosen for you: --dp 1 --seq-len 2048 --global-batch-size 16 --lr 0.00002",
+        ] {
+            assert!(out.contains(part), "{part:?} is not in: {out}");
+        }
+    }
+    assert!(
+        out.contains("memory of a rank, expected: weights "),
+        "{out}"
+    );
+    assert!(!out.contains("--- before"), "{out}");
+}
+
+#[test]
+fn names_of_other_programs_flags_are_known() {
+    let workspace = Workspace::new();
+    let program = candle_train("finetune")
+        .flag("--model", workspace.path("model").display())
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output-dir", workspace.path("new").display())
+        .flag("--learning-rate", 1e-3)
+        .flag("--max-steps", 2)
+        .flag("--num-train-epochs", 1)
+        .flag("--per-device-train-batch-size", 2)
+        .flag("--gradient-accumulation-steps", 3)
+        .flag("--lr-scheduler-type", "constant_with_warmup")
+        .flag("--seq-len", 16)
+        .switch("--bf16");
     let outcome = program.succeeds();
+    let out = &outcome.stdout;
+    assert!(out.contains("2 steps of 6 sequences of 16 tokens"), "{out}");
+    assert!(workspace.path("new").join("model.safetensors").is_file());
+    let both = program.flag("--dtype", "f32").run();
+    both.assert_error(&["--bf16", "cannot be used with", "--dtype"]);
+}
+
+#[test]
+fn samples_and_progress_are_shown_and_a_checkpoint_is_saved() {
+    let workspace = Workspace::new();
+    let degrees = ["--tp", "--pp", "--dp"];
+    let program = workspace.finetune_by_default().flag("--epochs", 1);
+    let program = degrees
+        .iter()
+        .fold(program, |program, name| program.flag(name, 2));
+    let program = program.flag("--seq-len", 128).flag("--lr", 1e-3);
+    let outcome = program.flag("--prompt", "The Queen").succeeds();
     let out = &outcome.stdout;
     for part in [
         "pp 2 x dp 2 x tp 2, ZeRO-1",
@@ -84,6 +139,7 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
         let mut fields: Vec<&str> = step.keys().map(String::as_str).collect();
         fields.sort_unstable();
         let expected = [
+            "gflops_per_sec",
             "grad_norm",
             "learning_rate",
             "loss",
@@ -98,6 +154,13 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
         assert_eq!(fields, expected);
         assert_eq!(step["step"], index);
         assert_eq!(step["num_tokens"], 64);
+        // For each weight of a product 6 (in a layer q, k, v, o and the MLP's three, and the head), for attention 6 for each of its
+        // 4 heads' 8 dims and each of 16 tokens.
+        let layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 56;
+        let per_token = 6 * (4 * layer + 307 * 32) + 4 * 6 * (4 * 8) * 16;
+        let [gflops, tokens] = ["gflops_per_sec", "tokens_per_sec"].map(|name| step[name].as_f64());
+        let ratio = 1e9 * gflops.unwrap() / tokens.unwrap() / f64::from(per_token);
+        assert!((ratio - 1.0).abs() < 1e-9, "{ratio}");
         for category in ["weights", "gradients", "optimizer"] {
             let peak = &step["memory"][format!("{category}_peak_bytes")];
             assert!(peak.as_u64().unwrap() > 0, "{category}: {peak}");
@@ -238,6 +301,7 @@ fn a_seed_decides_every_number() {
         let program = workspace
             .finetune()
             .flag("--metrics", path.display())
+            .flag("--prompt", "The Queen")
             .flag("--seed", seed);
         let stdout = program.flag("--sample-tokens", 8).succeeds().stdout;
         let samples = stdout.split_once("--- before").unwrap().1.to_string();
@@ -422,7 +486,7 @@ fn a_pretrained_model_can_be_fine_tuned() {
         .flag("--hidden-size", 24)
         .flag("--intermediate-size", 40)
         .succeeds();
-    for part in ["parameters", "--- sample\nThe Queen", "saved to"] {
+    for part in ["parameters", "--- sample\nThe", "saved to"] {
         assert!(
             outcome.stdout.contains(part),
             "{part:?} is not in: {}",
@@ -451,6 +515,7 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
     let outcome = workspace
         .finetune()
         .flag("--sample-tokens", 2)
+        .flag("--prompt", "The Queen")
         .without_reader()
         .run();
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
@@ -461,7 +526,8 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
 fn every_family_is_fine_tuned_by_the_same_command() {
     for name in ["mistral", "mistral_dynamic", "qwen2", "qwen3", "gemma"] {
         let workspace = Workspace::with_model(name);
-        let outcome = workspace.finetune().flag("--sample-tokens", 4).succeeds();
+        let program = workspace.finetune().flag("--sample-tokens", 4);
+        let outcome = program.flag("--prompt", "The Queen").succeeds();
         assert!(outcome.stdout.contains("--- after\nThe"), "{name}");
         let [input, output] = [workspace.path("model"), workspace.output()];
         let config = |dir: &Path| read_json(&dir.join("config.json"));

@@ -63,6 +63,10 @@ impl Workspace {
     /// Two small steps on 2 x 2 x 2 ranks, without samples.
     pub fn finetune(&self) -> Program {
         self.finetune_by_default()
+            .flag("--tp", 2)
+            .flag("--pp", 2)
+            .flag("--dp", 2)
+            .flag("--lr", 1e-3)
             .flag("--steps", 2)
             .flag("--seq-len", 16)
             .flag("--global-batch-size", 4)

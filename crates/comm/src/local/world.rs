@@ -43,6 +43,8 @@ pub(super) struct State {
 pub(super) struct Failure {
     rank: usize,
     message: String,
+    /// Ranks that failed with this message, each by itself.
+    num_ranks: usize,
 }
 
 #[derive(Default)]
@@ -158,7 +160,14 @@ impl World {
     /// its consequences.
     pub(crate) fn fail(&self, rank: usize, error: &candle_core::Error) {
         let message = message_of(error);
-        self.lock().failure.get_or_insert(Failure { rank, message });
+        let mut state = self.lock();
+        let first = state.failure.get_or_insert_with(|| Failure {
+            rank,
+            message: message.clone(),
+            num_ranks: 0,
+        });
+        first.num_ranks += usize::from(first.message == message);
+        drop(state);
         self.wake.iter().for_each(Condvar::notify_all);
     }
 
@@ -170,10 +179,14 @@ impl World {
 
     /// The first failure, if any rank failed. To be called once, when all ranks have ended.
     pub(crate) fn take_failure(&self) -> Option<Error> {
-        let failure = self.lock().failure.take()?;
-        Some(Error::RankFailed {
-            rank: failure.rank,
-            message: failure.message,
+        let Failure {
+            rank,
+            message,
+            num_ranks,
+        } = self.lock().failure.take()?;
+        Some(match num_ranks == self.wake.len() {
+            true => Error::AllRanksFailed { message },
+            false => Error::RankFailed { rank, message },
         })
     }
 

@@ -313,3 +313,15 @@ fn random_failures_end_the_run_with_the_root_cause() {
         );
     }
 }
+
+#[test]
+fn nobody_is_blamed_for_what_all_ranks_find() {
+    for world_size in [1, 3] {
+        let error = failure(world_size, |_| -> Result<()> { bail!("no such file") });
+        assert_eq!(first_line(&error), "no such file");
+    }
+    let error = failure(3, |world| -> Result<()> {
+        bail!("no file {}", world.rank() / 2)
+    });
+    assert!(error.starts_with("rank "), "{error}");
+}

@@ -26,8 +26,12 @@ pub struct LaunchConfig {
     pub env: Vec<String>,
     /// Folder for each rank's output.
     pub log_dir: Option<PathBuf>,
-    /// Time that ranks have to end after a signal or a failure, before they are killed.
-    pub grace_secs: f64,
+    /// How often all ranks are started again after a failure.
+    pub max_restarts: usize,
+    /// Start them again without hosts of the host file that are lost, if so many are left. Default: all.
+    pub min_nodes: Option<usize>,
+    /// Time that ranks have to end, before they are killed. Default: 10 after a failure, 300 after a signal.
+    pub grace_secs: Option<f64>,
     /// Time without a word after which a host of the host file is given up. Default: 60.
     pub silence_secs: Option<f64>,
     /// Whether to print what would run where, and start nothing.

@@ -11,6 +11,14 @@ use serde::{Deserialize, Serialize};
 /// The launcher never names such a rank as the cause where a rank failed by itself.
 pub const PEER_FAILED_EXIT_CODE: u8 = 85;
 
+/// The exit code of a rank that would end in the same way if it was started again: its command line is wrong, say. Parsers of command
+/// lines have it so.
+pub const WOULD_FAIL_AGAIN_EXIT_CODE: u8 = 2;
+/// Those of shells, and of ours, where a program cannot be run.
+const CANNOT_RUN_EXIT_CODES: [i32; 2] = [126, 127];
+/// What asks a training run to stop; it then exits with 128 and the number.
+const STOPPING: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGUSR1];
+
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum End {
@@ -37,6 +45,24 @@ impl End {
     /// Whether the rank says that it ended because of another one.
     pub(super) fn is_due_to_peer(self) -> bool {
         self == Self::Exited(i32::from(PEER_FAILED_EXIT_CODE))
+    }
+
+    /// Why a rank that ended so is not started again, if that is so.
+    pub(super) fn is_for_good(self) -> Option<String> {
+        let stopping = STOPPING.into_iter().find(|signal| {
+            let number = *signal as i32;
+            [Self::Killed(number), Self::Exited(128 + number)].contains(&self)
+        });
+        match (stopping, self) {
+            (Some(signal), _) => Some(format!("it was asked to stop, by {}", signal.as_str())),
+            (None, Self::Exited(code))
+                if code == i32::from(WOULD_FAIL_AGAIN_EXIT_CODE)
+                    || CANNOT_RUN_EXIT_CODES.contains(&code) =>
+            {
+                Some(format!("exit code {code} means that it would fail again"))
+            }
+            _ => None,
+        }
     }
 
     /// The code with which the launcher itself should exit.

@@ -3,15 +3,17 @@
 
 mod agent_link;
 mod labelled_output;
+mod outcome;
 mod rank_outputs;
+mod restarts;
 mod run;
 mod verdict;
 
 use std::io::{Write, stderr, stdout};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Instant;
 
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::Signal;
@@ -21,11 +23,14 @@ use super::dry_run::DryRun;
 use super::end::End;
 use super::layout::Layout;
 use super::wire::Report;
-use super::{process_tree, program, signals};
+use super::{process_tree, program, shares, signals};
 use crate::{Error, Result};
 use agent_link::AgentLink;
+use outcome::{Outcome, Remedy};
 use rank_outputs::RankOutputs;
+use restarts::{Next, Restarts};
 use run::Run;
+use verdict::describe_signal;
 
 /// The exit code where nothing was started.
 const NOT_STARTED_EXIT_CODE: u8 = 2;
@@ -62,14 +67,15 @@ pub fn launch(config: &LaunchConfig) -> ExitCode {
         Err(error) => (NOT_STARTED_EXIT_CODE, Some(error.to_string())),
     };
     if let Some(sentence) = sentence {
-        let _ = writeln!(stderr(), "candle-train: {sentence}");
+        say(&sentence);
     }
     ExitCode::from(code)
 }
 
 /// The exit code, and what to print last.
 fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
-    let layout = Layout::new(config)?;
+    let mut restarts = Restarts::new(config, shares::of(config)?)?;
+    let mut layout = Layout::new(config, restarts.hosts(), 0)?;
     if layout.hosts.iter().any(|host| host.via.is_none()) {
         let search_path = std::env::var("PATH").unwrap_or_default();
         let plan = &layout.hosts[0].plan;
@@ -79,30 +85,74 @@ fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
         let _ = write!(stdout(), "{}", DryRun(&layout));
         return Ok((0, None));
     }
-    let outputs = open_outputs(&layout, config.log_dir.as_deref())?;
+    let mut outputs = open_outputs(&layout, config.log_dir.as_deref())?;
     // Before any thread is started: they all inherit it.
     let signals = signals::block()?;
     // What an agent that is killed leaves behind becomes ours.
     set_child_subreaper(true)
         .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))?;
     let (sender, events) = mpsc::channel();
+    let on_signal = sender.clone();
+    signals::watch(signals, move |signal| {
+        let _ = on_signal.send(Event::Signal(signal));
+    });
+    loop {
+        let outcome = run_once(&layout, outputs, &sender, &events)?;
+        let outcome = match restarts.after(outcome) {
+            Next::End(outcome) => outcome,
+            Next::Start(why, at) => {
+                say(&why);
+                if let Some(signal) = at.and_then(|at| wait(&events, at)) {
+                    let sentence = describe_signal(signal as i32, &[]);
+                    return Ok((128 + signal as u8, Some(sentence)));
+                }
+                layout = Layout::new(config, restarts.hosts(), restarts.num_restarts())?;
+                outputs = open_outputs(&layout, config.log_dir.as_deref())?;
+                continue;
+            }
+        };
+        if let (0, number @ 1..) = (outcome.exit_code, restarts.num_restarts()) {
+            say(&format!("the run is complete, after {number} restarts"));
+        }
+        return Ok((outcome.exit_code, outcome.sentence));
+    }
+}
+
+/// Starts the ranks and waits until nothing is left of them.
+fn run_once(
+    layout: &Layout,
+    outputs: Vec<RankOutputs>,
+    sender: &Sender<Event>,
+    events: &Receiver<Event>,
+) -> Result<Outcome> {
     let mut agents = Vec::new();
     for (index, (host, outputs)) in layout.hosts.iter().zip(outputs).enumerate() {
-        agents.push(AgentLink::start(index, host, outputs, &sender)?);
+        agents.push(AgentLink::start(index, host, outputs, sender)?);
     }
-    signals::watch(signals, move |signal| {
-        let _ = sender.send(Event::Signal(signal));
-    });
-    let grace = Duration::from_secs_f64(config.grace_secs);
-    let outcome = Run::new(&layout, agents, grace).drive(&events);
+    let mut outcome = Run::new(layout, agents).drive(events);
     let survivors = process_tree::kill_descendants();
     if !survivors.is_empty() {
-        run::warn_survivors(
-            "this host",
-            &survivors.iter().map(|pid| pid.as_raw()).collect::<Vec<_>>(),
-        );
+        let pids: Vec<_> = survivors.iter().map(|pid| pid.as_raw()).collect();
+        run::warn_survivors("this host", &pids);
+        outcome.remedy = Remedy::None(run::SURVIVORS.to_string());
     }
     Ok(outcome)
+}
+
+/// Until then, or until a signal.
+fn wait(events: &Receiver<Event>, until: Instant) -> Option<Signal> {
+    loop {
+        let rest = until.saturating_duration_since(Instant::now());
+        match events.recv_timeout(rest) {
+            Ok(Event::Signal(signal)) => return Some(signal),
+            Ok(_) => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+fn say(sentence: &str) {
+    let _ = writeln!(stderr(), "candle-train: {sentence}");
 }
 
 fn open_outputs(layout: &Layout, log_dir: Option<&Path>) -> Result<Vec<RankOutputs>> {

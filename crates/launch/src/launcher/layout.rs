@@ -3,18 +3,23 @@
 use std::fs::File;
 use std::io::Read;
 use std::net::{TcpListener, ToSocketAddrs};
+use std::time::Duration;
 
 use super::config::LaunchConfig;
 use super::host_plan::HostPlan;
-use super::hostfile;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
+use super::shares::{Share, is_loopback};
 use crate::{Error, Result};
 
 /// A silence this long means that a link is cut, unless the user says otherwise; at least some of the words that both
 /// sides send every second must fit in.
 const SILENCE_SECS: f64 = 60.0;
 const MIN_SILENCE_SECS: f64 = 3.0;
+/// After a failure there is nothing that ranks could still do together.
+const GRACE_AFTER_FAILURE_SECS: f64 = 10.0;
+/// After a signal they finish their step and save.
+const GRACE_AFTER_SIGNAL_SECS: f64 = 300.0;
 /// How ranks are started on other hosts, unless `--ssh` says otherwise: nobody can type a password, and no master of a
 /// shared connection is left behind.
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T";
@@ -28,6 +33,9 @@ pub(super) struct Layout {
     /// Whether port and token are other ones at each start.
     pub(super) random_port: bool,
     pub(super) random_token: bool,
+    /// What ranks have to end after a failure, and after a signal to the launcher.
+    pub(super) grace_after_failure: Duration,
+    pub(super) grace_after_signal: Duration,
 }
 
 /// A host and its ranks.
@@ -39,20 +47,18 @@ pub(super) struct Host {
     pub(super) plan: HostPlan,
 }
 
-/// A host's share, before the environment is known.
-struct Share {
-    name: String,
-    is_here: bool,
-    node_rank: usize,
-    first_rank: usize,
-    num_ranks: usize,
-}
-
 impl Layout {
+    /// Of the ranks that are started on these hosts after `num_restarts` earlier starts; each time they meet at another place.
+    ///
     /// # Errors
     /// Options that contradict each other or this host, in words.
-    pub(super) fn new(config: &LaunchConfig) -> Result<Self> {
-        let (shares, world_size) = shares(config)?;
+    pub(super) fn new(
+        config: &LaunchConfig,
+        shares: Vec<Share>,
+        num_restarts: usize,
+    ) -> Result<Self> {
+        let started: usize = shares.iter().map(|share| share.num_ranks).sum();
+        let world_size = config.nnodes * started;
         let secret = random_bytes()?;
         let (meeting, random_port) = meeting(config, &shares, &secret)?;
         let (token, random_token) = match (&config.run_id, config.nnodes) {
@@ -69,6 +75,7 @@ impl Layout {
             num_hosts: shares.len().max(config.nnodes),
             meeting: &meeting,
             token: &token,
+            num_restarts,
             given: &rank_variables::given(&config.env)?,
         };
         let folder = current_folder()?;
@@ -77,7 +84,10 @@ impl Layout {
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
         let via = ssh_words(config)?;
-        let grace_ms = milliseconds("--grace-secs", config.grace_secs, 0.0)?;
+        let grace_ms =
+            |default| milliseconds("--grace-secs", config.grace_secs.unwrap_or(default), 0.0);
+        let grace_ms_after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
+        let grace_ms_after_signal = grace_ms(GRACE_AFTER_SIGNAL_SECS)?;
         let silence_secs = config.silence_secs.unwrap_or(SILENCE_SECS);
         let silence_ms = milliseconds("--silence-secs", silence_secs, MIN_SILENCE_SECS)?;
         let hosts = shares.into_iter().map(|share| Host {
@@ -94,7 +104,7 @@ impl Layout {
                 ),
                 first_rank: share.first_rank,
                 num_ranks: share.num_ranks,
-                grace_ms,
+                grace_ms: grace_ms_after_failure,
                 silence_ms: (!share.is_here).then_some(silence_ms),
             },
             name: share.name,
@@ -105,6 +115,8 @@ impl Layout {
             meeting,
             random_port,
             random_token,
+            grace_after_failure: Duration::from_millis(grace_ms_after_failure),
+            grace_after_signal: Duration::from_millis(grace_ms_after_signal),
         })
     }
 }
@@ -141,61 +153,6 @@ fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
         ));
     }
     Ok(words)
-}
-
-/// The hosts that this launcher starts ranks on, and the number of ranks of the whole run.
-fn shares(config: &LaunchConfig) -> Result<(Vec<Share>, usize)> {
-    let own_name = own_name();
-    if let Some(path) = &config.hostfile {
-        let mut first_rank = 0;
-        let mut shares = Vec::new();
-        for (node_rank, line) in hostfile::read(path)?.into_iter().enumerate() {
-            shares.push(Share {
-                is_here: is_loopback(&line.host) || line.host == own_name,
-                name: line.host,
-                node_rank,
-                first_rank,
-                num_ranks: line.slots,
-            });
-            first_rank += line.slots;
-        }
-        return Ok((shares, first_rank));
-    }
-    let num_ranks = config.nproc_per_node.unwrap_or(1);
-    let node_rank = check_nodes(config)?;
-    if num_ranks == 0 {
-        return Err(Error::Launch(
-            "--nproc-per-node: expected at least 1, got 0".to_string(),
-        ));
-    }
-    let share = Share {
-        name: own_name,
-        is_here: true,
-        node_rank,
-        first_rank: node_rank * num_ranks,
-        num_ranks,
-    };
-    Ok((vec![share], config.nnodes * num_ranks))
-}
-
-/// The number of this host, if `--nnodes` and its companions agree.
-fn check_nodes(config: &LaunchConfig) -> Result<usize> {
-    let nnodes = config.nnodes;
-    let problem = match (nnodes, config.node_rank, &config.rdzv) {
-        (0, _, _) => "--nnodes: expected at least 1, got 0".to_string(),
-        (2.., None, _) => format!(
-            "--nnodes {nnodes} needs --node-rank, the number of this host from 0\n\
-             hint: run the same command on each host, with another --node-rank; or use --hostfile"
-        ),
-        (2.., _, None) => format!(
-            "--nnodes {nnodes} needs --rdzv HOST:PORT, the same on all hosts: a name of the first host and a port free there"
-        ),
-        (_, Some(node_rank), _) if node_rank >= nnodes => {
-            format!("--node-rank: expected a number below --nnodes {nnodes}, got {node_rank}")
-        }
-        (_, node_rank, _) => return Ok(node_rank.unwrap_or(0)),
-    };
-    Err(Error::Launch(problem))
 }
 
 /// Where the ranks meet, and whether the port is a random one.
@@ -272,14 +229,4 @@ fn current_folder() -> Result<String> {
     folder.into_os_string().into_string().map_err(|folder| {
         Error::Launch(format!("the current folder's name {folder:?} is not UTF-8"))
     })
-}
-
-fn own_name() -> String {
-    let name = nix::unistd::gethostname().ok();
-    name.and_then(|name| name.into_string().ok())
-        .unwrap_or_else(|| "localhost".to_string())
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host == "::1" || host.starts_with("127.")
 }

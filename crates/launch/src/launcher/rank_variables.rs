@@ -6,7 +6,7 @@ use crate::{Error, Result};
 /// Variables with these beginnings steer a run, so ranks on other hosts get this host's.
 const PASSED_ON: [&str; 5] = ["CANDLE_", "NCCL_", "OMP_", "RAYON_", "RUST_"];
 /// The variables that the launcher itself decides.
-const OWN: [&str; 11] = [
+const OWN: [&str; 12] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -18,6 +18,7 @@ const OWN: [&str; 11] = [
     "NODE_RANK",
     "CANDLE_TRAIN_HOST",
     "CANDLE_TRAIN_RUN_TOKEN",
+    "CANDLE_TRAIN_RESTART_COUNT",
 ];
 
 /// What all ranks of a run share.
@@ -26,6 +27,8 @@ pub(super) struct Run<'a> {
     pub(super) num_hosts: usize,
     pub(super) meeting: &'a RendezvousAddress,
     pub(super) token: &'a str,
+    /// How often ranks of this run were started before.
+    pub(super) num_restarts: usize,
     /// What the user gave with `--env`.
     pub(super) given: &'a [(String, String)],
 }
@@ -49,6 +52,7 @@ impl Run<'_> {
             ("NODE_RANK", node_rank.to_string()),
             ("CANDLE_TRAIN_HOST", name.to_string()),
             ("CANDLE_TRAIN_RUN_TOKEN", self.token.to_string()),
+            ("CANDLE_TRAIN_RESTART_COUNT", self.num_restarts.to_string()),
         ];
         let passed_on = if is_here { Vec::new() } else { passed_on() };
         let own = own.map(|(name, value)| (name.to_string(), value));

@@ -20,7 +20,10 @@ type Named<'n> = (&'n str, usize);
 impl Identity {
     /// Reads the innermost launcher's variables: a Slurm step may hold an mpirun, and that a `torchrun`.
     pub(super) fn read(vars: &Variables) -> Result<Self> {
-        if vars.is_set("RANK") || vars.is_set("WORLD_SIZE") {
+        // Ours takes away what an mpirun outside of it has set.
+        let is_mpi_inside = vars.is_set("CANDLE_TRAIN_RESTART_COUNT")
+            && (vars.is_set("OMPI_COMM_WORLD_RANK") || vars.is_set("PMI_RANK"));
+        if !is_mpi_inside && (vars.is_set("RANK") || vars.is_set("WORLD_SIZE")) {
             let started_by = if vars.is_set("CANDLE_TRAIN_RUN_TOKEN") {
                 StartedBy::CandleTrain
             } else if vars.is_set("TORCHELASTIC_RUN_ID") {

@@ -196,6 +196,23 @@ fn the_innermost_launcher_counts() {
         numbers(&read(&with(&outer, &TORCHRUN)).unwrap()),
         [5, 8, 1, 4]
     );
+    // Our launcher leaves no variables of an outer mpirun, so these are of an inner one.
+    let ours = with(&TORCHRUN, &[("CANDLE_TRAIN_RESTART_COUNT", "0")]);
+    assert_eq!(numbers(&read(&ours).unwrap()), [5, 8, 1, 4]);
+    assert_eq!(numbers(&read(&with(&ours, &outer)).unwrap()), [0, 2, 0, 2]);
+}
+
+#[test]
+fn the_number_of_restarts() {
+    assert_eq!(read(&[]).unwrap().num_restarts(), 0);
+    assert_eq!(read(&TORCHRUN).unwrap().num_restarts(), 2);
+    let own = with(&TORCHRUN, &[("CANDLE_TRAIN_RESTART_COUNT", "3")]);
+    assert_eq!(read(&own).unwrap().num_restarts(), 3);
+    let sentence = error(&[("CANDLE_TRAIN_RESTART_COUNT", "x")]);
+    assert!(
+        sentence.contains("CANDLE_TRAIN_RESTART_COUNT"),
+        "{sentence}"
+    );
 }
 
 #[test]

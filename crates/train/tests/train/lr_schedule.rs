@@ -1,4 +1,4 @@
-use candle_train::LrSchedule;
+use candle_train::{LrDecay, LrSchedule};
 
 use crate::assert_error;
 
@@ -9,6 +9,7 @@ fn warm_up_then_cosine() {
         min_lr_ratio: 0.1,
         warmup_steps: 2,
         num_steps: 10,
+        decay: LrDecay::Cosine,
     };
     // From Python: lr*(s+1)/w, then lo + (lr - lo) * (1 + math.cos(math.pi * (s - w) / max(1, steps - w))) / 2.
     let expected = [
@@ -41,6 +42,7 @@ fn corner_cases() {
         min_lr_ratio: 0.0,
         warmup_steps,
         num_steps,
+        decay: LrDecay::Cosine,
     };
     assert_eq!(schedule(0, 1).at(0), 2.0);
     assert_eq!(schedule(4, 3).at(2), 1.5);
@@ -56,6 +58,7 @@ fn impossible_numbers_are_refused() {
             min_lr_ratio,
             warmup_steps: 0,
             num_steps: 1,
+            decay: LrDecay::Cosine,
         }
         .validate()
     };
@@ -64,4 +67,37 @@ fn impossible_numbers_are_refused() {
     assert_error(schedule(-1.0, 0.1), &["lr is -1"]);
     assert_error(schedule(1.0, 1.5), &["min_lr_ratio is 1.5"]);
     assert_error(schedule(1.0, f64::NAN), &["min_lr_ratio is NaN"]);
+}
+
+#[test]
+fn other_decays() {
+    let rates = |decay| {
+        let schedule = LrSchedule {
+            lr: 2.0,
+            min_lr_ratio: 0.5,
+            warmup_steps: 2,
+            num_steps: 10,
+            decay,
+        };
+        schedule.validate().unwrap();
+        (0..12).map(|step| schedule.at(step)).collect::<Vec<_>>()
+    };
+    let linear = [
+        1.0, 2.0, 2.0, 1.875, 1.75, 1.625, 1.5, 1.375, 1.25, 1.125, 1.0, 1.0,
+    ];
+    assert_eq!(rates(LrDecay::Linear), linear);
+    let constant = [vec![1.0], vec![2.0; 11]].concat();
+    assert_eq!(rates(LrDecay::Constant), constant);
+    let wsd = [vec![1.0], vec![2.0; 6], vec![1.75, 1.5, 1.25, 1.0, 1.0]].concat();
+    assert_eq!(rates(LrDecay::Wsd(0.4)), wsd);
+    assert_eq!(rates(LrDecay::Wsd(1.0)), linear);
+    assert_eq!(rates(LrDecay::Wsd(0.0))[..10], constant[..10]);
+    let schedule = LrSchedule {
+        lr: 1.0,
+        min_lr_ratio: 0.0,
+        warmup_steps: 0,
+        num_steps: 1,
+        decay: LrDecay::Wsd(1.5),
+    };
+    assert_error(schedule.validate(), &["a WSD schedule takes 1.5"]);
 }

@@ -26,7 +26,8 @@ fn a_dry_run_prints_what_would_run_where() {
          host localhost\n  started: directly\n  folder: {}\n  command: touch 'it'\\''s'\n  \
          environment of all its ranks:\n    A=b\n    WORLD_SIZE=2\n    LOCAL_WORLD_SIZE=2\n    \
          MASTER_ADDR=127.0.0.1\n    MASTER_PORT=(chosen at start)\n    GROUP_RANK=0\n    GROUP_WORLD_SIZE=1\n    \
-         NODE_RANK=0\n    CANDLE_TRAIN_HOST=localhost\n    CANDLE_TRAIN_RUN_TOKEN=(chosen at start)\n  \
+         NODE_RANK=0\n    CANDLE_TRAIN_HOST=localhost\n    CANDLE_TRAIN_RUN_TOKEN=(chosen at start)\n    \
+         CANDLE_TRAIN_RESTART_COUNT=0\n  \
          rank 0: RANK=0 LOCAL_RANK=0\n  rank 1: RANK=1 LOCAL_RANK=1\n",
         here.display()
     );

@@ -54,6 +54,31 @@ fn a_rank_that_ends_because_of_a_peer_is_not_the_cause() {
 }
 
 #[test]
+fn nobody_is_blamed_for_what_all_ranks_find() {
+    let ended = run_script(
+        3,
+        &[],
+        "echo $RANK >&2; echo error: no such file >&2; exit 2",
+    );
+    assert_eq!(ended.code, Some(2));
+    let sentence = ended.sentence();
+    let first =
+        "candle-train: all 3 ranks failed: exit code 2\nthe last lines they wrote to stderr:\n";
+    assert!(sentence.starts_with(first), "{sentence}");
+    assert!(
+        sentence.ends_with("    error: no such file\n"),
+        "{sentence}"
+    );
+    // Each for a reason of its own.
+    let ended = run_script(3, &[], "echo error: no file $RANK >&2; exit 2");
+    assert!(
+        ended.sentence().starts_with("candle-train: rank "),
+        "{}",
+        ended.err
+    );
+}
+
+#[test]
 fn only_peers_of_a_failed_rank() {
     let script = format!(
         "[ $RANK = 1 ] || exec sleep 1000; echo rank 7 died >&2; exit {PEER_FAILED_EXIT_CODE}"

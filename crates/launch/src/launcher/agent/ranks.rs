@@ -19,8 +19,12 @@ use crate::{Error, Result};
 
 /// A rank that ended is reported when its output is through, or after this long: a process it left behind may hold it open.
 const DRAIN: Duration = Duration::from_secs(1);
-/// What torchrun says about itself does not hold for ranks of ours.
-const FOREIGN: [&str; 3] = [
+/// What other launchers say, in which this one was started, does not hold for ranks of ours.
+const FOREIGN: [&str; 7] = [
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",

@@ -1,4 +1,4 @@
-//! A run from its start to its end.
+//! The ranks from their start to their end.
 
 use std::io::{Write, stderr};
 use std::sync::mpsc::Receiver;
@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::agent_link::AgentLink;
-use super::verdict::{Failures, HostLoss, describe_signal};
+use super::outcome::{Outcome, Remedy};
+use super::verdict::{Cause, Failures, HostLoss, describe_signal};
 use super::{Event, NOT_STARTED_EXIT_CODE, RankEnd};
+use crate::launcher::agent::ALIVE_INTERVAL;
 use crate::launcher::layout::Layout;
 use crate::launcher::process_tree::KILL_DEADLINE;
 use crate::launcher::wire::{Command, Report};
@@ -22,18 +24,22 @@ const REPEAT_WAIT: Duration = Duration::from_secs(1);
 /// An agent that has nothing left to kill ends within this time.
 const AGENT_WAIT: Duration = Duration::from_secs(5);
 
+/// Why ranks are not started again.
+pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end";
+
 /// How often the links are looked at.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
-/// What is known of a run.
+/// What is known of the ranks that were started.
 pub(super) struct Run<'a> {
     layout: &'a Layout,
     agents: Vec<AgentLink>,
-    grace: Duration,
+    has_survivors: bool,
     hosts: Vec<HostState>,
     /// Whether a host has been silent for too long.
     silent: Vec<bool>,
-    refusals: Vec<String>,
+    /// Hosts that cannot run their plan, and why.
+    refusals: Vec<(usize, String)>,
     failures: Failures,
     signal: Option<(Signal, Instant)>,
     start_deadline: Option<Instant>,
@@ -54,15 +60,15 @@ enum HostState {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>, grace: Duration) -> Self {
+    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>) -> Self {
         Self {
             layout,
             hosts: vec![HostState::Asked; agents.len()],
             silent: vec![false; agents.len()],
             agents,
-            grace,
+            has_survivors: false,
             refusals: Vec::new(),
-            failures: Failures::default(),
+            failures: Failures::new(layout.hosts.iter().map(|host| host.plan.num_ranks).sum()),
             signal: None,
             start_deadline: Some(Instant::now() + START_DEADLINE),
             started: false,
@@ -72,8 +78,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Until all agents are gone; returns the exit code, and what to print last.
-    pub(super) fn drive(mut self, events: &Receiver<Event>) -> (u8, Option<String>) {
+    /// Until all agents are gone.
+    pub(super) fn drive(mut self, events: &Receiver<Event>) -> Outcome {
         while self.hosts.iter().any(|state| *state != HostState::Gone) {
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
@@ -98,9 +104,12 @@ impl<'a> Run<'a> {
             Event::Report(host, Report::Refused(sentence)) => {
                 self.hosts[host] = HostState::Finished;
                 let name = &self.layout.hosts[host].name;
-                self.refuse(format!("host {name}: {sentence}"));
+                self.refusals
+                    .push((host, format!("host {name}: {sentence}")));
+                self.close_all();
             }
             Event::Report(host, Report::Survivors(pids)) => {
+                self.has_survivors = true;
                 warn_survivors(&self.layout.hosts[host].name, &pids);
             }
             Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
@@ -147,7 +156,7 @@ impl<'a> Run<'a> {
                 }
                 self.tell_all(|| Command::Signal(signal as i32));
                 // The ranks know already; what is due after the grace time is the killing.
-                self.stop_due = Some(Instant::now() + self.grace);
+                self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
             }
         }
     }
@@ -159,11 +168,6 @@ impl<'a> Run<'a> {
         if self.stopped_at.is_none() && self.stop_due.is_none() {
             self.stop_due = Some(Instant::now() + CAUSE_WAIT);
         }
-    }
-
-    fn refuse(&mut self, sentence: String) {
-        self.refusals.push(sentence);
-        self.close_all();
     }
 
     /// Ends a run that has not started.
@@ -189,18 +193,13 @@ impl<'a> Run<'a> {
     fn keep_deadlines(&mut self) {
         let now = Instant::now();
         if self.start_deadline.is_some_and(|at| now >= at) {
-            let late = self.hosts.iter().zip(&self.layout.hosts);
-            let late = late.filter(|(state, _)| **state == HostState::Asked);
-            let names: Vec<&str> = late.map(|(_, host)| host.name.as_str()).collect();
-            let names = names.join(", ");
-            let secs = START_DEADLINE.as_secs();
-            self.refuse(format!("no answer within {secs} s from host {names}"));
+            self.give_up_late_hosts();
         }
         if self.stop_due.is_some_and(|at| now >= at) {
             // After a signal the ranks have had their grace time.
             let grace = match self.signal {
                 Some(_) => Duration::ZERO,
-                None => self.grace,
+                None => self.layout.grace_after_failure,
             };
             self.stop(grace);
         }
@@ -218,6 +217,21 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// The hosts that did not answer keep the ranks from being started.
+    fn give_up_late_hosts(&mut self) {
+        let states = self.hosts.iter().enumerate();
+        let late = states.filter(|(_, state)| **state == HostState::Asked);
+        for (host, _) in late {
+            self.failures.hosts.push(HostLoss {
+                host,
+                lost_at: Instant::now(),
+                detail: format!("no answer within {} s", START_DEADLINE.as_secs()),
+                last_lines: Vec::new(),
+            });
+        }
+        self.close_all();
+    }
+
     fn next_wait(&self) -> Duration {
         let due = [self.start_deadline, self.stop_due, self.give_up_at];
         let now = Instant::now();
@@ -231,28 +245,67 @@ impl<'a> Run<'a> {
             .clamp(Duration::from_millis(1), MAX_WAIT)
     }
 
-    fn outcome(&self) -> (u8, Option<String>) {
+    fn outcome(&self) -> Outcome {
         let hosts = &self.layout.hosts;
-        if !self.refusals.is_empty() {
-            return (NOT_STARTED_EXIT_CODE, Some(self.refusals.join("\n")));
-        }
         if let Some((signal, at)) = self.signal {
             let signal = signal as i32;
             if let Some(cause) = self.failures.cause(Some(at)) {
-                return (cause.exit_code(), Some(cause.describe(hosts)));
+                return Outcome::last(cause.exit_code(), Some(cause.describe(hosts)));
             }
             let code = match self.started && self.failures.is_empty() {
                 true => 0,
                 false => 128 + signal as u8,
             };
-            return (code, Some(describe_signal(signal, &self.failures)));
+            return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
+        }
+        let is_refused = !self.refusals.is_empty();
+        if !self.started && (is_refused || !self.failures.is_empty()) {
+            return self.not_started();
         }
         let in_time = self.failures.cause(self.stopped_at);
-        match in_time.or_else(|| self.failures.cause(None)) {
-            Some(cause) if self.started => (cause.exit_code(), Some(cause.describe(hosts))),
-            Some(cause) => (NOT_STARTED_EXIT_CODE, Some(cause.describe(hosts))),
-            None => (0, None),
+        let Some(cause) = in_time.or_else(|| self.failures.cause(None)) else {
+            return Outcome::last(0, None);
+        };
+        let lost = self.failures.hosts.iter();
+        let remedy = match (cause.is_for_good(), self.has_survivors) {
+            (Some(why), _) => Remedy::None(why),
+            (None, true) => Remedy::None(SURVIVORS.to_string()),
+            (None, false) => Remedy::StartAgain {
+                at: lost.map(|loss| self.is_surely_over(loss)).max(),
+            },
+        };
+        Outcome {
+            exit_code: cause.exit_code(),
+            sentence: Some(cause.describe(hosts)),
+            remedy,
         }
+    }
+
+    /// The hosts that refused, or else that were lost, before the others were told to end.
+    fn not_started(&self) -> Outcome {
+        let (mut without, mut sentences): (Vec<_>, Vec<_>) = self.refusals.iter().cloned().unzip();
+        if sentences.is_empty() {
+            let in_time = |loss: &&HostLoss| self.stopped_at.is_none_or(|at| loss.lost_at <= at);
+            let lost = self.failures.hosts.iter().filter(in_time);
+            for loss in lost {
+                without.push(loss.host);
+                sentences.push(Cause::Host(loss).describe(&self.layout.hosts));
+            }
+        }
+        Outcome {
+            exit_code: NOT_STARTED_EXIT_CODE,
+            sentence: Some(sentences.join("\n")),
+            remedy: Remedy::Without(without),
+        }
+    }
+
+    /// When the ranks of a host that is lost have been ended by its agent, which may live.
+    fn is_surely_over(&self, loss: &HostLoss) -> Instant {
+        let plan = &self.layout.hosts[loss.host].plan;
+        let Some(silence_ms) = plan.silence_ms else {
+            return loss.lost_at;
+        };
+        loss.lost_at + Duration::from_millis(silence_ms + plan.grace_ms) + ALIVE_INTERVAL
     }
 }
 

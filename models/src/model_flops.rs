@@ -1,7 +1,7 @@
 //! The floating-point operations that training needs, to compare with what a GPU could do.
 
+use crate::ModelConfig;
 use candle_parallel::Parameters;
-use candle_train_models::ModelConfig;
 
 /// Operations per token of a step over sequences of `seq_len` tokens, as model FLOPs are counted (arXiv:2204.02311, appendix B):
 /// 6 for each weight of a matrix product, 2 forward, 2 for the gradient of its input and 2 for its own, and
@@ -27,14 +27,4 @@ pub fn flops_per_token(config: &ModelConfig, params: &Parameters, seq_len: usize
         (6 * width) as f64 * (seq_len as f64 - (beyond * beyond) as f64 / seq_len as f64)
     });
     weights + attention.sum::<f64>()
-}
-
-/// Dense bf16 operations per second of a GPU with this name, in units of 10^12, as its maker states them.
-///
-/// NVIDIA H100 and H200 Tensor Core GPU datasheets, SXM, without sparsity.
-pub fn peak_tflops(gpu: &str) -> Option<f64> {
-    ["H100", "H200"]
-        .iter()
-        .any(|name| gpu.contains(name))
-        .then_some(989.0)
 }

@@ -1,0 +1,64 @@
+//! What a run says of itself before its first step.
+
+use candle_comm::{Degrees, Mesh};
+use candle_parallel::Schedule;
+use candle_train::{Trainer, held_in_words};
+use candle_train_models::CausalLm;
+
+use crate::lora_args::adapters_in_words;
+use crate::output::print_line;
+use crate::training_run::TrainingRun;
+
+impl TrainingRun<'_> {
+    /// Says what is trained and what memory it takes; for the first rank.
+    pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) {
+        let params = trainer.stage().params();
+        let catalog = params.catalog();
+        let num_values = |trainable| -> usize {
+            let entries = catalog.iter().filter(|entry| entry.trainable == trainable);
+            entries
+                .map(|entry| entry.shape.iter().product::<usize>())
+                .sum()
+        };
+        let (trained, frozen) = (num_values(true), num_values(false));
+        let num_frozen = catalog.iter().filter(|entry| !entry.trainable).count();
+        let said = match num_frozen {
+            0 => format!("{trained} parameters"),
+            _ => format!(
+                "{trained} of {} parameters are trained ({:.2}%){}; frozen are {num_frozen} tensors of {frozen} values",
+                trained + frozen,
+                100.0 * trained as f64 / (trained + frozen) as f64,
+                adapters_in_words(params)
+            ),
+        };
+        print_line(&format!(
+            "{said}; {} tokens per step",
+            self.training.batches.num_tokens()
+        ));
+        let activations = self.expected_activations(trainer, mesh);
+        print_line(&format!(
+            "memory of a rank, expected: {}",
+            held_in_words(&trainer.memory(), activations)
+        ));
+    }
+
+    /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank.
+    fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> usize {
+        let (batches, layout) = (&self.training.batches, &self.training.layout);
+        let Degrees { pp, dp, .. } = layout.degrees();
+        let per_rank = batches.global_batch_size / dp;
+        let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
+        let in_flight = match Schedule::from(layout.schedule) {
+            Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),
+            Schedule::GPipe => num_micro_batches,
+        };
+        let num_tokens = batches.micro_batch_size * batches.seq_len;
+        let of_token = CausalLm::tape_bytes_per_token(
+            &self.config,
+            trainer.stage(),
+            mesh.tp.world_size(),
+            layout.recompute.into(),
+        );
+        in_flight.min(num_micro_batches) * num_tokens * of_token
+    }
+}

@@ -1,0 +1,69 @@
+//! What a run of a checkpoint takes where no flag says: fit for the model and the machine.
+
+use candle_comm::RunConfig;
+use candle_core::{Device, Result};
+use candle_train_models::ModelConfig;
+
+use crate::choices::DTypeChoice;
+use crate::flags::Flags;
+use crate::training_args::TrainingArgs;
+
+/// Longest sequence that is taken by default: more need memory that not everybody has.
+const MAX_SEQ_LEN: usize = 2048;
+
+/// Learning rate of adapters, which begin at zero.
+const LORA_LR: f64 = 2e-4;
+
+impl TrainingArgs {
+    /// How this process takes part in the run, with `--dp` settled.
+    ///
+    /// # Errors
+    /// As [`Self::run_config`].
+    pub(crate) fn run_config_with_defaults(&mut self) -> Result<RunConfig> {
+        if self.layout.dp.is_none() {
+            self.layout.dp = Some(self.layout.replicas_of(self.ranks.num_ranks()?));
+        }
+        self.run_config()
+    }
+
+    /// Takes what fits the model and the ranks where no flag says: what was taken, as flags.
+    pub(crate) fn fill(
+        &mut self,
+        flags: &Flags,
+        config: &ModelConfig,
+        run: &RunConfig,
+    ) -> Vec<String> {
+        let mut taken = Vec::new();
+        let is_chosen = |name| flags.is_given("--model") && !flags.is_given(name);
+        if is_chosen("--dp") {
+            taken.push(format!("--dp {}", self.layout.degrees().dp));
+        }
+        if is_chosen("--seq-len") {
+            self.batches.seq_len = config.max_seq_len().min(MAX_SEQ_LEN);
+            taken.push(format!("--seq-len {}", self.batches.seq_len));
+        }
+        let is_typed = ["--dtype", "--bf16", "--fp16"].map(is_chosen);
+        if is_typed == [true; 3] && run.devices.iter().all(Device::is_cuda) {
+            self.layout.dtype = DTypeChoice::Bf16;
+            taken.push("--dtype bf16".to_string());
+        }
+        let batches = &mut self.batches;
+        let unit = batches
+            .micro_batch_size
+            .saturating_mul(self.layout.degrees().dp);
+        if let Some(steps) = batches.gradient_accumulation_steps {
+            batches.global_batch_size = unit.saturating_mul(steps);
+            taken.push(format!("--global-batch-size {}", batches.global_batch_size));
+        } else if is_chosen("--global-batch-size") {
+            batches.global_batch_size = batches.global_batch_size.next_multiple_of(unit);
+            taken.push(format!("--global-batch-size {}", batches.global_batch_size));
+        }
+        if is_chosen("--lr") {
+            if flags.is_given("--lora-rank") || flags.is_given("--adapter") {
+                self.optimizer.lr = LORA_LR;
+            }
+            taken.push(format!("--lr {}", self.optimizer.lr));
+        }
+        taken
+    }
+}

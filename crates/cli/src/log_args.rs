@@ -1,0 +1,88 @@
+//! Flags about what is written of the steps.
+
+use std::path::{Path, PathBuf};
+
+use candle_comm::message_of;
+use candle_core::{Result, bail};
+use candle_train::{Metrics, StepMetrics, TensorBoard};
+use clap::Args;
+
+/// Where the numbers of the steps go.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LogArgs {
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak) [default: none]
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves
+    /// [default: none]
+    #[arg(long, value_name = "DIR")]
+    tensorboard: Option<PathBuf>,
+}
+
+type Log = Box<dyn FnMut(&StepMetrics) -> Result<()>>;
+
+/// What the steps are written to, by name.
+pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
+
+impl LogArgs {
+    /// Checks what can be checked without changing anything; `output` is where the trained model will be. Metrics of a run that is
+    /// resumed are looked at when its step is known.
+    pub fn check(&self, output: &Path) -> Result<()> {
+        for (what, path) in [
+            ("metrics file", &self.metrics),
+            ("TensorBoard folder", &self.tensorboard),
+        ] {
+            let Some(path) = path else { continue };
+            let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
+            let absolute = std::path::absolute(path).ok();
+            let mut places = dir.iter().chain(&absolute);
+            if places.any(|path| path.starts_with(output)) {
+                bail!(
+                    "the {what} {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
+                     the folder",
+                    path.display(),
+                    output.display()
+                );
+            }
+        }
+        if let Some(dir) = &self.tensorboard
+            && dir.exists()
+            && !dir.is_dir()
+        {
+            bail!("--tensorboard {} is no folder", dir.display());
+        }
+        self.metrics
+            .iter()
+            .try_for_each(|path| Metrics::create(path).map(drop))
+    }
+
+    /// Opens them for a run that begins, or goes on at a step.
+    pub fn open(&self, resumed_at: Option<usize>) -> Result<StepLogs> {
+        let mut logs: Vec<(&str, Log)> = Vec::new();
+        if let Some(path) = &self.metrics {
+            let mut metrics = match resumed_at {
+                Some(step) => Metrics::resume(path, step)?,
+                None => Metrics::create(path)?,
+            };
+            logs.push(("metrics", Box::new(move |step| metrics.log(step))));
+        }
+        if let Some(dir) = &self.tensorboard {
+            let mut events = TensorBoard::create(dir, resumed_at.unwrap_or(0))?;
+            logs.push(("curves", Box::new(move |step| events.log(step))));
+        }
+        Ok(StepLogs(logs))
+    }
+}
+
+impl StepLogs {
+    /// Writes a step. What cannot be written is told to `warn` and given up: what was trained is worth more than a line about it.
+    pub fn log(&mut self, step: &StepMetrics, mut warn: impl FnMut(&str)) {
+        self.0.retain_mut(|(name, log)| match log(step) {
+            Ok(()) => true,
+            Err(err) => {
+                warn(&format!("warning: no more {name}: {}", message_of(&err)));
+                false
+            }
+        });
+    }
+}

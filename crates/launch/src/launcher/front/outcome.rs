@@ -1,0 +1,46 @@
+//! How a start of the ranks ended, and what can be done about it.
+
+use std::time::Instant;
+
+/// How a start of the ranks ended.
+pub(super) struct Outcome {
+    /// The code with which the launcher exits if this was the last start.
+    pub(super) exit_code: u8,
+    /// What it then prints last.
+    pub(super) sentence: Option<String>,
+    pub(super) remedy: Remedy,
+}
+
+/// What can be done about a failure.
+pub(super) enum Remedy {
+    /// There is none, or need not be one; why, if the run failed.
+    None(String),
+    /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
+    StartAgain { at: Option<Instant> },
+    /// The ranks were not started, since these hosts did not answer or cannot run them: others may.
+    Without(Vec<usize>),
+}
+
+impl Outcome {
+    /// Of a run that is over.
+    pub(super) fn last(exit_code: u8, sentence: Option<String>) -> Self {
+        let remedy = Remedy::None(String::new());
+        Self {
+            exit_code,
+            sentence,
+            remedy,
+        }
+    }
+
+    /// The same with a line below the first one.
+    pub(super) fn with_note(self, note: &str) -> Self {
+        let sentence = self.sentence.map(|sentence| {
+            let (first, rest) = match sentence.split_once('\n') {
+                Some((first, rest)) => (first, format!("\n{rest}")),
+                None => (sentence.as_str(), String::new()),
+            };
+            format!("{first}\n{note}{rest}")
+        });
+        Self { sentence, ..self }
+    }
+}

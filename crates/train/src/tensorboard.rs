@@ -1,0 +1,189 @@
+//! TensorBoard's event files: a curve for each number of the steps.
+//!
+//! A file is a sequence of TFRecords: length (u64, little-endian), masked CRC-32C of these 8 bytes, bytes, masked CRC-32C of them. The bytes
+//! are protocol-buffer messages `Event`, of which a curve takes six fields (tensorflow/core/util/event.proto, framework/summary.proto).
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use candle_core::{Error, Result, bail};
+use serde_json::Value;
+
+use crate::StepMetrics;
+
+/// The first record's `file_version`.
+const VERSION: &[u8] = b"brain.Event:2";
+/// `SessionLog.status` START: readers then forget what earlier files have of this step and later ones.
+const START: u64 = 1;
+
+/// Writer of an event file.
+#[derive(Debug)]
+pub struct TensorBoard {
+    path: PathBuf,
+    file: File,
+}
+
+impl TensorBoard {
+    /// Opens a new file in the folder `dir`, creating that when it does not exist, for a run whose next step is `step`. What earlier
+    /// runs have written there about this step and later ones is not shown any more, and stays.
+    ///
+    /// # Errors
+    /// The folder or the file cannot be made.
+    pub fn create(dir: impl AsRef<Path>, step: usize) -> Result<Self> {
+        let dir = dir.as_ref();
+        let now = now();
+        // Readers take the files of a folder in the order of their names.
+        let name = format!(
+            "events.out.tfevents.{:010}.{:09}.candle-train",
+            now.as_secs(),
+            now.subsec_nanos()
+        );
+        let path = dir.join(name);
+        let file = std::fs::create_dir_all(dir).and_then(|()| {
+            let mut options = OpenOptions::new();
+            options.append(true).create_new(true).open(&path)
+        });
+        let file = file.map_err(|err| {
+            Error::msg(format!("cannot write TensorBoard's events to {}: {err}\nhint: --tensorboard names a folder", dir.display()))
+        })?;
+        let mut events = Self { path, file };
+        let mut version = Message::default();
+        version.double(1, now.as_secs_f64());
+        version.bytes(3, VERSION);
+        let mut session = Message::default();
+        session.varint(1, START);
+        let mut begin = event(step);
+        begin.bytes(7, &session.0);
+        events.append(&version)?;
+        events.append(&begin)?;
+        Ok(events)
+    }
+
+    /// Appends one step: the numbers of [`StepMetrics`] as `train/loss` and so on, those of its memory as `memory/weights_bytes` and so on.
+    ///
+    /// # Errors
+    /// Writing fails, for example because the disk is full.
+    pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let fields = serde_json::to_value(metrics).map_err(Error::wrap)?;
+        let mut summary = Message::default();
+        for (name, value) in fields.as_object().into_iter().flatten() {
+            match value {
+                Value::Object(parts) => {
+                    for (part, value) in parts {
+                        summary.scalar(&format!("{name}/{part}"), value);
+                    }
+                }
+                value if name != "step" => summary.scalar(&format!("train/{name}"), value),
+                _ => {}
+            }
+        }
+        let mut event = event(metrics.step);
+        event.bytes(5, &summary.0);
+        self.append(&event)
+    }
+
+    fn append(&mut self, event: &Message) -> Result<()> {
+        match self.file.write_all(&record(&event.0)) {
+            Ok(()) => Ok(()),
+            Err(err) => bail!("cannot write to {}: {err}", self.path.display()),
+        }
+    }
+}
+
+/// An `Event` of now.
+fn event(step: usize) -> Message {
+    let mut event = Message::default();
+    event.double(1, now().as_secs_f64());
+    event.varint(2, step as u64);
+    event
+}
+
+/// Since 1970; a clock that is before is at its beginning.
+fn now() -> Duration {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.unwrap_or_default()
+}
+
+/// A protocol-buffer message: its fields, each behind its number and type.
+#[derive(Default)]
+struct Message(Vec<u8>);
+
+impl Message {
+    fn raw_varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+    }
+
+    fn varint(&mut self, field: u64, value: u64) {
+        self.raw_varint(field << 3);
+        self.raw_varint(value);
+    }
+
+    fn double(&mut self, field: u64, value: f64) {
+        self.raw_varint(field << 3 | 1);
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn float(&mut self, field: u64, value: f32) {
+        self.raw_varint(field << 3 | 5);
+        self.0.extend(value.to_le_bytes());
+    }
+
+    /// A `Summary.Value`, if it is a number.
+    fn scalar(&mut self, tag: &str, value: &Value) {
+        if let Some(number) = value.as_f64() {
+            let mut value = Self::default();
+            value.bytes(1, tag.as_bytes());
+            value.float(2, number as f32);
+            self.bytes(1, &value.0);
+        }
+    }
+
+    /// A text or another message.
+    fn bytes(&mut self, field: u64, value: &[u8]) {
+        self.raw_varint(field << 3 | 2);
+        self.raw_varint(value.len() as u64);
+        self.0.extend(value);
+    }
+}
+
+/// A TFRecord.
+fn record(bytes: &[u8]) -> Vec<u8> {
+    let len = (bytes.len() as u64).to_le_bytes();
+    let [of_len, of_bytes] = [&len[..], bytes].map(|bytes| masked_crc32c(bytes).to_le_bytes());
+    [&len[..], &of_len, bytes, &of_bytes].concat()
+}
+
+/// CRC-32C (RFC 3720), rotated and shifted as TFRecords have it, so that the checksum of data with checksums is one.
+fn masked_crc32c(bytes: &[u8]) -> u32 {
+    let crc = !bytes.iter().fold(!0u32, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0x82f6_3b78 * (crc & 1))
+        })
+    });
+    crc.rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::masked_crc32c;
+
+    /// The vectors of RFC 3720, section B.4, without the mask.
+    #[test]
+    fn crc32c() {
+        let crc = |bytes: &[u8]| {
+            masked_crc32c(bytes)
+                .wrapping_sub(0xa282_ead8)
+                .rotate_left(15)
+        };
+        assert_eq!(crc(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc(&[0xff; 32]), 0x62a8_ab43);
+        let rising: Vec<u8> = (0..32).collect();
+        assert_eq!(crc(&rising), 0x46dd_794e);
+    }
+}
