@@ -5,13 +5,14 @@ use candle_core::{Result, Tensor, bail};
 use candle_parallel::regions::gather_parts;
 use candle_parallel::{
     Backward, Block, ColumnParallelLinear, Gradient, GradientSink, Layer, MicroBatch, ParamBuilder,
-    Pass, Shard, WEIGHT_INIT, linear_cross_entropy, vocab_parallel_cross_entropy,
+    Pass, Shard, WEIGHT_INIT, linear_cross_entropy, linear_predictions,
 };
 
 use crate::config::ModelConfig;
 use crate::norm::Norm;
 
-/// Final norm and language-model head; a [`Block`] from (b, t, hidden) to the sum of the losses or the logits.
+/// Final norm and language-model head; a [`Block`] from (b, t, hidden) to the sum of the losses (and, without a backward pass, the number of
+/// right predictions) or the logits.
 #[derive(Clone)]
 pub struct Head {
     norm: Norm,
@@ -64,12 +65,17 @@ impl Block for Head {
     }
 
     fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let (logits, _) = self.lm_head.forward_saving(&self.norm.forward(xs)?)?; // (b, t, local_vocab)
+        let normed = self.norm.forward(xs)?;
         let Some(targets) = &batch.targets else {
+            let (logits, _) = self.lm_head.forward_saving(&normed)?; // (b, t, local_vocab)
             return gather_parts(&logits, self.shard.global, &self.tp);
         };
-        let logits = logits.flatten_to(1)?; // (b * t, local_vocab)
-        let targets = targets.flatten_all()?;
-        vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?.sum_all()
+        linear_predictions(
+            &normed.flatten_to(1)?,
+            self.lm_head.tiled_weight(),
+            &targets.flatten_all()?,
+            &self.shard,
+            &self.tp,
+        )
     }
 }

@@ -21,6 +21,8 @@ mod determinism;
 mod documents;
 #[path = "end_to_end/edge_cases.rs"]
 mod edge_cases;
+#[path = "end_to_end/evaluation.rs"]
+mod evaluation;
 #[path = "end_to_end/faults.rs"]
 mod faults;
 #[path = "end_to_end/frozen.rs"]

@@ -89,14 +89,31 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     }
 }
 
+/// The most bytes that were allocated at a time during `work`, beside those that were before; `work` of others waits.
+#[cfg(test)]
+pub(crate) fn peak_bytes_of(work: impl FnOnce()) -> usize {
+    use std::sync::PoisonError;
+    let _alone = tests::ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = LIVE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    work();
+    peak_allocated_bytes() - before
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::{peak_allocated_bytes, thread_allocated_bytes};
+
+    /// Of those who allocate much and look at the peak.
+    pub(super) static ALONE: Mutex<()> = Mutex::new(());
 
     /// The allocator of this program is that of `allocator.rs`.
     #[test]
     fn blocks_count_on_their_thread_while_they_live_however_they_came_and_grew() {
         const SIZE: usize = 64 << 20;
+        let _alone = ALONE.lock().unwrap();
         let before = thread_allocated_bytes();
         let gained = || thread_allocated_bytes() - before;
         let mut grown: Vec<u8> = Vec::with_capacity(SIZE / 2);

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::hub::resolve_model;
-use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train::{Activity, Documents, Tokenizer, Tokens};
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
@@ -63,17 +63,25 @@ impl TrainingCommand for Finetune {
         let taken = training.fill(&flags, &config, &ranks);
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
+        let tokenizing = ranks
+            .is_first()
+            .then(|| Activity::start("reading the data"));
+        let tokens = Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?;
+        let eval_tokens = self.training.evaluation.tokens(&tokenizer)?;
+        drop(tokenizing);
         TrainingRun {
             training: &training,
             taken,
             samples: &self.samples,
             stop,
-            tokens: Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?,
+            tokens,
+            eval_tokens,
             tokenizer,
             title: format!("{} on {}", model.display(), self.data.display()),
             sidecars: sidecar_files(&model)?,
             inputs: [&model, &self.data]
                 .into_iter()
+                .chain(&self.training.evaluation.eval_data)
                 .chain(&self.lora.adapter)
                 .cloned()
                 .collect(),

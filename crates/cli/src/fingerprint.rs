@@ -16,7 +16,7 @@ use crate::flags::Flags;
 pub fn fingerprint(
     run: &RunConfig,
     flags: &Flags,
-    tokens: &Tokens,
+    (tokens, eval_tokens): (&Tokens, Option<&Tokens>),
     folders: &[(&str, Option<&Path>)],
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
@@ -24,6 +24,9 @@ pub fn fingerprint(
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
     fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
+    if let Some(tokens) = eval_tokens {
+        fingerprint = fingerprint.digest("the tokens of --eval-data", tokens.ids());
+    }
     let given = folders
         .iter()
         .filter_map(|(flag, dir)| Some((flag, (*dir)?)));

@@ -10,6 +10,7 @@ const LOCAL: &[&str] = &[
     "model",
     "adapter",
     "data",
+    "eval-data",
     "tokenizer",
     "metrics",
     "tensorboard",
@@ -46,6 +47,7 @@ pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
 
 /// As [`parse`], for a command of one's own.
 pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
+    let command = command.version(env!("CARGO_PKG_VERSION"));
     let mut command = numbers_may_be_negative(command).mut_subcommands(numbers_may_be_negative);
     let matches = command.get_matches_mut();
     let flags = match matches.subcommand() {

@@ -1,16 +1,16 @@
-//! Flags about what is written of the steps.
+//! Flags about what is written of the steps and evaluations.
 
 use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
 use candle_core::{Result, bail};
-use candle_train::{Metrics, StepMetrics, TensorBoard};
+use candle_train::{Metrics, MetricsLine, TensorBoard};
 use clap::Args;
 
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LogArgs {
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak) [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs [default: none]
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves
@@ -19,7 +19,7 @@ pub(crate) struct LogArgs {
     tensorboard: Option<PathBuf>,
 }
 
-type Log = Box<dyn FnMut(&StepMetrics) -> Result<()>>;
+type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
 
 /// What the steps are written to, by name.
 pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
@@ -64,20 +64,20 @@ impl LogArgs {
                 Some(step) => Metrics::resume(path, step)?,
                 None => Metrics::create(path)?,
             };
-            logs.push(("metrics", Box::new(move |step| metrics.log(step))));
+            logs.push(("metrics", Box::new(move |line| metrics.log(line.clone()))));
         }
         if let Some(dir) = &self.tensorboard {
             let mut events = TensorBoard::create(dir, resumed_at.unwrap_or(0))?;
-            logs.push(("curves", Box::new(move |step| events.log(step))));
+            logs.push(("curves", Box::new(move |line| events.log(line))));
         }
         Ok(StepLogs(logs))
     }
 }
 
 impl StepLogs {
-    /// Writes a step. What cannot be written is told to `warn` and given up: what was trained is worth more than a line about it.
-    pub fn log(&mut self, step: &StepMetrics, mut warn: impl FnMut(&str)) {
-        self.0.retain_mut(|(name, log)| match log(step) {
+    /// Writes a line. What cannot be written is told to `warn` and given up: what was trained is worth more than a line about it.
+    pub fn log(&mut self, line: &MetricsLine, mut warn: impl FnMut(&str)) {
+        self.0.retain_mut(|(name, log)| match log(line) {
             Ok(()) => true,
             Err(err) => {
                 warn(&format!("warning: no more {name}: {}", message_of(&err)));

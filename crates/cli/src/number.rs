@@ -21,6 +21,28 @@ pub(crate) fn whole<T: FromStr + PartialOrd + Display>(
     move |text| within(&range, text.parse().ok(), "a whole number")
 }
 
+/// A size such as 5GB, 500MiB or 1000000 in bytes.
+pub(crate) fn num_bytes(text: &str) -> Result<usize, String> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let unit = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "tb" => 1e12,
+        "kib" => 1024.0,
+        "mib" => 1024.0 * 1024.0,
+        "gib" => 1024.0 * 1024.0 * 1024.0,
+        _ => f64::NAN,
+    };
+    let bytes = number.parse().map_or(f64::NAN, |number: f64| number * unit);
+    match bytes >= 1.0 && bytes <= 1e18 {
+        true => Ok(bytes as usize),
+        false => Err("expected a size such as 5GB, 500MB or 512MiB".to_string()),
+    }
+}
+
 fn within<T: PartialOrd + Display>(
     range: &impl RangeBounds<T>,
     number: Option<T>,

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train::{Activity, Documents, Tokenizer, Tokens};
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
@@ -102,11 +102,17 @@ impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let ranks = self.training.run_config()?;
+        let reading = ranks
+            .is_first()
+            .then(|| Activity::start("reading the data"));
         let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => Tokenizer::train_bpe(documents.iter(), self.model.vocab_size)?,
         };
+        let tokens = Tokens::encode(&documents, &tokenizer)?;
+        let eval_tokens = self.training.evaluation.tokens(&tokenizer)?;
+        drop(reading);
         let config = self
             .model
             .config(&tokenizer, self.training.batches.seq_len)?;
@@ -116,10 +122,16 @@ impl TrainingCommand for Pretrain {
             taken: Vec::new(),
             samples: &self.samples,
             stop,
-            tokens: Tokens::encode(&documents, &tokenizer)?,
+            tokens,
             title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
-            inputs: self.tokenizer.iter().chain([&self.data]).cloned().collect(),
+            inputs: [&self.data]
+                .into_iter()
+                .chain(&self.tokenizer)
+                .chain(&self.training.evaluation.eval_data)
+                .cloned()
+                .collect(),
+            eval_tokens,
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

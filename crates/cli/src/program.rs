@@ -3,16 +3,20 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
 use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
+use crate::export::Export;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse_command};
+use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
 use crate::output::{exit_code_of_refusal, exit_with};
@@ -20,12 +24,14 @@ use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
-#[command(name = "candle-train", version)]
+#[command(name = "candle-train", version, propagate_version = true)]
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Merge(Merge),
     Launch(Box<LaunchArgs>),
+    Inspect(Inspect),
+    Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
     Env,
     /// Runs the ranks of one host; started by `launch`
@@ -75,6 +81,8 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Merge(args) => args.run(),
         CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
+        CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent => run_agent(),
         CandleTrain::Rank {
@@ -135,12 +143,25 @@ fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     })
 }
 
-fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    keep_freed_memory();
+/// Shows events of level INFO and above, or those that `RUST_LOG` names.
+fn log_to_stderr() -> Result<()> {
+    let filter = EnvFilter::builder().with_default_directive(LevelFilter::INFO.into());
+    let filter = filter.try_from_env().or_else(|err| match std::env::var_os(EnvFilter::DEFAULT_ENV) {
+        None => Ok(EnvFilter::default().add_directive(LevelFilter::INFO.into())),
+        Some(value) => bail!(
+            "RUST_LOG is {value:?}: {err}\nhint: expected levels by target, such as debug or candle_train=debug"
+        ),
+    })?;
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_env_filter(filter)
         .init();
-    match command.run(flags) {
+    Ok(())
+}
+
+fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
+    keep_freed_memory();
+    match log_to_stderr().and_then(|()| command.run(flags)) {
         Ok(code) => code,
         Err(err) => {
             let code = exit_with(Err(err));

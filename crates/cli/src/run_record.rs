@@ -7,7 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
-use candle_train::{DataPosition, Tokens, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, EvalHistory, Tokens, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -16,6 +16,9 @@ use crate::training_args::TrainingArgs;
 /// Bytes of a weights file that are read at a time, and how often, evenly spread.
 const BLOCK: u64 = 64 << 10;
 const NUM_BLOCKS: u64 = 256;
+
+/// Name of the digest of the weights with which a run begins.
+pub(crate) const WEIGHTS: &str = "the weights of --model";
 
 /// What is said of a model's files and not of the model.
 const NOT_THE_MODEL: [&str; 4] = [
@@ -40,12 +43,14 @@ impl TrainingArgs {
         model.retain(|name, _| !NOT_THE_MODEL.contains(&name.as_str()));
         if let Some(weights) = weights {
             let digest = digest_of_weights(weights)?;
-            model.insert("the weights of --model".into(), digest.into());
+            model.insert(WEIGHTS.into(), digest.into());
         }
         Ok(TrainingRecord {
             settings: self.settings(train, tokens),
             model,
             position: DataPosition::default(),
+            save_dtype: None,
+            evaluation: EvalHistory::default(),
         })
     }
 
@@ -54,34 +59,40 @@ impl TrainingArgs {
         &self,
         record: &TrainingRecord,
         save_dtype: Option<DType>,
+        eval_tokens: Option<&Tokens>,
     ) -> Result<String> {
         let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
         let record = serde_json::to_string(record).map_err(Error::wrap)?;
-        let all = format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        let mut all =
+            format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        // Otherwise evaluations change nothing.
+        if let Some(patience) = self.evaluation.patience {
+            let tokens = eval_tokens.map(digest_of_tokens);
+            all += &format!(" {patience} {:?} {tokens:?}", self.evaluation.eval_every);
+        }
         Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
     fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
-        let mut sum = XxHash64::default();
-        for id in tokens.ids() {
-            sum.write(&id.to_le_bytes());
-        }
-        let sum = sum.finish();
+        let sum = digest_of_tokens(tokens);
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
-            (
-                "the data",
-                format!("{} tokens (xxh64 {sum:016x})", tokens.len()),
-            ),
+            ("the data", format!("{} tokens (xxh64 {sum})", tokens.len())),
             (
                 "the number of steps",
                 train.lr_schedule.num_steps.to_string(),
             ),
             ("--seq-len", batches.seq_len.to_string()),
             ("--global-batch-size", batches.global_batch_size.to_string()),
+            (
+                "--eval-fraction",
+                self.evaluation
+                    .eval_fraction
+                    .map_or("not given".into(), |fraction| fraction.to_string()),
+            ),
             ("--no-shuffle", batches.no_shuffle.to_string()),
             ("--seed", batches.seed.to_string()),
             ("--lr", args.lr.to_string()),
@@ -113,6 +124,14 @@ impl TrainingArgs {
             .map(|(name, value)| (name.to_string(), value))
             .into()
     }
+}
+
+fn digest_of_tokens(tokens: &Tokens) -> String {
+    let mut sum = XxHash64::default();
+    for id in tokens.ids() {
+        sum.write(&id.to_le_bytes());
+    }
+    format!("{:016x}", sum.finish())
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.

@@ -5,7 +5,7 @@ use std::ops::Bound::{Excluded, Included};
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
 use candle_parallel::Stage;
-use candle_train::{GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
+use candle_train::{Activity, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::ModelConfig;
 use clap::Args;
 
@@ -69,8 +69,11 @@ impl TrainingRun<'_> {
             top_p: args.top_p,
             seed: self.training.batches.seed,
         })?;
+        let is_first = mesh.world.rank() == 0;
+        let sampling = is_first.then(|| Activity::start("writing a sample"));
         let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler)?;
-        if mesh.world.rank() == 0 {
+        drop(sampling);
+        if is_first {
             let text = tokenizer.decode(&[prompt, ids].concat())?;
             print_line(&format!("--- {title}\n{}\n---", text.trim_end()));
         }

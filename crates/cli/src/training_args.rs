@@ -14,6 +14,7 @@ use crate::checkpoint_args::CheckpointArgs;
 use crate::choices::{
     DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice,
 };
+use crate::eval_args::EvalArgs;
 use crate::freeze::FreezeArgs;
 use crate::log_args::LogArgs;
 use crate::loss_scale::LossScaleArgs;
@@ -35,6 +36,8 @@ pub struct TrainingArgs {
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
     pub(crate) optimizer: OptimizerArgs,
+    #[command(flatten, next_help_heading = "Evaluation")]
+    pub(crate) evaluation: EvalArgs,
     #[command(flatten, next_help_heading = "Checkpoints")]
     pub(crate) checkpoints: CheckpointArgs,
     #[command(flatten, next_help_heading = "Output")]
@@ -299,11 +302,26 @@ impl TrainingArgs {
         )
     }
 
+    /// The batches of replica `dp_rank`, without the samples that are held out.
+    pub(crate) fn training_batches(&self, tokens: &Tokens, dp_rank: usize) -> Result<Batches> {
+        let config = self.batches.config();
+        let batches = Batches::new(
+            tokens,
+            config,
+            dp_rank,
+            self.layout.degrees().dp,
+            &Device::Cpu,
+        )?;
+        Ok(match self.evaluation.held_out(tokens, &self.batches)? {
+            Some([training, _]) => batches.only(training),
+            None => batches,
+        })
+    }
+
     /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
     pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let dp = layout.degrees().dp;
-        let batches = Batches::new(tokens, self.batches.config(), 0, dp, &Device::Cpu)?;
+        let batches = self.training_batches(tokens, 0)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let num_steps = self.batches.steps.unwrap_or(num_steps);

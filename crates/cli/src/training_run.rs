@@ -2,16 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Error, Result};
 use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
 use candle_ops::GpuState;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
+use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Batches, Checkpoints, DataPosition, ModelFlops, Progress, Tokenizer, Tokens, TrainConfig,
-    Trainer, TrainingRecord, explain_out_of_memory, peaks_in_words,
+    Activity, Batches, Checkpoints, DataPosition, EvalHistory, Evaluation, MetricsLine, ModelFlops,
+    Progress, Tokenizer, Tokens, TrainConfig, TrainEvent, Trainer, TrainingRecord,
+    explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
@@ -21,6 +23,7 @@ use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::output::{exit_code_of_refusal, exit_with, print_line};
 use crate::samples::SampleArgs;
+use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
@@ -40,6 +43,8 @@ pub(crate) struct TrainingRun<'a> {
     pub tokens: Tokens,
     /// What was taken where no flag says, as flags.
     pub taken: Vec<String>,
+    /// Of `--eval-data`.
+    pub eval_tokens: Option<Tokens>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -77,15 +82,23 @@ struct Resumed {
     checkpoint: TrainingCheckpoint,
     /// The place of its next step in the data.
     position: DataPosition,
+    /// What its evaluations gave.
+    evaluation: EvalHistory,
 }
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         let tokenizer = &self.tokenizer;
-        tokenizer.check_vocab(self.tokens.ids(), self.config.vocab_size)?;
+        let eval_tokens = self.eval_tokens.as_ref();
+        for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
+            tokenizer.check_vocab(tokens.ids(), self.config.vocab_size)?;
+        }
         let train = self.training.train_config(&self.tokens)?;
-        self.training.checkpoints.validate(self.output)?;
+        let checkpoints = &self.training.checkpoints;
+        checkpoints.validate(self.output)?;
+        self.training.evaluation.validate(checkpoints.save_every)?;
+        let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
         self.lora.check()?;
         let model = match &self.initial_weights {
@@ -94,17 +107,23 @@ impl TrainingRun<'_> {
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let mut record = self.training.record(&train, &self.tokens, config, model)?;
+        let mut record = TrainingRecord {
+            save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
+            ..self.training.record(&train, &self.tokens, config, model)?
+        };
         self.lora.add_to(&mut record)?;
         let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         if self.lora.is_given() {
             // What describes the model is in the model's folder.
             sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
         }
-        let beside = self.training.checkpoints.save_dir.as_deref();
+        let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
-            run: Some(self.training.run_digest(&record, self.save_dtype)?),
+            run: Some(
+                self.training
+                    .run_digest(&record, self.save_dtype, eval_tokens)?,
+            ),
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
         };
@@ -118,12 +137,18 @@ impl TrainingRun<'_> {
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
             }
+            if let Some(evaluation) = evaluation {
+                let num_samples = evaluation.batches.num_samples();
+                print_line(&format!(
+                    "evaluation on {num_samples} sequences that are not trained on"
+                ));
+            }
         }
         let folders = [
             ("--model", model),
             ("--adapter", self.lora.adapter.as_deref()),
         ];
-        ranks.fingerprint = fingerprint(&ranks, &flags, &self.tokens, &folders)?;
+        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), &folders)?;
         let ends = launch::run(&ranks, |world| {
             self.run_rank((&train, &ranks), (&save, &record), world)
         });
@@ -161,6 +186,20 @@ impl TrainingRun<'_> {
         }
     }
 
+    fn evaluation(
+        &self,
+        (dp_rank, dp): (usize, usize),
+        history: EvalHistory,
+    ) -> Result<Option<Evaluation>> {
+        let TrainingArgs {
+            evaluation,
+            batches,
+            ..
+        } = self.training;
+        let tokens = (&self.tokens, self.eval_tokens.as_ref());
+        evaluation.evaluation(tokens, batches, (dp_rank, dp), history)
+    }
+
     /// One rank's part.
     fn run_rank(
         &self,
@@ -185,6 +224,12 @@ impl TrainingRun<'_> {
             InitialWeights::Random => ParamStore::init(training.batches.seed),
             InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
         };
+        let is_first = mesh.world.rank() == 0;
+        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
+        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
+            let done = move || num_bytes.load(Ordering::Relaxed);
+            Activity::of_bytes("loading weights", None, done)
+        });
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
         let seed = training.batches.seed;
@@ -193,8 +238,8 @@ impl TrainingRun<'_> {
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         let stage = stage.with_recompute(|_| training.layout.recompute.into());
+        drop(loading);
         training.optimizer.freeze.check(stage.params())?;
-        let is_first = mesh.world.rank() == 0;
         let last_title = match &self.initial_weights {
             InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
@@ -206,6 +251,9 @@ impl TrainingRun<'_> {
         };
         let flops = self.flops(ranks, &stage, mesh.world.device())?;
         let mut trainer = Trainer::new(train.clone(), &mesh, stage)?.with_flops(flops);
+        let history = resumed.as_ref().map(|resumed| resumed.evaluation);
+        let replica = (mesh.dp.rank(), mesh.dp.world_size());
+        let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
         if is_first {
             self.announce(&trainer, &mesh);
         }
@@ -213,8 +261,15 @@ impl TrainingRun<'_> {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
+            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            if evaluation.is_some() {
+                saver = saver.keeping_best();
+            }
             let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
             trainer = trainer.with_checkpoints(checkpoints);
+        }
+        if let Some(evaluation) = evaluation {
+            trainer = trainer.with_evaluation(evaluation);
         }
         if is_first {
             trainer.check_space(save)?;
@@ -228,10 +283,10 @@ impl TrainingRun<'_> {
             Err(err) => return Err(err),
         };
         if trainer.is_stopped() {
-            return Self::stopped(&mut trainer, &batches, save).map(End::Stopped);
+            return leave(&mut trainer, &batches, save, is_first).map(End::Stopped);
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
-        trainer.save_hf(save)?;
+        save_model(&trainer, save, is_first)?;
         Ok(End::Complete)
     }
 
@@ -250,26 +305,6 @@ impl TrainingRun<'_> {
         })
     }
 
-    /// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model.
-    fn stopped(trainer: &mut Trainer, batches: &Batches, save: &HfSave) -> Result<Stopped> {
-        let step = trainer.step();
-        let checkpoint = match trainer.save_checkpoint(batches)? {
-            Some(SaveOutcome {
-                saved: Ok(path), ..
-            }) => Some(path),
-            // Why has been told.
-            Some(_) | None => {
-                let steps = Some(step);
-                trainer.save_hf(&HfSave {
-                    steps,
-                    ..save.clone()
-                })?;
-                None
-            }
-        };
-        Ok(Stopped { step, checkpoint })
-    }
-
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
     fn resumed(
         &self,
@@ -279,8 +314,12 @@ impl TrainingRun<'_> {
     ) -> Result<Option<Resumed>> {
         let args = &self.training.checkpoints;
         let is_first = world.rank() == 0;
-        let Some(checkpoint) = args.open(world, is_restart)? else {
-            if is_first && (is_restart || args.resume.is_some()) {
+        let is_asked = is_restart || args.resume.is_some();
+        let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
+        let opened = args.open(world, is_restart)?;
+        drop(reading);
+        let Some(checkpoint) = opened else {
+            if is_first && is_asked {
                 let place = args.save_dir.as_ref().map(|dir| dir.display());
                 let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
                     format!("in {dir}")
@@ -300,6 +339,7 @@ impl TrainingRun<'_> {
         }
         Ok(Some(Resumed {
             position: earlier.position,
+            evaluation: earlier.evaluation,
             checkpoint,
         }))
     }
@@ -311,9 +351,9 @@ impl TrainingRun<'_> {
         mesh: &Mesh,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
-        let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
-        let batch_config = self.training.batches.config();
-        let mut batches = Batches::new(&self.tokens, batch_config, dp_rank, dp, &Device::Cpu)?;
+        let mut batches = self
+            .training
+            .training_batches(&self.tokens, mesh.dp.rank())?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }
@@ -326,15 +366,44 @@ impl TrainingRun<'_> {
             )),
             false => None,
         };
-        trainer.train(&batches, |step| {
+        trainer.train_observed(&batches, |event| {
             if let Some((progress, logs)) = &mut shown {
-                progress.update(step);
-                logs.log(step, |warning| progress.println(warning));
+                let line: Option<MetricsLine> = match event {
+                    TrainEvent::Step(step) => {
+                        progress.update(step);
+                        Some(step.into())
+                    }
+                    TrainEvent::Begin(what) => {
+                        progress.between_steps(what);
+                        None
+                    }
+                    TrainEvent::Evaluation(evaluation) => {
+                        progress.println(&evaluation.in_words());
+                        Some(evaluation.into())
+                    }
+                };
+                if let Some(line) = line {
+                    logs.log(&line, |warning| progress.println(warning));
+                }
             }
             Ok(())
         })?;
         if let Some((progress, _)) = &mut shown {
             progress.finish();
+        }
+        if let (Some(history), true) = (trainer.stopped_early(), is_first) {
+            let (step, num_steps) = (trainer.step(), trainer.num_steps());
+            let EvalHistory {
+                best,
+                num_without_improvement,
+            } = history;
+            let best = best.map(|(loss, step)| {
+                format!("; the least loss, {loss:.4}, was that after step {step}")
+            });
+            print_line(&format!(
+                "stopped after step {step} of {num_steps}: {num_without_improvement} evaluations without improvement{}",
+                best.unwrap_or_default()
+            ));
         }
         mesh.world.set_step(trainer.step(), "after training");
         let memory = trainer.memory_of_largest_rank()?;

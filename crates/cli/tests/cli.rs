@@ -5,6 +5,8 @@ mod cli {
     mod data;
     mod disk_full;
     mod divergence;
+    mod evaluation;
+    mod export;
     mod flags;
     mod folder;
     mod help;

@@ -62,7 +62,15 @@ impl StopSignals {
         }
         let first = self.first.clone();
         let thread = std::thread::Builder::new().name("stop-signals".into());
-        thread.spawn(move || receive(reader, &first, &before))?;
+        let earlier = before.clone();
+        let spawned = thread.spawn(move || receive(reader, &first, &before));
+        if let Err(error) = spawned {
+            // Nobody would hear them.
+            for (signal, action) in &earlier {
+                set_action(*signal, action)?;
+            }
+            return Err(error);
+        }
         Ok(())
     }
 }

@@ -98,8 +98,9 @@ pub use gradients::{Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, GradientSink, HeadPartition, Layer, RowParallelLinear,
     VocabParallelEmbedding, column_parallel_backward, column_parallel_linear,
-    column_parallel_linear_shard, in_graph, linear_cross_entropy, regions, row_parallel_linear,
-    row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    column_parallel_linear_shard, in_graph, linear_cross_entropy, linear_predictions, regions,
+    row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 };
 pub use lora::{
     ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
@@ -114,6 +115,6 @@ pub use params::{
     Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, part,
 };
 pub use pipeline::{
-    Backward, Block, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock, Recompute,
-    Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
+    Backward, Block, EvalSums, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock,
+    Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
 };

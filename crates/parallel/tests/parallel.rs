@@ -12,6 +12,8 @@ mod device;
 mod embedding;
 #[path = "parallel/explicit.rs"]
 mod explicit;
+#[path = "parallel/export.rs"]
+mod export;
 #[path = "parallel/folder.rs"]
 mod folder;
 #[path = "parallel/frozen_format.rs"]

@@ -4,6 +4,8 @@
 //! a step trains on therefore does not depend on the layout, and no state has to be saved to resume: a batch is a pure
 //! function of (configuration, step).
 
+use std::sync::Arc;
+
 use candle_core::{Device, Result, Tensor, bail};
 use candle_parallel::MicroBatch;
 use serde::{Deserialize, Serialize};
@@ -69,6 +71,8 @@ impl BatchConfig {
 #[derive(Debug)]
 pub struct Batches {
     samples: Samples,
+    /// Numbers of the samples that are trained on, if not all.
+    chosen: Option<Arc<[usize]>>,
     order: SampleOrder,
     config: BatchConfig,
     dp_rank: usize,
@@ -98,12 +102,22 @@ impl Batches {
         Ok(Self {
             order: SampleOrder::new(samples.len(), config.shuffle, config.seed),
             samples,
+            chosen: None,
             dp_rank,
             local_batch_size: config.global_batch_size / dp_world_size,
             config,
             device: device.clone(),
             origin: (0, 0),
         })
+    }
+
+    /// Trains on these samples only, of which there must be one.
+    pub fn only(self, chosen: Arc<[usize]>) -> Self {
+        Self {
+            order: SampleOrder::new(chosen.len(), self.config.shuffle, self.config.seed),
+            chosen: Some(chosen),
+            ..self
+        }
     }
 
     /// The batches of a run that goes on at `step` with the sequence at `position`, whatever the size of the batches before it.
@@ -152,7 +166,9 @@ impl Batches {
         let mut tokens = Vec::with_capacity(b * t);
         let mut targets = Vec::with_capacity(b * t);
         for position in first..first + b {
-            let ids = self.samples.get(self.order.sample(position));
+            let place = self.order.sample(position);
+            let sample = self.chosen.as_ref().map_or(place, |chosen| chosen[place]);
+            let ids = self.samples.get(sample);
             tokens.extend_from_slice(&ids[..t]);
             targets.extend_from_slice(&ids[1..]);
         }
@@ -171,12 +187,13 @@ impl Batches {
     /// Steps until every sample has been seen once, rounded up: the last step of an epoch may take its remaining
     /// sequences from the next epoch.
     pub fn num_steps_per_epoch(&self) -> usize {
-        self.samples.len().div_ceil(self.config.global_batch_size)
+        self.num_samples().div_ceil(self.config.global_batch_size)
     }
 
     /// Number of samples in one epoch.
     pub fn num_samples(&self) -> usize {
-        self.samples.len()
+        let chosen = self.chosen.as_ref();
+        chosen.map_or(self.samples.len(), |chosen| chosen.len())
     }
 
     /// Target tokens of one step, over all data-parallel ranks.

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
-use candle_parallel::checkpoint::{CheckpointSaver, SaveOutcome, SpaceNeed};
+use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SpaceNeed};
 
+use crate::EvalHistory;
 use crate::batches::Batches;
 use crate::training_record::{DataPosition, TrainingRecord};
 
@@ -18,6 +19,10 @@ pub struct Checkpoints {
     every: usize,
     record: TrainingRecord,
     is_first: bool,
+    /// No step comes after it.
+    is_ending: bool,
+    /// The newest evaluation's steps and loss.
+    evaluated: Option<(usize, f64)>,
     /// How the newest save that ended did.
     last: Option<SaveOutcome>,
 }
@@ -35,8 +40,16 @@ impl Checkpoints {
             every: every.max(1),
             record,
             is_first,
+            is_ending: false,
+            evaluated: None,
             last: None,
         }
+    }
+
+    /// Notes an evaluation: a checkpoint after these steps remembers its loss, and later ones what came of all.
+    pub(crate) fn note_evaluation(&mut self, step: usize, loss: f64, history: EvalHistory) {
+        self.evaluated = Some((step, loss));
+        self.record.evaluation = history;
     }
 
     /// What the checkpoints take.
@@ -66,7 +79,7 @@ impl Checkpoints {
         step: usize,
         batches: &Batches,
     ) -> Result<Option<SaveOutcome>> {
-        self.finish()?;
+        self.end()?;
         let is_there = |last: &SaveOutcome| last.step == step && last.saved.is_ok();
         if !self.last.as_ref().is_some_and(is_there) {
             self.start(optimizer, step, batches)?;
@@ -78,6 +91,12 @@ impl Checkpoints {
     /// The checkpoint of the newest save that ended, if that went well.
     pub(crate) fn last_saved(&self) -> Option<&Path> {
         self.last.as_ref()?.saved.as_deref().ok()
+    }
+
+    /// Waits for a save that is under way when no step comes any more. Every rank must call it.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        self.is_ending = true;
+        self.finish()
     }
 
     /// Waits for a save that is under way. Every rank must call it.
@@ -99,7 +118,13 @@ impl Checkpoints {
             ..self.record.clone()
         };
         let record = serde_json::to_value(record).map_err(Error::wrap)?;
-        let outcome = self.saver.start(optimizer, step, record)?;
+        let evaluated = self.evaluated.filter(|(of_step, _)| *of_step == step);
+        let eval_loss = evaluated.map(|(_, loss)| loss);
+        let note = CheckpointNote {
+            record,
+            eval_loss: eval_loss.filter(|loss| loss.is_finite()),
+        };
+        let outcome = self.saver.start(optimizer, step, note)?;
         self.tell(outcome);
         Ok(())
     }
@@ -112,8 +137,13 @@ impl Checkpoints {
             match &outcome.saved {
                 Ok(path) => tracing::debug!("saved {}", path.display()),
                 Err(message) => tracing::warn!(
-                    "there is no checkpoint of step {}, and training goes on: {message}",
-                    outcome.step
+                    "there is no checkpoint of step {}{}: {message}",
+                    outcome.step,
+                    if self.is_ending {
+                        ""
+                    } else {
+                        ", and training goes on"
+                    }
                 ),
             }
             if let Some(warning) = &outcome.warning {

@@ -7,10 +7,14 @@
 
 pub mod hub;
 
+mod activity;
 mod batches;
 mod checkpoints;
 mod documents;
+mod eval_batches;
+mod evaluation;
 mod generate;
+mod held_out;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
@@ -30,13 +34,17 @@ mod train_config;
 mod trainer;
 mod training_record;
 
+pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
 pub use checkpoints::Checkpoints;
 pub use documents::Documents;
+pub use eval_batches::EvalBatches;
+pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
+pub use held_out::held_out;
 pub use lr_schedule::{LrDecay, LrSchedule};
 pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
-pub use metrics::Metrics;
+pub use metrics::{Metrics, MetricsLine};
 pub use model_flops::ModelFlops;
 pub use progress::Progress;
 pub use sampler::{Sampler, SamplingConfig};
@@ -47,5 +55,5 @@ pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use train_config::TrainConfig;
-pub use trainer::Trainer;
+pub use trainer::{TrainEvent, Trainer};
 pub use training_record::{DataPosition, TrainingRecord};

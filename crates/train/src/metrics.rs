@@ -1,4 +1,4 @@
-//! Metrics file: one JSON object per line and step, flushed at once, so that a run can be watched and survives a crash.
+//! Metrics file: one JSON object per line, a step or an evaluation after it, flushed at once, so that a run can be watched and survives a crash.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -6,7 +6,41 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 
-use crate::StepMetrics;
+use serde::{Deserialize, Serialize};
+
+use crate::{EvalMetrics, StepMetrics};
+
+/// A line of a metrics file; an evaluation has `eval_loss` where a step has `loss`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum MetricsLine {
+    /// An optimizer step.
+    Step(StepMetrics),
+    /// An evaluation after a step.
+    Evaluation(EvalMetrics),
+}
+
+impl MetricsLine {
+    /// The step, counted from 0.
+    pub fn step(&self) -> usize {
+        match self {
+            Self::Step(metrics) => metrics.step,
+            Self::Evaluation(metrics) => metrics.step,
+        }
+    }
+}
+
+impl From<&StepMetrics> for MetricsLine {
+    fn from(metrics: &StepMetrics) -> Self {
+        Self::Step(metrics.clone())
+    }
+}
+
+impl From<&EvalMetrics> for MetricsLine {
+    fn from(metrics: &EvalMetrics) -> Self {
+        Self::Evaluation(metrics.clone())
+    }
+}
 
 /// Writer of a JSON-lines file.
 #[derive(Debug)]
@@ -73,18 +107,19 @@ impl Metrics {
         })
     }
 
-    /// Appends one step.
+    /// Appends a step or an evaluation.
     ///
     /// # Errors
     /// Writing fails, for example because the disk is full.
-    pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let mut line = serde_json::to_vec(metrics).map_err(candle_core::Error::wrap)?;
+    pub fn log(&mut self, metrics: impl Into<MetricsLine>) -> Result<()> {
+        let metrics = metrics.into();
+        let mut line = serde_json::to_vec(&metrics).map_err(candle_core::Error::wrap)?;
         line.push(b'\n');
         match self.write(&line) {
             Ok(()) => Ok(()),
             Err(e) => bail!(
                 "cannot write step {} to the metrics file {:?}: {e}",
-                metrics.step,
+                metrics.step(),
                 self.path
             ),
         }
@@ -104,7 +139,8 @@ impl Metrics {
     }
 }
 
-/// Whether a file is empty or its first line is a step's, perhaps of another version.
+/// Whether a file is empty or its first line is a step's, perhaps of another version, or the beginning of one, which a run that was killed
+/// has left.
 fn begins_with_metrics(path: &Path) -> std::io::Result<bool> {
     let mut line = Vec::new();
     BufReader::new(File::open(path)?.take(1 << 16)).read_until(b'\n', &mut line)?;
@@ -115,8 +151,12 @@ fn begins_with_metrics(path: &Path) -> std::io::Result<bool> {
             .iter()
             .all(|name| fields.contains_key(*name))
     };
-    Ok(line.is_empty() || fields.is_some_and(is_step))
+    let is_cut = line.starts_with(BEGINNING) && !line.ends_with(b"\n");
+    Ok(line.is_empty() || is_cut || fields.is_some_and(is_step))
 }
+
+/// With which every line begins.
+const BEGINNING: &[u8] = br#"{"step":"#;
 
 /// Bytes of the lines of a metrics file whose steps are before `step`.
 fn bytes_before(path: &Path, step: usize) -> Result<u64> {
@@ -126,8 +166,10 @@ fn bytes_before(path: &Path, step: usize) -> Result<u64> {
     };
     let mut kept = 0;
     for (index, line) in text.split_inclusive('\n').enumerate() {
-        match serde_json::from_str::<StepMetrics>(line) {
-            Ok(metrics) if metrics.step < step && line.ends_with('\n') => kept += line.len() as u64,
+        match serde_json::from_str::<MetricsLine>(line) {
+            Ok(metrics) if metrics.step() < step && line.ends_with('\n') => {
+                kept += line.len() as u64
+            }
             Ok(_) => break,
             // What a run that was killed has not written to its end.
             Err(_) if !line.ends_with('\n') => break,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
-use crate::StepMetrics;
+use crate::{Activity, StepMetrics};
 
 /// Longest silence between two plain lines while steps go by.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -16,6 +16,8 @@ const NUM_LINES: usize = 10;
 pub struct Progress {
     num_steps: usize,
     view: View,
+    /// What is done between two steps, in a log.
+    activity: Option<Activity>,
 }
 
 enum View {
@@ -45,6 +47,7 @@ impl Progress {
         Self {
             num_steps,
             view: View::Bar(bar),
+            activity: None,
         }
     }
 
@@ -59,11 +62,21 @@ impl Progress {
         Self {
             num_steps,
             view: View::Lines(lines),
+            activity: None,
+        }
+    }
+
+    /// Shows what is done until the next step, line or end.
+    pub fn between_steps(&mut self, what: &str) {
+        match &self.view {
+            View::Bar(bar) => bar.set_message(what.to_string()),
+            View::Lines(_) => self.activity = Some(Activity::start(what)),
         }
     }
 
     /// Shows a finished step. A terminal that cannot be written to does not end a run: errors are ignored.
     pub fn update(&mut self, metrics: &StepMetrics) {
+        self.activity = None;
         let mut message = format!(
             "loss {:.4} {:.0} tokens/s lr {:.2e}",
             metrics.loss, metrics.tokens_per_sec, metrics.learning_rate
@@ -87,6 +100,7 @@ impl Progress {
 
     /// Prints `line` above the bar, or among the plain lines.
     pub fn println(&mut self, line: &str) {
+        self.activity = None;
         match &mut self.view {
             View::Bar(bar) => bar.println(line),
             View::Lines(lines) => drop(writeln!(lines.out, "{line}")),
@@ -95,6 +109,7 @@ impl Progress {
 
     /// Ends the display and leaves its last state visible.
     pub fn finish(&mut self) {
+        self.activity = None;
         match &mut self.view {
             View::Bar(bar) => bar.abandon(),
             View::Lines(lines) => drop(lines.out.flush()),

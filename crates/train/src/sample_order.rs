@@ -55,7 +55,7 @@ impl SampleOrder {
 
 /// Fisher-Yates over ChaCha8 keyed with (seed, epoch). Written out, so that neither the platform's word size nor a new
 /// version of a library can change the order of a run that is resumed.
-fn permutation(num_samples: usize, seed: u64, epoch: u64) -> Vec<usize> {
+pub(crate) fn permutation(num_samples: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     key[8..16].copy_from_slice(&epoch.to_le_bytes());

@@ -37,6 +37,6 @@ pub struct StepMetrics {
     pub memory: MemoryReport,
 }
 
-fn number_or_null<'de, D: Deserializer<'de>>(source: D) -> Result<f64, D::Error> {
+pub(crate) fn number_or_null<'de, D: Deserializer<'de>>(source: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(source)?.unwrap_or(f64::NAN))
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use candle_core::{Error, Result, bail};
 use serde_json::Value;
 
-use crate::StepMetrics;
+use crate::MetricsLine;
 
 /// The first record's `file_version`.
 const VERSION: &[u8] = b"brain.Event:2";
@@ -61,12 +61,13 @@ impl TensorBoard {
         Ok(events)
     }
 
-    /// Appends one step: the numbers of [`StepMetrics`] as `train/loss` and so on, those of its memory as `memory/weights_bytes` and so on.
+    /// Appends a step: the numbers of [`crate::StepMetrics`] as `train/loss` and so on, those of its memory as `memory/weights_bytes` and
+    /// so on; or an evaluation, as `eval/loss` and so on.
     ///
     /// # Errors
     /// Writing fails, for example because the disk is full.
-    pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let fields = serde_json::to_value(metrics).map_err(Error::wrap)?;
+    pub fn log(&mut self, line: &MetricsLine) -> Result<()> {
+        let fields = serde_json::to_value(line).map_err(Error::wrap)?;
         let mut summary = Message::default();
         for (name, value) in fields.as_object().into_iter().flatten() {
             match value {
@@ -75,11 +76,14 @@ impl TensorBoard {
                         summary.scalar(&format!("{name}/{part}"), value);
                     }
                 }
-                value if name != "step" => summary.scalar(&format!("train/{name}"), value),
+                value if name != "step" => match name.strip_prefix("eval_") {
+                    Some(name) => summary.scalar(&format!("eval/{name}"), value),
+                    None => summary.scalar(&format!("train/{name}"), value),
+                },
                 _ => {}
             }
         }
-        let mut event = event(metrics.step);
+        let mut event = event(line.step());
         event.bytes(5, &summary.0);
         self.append(&event)
     }

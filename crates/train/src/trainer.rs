@@ -7,17 +7,29 @@ use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
-    AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
-    StepReport,
+    AdamW, DistributedOptimizer, EvalSums, Gradients, MemoryReport, MicroBatch, Parameters,
+    Pipeline, Stage, StepReport,
 };
 
 use crate::batches::Batches;
 use crate::checkpoints::Checkpoints;
+use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
+
+/// What happens while a trainer trains.
+#[derive(Clone, Copy, Debug)]
+pub enum TrainEvent<'a> {
+    /// A step was done.
+    Step(&'a StepMetrics),
+    /// Something begins that takes a while, until the next event or the end.
+    Begin(&'static str),
+    /// The weights after the step before were evaluated.
+    Evaluation(&'a EvalMetrics),
+}
 
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
 pub struct Trainer {
@@ -37,6 +49,9 @@ pub struct Trainer {
     checkpoints: Option<Checkpoints>,
     num_replicas: usize,
     flops: Option<ModelFlops>,
+    evaluation: Option<Evaluation>,
+    /// Whether this rank's losses are not another's too.
+    counts_losses: bool,
 }
 
 impl Trainer {
@@ -78,6 +93,8 @@ impl Trainer {
             checkpoints: None,
             num_replicas: mesh.dp.world_size(),
             flops: None,
+            evaluation: None,
+            counts_losses: mesh.tp.rank() == 0,
         })
     }
 
@@ -110,6 +127,19 @@ impl Trainer {
         self
     }
 
+    /// Evaluates between the steps of [`Self::train`] from now on, before a checkpoint that is due then. Every rank must be told the same.
+    pub fn with_evaluation(mut self, evaluation: Evaluation) -> Self {
+        self.evaluation = Some(evaluation);
+        self
+    }
+
+    /// What evaluations gave if they have ended [`Self::train`] before the last step: see [`Evaluation::patience`].
+    pub fn stopped_early(&self) -> Option<EvalHistory> {
+        let evaluation = self.evaluation.as_ref()?;
+        let is_early = evaluation.is_out_of_patience() && self.step < self.num_steps();
+        is_early.then_some(evaluation.history)
+    }
+
     /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
     /// was in the data [`Batches::continued`] takes. Every rank must call it, before the first step.
     ///
@@ -129,23 +159,84 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop); `on_step`
-    /// sees each step's numbers, before a checkpoint of it is saved.
+    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop) or
+    /// [evaluations](Self::with_evaluation) do; `on_step` sees each step's numbers, before a checkpoint of it is saved.
     pub fn train(
         &mut self,
         batches: &Batches,
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
-        while self.step < self.config.lr_schedule.num_steps && !self.is_stopped {
+        self.train_observed(batches, |event| match event {
+            TrainEvent::Step(metrics) => on_step(metrics),
+            TrainEvent::Begin(_) | TrainEvent::Evaluation(_) => Ok(()),
+        })
+    }
+
+    /// As [`Self::train`]; `observe` sees the numbers of evaluations, too.
+    pub fn train_observed(
+        &mut self,
+        batches: &Batches,
+        mut observe: impl FnMut(TrainEvent) -> Result<()>,
+    ) -> Result<()> {
+        let num_steps = self.num_steps();
+        while self.step < num_steps && !self.is_stopped && self.stopped_early().is_none() {
             let metrics = self.train_step(&batches.batch(self.step)?);
             let metrics = metrics.map_err(|err| self.after_failed_step(err))?;
-            on_step(&metrics)?;
+            observe(TrainEvent::Step(&metrics))?;
+            let evaluation = self.evaluation.as_ref();
+            if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
+                observe(TrainEvent::Begin("evaluating"))?;
+                if let Some(metrics) = self.evaluate()? {
+                    observe(TrainEvent::Evaluation(&metrics))?;
+                }
+            }
             self.checkpoint(batches)?;
         }
         match &mut self.checkpoints {
-            Some(checkpoints) => checkpoints.finish(),
+            Some(checkpoints) => {
+                observe(TrainEvent::Begin("writing the checkpoint"))?;
+                checkpoints.end()
+            }
             None => Ok(()),
         }
+    }
+
+    /// Evaluates the model as it is: loss, perplexity and accuracy over all samples of the [evaluation](Self::with_evaluation), each of them once;
+    /// `None` without one. Nothing of the training changes. Every rank must call it, between steps.
+    ///
+    /// # Errors
+    /// Failures of ranks and devices.
+    pub fn evaluate(&mut self) -> Result<Option<EvalMetrics>> {
+        let Some(evaluation) = &mut self.evaluation else {
+            return Ok(None);
+        };
+        let start = Instant::now();
+        self.world.set_step(self.step, "evaluation");
+        let batches = evaluation.batches.iter();
+        let mut own = self.pipeline.evaluate(&self.stage, batches)?;
+        if !self.counts_losses {
+            own = EvalSums::default();
+        }
+        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
+        let mut all = EvalSums::default();
+        for of_rank in self.world.all_gather_bytes(&own)? {
+            let of_rank: EvalSums = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
+            all = all + of_rank;
+        }
+        let num_targets = all.num_targets as f64;
+        let loss = all.loss() / num_targets;
+        evaluation.history.add(loss, self.step);
+        if let Some(checkpoints) = &mut self.checkpoints {
+            checkpoints.note_evaluation(self.step, loss, evaluation.history);
+        }
+        Ok(Some(EvalMetrics {
+            step: self.step.saturating_sub(1),
+            eval_loss: loss,
+            eval_perplexity: loss.exp(),
+            eval_accuracy: all.num_right.map(|right| right / num_targets),
+            eval_num_tokens: all.num_targets,
+            eval_secs: start.elapsed().as_secs_f64(),
+        }))
     }
 
     /// The error of a step, with the checkpoint from before it if training has diverged: all ranks know it then, and none is lost.

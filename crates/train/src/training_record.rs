@@ -7,7 +7,7 @@ use candle_parallel::checkpoint::TrainingCheckpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::Batches;
+use crate::{Batches, EvalHistory};
 
 /// What a run notes in its checkpoints, and compares when it resumes.
 ///
@@ -22,6 +22,10 @@ pub struct TrainingRecord {
     pub model: Map<String, Value>,
     /// The next step's place in the data.
     pub position: DataPosition,
+    /// Type of the saved weights; `None`: each tensor's own.
+    pub save_dtype: Option<String>,
+    /// What evaluations gave so far.
+    pub evaluation: EvalHistory,
 }
 
 /// A place in the endless order of samples.

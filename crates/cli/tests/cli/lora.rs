@@ -39,11 +39,7 @@ fn the_output_is_an_adapter_which_training_goes_on_with() {
     let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen are 39 \
                 tensors of 53728 values";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
-    assert!(
-        outcome.stdout.contains("--lr 0.0002"),
-        "{}",
-        outcome.stdout
-    );
+    assert!(outcome.stdout.contains("--lr 0.0002"), "{}", outcome.stdout);
     let files = names(&workspace.output());
     assert!(
         FILES
@@ -122,6 +118,19 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
         .map(|name| fs::metadata(saved.join(name)).unwrap().len())
         .sum();
     assert!((14_592..30_000).contains(&num_bytes), "{num_bytes}");
+    // The model need not be there to export it.
+    let exported = workspace.path("exported");
+    let last = workspace.path("saves/step-000004");
+    fs::rename(workspace.path("model"), workspace.path("away")).unwrap();
+    let export = candle_train("export").argument(last.display());
+    export.argument(exported.display()).succeeds();
+    fs::rename(workspace.path("away"), workspace.path("model")).unwrap();
+    assert!(read_checkpoint(&exported) == want);
+    let config = "adapter_config.json";
+    assert_eq!(
+        read_json(&exported.join(config)),
+        read_json(&workspace.output().join(config))
+    );
     let again = workspace.path("again");
     copy_folder(&saved, &again.join("step-000002"));
     let program = program

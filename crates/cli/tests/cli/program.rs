@@ -18,6 +18,8 @@ pub struct Program {
     launcher: Vec<String>,
     binary: PathBuf,
     subcommand: Option<&'static str>,
+    /// Between subcommand and flags.
+    arguments: Vec<String>,
     /// Value of each flag; `None` for a switch.
     flags: BTreeMap<String, Option<String>>,
     variables: Vec<(String, String)>,
@@ -38,6 +40,7 @@ impl Program {
             launcher: Vec::new(),
             binary,
             subcommand,
+            arguments: Vec::new(),
             flags: BTreeMap::new(),
             variables: Vec::new(),
             limits_files: false,
@@ -48,6 +51,12 @@ impl Program {
     /// Sets a flag, in place of an earlier value.
     pub fn flag(mut self, name: &str, value: impl ToString) -> Self {
         self.flags.insert(name.to_string(), Some(value.to_string()));
+        self
+    }
+
+    /// Adds a word that is no flag.
+    pub fn argument(mut self, word: impl ToString) -> Self {
+        self.arguments.push(word.to_string());
         self
     }
 
@@ -165,7 +174,8 @@ impl Program {
         let flags = self.flags.iter();
         let flags = flags.flat_map(|(name, value)| [Some(name.clone()), value.clone()]);
         let subcommand = self.subcommand.map(str::to_string);
-        subcommand.into_iter().chain(flags.flatten()).collect()
+        let arguments = subcommand.into_iter().chain(self.arguments.clone());
+        arguments.chain(flags.flatten()).collect()
     }
 
     fn command(&self) -> Command {

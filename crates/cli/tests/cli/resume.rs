@@ -120,7 +120,7 @@ fn the_newest_valid_checkpoint_counts_and_none_is_the_beginning() {
     fs::write(file, bytes).unwrap();
     let outcome = program.run();
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    let said = "warning: a newer checkpoint is skipped: rank 3: ";
+    let said = "warning: a newer checkpoint is skipped: rank ";
     assert!(outcome.stderr.starts_with(said), "{}", outcome.stderr);
     assert!(
         outcome
@@ -245,8 +245,12 @@ fn a_full_disk_is_a_warning() {
     let outcome = program.with_limited_files().run();
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     for step in 1..=6 {
-        let said =
-            format!("there is no checkpoint of step {step}, and training goes on: cannot write");
+        let said = match step {
+            6 => "there is no checkpoint of step 6: cannot write".to_string(),
+            _ => {
+                format!("there is no checkpoint of step {step}, and training goes on: cannot write")
+            }
+        };
         assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
     }
     assert!(
@@ -254,7 +258,8 @@ fn a_full_disk_is_a_warning() {
         "{}",
         outcome.stderr
     );
-    assert!(names(&workspace.path("saves")).is_empty());
+    // Nothing has come into it.
+    assert!(!workspace.path("saves").exists());
 }
 
 /// A run is killed again and again until it ends by itself.

@@ -23,7 +23,7 @@ pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Va
         step.retain(|field, _| {
             !matches!(
                 field.as_str(),
-                "tokens_per_sec" | "step_secs" | "gflops_per_sec" | "memory"
+                "tokens_per_sec" | "step_secs" | "eval_secs" | "gflops_per_sec" | "memory"
             )
         });
     }

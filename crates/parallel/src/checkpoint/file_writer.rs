@@ -1,21 +1,27 @@
 //! A safetensors file that is filled tensor by tensor.
 
-use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{CpuStorage, Device, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 
 use super::plan::{Content, PlannedFile, PlannedTensor};
 use super::reader::Checkpoint;
 use super::save_failure::SaveFailure;
+
+/// Values that are converted and written at a time where they need not be whole tensors.
+const CHUNK_VALUES: usize = 1 << 20;
 
 /// The file, open.
 pub(super) struct FileWriter {
     /// What it will be called.
     path: PathBuf,
     out: BufWriter<File>,
+    num_written_bytes: Arc<AtomicU64>,
 }
 
 impl FileWriter {
@@ -23,6 +29,7 @@ impl FileWriter {
     pub fn create(
         (staged, place): (&Path, &Path),
         file: &PlannedFile,
+        num_written_bytes: Arc<AtomicU64>,
     ) -> std::result::Result<Self, SaveFailure> {
         let path = place.join(&file.name);
         let header = file.header().map_err(SaveFailure::Weights)?;
@@ -32,7 +39,11 @@ impl FileWriter {
             Ok(out)
         };
         match create() {
-            Ok(out) => Ok(Self { path, out }),
+            Ok(out) => Ok(Self {
+                path,
+                out,
+                num_written_bytes,
+            }),
             Err(err) => Err(SaveFailure::at(&path, err)),
         }
     }
@@ -44,46 +55,71 @@ impl FileWriter {
         gathered: Option<Tensor>,
         source: Option<&Checkpoint>,
     ) -> std::result::Result<(), SaveFailure> {
-        let bytes = bytes(tensor, gathered, source).map_err(SaveFailure::Weights)?;
-        let written = self.out.write_all(&bytes);
-        written.map_err(|err| SaveFailure::at(&self.path, err))
+        match (&tensor.content, gathered, source) {
+            (Content::Stored(name, None), _, Some(source)) => {
+                let bytes = source.bytes(name).map_err(SaveFailure::Weights)?;
+                self.write_bytes(bytes)
+            }
+            (Content::Stored(name, Some(dtype)), _, Some(source)) => {
+                let read = |range| source.read_range(name, &tensor.shape, range);
+                self.write_in_chunks(tensor, *dtype, read)
+            }
+            (_, Some(values), _) if values.dims() == tensor.shape => {
+                let values = values.to_device(&Device::Cpu);
+                self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)
+            }
+            (_, gathered, _) => Err(SaveFailure::Weights(Error::msg(format!(
+                "{:?} was gathered for tensor {}; expected shape {:?}",
+                gathered.map(|values| values.dims().to_vec()),
+                tensor.name,
+                tensor.shape
+            )))),
+        }
+    }
+
+    /// Adds the next tensor of the plan in the type `dtype`, of which `read` gives the values at a range of row-major offsets: a few of
+    /// them are in memory at a time.
+    pub fn write_in_chunks(
+        &mut self,
+        tensor: &PlannedTensor,
+        dtype: DType,
+        read: impl Fn(Range<usize>) -> Result<Vec<f32>>,
+    ) -> std::result::Result<(), SaveFailure> {
+        let num_values: usize = tensor.shape.iter().product();
+        for start in (0..num_values).step_by(CHUNK_VALUES) {
+            let end = num_values.min(start + CHUNK_VALUES);
+            let values = read(start..end)
+                .and_then(|values| Tensor::from_vec(values, end - start, &Device::Cpu))
+                .and_then(|values| values.to_dtype(dtype));
+            self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)?;
+        }
+        Ok(())
+    }
+
+    fn write_values(
+        &mut self,
+        name: &str,
+        values: &Tensor,
+    ) -> std::result::Result<(), SaveFailure> {
+        let bytes = check_finite(name, values).and_then(|()| to_le_bytes(values));
+        self.write_bytes(&bytes.map_err(SaveFailure::Weights)?)
+    }
+
+    fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {
+        for chunk in bytes.chunks(CHUNK_VALUES) {
+            let written = self.out.write_all(chunk);
+            written.map_err(|err| SaveFailure::at(&self.path, err))?;
+            let num_bytes = chunk.len() as u64;
+            self.num_written_bytes
+                .fetch_add(num_bytes, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     pub fn finish(mut self) -> std::result::Result<(), SaveFailure> {
         let flushed = self.out.flush();
         flushed.map_err(|err| SaveFailure::at(&self.path, err))
     }
-}
-
-fn bytes<'a>(
-    tensor: &PlannedTensor,
-    gathered: Option<Tensor>,
-    source: Option<&'a Checkpoint>,
-) -> Result<Cow<'a, [u8]>> {
-    let to_bytes = |values: &Tensor| {
-        check_finite(&tensor.name, values)?;
-        to_le_bytes(values).map(Cow::Owned)
-    };
-    let bytes = match (&tensor.content, gathered, source) {
-        (Content::Stored(name, None), _, Some(source)) => Cow::Borrowed(source.bytes(name)?),
-        (Content::Stored(name, Some(dtype)), _, Some(source)) => {
-            let values = source.read(name, &tensor.shape, None)?;
-            let values = Tensor::from_vec(values, tensor.shape.as_slice(), &Device::Cpu)?;
-            to_bytes(&values.to_dtype(*dtype)?)?
-        }
-        (_, Some(values), _) => to_bytes(&values.to_device(&Device::Cpu)?)?,
-        _ => bail!("there is nothing to write for tensor {}", tensor.name),
-    };
-    if bytes.len() != tensor.num_bytes() {
-        bail!(
-            "tensor {} has {} bytes; expected {} from its shape {:?}",
-            tensor.name,
-            bytes.len(),
-            tensor.num_bytes(),
-            tensor.shape
-        );
-    }
-    Ok(bytes)
 }
 
 /// The loss and the gradients of a run cannot show what its last update did to the weights, nor what does not fit a type

@@ -36,7 +36,8 @@ pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
                 let places: Vec<String> = needs
                     .iter()
                     .map(|need| {
-                        let (bytes, folder) = (in_words(need.num_bytes), need.folder.display());
+                        let (bytes, folder) =
+                            (size_in_words(need.num_bytes), need.folder.display());
                         format!("{} ({bytes} in {folder})", need.what)
                     })
                     .collect();
@@ -44,8 +45,8 @@ pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
                     "there is not enough space for {}: {} needed, {} free\nhint: free some, or choose a folder on another file \
                      system",
                     places.join(" and "),
-                    in_words(needed),
-                    in_words(free)
+                    size_in_words(needed),
+                    size_in_words(free)
                 )
             }
             _ => {}
@@ -64,7 +65,8 @@ fn free_bytes(folder: &Path) -> Option<u64> {
         .then(|| (status.blocks_available() as u64).saturating_mul(status.fragment_size() as u64))
 }
 
-fn in_words(num_bytes: u64) -> String {
+/// A number of bytes with its unit.
+pub fn size_in_words(num_bytes: u64) -> String {
     match num_bytes {
         0..10_000 => format!("{num_bytes} bytes"),
         10_000..10_000_000 => format!("{:.1} kB", num_bytes as f64 / 1e3),

@@ -4,13 +4,14 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use candle_core::{DType, Result};
 
 use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
-use super::plan::SavePlan;
+use super::plan::{SavePlan, SavedModel};
 use super::run_file::RunFile;
 use crate::params::{Parameters, ValuesFrom};
 
@@ -36,6 +37,8 @@ pub struct HfSave {
     pub steps: Option<usize>,
     /// Files and folders that the run reads, which are never replaced. The checkpoint that the parameters came from is always one.
     pub inputs: Vec<PathBuf>,
+    /// Counts the bytes of weights that are written: to show how far a save is.
+    pub num_written_bytes: Arc<AtomicU64>,
     /// If the model cannot be saved to its folder, it goes to a new one in this; `None`: nowhere.
     pub rescue_dir: Option<PathBuf>,
 }
@@ -52,6 +55,7 @@ impl HfSave {
             run: None,
             steps: None,
             inputs: Vec::new(),
+            num_written_bytes: Arc::default(),
             rescue_dir: None,
         }
     }
@@ -85,7 +89,11 @@ impl HfSave {
     /// Tensors that cannot be saved.
     pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
         let anywhere = vec![ValuesFrom::default(); params.catalog().len()];
-        let plan = SavePlan::new(params, &anywhere, self.dtype, self.max_file_bytes)?;
+        let model = SavedModel::of(params, &anywhere);
+        self.num_bytes_of(&SavePlan::new(&model, self.dtype, self.max_file_bytes)?)
+    }
+
+    pub(super) fn num_bytes_of(&self, plan: &SavePlan) -> Result<u64> {
         let sidecars = self
             .sidecars
             .iter()

@@ -43,7 +43,7 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
     let plan = SavePlan::of_tensors(tensors, save.max_file_bytes);
     check_free_space(&[SpaceNeed {
         folder: save.output.path(),
-        num_bytes: plan.num_bytes()?,
+        num_bytes: save.num_bytes_of(&plan)?,
         what: "the model",
     }])?;
     let write = || -> std::result::Result<(), SaveFailure> {

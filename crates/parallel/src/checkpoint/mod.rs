@@ -18,7 +18,7 @@ mod staged_folder;
 mod training;
 
 pub use folder_lock::FolderLock;
-pub use free_space::{SpaceNeed, check_free_space};
+pub use free_space::{SpaceNeed, check_free_space, size_in_words};
 pub use gather::gather_full;
 pub use hf_save::HfSave;
 pub use merge::merge_adapter;
@@ -28,4 +28,7 @@ pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
 pub use save::save_hf;
 pub(crate) use save::save_with_masters;
 pub use staged_folder::StagedFolder;
-pub use training::{CheckpointSaver, SaveOutcome, TrainingCheckpoint};
+pub use training::{
+    CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, ParamRecord, SaveOutcome,
+    SavedLayout, TrainingCheckpoint, checkpoints_in,
+};

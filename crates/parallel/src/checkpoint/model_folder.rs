@@ -100,7 +100,8 @@ pub fn sidecar_files(dir: &Path) -> candle_core::Result<Vec<(String, Vec<u8>)>> 
     folder.sidecars.into_iter().map(read).collect()
 }
 
-fn is_sidecar(name: &str) -> bool {
+/// Whether a file of this name belongs to a model beside its weights.
+pub(super) fn is_sidecar(name: &str) -> bool {
     let template = name
         .strip_prefix(TEMPLATES)
         .and_then(|name| name.strip_prefix('/'));

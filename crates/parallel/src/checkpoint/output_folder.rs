@@ -125,10 +125,11 @@ fn resolve(path: &Path) -> std::io::Result<(PathBuf, NewFolders)> {
 
 /// Folders that were made, outermost first; those that are still empty when this is dropped go again.
 #[derive(Debug, Default)]
-struct NewFolders(Vec<PathBuf>);
+pub(super) struct NewFolders(Vec<PathBuf>);
 
 impl NewFolders {
-    fn create(dir: &Path) -> std::io::Result<Self> {
+    /// Makes `dir` and what it is in.
+    pub fn create(dir: &Path) -> std::io::Result<Self> {
         let missing = dir.ancestors().take_while(|dir| {
             let is_current = dir.as_os_str().is_empty();
             !is_current && dir.symlink_metadata().is_err()

@@ -6,9 +6,31 @@ use candle_core::{DType, Result};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
-use crate::checkpoint::WEIGHTS_FILE;
-use crate::lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, file_name, to_json};
-use crate::params::{CatalogEntry, Parameters, ValuesFrom};
+use super::reader::{Checkpoint, WEIGHTS_FILE};
+use crate::lora::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, LoraConfig, file_name, module_of, to_json,
+};
+use crate::params::{Parameters, ValuesFrom};
+
+/// What is to be saved.
+pub(super) struct SavedModel<'a> {
+    pub params: Vec<SavedParam>,
+    /// Other tensors of the source: names, and which parameter each repeats.
+    pub extras: Vec<(String, Option<String>)>,
+    /// The checkpoint that the parameters came from.
+    pub source: Option<&'a Checkpoint>,
+    /// What adapters it has, which are all that is saved then.
+    pub lora: Option<LoraConfig>,
+}
+
+/// A parameter to be saved.
+pub(super) struct SavedParam {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// Type in the source.
+    pub stored_dtype: DType,
+    pub values_from: ValuesFrom,
+}
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
@@ -33,17 +55,17 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// Computed when it is to be written, in this type: an entry of the catalog, gathered from the ranks.
+    /// Computed when it is to be written, in this type: the parameter of this index, gathered.
     Gathered(usize, DType),
     /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
     Stored(String, Option<DType>),
 }
 
 impl PlannedTensor {
-    fn new(name: String, entry: &CatalogEntry, dtype: DType, content: Content) -> Self {
+    fn new(name: String, param: &SavedParam, dtype: DType, content: Content) -> Self {
         Self {
             name,
-            shape: entry.shape.clone(),
+            shape: param.shape.clone(),
             dtype: dtype.into(),
             content,
         }
@@ -54,26 +76,41 @@ impl PlannedTensor {
     }
 }
 
+impl<'a> SavedModel<'a> {
+    /// The parameters of a run; `values_from` says of each entry of the catalog where its values are from.
+    pub fn of(params: &'a Parameters, values_from: &[ValuesFrom]) -> Self {
+        let entries = params.catalog().iter().zip(values_from);
+        let entries = entries.map(|(entry, &values_from)| SavedParam {
+            name: entry.name.clone(),
+            shape: entry.shape.clone(),
+            stored_dtype: entry.stored_dtype,
+            values_from,
+        });
+        Self {
+            params: entries.collect(),
+            extras: params.extras(),
+            source: params.checkpoint(),
+            lora: params.lora().cloned(),
+        }
+    }
+}
+
 impl SavePlan {
-    /// The parameters, or of a model with low-rank adapters these alone, in the one file that `peft` loads. `values_from` says of
-    /// each entry of the catalog where its values are from.
-    pub fn new(
-        params: &Parameters,
-        values_from: &[ValuesFrom],
-        dtype: Option<DType>,
-        max_file_bytes: usize,
-    ) -> Result<Self> {
-        let Some(lora) = params.lora() else {
-            let tensors = tensors(params, values_from, dtype)?;
+    /// The parameters, or of a model with low-rank adapters these alone, in the one file that `peft` loads.
+    pub fn new(model: &SavedModel, dtype: Option<DType>, max_file_bytes: usize) -> Result<Self> {
+        let Some(lora) = &model.lora else {
+            let tensors = tensors(model, dtype)?;
             return Ok(Self::of_tensors(tensors, max_file_bytes));
         };
-        let config = to_json(lora, &params.adapted_layers())?;
-        let adapters = params.catalog().iter().enumerate();
-        let adapters = adapters.filter(|(_, entry)| entry.is_adapter);
-        let adapters = adapters.map(|(index, entry)| {
-            let dtype = dtype.unwrap_or(entry.stored_dtype);
+        let adapters = model.params.iter().enumerate();
+        let adapters = adapters.filter(|(_, param)| module_of(&param.name).is_some());
+        let modules = adapters.clone();
+        let modules = modules.filter_map(|(_, param)| module_of(&param.name));
+        let config = to_json(lora, &modules.collect())?;
+        let adapters = adapters.map(|(index, param)| {
+            let dtype = dtype.unwrap_or(param.stored_dtype);
             let content = Content::Gathered(index, dtype);
-            PlannedTensor::new(file_name(&entry.name), entry, dtype, content)
+            PlannedTensor::new(file_name(&param.name), param, dtype, content)
         });
         let mut plan = Self::of_tensors(adapters.collect(), usize::MAX);
         for file in &mut plan.files {
@@ -178,40 +215,37 @@ impl PlannedFile {
     }
 }
 
-fn tensors(
-    params: &Parameters,
-    values_from: &[ValuesFrom],
-    dtype: Option<DType>,
-) -> Result<Vec<PlannedTensor>> {
-    let catalog = params.catalog();
-    let parameter = |name: &str, index: usize| -> PlannedTensor {
-        let entry = &catalog[index];
-        let dtype = dtype.unwrap_or(entry.stored_dtype);
-        let is_stored = params.checkpoint().is_some() && values_from[index] == ValuesFrom::Source;
-        let converted = (dtype != entry.stored_dtype).then_some(dtype);
+fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
+    let parameter = |name: &str, index: usize, param: &SavedParam| {
+        let dtype = dtype.unwrap_or(param.stored_dtype);
+        let is_stored = model.source.is_some() && param.values_from == ValuesFrom::Source;
+        let converted = (dtype != param.stored_dtype).then_some(dtype);
         let content = match is_stored {
-            true => Content::Stored(entry.name.clone(), converted),
+            true => Content::Stored(param.name.clone(), converted),
             false => Content::Gathered(index, dtype),
         };
-        PlannedTensor::new(name.to_string(), entry, dtype, content)
+        PlannedTensor::new(name.to_string(), param, dtype, content)
     };
-    let mut tensors = (0..catalog.len())
-        .map(|index| parameter(&catalog[index].name, index))
-        .collect::<Vec<_>>();
-    let Some(checkpoint) = params.checkpoint() else {
+    let params = model.params.iter().enumerate();
+    let tensors = params
+        .clone()
+        .map(|(index, param)| parameter(&param.name, index, param));
+    let mut tensors: Vec<PlannedTensor> = tensors.collect();
+    let Some(source) = model.source else {
         return Ok(tensors);
     };
-    for (name, repeats) in params.extras() {
-        let repeated = repeats.and_then(|of| catalog.iter().position(|entry| entry.name == of));
+    for (name, repeats) in &model.extras {
+        let mut params = params.clone();
+        let repeated = params.find(|(_, param)| Some(&param.name) == repeats.as_ref());
         tensors.push(match repeated {
-            Some(index) => parameter(&name, index),
+            Some((index, param)) => parameter(name, index, param),
             None => {
-                let entry = checkpoint.entry(&name)?;
+                let entry = source.entry(name)?;
                 PlannedTensor {
+                    name: name.clone(),
                     shape: entry.shape.clone(),
                     dtype: entry.dtype,
                     content: Content::Stored(name.clone(), None),
-                    name,
                 }
             }
         });

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
@@ -23,6 +26,7 @@ pub struct Checkpoint {
     dir: PathBuf,
     maps: Vec<(PathBuf, Mmap)>,
     tensors: BTreeMap<String, TensorEntry>,
+    num_read_bytes: Arc<AtomicU64>,
 }
 
 /// Where a tensor lies in a checkpoint.
@@ -80,6 +84,7 @@ impl Checkpoint {
             dir: dir.to_path_buf(),
             maps: Vec::new(),
             tensors: BTreeMap::new(),
+            num_read_bytes: Arc::default(),
         }
     }
 
@@ -160,6 +165,11 @@ impl Checkpoint {
         }
         self.maps.push((path.to_path_buf(), map));
         Ok(())
+    }
+
+    /// Counts the bytes of which [`Self::read`] has made values: to show how far a program is that reads a model.
+    pub fn num_read_bytes(&self) -> Arc<AtomicU64> {
+        self.num_read_bytes.clone()
     }
 
     /// The folder that was opened.
@@ -251,6 +261,23 @@ impl Checkpoint {
                 let start = (row * stride + inner.start) * size;
                 decode(dtype, &bytes[start..start + inner.len() * size], values);
             });
+        let num_bytes = (values.len() * size) as u64;
+        self.num_read_bytes.fetch_add(num_bytes, Ordering::Relaxed);
+        Ok(values)
+    }
+
+    /// The values of a tensor of this global shape at a range of row-major offsets, converted to f32.
+    pub(super) fn read_range(
+        &self,
+        name: &str,
+        shape: &[usize],
+        range: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        let dtype = self.dtype_of(name, shape)?;
+        let size = dtype.size_in_bytes();
+        let mut values = vec![0f32; range.len()];
+        let bytes = &self.bytes(name)?[range.start * size..range.end * size];
+        decode(dtype, bytes, &mut values);
         Ok(values)
     }
 }

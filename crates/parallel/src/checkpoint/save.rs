@@ -11,7 +11,7 @@ use super::file_writer::FileWriter;
 use super::gather::gather_full;
 use super::hf_save::HfSave;
 use super::output_folder::ClaimedFolder;
-use super::plan::{Content, PlannedFile, SavePlan};
+use super::plan::{Content, PlannedFile, SavePlan, SavedModel};
 use super::reader::INDEX_FILE;
 use super::run_file::{RUN_FILE, RunFile};
 use super::save_failure::SaveFailure;
@@ -45,7 +45,8 @@ pub(crate) fn save_with_masters(
         params.values(index)
     })?;
     let values_from = params.values_from(mesh)?;
-    let plan = SavePlan::new(params, &values_from, save.dtype, save.max_file_bytes)?;
+    let model = SavedModel::of(params, &values_from);
+    let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
     let write = |save: &HfSave| {
         write(params, mesh, &plan, save, |index, dtype| {
             let is_refilled = values_from[index] == ValuesFrom::Refill;
@@ -115,7 +116,7 @@ fn write(
     SaveFailure::agree(written, mesh)
 }
 
-/// A checkpoint folder that is being written.
+/// A model's folder that is being written.
 pub(super) struct Folder<'a> {
     save: &'a HfSave,
     /// What the tensors are read from.
@@ -126,6 +127,7 @@ pub(super) struct Folder<'a> {
 }
 
 impl<'a> Folder<'a> {
+    /// `sources` are where the parameters came from.
     pub fn create(
         save: &'a HfSave,
         sources: Vec<&'a Path>,
@@ -145,7 +147,7 @@ impl<'a> Folder<'a> {
 
     pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
         let paths = (self.staged.path(), self.claimed.place());
-        FileWriter::create(paths, file)
+        FileWriter::create(paths, file, self.save.num_written_bytes.clone())
     }
 
     /// Writes the small files and gives the folder its name.
@@ -177,7 +179,8 @@ impl<'a> Folder<'a> {
     }
 }
 
-fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Result<()> {
+/// Writes a file of a folder, `name` with `/` where it is in one that is in it.
+pub(super) fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Result<()> {
     let mut parts = Path::new(name).components();
     if !parts.all(|part| matches!(part, Component::Normal(_))) {
         let message = format!("{name:?} is not a name in the folder");

@@ -50,7 +50,14 @@ impl StagedFolder {
             renamed => renamed?,
         }
         self.is_committed = true;
-        sync_parent(&self.place)
+        // It has its name, whatever becomes of it in a power failure.
+        if let Err(err) = sync_parent(&self.place) {
+            tracing::warn!(
+                "{} is written, but its name could not be flushed to the disk: {err}",
+                self.place.display()
+            );
+        }
+        Ok(())
     }
 
     fn swap(&mut self) -> Result<()> {
@@ -62,9 +69,10 @@ impl StagedFolder {
             self.is_committed = fs::rename(&replaced, &self.place).is_err();
             return Err(err);
         }
-        sync_parent(&self.place)?;
         // What stays is deleted by `recover`.
-        let _ = delete(&self.place, &replaced);
+        if sync_parent(&self.place).is_ok() {
+            let _ = delete(&self.place, &replaced);
+        }
         Ok(())
     }
 

@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    cross_entropy_grad_in_place, cross_entropy_loss, linear_forward, linear_weight_grad_into,
-    softmax_stats, sum_into,
+    IGNORE_INDEX, cross_entropy_grad_in_place, cross_entropy_loss, linear_forward,
+    linear_weight_grad_into, softmax_stats, sum_into,
 };
 
 use super::layer::GradientSink;
@@ -50,6 +50,44 @@ impl HeadByTiles<'_> {
         Ok((sum, self.tp.all_reduce(&dx, ReduceOp::Sum)?))
     }
 
+    /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: (2) f64 on the host.
+    pub fn predictions(&self) -> Result<Tensor> {
+        let of_chunk = |logits: &Tensor, targets: &Tensor, vocab_start: usize| {
+            let stats = softmax_stats(logits, targets, vocab_start)?; // (len, 3)
+            // An id that is less than 2^24 is exact in f32.
+            let largest = logits.argmax_keepdim(1)?.to_dtype(DType::F32)?;
+            Tensor::cat(&[stats, (largest + vocab_start as f64)?], 1)
+        };
+        let join = |a: &Tensor, b: &Tensor| {
+            let stats = joined_stats(a, b)?;
+            let column = |of: &Tensor, index| of.narrow(1, index, 1)?.contiguous();
+            let is_larger = column(b, 0)?.gt(&column(a, 0)?)?;
+            let largest = is_larger.where_cond(&column(b, 3)?, &column(a, 3)?)?;
+            Tensor::cat(&[stats, largest], 1)
+        };
+        // Of the part of each rank all rows, in the order of the vocabulary: (tp * n, 4).
+        let parts = self.tp.all_gather(&self.of_tiles(of_chunk, join)?, 0)?;
+        let stats = parts.narrow(1, 0, 3)?.contiguous()?;
+        let (losses, _) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
+        let losses: Vec<f32> = losses.to_vec1()?;
+        let targets: Vec<u32> = self.targets.to_vec1()?;
+        let (parts, n) = (parts.to_vec2::<f32>()?, targets.len());
+        let is_right = |row: usize, target: u32| {
+            let of_row = parts.iter().skip(row).step_by(n);
+            let first = |a: &'_ [f32], b: &'_ [f32]| b[0] > a[0];
+            let largest = of_row
+                .map(Vec::as_slice)
+                .reduce(|a, b| if first(a, b) { b } else { a });
+            largest.is_some_and(|part| part[3] == target as f32)
+        };
+        let rows = targets.iter().enumerate();
+        let num_right = rows
+            .filter(|&(row, &target)| target != IGNORE_INDEX && is_right(row, target))
+            .count();
+        let loss_sum: f64 = losses.into_iter().map(f64::from).sum();
+        Tensor::new(&[loss_sum, num_right as f64], &Device::Cpu)
+    }
+
     /// The first row and the number of rows of each chunk.
     fn chunks(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
         let (n, chunk_rows) = (self.xs.dim(0)?, self.chunk_rows);
@@ -70,21 +108,27 @@ impl HeadByTiles<'_> {
 
     /// What [`softmax_stats`] gives for all local columns, (n, 3).
     fn stats(&self) -> Result<Tensor> {
+        self.of_tiles(softmax_stats, joined_stats)
+    }
+
+    /// What `of_chunk` gives for logits, their targets and the first id of their columns, (len, ..), of all rows and, as `join` puts two tiles
+    /// together, of all local columns.
+    fn of_tiles(
+        &self,
+        of_chunk: impl Fn(&Tensor, &Tensor, usize) -> Result<Tensor>,
+        join: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let mut all: Option<Tensor> = None;
         self.weight.for_each_tile(|tile_rows, tile| {
             let mut chunks = Vec::new();
             for (first, len) in self.chunks()? {
                 let [_, targets, logits] = self.logits(first, len, tile)?;
-                chunks.push(softmax_stats(
-                    &logits,
-                    &targets,
-                    self.vocab_start(&tile_rows),
-                )?);
+                chunks.push(of_chunk(&logits, &targets, self.vocab_start(&tile_rows))?);
             }
             let of_tile = Tensor::cat(&chunks, 0)?;
             all = Some(match all.take() {
                 None => of_tile,
-                Some(all) => joined_stats(&all, &of_tile)?,
+                Some(all) => join(&all, &of_tile)?,
             });
             Ok(())
         })?;
@@ -122,7 +166,7 @@ impl HeadByTiles<'_> {
     }
 }
 
-/// The [`softmax_stats`] (n, 3) of the columns of two parts of the vocabulary together.
+/// The [`softmax_stats`] (n, 3) of the columns of two parts of the vocabulary together; more columns are left alone.
 fn joined_stats(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let column = |stats: &Tensor, index| stats.narrow(1, index, 1);
     let (max_a, max_b) = (column(a, 0)?, column(b, 0)?);

@@ -17,5 +17,7 @@ pub use column_parallel_linear::{
 pub use head_partition::HeadPartition;
 pub use layer::{GradientSink, Layer, in_graph};
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
-pub use vocab_parallel_cross_entropy::{linear_cross_entropy, vocab_parallel_cross_entropy};
+pub use vocab_parallel_cross_entropy::{
+    linear_cross_entropy, linear_predictions, vocab_parallel_cross_entropy,
+};
 pub use vocab_parallel_embedding::{VocabParallelEmbedding, vocab_parallel_embedding};

@@ -113,6 +113,29 @@ pub fn linear_cross_entropy(
     Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
 }
 
+/// What a projection to the vocabulary predicts, without a backward pass: logits = xs · weightᵀ.
+///
+/// As for [`linear_cross_entropy`], xs (n, hidden), weight (local_vocab, hidden), targets (n) -> (2) f64 on the host: the sum of the
+/// losses, and how many of the valid targets have the largest logit of their row, of equal ones the first. Ranks of `tp` send each other four
+/// numbers a row.
+pub fn linear_predictions(
+    xs: &Tensor,
+    weight: &TiledWeight,
+    targets: &Tensor,
+    shard: &Shard,
+    tp: &ProcessGroup,
+) -> Result<Tensor> {
+    let head = HeadByTiles {
+        chunk_rows: chunk_rows(xs, shard, tp)?,
+        targets: &checked_targets(targets, xs, shard.global)?,
+        xs,
+        weight,
+        shard,
+        tp,
+    };
+    head.predictions()
+}
+
 /// Rows of logits that exist at once. They depend on what all ranks of `tp` know, as these exchange numbers for each chunk.
 fn chunk_rows(xs: &Tensor, shard: &Shard, tp: &ProcessGroup) -> Result<usize> {
     if xs.device().is_cpu() {

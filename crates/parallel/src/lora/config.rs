@@ -3,9 +3,10 @@
 use std::collections::BTreeSet;
 
 use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
 
 /// The low-rank adapters of a model: see [`ParamStore::with_lora`](crate::ParamStore::with_lora).
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
     /// Width r of the product: A is (r, in), B is (out, r).
     pub rank: usize,
@@ -39,7 +40,7 @@ impl Default for LoraConfig {
 }
 
 /// The linear layers that get an adapter.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum LoraTargets {
     /// All but those of the model's last block, the head.
     AllLinear,

@@ -87,6 +87,11 @@ impl ParamStore {
         )?)))
     }
 
+    /// The checkpoint that the parameters come from, if there is one.
+    pub fn checkpoint(&self) -> Option<&Checkpoint> {
+        self.source.checkpoint()
+    }
+
     fn new(base: BaseSource) -> Self {
         Self {
             source: Arc::new(Source { base, lora: None }),

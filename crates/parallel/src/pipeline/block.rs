@@ -56,7 +56,8 @@ pub trait Block: Send + Sync {
     /// What the block's operations return.
     fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)>;
 
-    /// The block's output; nothing is kept for a backward pass.
+    /// The block's output; nothing is kept for a backward pass. The last block may give, instead of the sum of the losses, that and how many
+    /// targets have the largest logit, (2) f64: see [`linear_predictions`](crate::linear_predictions).
     ///
     /// # Errors
     /// What the block's operations return.

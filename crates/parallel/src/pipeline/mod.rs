@@ -1,6 +1,7 @@
 //! A model as a chain of blocks, cut into stages that micro-batches flow through.
 
 mod block;
+mod eval_sums;
 mod input_check;
 mod micro_batch;
 mod pass_report;
@@ -12,6 +13,7 @@ mod segment;
 mod stage;
 
 pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
+pub use eval_sums::EvalSums;
 pub use micro_batch::MicroBatch;
 pub use pass_report::PassReport;
 pub use pipeline::Pipeline;

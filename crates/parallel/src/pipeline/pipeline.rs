@@ -7,6 +7,7 @@ use candle_comm::{Mesh, P2p, ProcessGroup};
 use candle_core::{Result, Shape, Tensor, bail};
 use candle_ops::Stopwatch;
 
+use super::eval_sums::EvalSums;
 use super::input_check::InputCheck;
 use super::micro_batch::MicroBatch;
 use super::pass_report::{ComputeTimer, PassReport};
@@ -242,25 +243,52 @@ impl Pipeline {
         shape: impl Into<Shape>,
         pick: impl Fn(Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let (rank, num_stages) = (pp.rank(), pp.world_size());
-        let input = match rank {
-            0 => None,
-            _ => {
-                let ops = [recv(stage, batch, rank - 1)?];
-                pp.batch_send_recv(&ops)?.pop()
-            }
+        let result = match infer_stage(pp, stage, batch)? {
+            Some(output) => pick(output)?.contiguous()?,
+            None => Tensor::zeros(shape, stage.dtype(), stage.device())?,
         };
-        let output = stage.infer(input, batch)?.contiguous()?;
-        if rank + 1 < num_stages {
-            let (xs, dst) = (&output, rank + 1);
-            pp.batch_send_recv(&[P2p::Send { xs, dst }])?;
-        }
-        let result = match stage.is_last() {
-            true => pick(output)?.contiguous()?,
-            false => Tensor::zeros(shape, stage.dtype(), stage.device())?,
-        };
-        pp.broadcast(&result, num_stages - 1)
+        pp.broadcast(&result, pp.world_size() - 1)
     }
+
+    /// Forward passes of micro-batches with targets, without backward passes: what the last block gives, added up on the ranks of the last
+    /// stage; zeros on the others. Every rank of a replica must be given the same micro-batches; with ZeRO-3 all replicas must be
+    /// given as many.
+    ///
+    /// # Errors
+    /// What `batches` and blocks return, and failures of ranks.
+    pub fn evaluate(
+        &self,
+        stage: &Stage,
+        batches: impl IntoIterator<Item = Result<MicroBatch>>,
+    ) -> Result<EvalSums> {
+        let mut sums = EvalSums::default();
+        for batch in batches {
+            let batch = batch?;
+            if let Some(output) = infer_stage(&self.pp, stage, &batch)? {
+                sums = sums + EvalSums::of(&output, batch.num_targets()?)?;
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// This stage's part of a forward pass; the output of the last one.
+fn infer_stage(pp: &ProcessGroup, stage: &Stage, batch: &MicroBatch) -> Result<Option<Tensor>> {
+    let (rank, num_stages) = (pp.rank(), pp.world_size());
+    let input = match rank {
+        0 => None,
+        _ => {
+            let ops = [recv(stage, batch, rank - 1)?];
+            pp.batch_send_recv(&ops)?.pop()
+        }
+    };
+    let output = stage.infer(input, batch)?.contiguous()?;
+    if rank + 1 == num_stages {
+        return Ok(Some(output));
+    }
+    let (xs, dst) = (&output, rank + 1);
+    pp.batch_send_recv(&[P2p::Send { xs, dst }])?;
+    Ok(None)
 }
 
 fn recv<'a>(stage: &Stage, batch: &MicroBatch, src: usize) -> Result<P2p<'a>> {

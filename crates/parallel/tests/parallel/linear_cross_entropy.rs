@@ -7,7 +7,7 @@ use candle_nn::Init;
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
     DataParallel, Gradients, MicroBatch, ParamStore, PlainBlock, Shard, Stage, ZeroStage,
-    linear_cross_entropy, plain_block,
+    linear_cross_entropy, linear_predictions, plain_block,
 };
 
 use crate::chain::one_target;
@@ -26,8 +26,9 @@ impl PlainBlock for Link {
     }
 }
 
-/// What one rank holds: the loss, the gradient of the rows, its part of the weight, and the gradient of that.
-type Part = (f64, Vec<f32>, Vec<f32>, Vec<f32>);
+/// What one rank holds: the loss, the gradient of the rows, its part of the weight, the gradient of that, and the loss and the number of
+/// right predictions without a backward pass.
+type Part = (f64, Vec<f32>, Vec<f32>, Vec<f32>, Vec<f64>);
 
 fn run(
     mesh: &Mesh,
@@ -62,6 +63,7 @@ fn run(
     assert_eq!(weight.is_tiled(), tile_linears > 1);
     let mut gradients = Gradients::new(stage.params(), mesh)?;
     let xs = here(xs)?;
+    let predictions = linear_predictions(&xs, &weight, targets, &shard, &mesh.tp)?;
     let (loss, dx) = linear_cross_entropy(
         &xs,
         &weight,
@@ -76,6 +78,7 @@ fn run(
         floats(&dx)?,
         floats(&stage.params().values(0)?)?,
         floats(&gradient_of_one_replica(&mut gradients, mesh)?)?,
+        predictions.to_vec1()?,
     ))
 }
 
@@ -91,12 +94,15 @@ fn gradient_of_one_replica(gradients: &mut Gradients, mesh: &Mesh) -> Result<Ten
     sum.unwrap() / mesh.dp.world_size() as f64
 }
 
-/// Loss, gradient of the rows, and of the weight, in f64.
-fn reference(xs: &[f32], weight: &[f32], targets: &[u32]) -> (f64, Vec<f64>, Vec<f64>) {
+/// Loss, gradient of the rows, and of the weight, and the number of right predictions, in f64.
+type Reference = (f64, Vec<f64>, Vec<f64>, usize);
+
+fn reference(xs: &[f32], weight: &[f32], targets: &[u32]) -> Reference {
     let doubles = |values: &[f32]| -> Vec<f64> { values.iter().map(|x| f64::from(*x)).collect() };
     let (xs, weight) = (doubles(xs), doubles(weight));
     let (mut loss, mut dx) = (0.0, vec![0.0; xs.len()]);
     let mut dw = vec![0.0; weight.len()];
+    let mut num_right = 0;
     for (row, &target) in targets.iter().enumerate() {
         if target == IGNORE_INDEX {
             continue;
@@ -108,6 +114,8 @@ fn reference(xs: &[f32], weight: &[f32], targets: &[u32]) -> (f64, Vec<f64>, Vec
         let logit = |w: &[f64]| -> f64 { w.iter().zip(x).map(|(w, x)| w * x).sum() };
         let logits: Vec<f64> = weight.chunks_exact(HIDDEN).map(logit).collect();
         let max = logits.iter().copied().fold(f64::MIN, f64::max);
+        let first = logits.iter().position(|&z| z == max);
+        num_right += usize::from(first == Some(target as usize));
         let sum: f64 = logits.iter().map(|z| (z - max).exp()).sum();
         loss += sum.ln() - (logits[target as usize] - max);
         let rows = weight.chunks_exact(HIDDEN).zip(dw.chunks_exact_mut(HIDDEN));
@@ -120,7 +128,7 @@ fn reference(xs: &[f32], weight: &[f32], targets: &[u32]) -> (f64, Vec<f64>, Vec
             }
         }
     }
-    (loss, dx, dw)
+    (loss, dx, dw, num_right)
 }
 
 /// Asserts that the L2 norm of the difference is at most `bound` times that of `want`.
@@ -159,7 +167,7 @@ fn equals_the_loss_of_whole_logits() {
             .step_by(5)
             .for_each(|id| *id = IGNORE_INDEX);
         let targets = Tensor::new(ids.as_slice(), &Device::Cpu).unwrap();
-        let mut want: Option<(f64, Vec<f64>, Vec<f64>)> = None;
+        let mut want: Option<Reference> = None;
         let runs = degrees.iter().map(|tp| (*tp, 1));
         let tiled = degrees.last().map(|tp| (*tp, 5.min(vocab + 1)));
         for (tp, tiles) in runs.chain(tiled) {
@@ -169,18 +177,35 @@ fn equals_the_loss_of_whole_logits() {
             let weight: Vec<f32> = parts.iter().flat_map(|part| part.2.clone()).collect();
             let dw: Vec<f32> = parts.iter().flat_map(|part| part.3.clone()).collect();
             // The weight is the same for any number of ranks.
-            let (loss, dx, want_dw) =
+            let (loss, dx, want_dw, num_right) =
                 want.get_or_insert_with(|| reference(&floats(&xs).unwrap(), &weight, &ids));
             let what = format!("{rows} rows, {vocab} ids, tp {tp}, {tiles} tiles");
             // Logits below 10 are off by the rounding of their products, and so is the logarithm of the sum: each makes
             // a probability wrong by that many half epsilons. Then come sums over the rows.
             let half_epsilon = f64::from(f32::EPSILON) / 2.0;
             let bound = half_epsilon * (10.0 + ((HIDDEN + rows.min(512)) as f64).sqrt());
-            for (got, dx_got, ..) in &parts {
+            for (got, dx_got, .., predictions) in &parts {
                 assert!((got - *loss).abs() <= bound * loss.abs(), "loss, {what}");
+                let error = (predictions[0] - *loss).abs();
+                assert!(error <= bound * loss.abs(), "loss of predictions, {what}");
+                assert_eq!(predictions[1], *num_right as f64, "{what}");
                 assert_close(&format!("dx, {what}"), dx_got, dx, bound);
             }
             assert_close(&format!("dw, {what}"), &dw, want_dw, bound);
+        }
+    }
+}
+
+#[test]
+fn of_equal_logits_the_first_counts() {
+    let (rows, vocab) = (9, 7);
+    let xs = Tensor::zeros((rows, HIDDEN), DType::F32, &Device::Cpu).unwrap();
+    let ids = [0, 1, 6, 0, IGNORE_INDEX, 3, 0, 5, 2];
+    let targets = Tensor::new(&ids, &Device::Cpu).unwrap();
+    for (tp, tiles) in [(1, 1), (3, 1), (2, 3)] {
+        let dp = if tiles > 1 { 2 } else { 1 };
+        for part in on_mesh((1, dp, tp), |mesh| run(&mesh, &xs, &targets, vocab, tiles)) {
+            assert_eq!(part.4[1], 3.0, "tp {tp}, {tiles} tiles");
         }
     }
 }
@@ -194,7 +219,7 @@ fn gives_the_same_bits_in_each_run_and_for_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(num_threads);
         pool.build().unwrap().install(|| {
             let mesh = crate::check::single_mesh();
-            let (loss, dx, _, dw) = run(&mesh, &xs, &targets, vocab, 1).unwrap();
+            let (loss, dx, _, dw, _) = run(&mesh, &xs, &targets, vocab, 1).unwrap();
             let values = dx.into_iter().chain(dw).map(f32::to_bits);
             (loss.to_bits(), values.collect::<Vec<u32>>())
         })

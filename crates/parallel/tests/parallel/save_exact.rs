@@ -19,7 +19,7 @@ use crate::check::{on_mesh, random, single_mesh};
 use crate::device::device;
 use crate::folder::{read_file, read_folder};
 
-type Layout = (usize, usize, usize);
+pub type Layout = (usize, usize, usize);
 
 const LAYOUTS: [Layout; 6] = [
     (1, 1, 1),
@@ -31,7 +31,7 @@ const LAYOUTS: [Layout; 6] = [
 ];
 
 /// The chain, with rows in block 2 of which neighbouring tensor-parallel ranks hold one both.
-fn stage(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<Stage> {
+pub fn stage(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<Stage> {
     const ROWS: usize = 5;
     let vb = store.builder(chain.dtype, &device());
     Stage::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
@@ -51,7 +51,7 @@ fn stage(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<Stage> {
 }
 
 /// A chain that computes in bf16.
-fn narrow(tied: bool) -> Chain {
+pub fn narrow(tied: bool) -> Chain {
     Chain {
         tied,
         dtype: DType::BF16,
@@ -60,7 +60,7 @@ fn narrow(tied: bool) -> Chain {
 }
 
 /// A folder with the chain's initial weights, stored as `dtype`.
-fn folder(tied: bool, dtype: DType) -> TempDir {
+pub fn folder(tied: bool, dtype: DType) -> TempDir {
     let (dir, mesh) = (tempdir().unwrap(), single_mesh());
     let wide = Chain {
         tied,
@@ -71,7 +71,7 @@ fn folder(tied: bool, dtype: DType) -> TempDir {
     dir
 }
 
-fn to(dir: &Path, dtype: Option<DType>) -> HfSave {
+pub fn to(dir: &Path, dtype: Option<DType>) -> HfSave {
     HfSave {
         dtype,
         overwrite: true,
@@ -79,12 +79,12 @@ fn to(dir: &Path, dtype: Option<DType>) -> HfSave {
     }
 }
 
-fn optimizer(stage: &Stage, mesh: &Mesh) -> Result<DistributedOptimizer> {
+pub fn optimizer(stage: &Stage, mesh: &Mesh) -> Result<DistributedOptimizer> {
     DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())
 }
 
 /// A step with any gradients.
-fn step(stage: &Stage, mesh: &Mesh, optimizer: &mut DistributedOptimizer) -> Result<()> {
+pub fn step(stage: &Stage, mesh: &Mesh, optimizer: &mut DistributedOptimizer) -> Result<()> {
     let mut gradients = Gradients::new(stage.params(), mesh)?;
     for (index, param) in stage.params().iter().enumerate() {
         if param.trainable {
@@ -144,7 +144,7 @@ fn assert_masters(
     }
 }
 
-fn layouts_and_stages() -> impl Iterator<Item = ((usize, usize, usize), ZeroStage)> {
+pub fn layouts_and_stages() -> impl Iterator<Item = ((usize, usize, usize), ZeroStage)> {
     let stages = [ZeroStage::Zero, ZeroStage::One, ZeroStage::Three];
     LAYOUTS
         .into_iter()

@@ -263,7 +263,7 @@ fn each_value_is_written_once() {
     }
 }
 
-/// Frozen parameters come from their source, unless a caller gave them other values.
+/// Frozen parameters that no file has, and those to which a caller gave values, come from the checkpoint.
 #[test]
 fn refilled_and_frozen_parameters() {
     for (zero, dtype) in [
@@ -288,12 +288,11 @@ fn refilled_and_frozen_parameters() {
                 optimizer,
             })
         };
-        let refilled = "layers.1.up.weight";
         let saved = on_mesh((1, 2, 2), |mesh| {
             let mut run = run(mesh, 5)?;
             let params = run.stage.params();
             // A frozen one, and one that is trained.
-            for name in [refilled, "layers.0.norm.weight"] {
+            for name in ["layers.1.up.weight", "layers.0.norm.weight"] {
                 let index = params.iter().position(|param| param.name == name).unwrap();
                 let param = params.get(index);
                 let values = Tensor::full(0.25f32, param.local_shape(), &crate::device::device())?;
@@ -306,15 +305,8 @@ fn refilled_and_frozen_parameters() {
             run.step(0)?;
             Ok((weights, gather_weights(&run.stage, &run.mesh)?))
         });
-        let names = crate::folder::read_folder(&dir.path().join("step-000000"));
-        let names = names
-            .values()
-            .map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-        let names: String = names.collect();
-        assert!(names.contains(&format!("weight:{refilled}[")));
-        assert!(!names.contains(":layers.0.up.weight[") && !names.contains(":embed."));
         let loaded = on_mesh((2, 1, 1), |mesh| {
-            let mut run = run(mesh, 5)?;
+            let mut run = run(mesh, 6)?;
             run.open(&dir.path().join("step-000000"))?
                 .load(&mut run.optimizer)?;
             let weights = gather_weights(&run.stage, &run.mesh)?;

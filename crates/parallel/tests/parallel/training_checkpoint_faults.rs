@@ -169,8 +169,8 @@ const FAULTS: [Fault; 13] = [
     ),
     (
         "an unknown version",
-        |dir, _| edit_manifest(dir, "\"version\": 1", "\"version\": 7"),
-        &["of version 7; expected", "of version 1\nhint:"],
+        |dir, _| edit_manifest(dir, "\"version\": 2", "\"version\": 7"),
+        &["of version 7; expected", "of version 2\nhint:"],
     ),
     (
         "something else",

@@ -9,6 +9,8 @@ use candle_core::{Error, Result, bail};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, Metadata};
 use hf_hub::{Cache, Repo, RepoType};
 
+use crate::Activity;
+
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
 
@@ -140,7 +142,7 @@ impl<'a> Fetch<'a> {
         if file_len(&partial).is_some_and(|len| len >= size) {
             remove(&partial)?;
         }
-        self.announce(file, size);
+        let _activity = self.announce(file, size, partial);
         self.api.repo(self.repo.clone()).download(file)?;
         if let Err(reason) = check(path, size) {
             remove(&blob)?;
@@ -171,15 +173,19 @@ impl<'a> Fetch<'a> {
         Ok(metadata)
     }
 
-    /// Where there is no terminal for a bar, a line says what is going on.
-    fn announce(&self, file: &str, size: u64) {
-        if is_weights(Path::new(file)) && !io::stderr().is_terminal() {
-            eprintln!(
-                "fetching {file} of {}, {:.1} MB",
-                self.spec,
-                size as f64 / 1e6
-            );
+    /// Where there is no terminal for a bar, lines say what is going on, and how much of the file is there, `partial`.
+    fn announce(&self, file: &str, size: u64, partial: PathBuf) -> Option<Activity> {
+        if !is_weights(Path::new(file)) || io::stderr().is_terminal() {
+            return None;
         }
+        eprintln!(
+            "fetching {file} of {}, {:.1} MB",
+            self.spec,
+            size as f64 / 1e6
+        );
+        let name = format!("fetching {file}");
+        let done = move || file_len(&partial).unwrap_or(0);
+        Some(Activity::of_bytes(&name, Some(size), done))
     }
 
     /// The error of a request for `file`.
@@ -245,8 +251,8 @@ fn remove(path: &Path) -> std::result::Result<(), Failure> {
 }
 
 /// Whether the file at `path` is whole. Weights have exactly `size` bytes; text may have been compressed on its way, so
-/// that `size` says little, but a part of a JSON file cannot be parsed. A template is text of which any part is valid:
-/// there only what cannot be a template is noticed.
+/// that `size` says little, but a part of a JSON file cannot be parsed. Of templates and licences any part is valid:
+/// there only what is no text is noticed.
 fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
     if is_weights(path) {
         return match file_len(path) {
@@ -258,7 +264,8 @@ fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
         };
     }
     let bytes = fs::read(path).map_err(|e| e.to_string())?;
-    if path.extension().is_some_and(|ending| ending == "jinja") {
+    let is_json = path.extension().is_some_and(|ending| ending == "json");
+    if !is_json {
         return match std::str::from_utf8(&bytes) {
             Ok("") if size > 0 => Err(format!("0 bytes arrived, expected {size}")),
             Ok(_) => Ok(()),

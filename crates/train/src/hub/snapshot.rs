@@ -12,8 +12,12 @@ use super::weight_index::read_shard_names;
 /// Files without which a model cannot be trained, fetched before the weights.
 pub(super) const REQUIRED_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Files that a model may lack.
-pub(super) const OPTIONAL_FILES: [&str; 4] = [
+pub(super) const OPTIONAL_FILES: [&str; 8] = [
     "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",

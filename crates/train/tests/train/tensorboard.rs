@@ -99,7 +99,7 @@ fn each_number_of_a_step_is_a_point_of_its_curve() {
         ..step(301)
     };
     for step in [step(300), skipped] {
-        board.log(&step).unwrap();
+        board.log(&(&step).into()).unwrap();
     }
     let events = events(&file(&folder));
     assert_eq!(bytes(&events[0], 3), [b"brain.Event:2"]);

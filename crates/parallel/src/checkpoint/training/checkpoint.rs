@@ -2,25 +2,28 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Result, bail};
 
 use super::agreement::{agree, exchange};
-use super::folder::CheckpointFolder;
-use super::manifest::Manifest;
+use super::folder::{CheckpointFolder, LockedFolder};
+use super::manifest::CheckpointManifest;
 use super::piece::Piece;
 use super::rank_file::{RankFile, SaveId};
 
 /// A training checkpoint, from which a run of any layout resumes.
 pub struct TrainingCheckpoint {
     dir: PathBuf,
-    pub(super) manifest: Manifest,
+    pub(super) manifest: CheckpointManifest,
     pub(super) files: Vec<RankFile>,
     /// Of each parameter, its pieces: (file, piece of it).
     pub(super) pieces: HashMap<String, Vec<(usize, Piece)>>,
     /// Whether all newer ones beside it are not valid.
     pub(super) is_latest: bool,
+    /// On rank 0, if it is the latest: nothing changes in the folder between the look and the first save.
+    pub(super) lock: Option<Arc<LockedFolder>>,
 }
 
 impl TrainingCheckpoint {
@@ -33,16 +36,21 @@ impl TrainingCheckpoint {
         agree(world, Self::verify(world, dir))
     }
 
-    /// The newest valid checkpoint in `save_dir`, or `None` if there is none at all; and why newer ones were skipped. Every rank must
-    /// call it.
+    /// The newest valid checkpoint in `save_dir`, or `None` if there is none at all; and why newer ones were skipped. What a killed save
+    /// has left there is finished or removed first, and no other run writes there while the result lives. Every rank must call it.
     ///
     /// # Errors
-    /// There are checkpoints, but none is valid.
+    /// There are checkpoints, but none is valid, or another run writes there.
     pub fn latest(world: &ProcessGroup, save_dir: &Path) -> Result<(Option<Self>, Vec<String>)> {
         // What rank 0 sees counts: other hosts may see a folder later.
         let folder = CheckpointFolder::new(save_dir);
+        let mut lock = None;
+        let mut look = || {
+            lock = folder.lock_to_read()?.map(Arc::new);
+            folder.steps()
+        };
         let steps = match world.rank() {
-            0 => folder.steps().map_err(|err| message_of(&err)),
+            0 => look().map_err(|err| message_of(&err)),
             _ => Ok(Vec::new()),
         };
         let steps = match exchange(world, &steps)? {
@@ -57,6 +65,7 @@ impl TrainingCheckpoint {
                 (Ok(_), Ok(checkpoint)) => {
                     let latest = Self {
                         is_latest: true,
+                        lock,
                         ..checkpoint
                     };
                     return Ok((Some(latest), skipped));
@@ -82,7 +91,7 @@ impl TrainingCheckpoint {
         if !dir.is_dir() {
             bail!("the checkpoint folder {} does not exist", dir.display());
         }
-        let manifest = Manifest::read(dir)?;
+        let manifest = CheckpointManifest::read(dir)?;
         manifest.check_files(dir)?;
         let records = manifest.files.iter();
         records.clone().try_for_each(|file| file.check_size(dir))?;
@@ -93,7 +102,8 @@ impl TrainingCheckpoint {
             run: manifest.run.clone(),
             step: manifest.step,
         };
-        let files = records.map(|file| RankFile::open(&dir.join(&file.name), &id));
+        let of_ranks = records.filter(|file| file.is_of_rank());
+        let files = of_ranks.map(|file| RankFile::open(&dir.join(&file.name), &id));
         let files: Vec<RankFile> = files.collect::<Result<_>>()?;
         let mut pieces: HashMap<String, Vec<(usize, Piece)>> = HashMap::new();
         for (index, file) in files.iter().enumerate() {
@@ -109,6 +119,7 @@ impl TrainingCheckpoint {
             files,
             pieces,
             is_latest: false,
+            lock: None,
         })
     }
 
@@ -130,5 +141,10 @@ impl TrainingCheckpoint {
     /// What the caller of [`CheckpointSaver::start`](super::CheckpointSaver::start) added.
     pub fn record(&self) -> &serde_json::Value {
         &self.manifest.record
+    }
+
+    /// What it holds.
+    pub fn manifest(&self) -> &CheckpointManifest {
+        &self.manifest
     }
 }

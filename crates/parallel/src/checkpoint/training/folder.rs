@@ -4,8 +4,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result};
+use nix::unistd::{AccessFlags, access};
 
-use super::manifest::Manifest;
+use super::manifest::CheckpointManifest;
+use crate::checkpoint::output_folder::NewFolders;
 use crate::checkpoint::staged_folder::beside;
 use crate::checkpoint::{FolderLock, StagedFolder};
 
@@ -16,6 +18,32 @@ const REMOVED: &str = "removed";
 /// A folder of checkpoints.
 #[derive(Clone, Debug)]
 pub(super) struct CheckpointFolder(PathBuf);
+
+/// The right to write there, which no other run has while this lives. When it is dropped, no new empty folder stays.
+#[derive(Debug)]
+pub(super) struct LockedFolder {
+    folder: PathBuf,
+    // Before the folders, which stay if there is something in them, as fields are dropped in this order.
+    _lock: FolderLock,
+    _made: NewFolders,
+}
+
+impl LockedFolder {
+    pub fn is_of(&self, folder: &CheckpointFolder) -> bool {
+        self.folder == folder.0
+    }
+}
+
+/// The folders in `save_dir` that have the name of a training checkpoint, the newest first; none if it does not exist. Whether they are
+/// valid [`CheckpointManifest::read`] tells.
+///
+/// # Errors
+/// It cannot be read.
+pub fn checkpoints_in(save_dir: &Path) -> Result<Vec<PathBuf>> {
+    let folder = CheckpointFolder::new(save_dir);
+    let steps = folder.steps()?.into_iter();
+    Ok(steps.map(|step| folder.path(step)).collect())
+}
 
 impl CheckpointFolder {
     pub fn new(dir: &Path) -> Self {
@@ -63,9 +91,27 @@ impl CheckpointFolder {
     }
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
-    pub fn lock(&self) -> Result<FolderLock> {
-        std::fs::create_dir_all(&self.0).map_err(|err| self.error("make", &err))?;
+    pub fn lock(&self) -> Result<LockedFolder> {
+        let made = NewFolders::create(&self.0);
+        // Fails if it is a file.
+        let made = made.and_then(|made| std::fs::create_dir_all(&self.0).map(|()| made));
+        let made = made.map_err(|err| self.error("make", &err))?;
         let lock = FolderLock::acquire_inside(&self.0).map_err(|err| self.error("use", &err))?;
+        self.clean()?;
+        Ok(LockedFolder {
+            folder: self.0.clone(),
+            _lock: lock,
+            _made: made,
+        })
+    }
+
+    /// As [`Self::lock`], if there is such a folder and this process may write there.
+    pub fn lock_to_read(&self) -> Result<Option<LockedFolder>> {
+        let is_writable = self.0.is_dir() && access(&self.0, AccessFlags::W_OK).is_ok();
+        is_writable.then(|| self.lock()).transpose()
+    }
+
+    fn clean(&self) -> Result<()> {
         for name in self.names()? {
             let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
             let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))
@@ -78,14 +124,14 @@ impl CheckpointFolder {
             };
             cleaned.map_err(|err| self.error("clean", &err))?;
         }
-        Ok(lock)
+        Ok(())
     }
 
     /// Begins the checkpoint after `step` steps. One of ours that has its name is replaced by it in the end.
     pub fn stage(&self, step: usize) -> Result<StagedFolder> {
         let path = self.path(step);
         if path.exists() {
-            Manifest::read(&path).map_err(|err| {
+            CheckpointManifest::read(&path).map_err(|err| {
                 err.context(format!(
                     "{} exists and is not replaced, as it is no checkpoint",
                     path.display()
@@ -100,14 +146,21 @@ impl CheckpointFolder {
         })
     }
 
-    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`; returns the folders, which are to
-    /// be removed.
+    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep` and the one with the least
+    /// evaluation loss; returns the folders, which are to be removed.
     pub fn hide_old(&self, step: usize, keep: usize) -> Result<Vec<PathBuf>> {
-        let steps = self.steps()?.into_iter();
-        let ours =
-            steps.filter(|&other| other <= step && Manifest::read(&self.path(other)).is_ok());
-        let old: Vec<usize> = ours.skip(keep).collect();
-        let hidden = old.into_iter().map(|step| {
+        let steps = self.steps()?.into_iter().filter(|&other| other <= step);
+        let ours = steps.filter_map(|step| {
+            let manifest = CheckpointManifest::read(&self.path(step)).ok()?;
+            Some((step, manifest.eval_loss))
+        });
+        let ours: Vec<(usize, Option<f64>)> = ours.collect();
+        let evaluated = ours.iter().filter_map(|&(step, loss)| Some((step, loss?)));
+        let best = evaluated.min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+        let best = best.map(|(step, _)| step);
+        let old = ours.into_iter().skip(keep).map(|(step, _)| step);
+        let old = old.filter(|&step| Some(step) != best);
+        let hidden = old.map(|step| {
             self.hide(step).map_err(|err| {
                 let path = self.path(step);
                 Error::msg(format!(

@@ -144,16 +144,25 @@ impl TrainingCheckpoint {
     /// The weights of a piece, flat, in the type and on the device of the parameter; `None` if they are those of its source.
     fn weights(&self, params: &Parameters, index: usize, piece: &Piece) -> Result<Option<Tensor>> {
         let param = params.get(index);
-        let is_refilled = self.values_from(&param.name) == ValuesFrom::Refill;
-        let values = match (param.trainable, is_refilled) {
-            (false, false) => return Ok(None),
-            (true, true) if self.has(WEIGHT, &param.name) => self.read(WEIGHT, piece)?,
-            (true, _) => self.read(MASTER, piece)?,
-            (false, true) => self.read(WEIGHT, piece)?,
+        let values = match self.kind(&param.name, param.trainable) {
+            Some(kind) => self.read(kind, piece)?,
+            None => return Ok(None),
         };
         let values = Tensor::from_vec(values, piece.len(), &Device::Cpu)?;
         let values = values.to_dtype(param.dtype())?;
         Ok(Some(values.to_device(param.var().device())?))
+    }
+
+    /// The kind of values that a parameter has here; `None`: those of its source.
+    pub(super) fn kind(&self, name: &str, trainable: bool) -> Option<&'static str> {
+        let is_refilled = self.values_from(name) == ValuesFrom::Refill;
+        match (trainable, self.has(WEIGHT, name)) {
+            (true, true) if is_refilled => Some(WEIGHT),
+            (true, _) => Some(MASTER),
+            (false, true) => Some(WEIGHT),
+            (false, false) if is_refilled => Some(WEIGHT),
+            (false, false) => None,
+        }
     }
 
     /// Whether there are values of this kind for a parameter.
@@ -166,7 +175,7 @@ impl TrainingCheckpoint {
     }
 
     /// The values of a kind that a piece has, from all files with some of them.
-    fn read(&self, kind: &str, wanted: &Piece) -> Result<Vec<f32>> {
+    pub(super) fn read(&self, kind: &str, wanted: &Piece) -> Result<Vec<f32>> {
         let mut values = vec![0f32; wanted.len()];
         let mut found = Vec::new();
         for (file, piece) in self.pieces.get(&wanted.name).into_iter().flatten() {
@@ -195,7 +204,7 @@ impl TrainingCheckpoint {
         }
         if num_found != wanted.len() {
             bail!(
-                "the checkpoint {} has {num_found} of the {} values of {kind} of parameter {} that this rank needs",
+                "the checkpoint {} has {num_found} of the {} values of {kind} of parameter {} that are needed",
                 self.dir().display(),
                 wanted.len(),
                 wanted.name

@@ -2,70 +2,121 @@
 
 use std::hash::Hasher;
 use std::io::{Error, ErrorKind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
+use super::folder::CheckpointFolder;
 use super::piece::Piece;
+use crate::checkpoint::model_folder::is_sidecar;
+use crate::checkpoint::save::write_small;
+use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
 use crate::params::{Parameters, ValuesFrom, ZeroStage};
 
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
+/// Folder of the files that a model has beside its weights.
+const MODEL_FOLDER: &str = "model";
 /// What the file says it is.
 const FORMAT: &str = "candle-train training checkpoint";
 /// Changes when an older program could not read what a newer one writes, or the other way round.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
-/// What a checkpoint holds.
+/// What a training checkpoint holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Manifest {
+pub struct CheckpointManifest {
     /// The run that wrote it.
     pub run: String,
     /// Steps that were done.
     pub step: usize,
     /// Version of the program.
     pub program: String,
+    /// When the save began, in seconds since 1970 UTC.
+    pub saved_at_secs: u64,
+    /// Loss of these weights on held-out data, if it was computed.
+    pub eval_loss: Option<f64>,
     /// How it was written; any other layout can read it.
-    pub layout: Layout,
-    pub optimizer: OptimizerCounters,
+    pub layout: SavedLayout,
+    /// Steps of the optimizer and its loss scale.
+    pub(super) optimizer: OptimizerCounters,
+    /// Folder of the checkpoint that the parameters came from, which has the values of frozen ones.
+    pub source: Option<PathBuf>,
+    /// The low-rank adapters of the model, which are all that is saved of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraConfig>,
     /// In name order.
     pub params: Vec<ParamRecord>,
+    /// Tensors of the source that are no parameters: names, and which parameter each repeats.
+    pub(super) extras: Vec<(String, Option<String>)>,
     /// In name order.
     pub files: Vec<FileRecord>,
     /// What the caller adds.
     pub record: serde_json::Value,
 }
 
+/// How a checkpoint was divided over ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Layout {
+#[serde(deny_unknown_fields)]
+pub struct SavedLayout {
+    /// Pipeline stages.
     pub pp: usize,
+    /// Replicas.
     pub dp: usize,
+    /// Tensor-parallel ranks.
     pub tp: usize,
+    /// What the replicas divided.
     pub zero: ZeroStage,
+    /// Replicas that divided it, if not all.
     pub zero_group: Option<usize>,
 }
 
+/// A parameter of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct ParamRecord {
+pub struct ParamRecord {
+    /// Hugging Face name.
     pub name: String,
+    /// Global shape.
     pub shape: Vec<usize>,
     /// Type in which the model computed.
     pub dtype: String,
+    /// Type in the source.
+    pub stored_dtype: String,
+    /// Whether it was trained.
     pub trainable: bool,
-    pub values_from: ValuesFrom,
+    pub(super) values_from: ValuesFrom,
 }
 
+/// A file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct FileRecord {
+pub struct FileRecord {
+    /// Name, with `/` where it is in a folder.
     pub name: String,
+    /// Size.
     pub num_bytes: u64,
-    /// In hexadecimal digits, as xxhsum prints it.
+    /// Checksum in hexadecimal digits, as xxhsum prints it.
     pub xxh64: String,
+}
+
+/// What the caller of a save adds to the checkpoint.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct CheckpointNote {
+    /// Anything.
+    pub record: serde_json::Value,
+    /// Loss of these weights on held-out data, if it was computed: the checkpoint with the least is kept.
+    pub eval_loss: Option<f64>,
+}
+
+impl From<serde_json::Value> for CheckpointNote {
+    fn from(record: serde_json::Value) -> Self {
+        let eval_loss = None;
+        Self { record, eval_loss }
+    }
 }
 
 /// What is looked at before the rest, which another version may write differently.
@@ -83,19 +134,22 @@ struct Anything {}
 /// The text before and after the part that the checksum is of.
 const PARTS: [&str; 3] = ["{\"xxh64\":\"", "\",\"manifest\":", "}\n"];
 
-impl Manifest {
+impl CheckpointManifest {
     /// Of a save that is about to begin: `values_from` tells of each parameter of the catalog where its values are from.
-    pub fn new(
+    pub(super) fn new(
         params: &Parameters,
-        (layout, optimizer): (Layout, OptimizerCounters),
+        (layout, optimizer): (SavedLayout, OptimizerCounters),
         values_from: &[ValuesFrom],
-        (run, step, record): (&str, usize, serde_json::Value),
+        (run, step, note): (&str, usize, CheckpointNote),
     ) -> Self {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
+        let source = params.checkpoint().map(|source| source.dir());
         let entries = params.catalog().iter().zip(values_from);
         let entries = entries.map(|(entry, &values_from)| ParamRecord {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
             dtype: entry.dtype.as_str().to_string(),
+            stored_dtype: entry.stored_dtype.as_str().to_string(),
             trainable: entry.trainable,
             values_from,
         });
@@ -103,24 +157,30 @@ impl Manifest {
             run: run.to_string(),
             step,
             program: env!("CARGO_PKG_VERSION").to_string(),
+            saved_at_secs: since_1970.map_or(0, |time| time.as_secs()),
+            eval_loss: note.eval_loss,
             layout,
             optimizer,
+            // Wherever the program that exports it runs; a name that is no text is of no use there.
+            source: source
+                .and_then(|dir| std::fs::canonicalize(dir).ok())
+                .filter(|dir| dir.to_str().is_some()),
+            lora: params.lora().cloned(),
             params: entries.collect(),
+            extras: params.extras(),
             files: Vec::new(),
-            record,
+            record: note.record,
         }
     }
 
     /// An error unless the files of `dir` that are named have names of ours, each once.
-    pub fn check_files(&self, dir: &Path) -> Result<()> {
+    pub(super) fn check_files(&self, dir: &Path) -> Result<()> {
         for (index, file) in self.files.iter().enumerate() {
-            let number = file.name.strip_prefix("rank-");
-            let number = number.and_then(|name| name.strip_suffix(".safetensors"));
-            let is_ours = number.is_some_and(|number| number.bytes().all(|b| b.is_ascii_digit()));
+            let is_ours = file.is_of_rank() || file.sidecar().is_some();
             let is_again = self.files[..index].iter().any(|it| it.name == file.name);
             if !is_ours || is_again {
                 bail!(
-                    "{MANIFEST_FILE} in {} names the file {:?}; expected files of ranks, each once",
+                    "{MANIFEST_FILE} in {} names the file {:?}; expected files of ranks and of the model, each once",
                     dir.display(),
                     file.name
                 );
@@ -130,7 +190,7 @@ impl Manifest {
     }
 
     /// An error if a piece has another shape than its parameter.
-    pub fn check_piece(&self, dir: &Path, piece: &Piece) -> Result<()> {
+    pub(super) fn check_piece(&self, dir: &Path, piece: &Piece) -> Result<()> {
         let mut params = self.params.iter();
         match params.find(|param| param.name == piece.name) {
             Some(param) if param.shape == piece.shape => Ok(()),
@@ -144,7 +204,7 @@ impl Manifest {
     }
 
     /// The text of the file: the manifest and its own checksum.
-    pub fn to_text(&self) -> Result<String> {
+    pub(super) fn to_text(&self) -> Result<String> {
         let envelope = Envelope {
             format: FORMAT.to_string(),
             version: VERSION,
@@ -165,10 +225,19 @@ impl Manifest {
         let name = path.display();
         let text = match std::fs::read_to_string(&path) {
             Ok(text) => text,
-            Err(err) if err.kind() == ErrorKind::NotFound => bail!(
-                "{} has no {MANIFEST_FILE}: it is no checkpoint, or its save never ended",
-                dir.display()
-            ),
+            Err(err) if err.kind() == ErrorKind::NotFound => {
+                let inner = CheckpointFolder::new(dir).steps().unwrap_or_default();
+                let newest = inner
+                    .first()
+                    .map(|&step| CheckpointFolder::new(dir).path(step));
+                let hint = newest.map_or(String::new(), |newest| {
+                    format!("\nhint: a checkpoint in it is {}", newest.display())
+                });
+                bail!(
+                    "{} has no {MANIFEST_FILE}: it is no checkpoint, or its save never ended{hint}",
+                    dir.display()
+                )
+            }
             Err(err) => bail!("cannot read {name}: {err}"),
         };
         let Some((sum, content)) = parts(&text) else {
@@ -202,12 +271,35 @@ impl Manifest {
 }
 
 impl FileRecord {
-    pub fn new(name: String, num_bytes: u64, xxh64: u64) -> Self {
+    pub(super) fn new(name: String, num_bytes: u64, xxh64: u64) -> Self {
         Self {
             name,
             num_bytes,
             xxh64: format!("{xxh64:016x}"),
         }
+    }
+
+    /// Whether it has values.
+    pub(super) fn is_of_rank(&self) -> bool {
+        let number = self.name.strip_prefix("rank-");
+        let number = number.and_then(|name| name.strip_suffix(".safetensors"));
+        number.is_some_and(|number| number.bytes().all(|b| b.is_ascii_digit()))
+    }
+
+    /// Its name in a model's folder, if that is where it belongs.
+    pub(super) fn sidecar(&self) -> Option<&str> {
+        let name = self.name.strip_prefix(MODEL_FOLDER)?.strip_prefix('/')?;
+        is_sidecar(name).then_some(name)
+    }
+
+    /// Writes a file that belongs to the model's folder into the checkpoint `dir`.
+    pub(super) fn write_sidecar(dir: &Path, name: &str, content: &[u8]) -> Result<Self> {
+        let name = format!("{MODEL_FOLDER}/{name}");
+        if let Err(err) = write_small(dir, &name, content) {
+            bail!("cannot write the checkpoint's file {name}: {err}");
+        }
+        let sum = XxHash64::oneshot(0, content);
+        Ok(Self::new(name, content.len() as u64, sum))
     }
 
     /// An error unless the file in `dir` is there and of the right size.

@@ -4,13 +4,14 @@
 //! SAVE_DIR/step-000015/            after 15 steps
 //!     rank-00000.safetensors       what rank 0 is the first to hold: weights in f32, moments
 //!     rank-00001.safetensors       ..
+//!     model/config.json            and what else a model has beside its weights
 //!     manifest.json                step, parameters, sizes and checksums of the files, the caller's record; written last
 //! ```
 //!
 //! **What is written.** Each value of a trainable parameter is written once, in f32, by the first rank of the mesh that updates it:
 //! the weight (the master of a 16-bit one) and each kind of state. No rank gathers anything. Weights of 16 bits are their rounded
-//! masters, so they are left out. So are frozen parameters, which still have the values of their source; only parameters that were
-//! [refilled](crate::Parameters::refill) are written as they are.
+//! masters, so they are left out. So are frozen parameters that a file has, which still have its values; those that were
+//! [refilled](crate::Parameters::refill), and those that began as random numbers, are written as they are.
 //!
 //! **Where a value belongs.** A tensor of a file is a [`Piece`](piece::Piece): a name, the whole parameter's shape, the indices of one dim that
 //! a rank holds (tensor parallelism), and a range of the row-major values of these (ZeRO's slices of buckets). From two pieces
@@ -22,6 +23,7 @@
 
 mod agreement;
 mod checkpoint;
+mod export;
 mod folder;
 mod load;
 mod manifest;
@@ -32,4 +34,6 @@ mod saver;
 mod staged;
 
 pub use checkpoint::TrainingCheckpoint;
+pub use folder::checkpoints_in;
+pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, ParamRecord, SavedLayout};
 pub use saver::{CheckpointSaver, SaveOutcome};

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use candle_comm::{ProcessGroup, message_of};
@@ -11,11 +12,11 @@ use candle_core::{Error, Result, bail};
 
 use super::agreement::{agree, exchange};
 use super::checkpoint::TrainingCheckpoint;
-use super::folder::CheckpointFolder;
-use super::manifest::{FileRecord, Layout, MANIFEST_FILE, Manifest};
+use super::folder::{CheckpointFolder, LockedFolder};
+use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_FILE, SavedLayout};
 use super::rank_file::{self, SaveId};
-use super::staged::{Staged, refilled};
-use crate::checkpoint::{FolderLock, SpaceNeed, StagedFolder};
+use super::staged::{Staged, written_weights};
+use crate::checkpoint::{SpaceNeed, StagedFolder};
 use crate::optimizer::DistributedOptimizer;
 
 /// Writes the checkpoints of a run into a folder, one at a time.
@@ -24,19 +25,47 @@ pub struct CheckpointSaver {
     folder: CheckpointFolder,
     run: String,
     keep: usize,
+    keeps_best: bool,
+    sidecars: Arc<Vec<(String, Vec<u8>)>>,
     in_flight: Option<InFlight>,
     /// Removes old checkpoints, which takes a while.
     remover: Option<JoinHandle<()>>,
     /// On rank 0.
-    _lock: Option<FolderLock>,
+    _lock: Option<Arc<LockedFolder>>,
 }
 
 /// A save whose files are being written.
 struct InFlight {
     step: usize,
     /// On rank 0: the folder, and the manifest without its files.
-    staged: Option<(StagedFolder, Manifest)>,
-    thread: JoinHandle<std::result::Result<Option<FileRecord>, String>>,
+    staged: Option<(StagedFolder, CheckpointManifest)>,
+    files: Writing,
+}
+
+/// The files of a rank that are being written, or why they could not even be begun.
+enum Writing {
+    Thread(JoinHandle<Written>),
+    Failed(String),
+}
+
+type Written = std::result::Result<Vec<FileRecord>, String>;
+
+impl Writing {
+    fn is_finished(&self) -> bool {
+        match self {
+            Self::Thread(thread) => thread.is_finished(),
+            Self::Failed(_) => true,
+        }
+    }
+
+    fn wait(self) -> Written {
+        match self {
+            Self::Thread(thread) => thread
+                .join()
+                .unwrap_or_else(|_| Err("the thread that writes panicked".into())),
+            Self::Failed(message) => Err(message),
+        }
+    }
 }
 
 /// How a save ended, the same on every rank.
@@ -66,11 +95,20 @@ impl CheckpointSaver {
         if keep == 0 {
             bail!("0 checkpoints are to be kept; expected at least 1");
         }
-        let begin = || -> Result<Option<FolderLock>> {
+        let begin = || -> Result<Option<Arc<LockedFolder>>> {
+            if dir.to_str().is_none() {
+                bail!(
+                    "the name of the checkpoint folder {dir:?} is not UTF-8, in which ranks tell it each other"
+                );
+            }
             if world.rank() != 0 {
                 return Ok(None);
             }
-            let lock = folder.lock()?;
+            let held = resumed.and_then(|resumed| resumed.lock.clone());
+            let lock = match held.filter(|lock| lock.is_of(&folder)) {
+                Some(lock) => lock,
+                None => Arc::new(folder.lock()?),
+            };
             check_checkpoints(&folder, resumed)?;
             Ok(Some(lock))
         };
@@ -86,28 +124,46 @@ impl CheckpointSaver {
             folder,
             run: run.unwrap_or_default().into_owned(),
             keep,
+            keeps_best: false,
+            sidecars: Arc::default(),
             in_flight: None,
             remover: None,
             _lock,
         })
     }
 
+    /// Puts these files, which a model has beside its weights, into each checkpoint, for
+    /// [`TrainingCheckpoint::export_hf`](super::TrainingCheckpoint::export_hf).
+    pub fn with_sidecars(mut self, sidecars: Vec<(String, Vec<u8>)>) -> Self {
+        self.sidecars = Arc::new(sidecars);
+        self
+    }
+
+    /// Reckons with checkpoints that have an evaluation loss, of which the best is kept beside the newest.
+    pub fn keeping_best(mut self) -> Self {
+        self.keeps_best = true;
+        self
+    }
+
     /// What the checkpoints take beside those that are there: as many as are kept, and the one that is written before the oldest is
     /// removed. For [`check_free_space`](crate::checkpoint::check_free_space).
     pub fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
         let there = self.folder.steps().map_or(0, |steps| steps.len());
-        let more = (self.keep + 1).saturating_sub(there) as u64;
+        let most = self.keep + 1 + usize::from(self.keeps_best);
+        let more = most.saturating_sub(there) as u64;
         // f32 masters and each kind of state.
         let num_kinds = 1 + optimizer.counters().state_names.len() as u64;
         let num_values = optimizer.params().num_trainable_values() as u64;
+        let sidecars = self.sidecars.iter().map(|(_, content)| content.len());
+        let sidecars = sidecars.sum::<usize>() as u64;
         SpaceNeed {
             folder: self.folder.dir(),
-            num_bytes: more * 4 * num_kinds * num_values,
+            num_bytes: more * (4 * num_kinds * num_values + sidecars),
             what: "checkpoints",
         }
     }
 
-    /// Starts to save after `step` steps, with `record` for the caller; returns when everything is copied. At a time one save is
+    /// Starts to save after `step` steps, with what the caller adds; returns when everything is copied. At a time one save is
     /// under way: [`Self::finish`] comes first. Every rank must call it. An outcome is that of a save that could not even begin.
     ///
     /// # Errors
@@ -116,7 +172,7 @@ impl CheckpointSaver {
         &mut self,
         optimizer: &DistributedOptimizer,
         step: usize,
-        record: serde_json::Value,
+        note: impl Into<CheckpointNote>,
     ) -> Result<Option<SaveOutcome>> {
         if let Some(in_flight) = &self.in_flight {
             bail!("the save after step {} is still under way", in_flight.step);
@@ -140,31 +196,52 @@ impl CheckpointSaver {
             }
         };
         let values_from = params.values_from(mesh)?;
-        let staged = Staged::new(optimizer, &refilled(params, &values_from))?;
-        let layout = Layout {
+        let layout = SavedLayout {
             pp: mesh.degrees.pp,
             dp: mesh.degrees.dp,
             tp: mesh.degrees.tp,
             zero: params.data_parallel().zero,
             zero_group: params.data_parallel().zero_group,
         };
-        let of_run = (self.run.as_str(), step, record);
-        let manifest = Manifest::new(params, (layout, optimizer.counters()), &values_from, of_run);
-        let run = self.run.clone();
-        let write = move || {
-            if staged.tensors.is_empty() {
-                return Ok(None);
-            }
-            let written = rank_file::write(&dir, rank, &SaveId { run, step }, &staged);
-            written.map(Some).map_err(|err| message_of(&err))
+        let of_save = (self.run.as_str(), step, note.into());
+        let counters = optimizer.counters();
+        let manifest = CheckpointManifest::new(params, (layout, counters), &values_from, of_save);
+        let id = SaveId {
+            run: self.run.clone(),
+            step,
         };
-        let thread = std::thread::Builder::new().name("checkpoint".into());
+        let files = Staged::new(optimizer, &written_weights(params, &values_from))
+            .and_then(|staged| self.write(dir, id, staged));
         self.in_flight = Some(InFlight {
             step,
             staged: folder?.map(|folder| (folder, manifest)),
-            thread: thread.spawn(write).map_err(Error::wrap)?,
+            // The other ranks learn it at the end.
+            files: match files {
+                Ok(thread) => Writing::Thread(thread),
+                Err(err) => Writing::Failed(message_of(&err)),
+            },
         });
         Ok(None)
+    }
+
+    /// Begins to write this rank's files into `dir`.
+    fn write(&self, dir: PathBuf, id: SaveId, staged: Staged) -> Result<JoinHandle<Written>> {
+        let rank = self.world.rank();
+        let sidecars = (rank == 0).then(|| self.sidecars.clone());
+        let write = move || -> Result<Vec<FileRecord>> {
+            let sidecars = sidecars.iter().flat_map(|sidecars| sidecars.iter());
+            let written =
+                sidecars.map(|(name, content)| FileRecord::write_sidecar(&dir, name, content));
+            let mut written: Vec<FileRecord> = written.collect::<Result<_>>()?;
+            if !staged.tensors.is_empty() {
+                written.push(rank_file::write(&dir, rank, &id, &staged)?);
+            }
+            Ok(written)
+        };
+        let thread = std::thread::Builder::new().name("checkpoint".into());
+        thread
+            .spawn(move || write().map_err(|err| message_of(&err)))
+            .map_err(|err| Error::msg(format!("cannot start a thread that writes: {err}")))
     }
 
     /// How the save that is under way ended, if it did. Every rank must call it, between steps.
@@ -175,7 +252,7 @@ impl CheckpointSaver {
         let Some(in_flight) = &self.in_flight else {
             return Ok(None);
         };
-        let is_done = [u8::from(in_flight.thread.is_finished())];
+        let is_done = [u8::from(in_flight.files.is_finished())];
         let all = self.world.all_gather_bytes(&is_done)?;
         match all.iter().all(|is_done| *is_done == [1]) {
             true => self.finish(),
@@ -192,14 +269,13 @@ impl CheckpointSaver {
             return Ok(None);
         };
         let step = in_flight.step;
-        let written = in_flight.thread.join();
-        let written = written.unwrap_or_else(|_| Err("the thread that writes panicked".into()));
-        let written = exchange(&self.world, &written)?;
+        let written = exchange(&self.world, &in_flight.files.wait())?;
         let ended = match (in_flight.staged, written) {
             (None, _) => Ok(None),
             (Some((folder, manifest)), Ok(files)) => {
-                let files = files.into_iter().flatten().collect();
-                self.publish(folder, Manifest { files, ..manifest })
+                let mut files: Vec<FileRecord> = files.into_iter().flatten().collect();
+                files.sort_by(|a, b| a.name.cmp(&b.name));
+                self.publish(folder, CheckpointManifest { files, ..manifest })
                     .map(Some)
                     .map_err(|err| message_of(&err))
             }
@@ -230,7 +306,7 @@ impl CheckpointSaver {
     fn publish(
         &mut self,
         folder: StagedFolder,
-        manifest: Manifest,
+        manifest: CheckpointManifest,
     ) -> Result<(PathBuf, Option<String>)> {
         let step = manifest.step;
         let path = folder.path().join(MANIFEST_FILE);
@@ -276,7 +352,7 @@ impl Drop for CheckpointSaver {
     /// Nothing of this run changes the folder after the lock is gone.
     fn drop(&mut self) {
         if let Some(in_flight) = self.in_flight.take() {
-            let _ = in_flight.thread.join();
+            let _ = in_flight.files.wait();
         }
         self.wait_for_remover();
     }
@@ -289,7 +365,7 @@ fn check_checkpoints(
 ) -> Result<()> {
     for step in folder.steps()? {
         let path = folder.path(step);
-        let Ok(manifest) = Manifest::read(&path) else {
+        let Ok(manifest) = CheckpointManifest::read(&path) else {
             continue;
         };
         let path = path.display();

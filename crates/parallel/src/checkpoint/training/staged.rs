@@ -1,5 +1,7 @@
 //! A copy of what a rank writes, in the host's memory, so that training goes on while a thread writes it.
 
+use std::collections::HashSet;
+
 use candle_core::{Device, Result, Tensor};
 
 use super::own_values::{OwnValues, written_values};
@@ -10,7 +12,7 @@ use crate::params::{Parameters, ValuesFrom};
 
 /// The f32 weights that the optimizer updates: those of the model, or the masters of narrower ones.
 pub(super) const MASTER: &str = "master";
-/// The model's weights in their own type, of parameters that were refilled.
+/// The model's weights in their own type, of parameters that were refilled, and of frozen ones that no file has.
 pub(super) const WEIGHT: &str = "weight";
 
 /// The tensors of a rank's file.
@@ -34,11 +36,11 @@ pub(super) fn tensor_name(kind: &str, piece: &Piece) -> String {
 }
 
 impl Staged {
-    /// What this rank writes. `is_refilled` tells of each local parameter whether its values are those of a caller.
+    /// What this rank writes. `has_weights` tells of each local parameter whether its weights are written in their own type.
     ///
     /// # Errors
     /// Memory that is missing, and what reading from devices and the optimizer's file returns.
-    pub fn new(optimizer: &DistributedOptimizer, is_refilled: &[bool]) -> Result<Self> {
+    pub fn new(optimizer: &DistributedOptimizer, has_weights: &[bool]) -> Result<Self> {
         let params = optimizer.params();
         params.wait_for_updates()?;
         let mut staged = Self {
@@ -52,7 +54,7 @@ impl Staged {
                 continue;
             };
             if bucket >= params.layout().buckets.len() {
-                for own in of_bucket.iter().filter(|own| is_refilled[own.param]) {
+                for own in of_bucket.iter().filter(|own| has_weights[own.param]) {
                     let piece = staged.piece(params, own);
                     staged.push(params, WEIGHT, &piece, &own.weights(params)?)?;
                 }
@@ -67,7 +69,7 @@ impl Staged {
                         let values = values.narrow(0, own.start, own.len())?;
                         staged.push(params, kind, &piece, &values)?;
                     }
-                    let kind = match (has_master, is_refilled[own.param]) {
+                    let kind = match (has_master, has_weights[own.param]) {
                         (false, _) => MASTER,
                         (true, true) => WEIGHT,
                         (true, false) => continue,
@@ -105,14 +107,16 @@ impl Staged {
     }
 }
 
-/// Of each local parameter, whether its values are those of a caller of [`Parameters::refill`] on any rank; `values_from` is of the catalog.
-pub(super) fn refilled(params: &Parameters, values_from: &[ValuesFrom]) -> Vec<bool> {
+/// Of each local parameter, whether neither masters nor a file have its values: those of a caller of [`Parameters::refill`] on any rank,
+/// and frozen ones that began as random numbers. `values_from` is of the catalog.
+pub(super) fn written_weights(params: &Parameters, values_from: &[ValuesFrom]) -> Vec<bool> {
+    let has_file = params.checkpoint().is_some();
     let entries = params.catalog().iter().zip(values_from);
-    let refilled: std::collections::HashSet<&str> = entries
-        .filter(|(_, from)| **from == ValuesFrom::Refill)
+    let written: HashSet<&str> = entries
+        .filter(|(entry, from)| **from == ValuesFrom::Refill || !has_file && !entry.trainable)
         .map(|(entry, _)| entry.name.as_str())
         .collect();
     let all = params.iter();
-    all.map(|param| refilled.contains(param.name.as_str()))
+    all.map(|param| written.contains(param.name.as_str()))
         .collect()
 }

@@ -1,0 +1,177 @@
+//! `candle-train export`
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use candle_comm::ProcessGroup;
+use candle_core::{DType, Device, Error, Result, bail};
+use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint};
+use candle_train::hub::resolve_model;
+use candle_train::{Activity, TrainingRecord};
+use clap::Args;
+
+use crate::choices::StorageChoice;
+use crate::config_dtype::with_config_dtype;
+use crate::number::num_bytes;
+use crate::output::print_line;
+use crate::run_record::{WEIGHTS, digest_of_weights};
+
+/// Write the model of a run's checkpoint as a Hugging Face folder, in little memory
+#[derive(Args, Debug)]
+pub(crate) struct Export {
+    /// Checkpoint, such as runs/a/step-000015
+    checkpoint: PathBuf,
+    /// Folder for the model
+    output: PathBuf,
+    /// Type of the saved weights [default: that of the run's own --output]
+    #[arg(long)]
+    dtype: Option<StorageChoice>,
+    /// Size of the largest file of weights
+    #[arg(long, default_value = "5GB", value_name = "SIZE", value_parser = num_bytes)]
+    max_shard_size: usize,
+    /// Replace a model in the output folder
+    #[arg(long)]
+    overwrite: bool,
+    /// Where the checkpoint folder with which the run began is now, or org/name[@revision] on the hub; it has the weights that were not
+    /// trained [default: where it was]
+    #[arg(long, value_name = "DIR|REPO")]
+    model: Option<String>,
+}
+
+impl Export {
+    /// Writes the folder.
+    pub fn run(&self) -> Result<()> {
+        let world = ProcessGroup::single(Device::Cpu);
+        let reading = Activity::start("reading the checkpoint");
+        let checkpoint = TrainingCheckpoint::open(&world, &self.checkpoint)?;
+        drop(reading);
+        let record = TrainingRecord::of(&checkpoint)?;
+        let source = self.source(&checkpoint, &record)?;
+        let sidecars = checkpoint.sidecars()?;
+        if sidecars.is_empty() {
+            bail!(
+                "the checkpoint {} has no config.json: the program that wrote it did not give one",
+                self.checkpoint.display()
+            );
+        }
+        let dtype = match (self.dtype, &record.save_dtype) {
+            (Some(dtype), _) => Some(dtype.into()),
+            (None, Some(dtype)) => Some(dtype.parse::<DType>().map_err(Error::wrap)?),
+            (None, None) => None,
+        };
+        let inputs = source.iter().map(|source| source.dir().to_path_buf());
+        let save = HfSave {
+            dtype,
+            max_file_bytes: self.max_shard_size,
+            overwrite: self.overwrite,
+            inputs: inputs.chain([self.checkpoint.clone()]).collect(),
+            ..HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?)
+        };
+        save.check_output()?;
+        let written = save.num_written_bytes.clone();
+        let done = move || written.load(Ordering::Relaxed);
+        let writing = Activity::of_bytes("writing the model", None, done);
+        checkpoint.export_hf(&save, source.as_ref())?;
+        drop(writing);
+        let (step, output) = (checkpoint.step(), self.output.display());
+        print_line(&format!("the model after step {step} is in {output}"));
+        Ok(())
+    }
+
+    /// The checkpoint with which the run began, if it has anything that is to be saved.
+    fn source(
+        &self,
+        checkpoint: &TrainingCheckpoint,
+        record: &TrainingRecord,
+    ) -> Result<Option<Checkpoint>> {
+        if !checkpoint.needs_source() {
+            return Ok(None);
+        }
+        let hint = "hint: --model names the folder where the model with which the run began is now";
+        let dir = match (&self.model, &checkpoint.manifest().source) {
+            (Some(model), _) => resolve_model(model)?,
+            (None, Some(dir)) if dir.is_dir() => dir.clone(),
+            (None, dir) => bail!(
+                "the run began with the model in {}, which has weights that were not trained, and it is not there\n{hint}",
+                dir.as_ref()
+                    .map_or("no folder".into(), |dir| dir.display().to_string())
+            ),
+        };
+        let noted = record.model.get(WEIGHTS).and_then(|value| value.as_str());
+        if let (Some(noted), found) = (noted, digest_of_weights(&dir)?)
+            && found != noted
+        {
+            bail!(
+                "the weights in {} are not those with which the run began: they have the digest {found}; expected {noted}\n{hint}",
+                dir.display()
+            );
+        }
+        Checkpoint::open(&dir).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_comm::{Degrees, Mesh, ProcessGroup};
+    use candle_core::{DType, Device, Result};
+    use candle_parallel::checkpoint::CheckpointSaver;
+    use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamStore};
+    use candle_train::TrainingRecord;
+    use candle_train_models::{CausalLm, ModelConfig};
+    use serde_json::json;
+    use tempfile::tempdir;
+
+    use super::Export;
+    use crate::choices::StorageChoice;
+    use crate::counting_allocator::peak_bytes_of;
+
+    /// A checkpoint of a model whose embedding and head have 16 MiB each in f32.
+    fn save(dir: &Path) -> Result<()> {
+        let degrees = Degrees {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: 1,
+        };
+        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), degrees)?;
+        let config = json!({
+            "model_type": "llama", "vocab_size": 32768, "hidden_size": 128, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 8, "tie_word_embeddings": false,
+            "bos_token_id": 0, "eos_token_id": 1,
+        })
+        .to_string();
+        let vb = ParamStore::init(5).builder(DType::BF16, &Device::Cpu);
+        let stage = CausalLm::stage(&ModelConfig::from_json(&config)?, &mesh, &vb)?;
+        let params = stage.params();
+        let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
+        let sidecars = vec![("config.json".to_string(), config.into_bytes())];
+        let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
+        let mut saver = saver.with_sidecars(sidecars);
+        let record = serde_json::to_value(TrainingRecord::default()).unwrap();
+        saver.start(&optimizer, 1, record)?;
+        saver.finish()?.unwrap().saved.unwrap();
+        Ok(())
+    }
+
+    /// Whole tensors are never in memory.
+    #[test]
+    fn it_takes_little_memory() {
+        let dir = tempdir().unwrap();
+        save(&dir.path().join("saves")).unwrap();
+        for dtype in [StorageChoice::F32, StorageChoice::Bf16] {
+            let export = Export {
+                checkpoint: dir.path().join("saves/step-000001"),
+                output: dir.path().join("exported"),
+                dtype: Some(dtype),
+                max_shard_size: 1 << 40,
+                overwrite: true,
+                model: None,
+            };
+            let peak = peak_bytes_of(|| export.run().unwrap());
+            assert!(peak < 14 << 20, "{dtype:?}: {peak} bytes");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! `candle-train inspect`
+
+use std::path::{Path, PathBuf};
+
+use candle_comm::message_of;
+use candle_core::{Result, bail};
+use candle_parallel::checkpoint::{CheckpointManifest, FileRecord, checkpoints_in, size_in_words};
+use candle_train::{Activity, TrainingRecord};
+use clap::Args;
+
+use crate::output::print_line;
+use crate::utc_time::utc;
+
+/// Print what a checkpoint of a run holds, or which checkpoints a folder has
+#[derive(Args, Debug)]
+pub(crate) struct Inspect {
+    /// Checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
+    #[arg(value_name = "CHECKPOINT|DIR")]
+    checkpoint: PathBuf,
+    /// Read all files and compare their checksums
+    #[arg(long)]
+    verify: bool,
+}
+
+impl Inspect {
+    /// Prints it; an error if something is damaged.
+    pub fn run(&self) -> Result<()> {
+        let _reading = self.verify.then(|| Activity::start("reading"));
+        let dir = &self.checkpoint;
+        if !dir.is_dir() {
+            bail!("the folder {} does not exist", dir.display());
+        }
+        let manifest = CheckpointManifest::read(dir);
+        let inside = match &manifest {
+            Ok(_) => Vec::new(),
+            Err(_) => checkpoints_in(dir)?,
+        };
+        match (manifest, inside.is_empty()) {
+            (Ok(manifest), _) => self.checkpoint(&manifest),
+            (Err(err), true) => Err(err),
+            (Err(_), false) => self.list(&inside),
+        }
+    }
+
+    fn checkpoint(&self, manifest: &CheckpointManifest) -> Result<()> {
+        print_line(&format!(
+            "{}: {}",
+            self.checkpoint.display(),
+            summary(manifest)
+        ));
+        let CheckpointManifest {
+            layout,
+            program,
+            run,
+            source,
+            params,
+            files,
+            ..
+        } = manifest;
+        let mut zero = format!("ZeRO-{}", layout.zero as u8);
+        if let Some(group) = layout.zero_group {
+            zero += &format!(" in groups of {group}");
+        }
+        let (pp, dp, tp) = (layout.pp, layout.dp, layout.tp);
+        print_line(&format!(
+            "run {run}, candle-train {program}, pp {pp} x dp {dp} x tp {tp}, {zero}"
+        ));
+        if let Ok(record) = serde_json::from_value::<TrainingRecord>(manifest.record.clone()) {
+            print_record(&record);
+        }
+        if let Some(source) = source {
+            print_line(&format!("began with the weights of {}", source.display()));
+        }
+        let num_values = |trainable| {
+            let params = params.iter().filter(|param| param.trainable == trainable);
+            params
+                .map(|param| param.shape.iter().product::<usize>())
+                .sum::<usize>()
+        };
+        print_line(&format!(
+            "{} parameters, {} values trained, {} frozen:",
+            params.len(),
+            num_values(true),
+            num_values(false)
+        ));
+        for param in params {
+            let trained = if param.trainable { "" } else { " frozen" };
+            print_line(&format!(
+                "  {} {:?} {}{trained}",
+                param.name, param.shape, param.dtype
+            ));
+        }
+        let num_bytes = files.iter().map(|file| file.num_bytes).sum();
+        print_line(&format!(
+            "{} files, {}:",
+            files.len(),
+            size_in_words(num_bytes)
+        ));
+        let damages: Vec<Option<String>> = files
+            .iter()
+            .map(|file| {
+                let damage = self.damage(&self.checkpoint, file);
+                let word = match (&damage, self.verify) {
+                    (Some(_), _) => "DAMAGED",
+                    (None, true) => "verified",
+                    (None, false) => "",
+                };
+                let (size, sum) = (size_in_words(file.num_bytes), &file.xxh64);
+                let line = format!("  {} {size} xxh64 {sum} {word}", file.name);
+                print_line(line.trim_end());
+                damage
+            })
+            .collect();
+        let damages: Vec<String> = damages.into_iter().flatten().collect();
+        match damages.is_empty() {
+            true => Ok(()),
+            false => bail!("{}", damages.join("\n  ")),
+        }
+    }
+
+    /// What is wrong with a file of the checkpoint `dir`.
+    fn damage(&self, dir: &Path, file: &FileRecord) -> Option<String> {
+        let checked = file.check_size(dir).and_then(|()| match self.verify {
+            true => file.check_sum(dir),
+            false => Ok(()),
+        });
+        checked.err().map(|err| message_of(&err))
+    }
+
+    fn list(&self, checkpoints: &[PathBuf]) -> Result<()> {
+        let mut num_damaged = 0;
+        for dir in checkpoints {
+            let name = dir.file_name().unwrap_or_default().to_string_lossy();
+            let state = CheckpointManifest::read(dir).and_then(|manifest| {
+                let files = manifest.files.iter();
+                match files.filter_map(|file| self.damage(dir, file)).next() {
+                    Some(damage) => bail!("{damage}"),
+                    None => Ok(summary(&manifest)),
+                }
+            });
+            print_line(&match state {
+                Ok(summary) => format!("{name}: {summary}"),
+                Err(err) => {
+                    num_damaged += 1;
+                    format!("{name}: NOT VALID: {}", message_of(&err))
+                }
+            });
+        }
+        match num_damaged {
+            0 => Ok(()),
+            _ => bail!(
+                "{num_damaged} of {} checkpoints in {} are not valid",
+                checkpoints.len(),
+                self.checkpoint.display()
+            ),
+        }
+    }
+}
+
+fn summary(manifest: &CheckpointManifest) -> String {
+    let num_bytes = manifest.files.iter().map(|file| file.num_bytes).sum();
+    let mut summary = format!(
+        "after step {}, {}, {}",
+        manifest.step,
+        utc(manifest.saved_at_secs),
+        size_in_words(num_bytes)
+    );
+    if let Some(loss) = manifest.eval_loss {
+        summary += &format!(", evaluation loss {loss:.4}");
+    }
+    summary
+}
+
+fn print_record(record: &TrainingRecord) {
+    let position = &record.position;
+    print_line(&format!(
+        "next sample: {} of epoch {}, {} seen in all",
+        position.sample + 1,
+        position.epoch + 1,
+        position.total
+    ));
+    let settings = record.settings.iter();
+    let settings = settings.map(|(name, value)| format!("{name} {value}"));
+    print_line(&format!(
+        "settings: {}",
+        settings.collect::<Vec<_>>().join(", ")
+    ));
+}

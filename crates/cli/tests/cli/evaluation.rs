@@ -1,0 +1,180 @@
+//! Evaluation: what is printed and written, when training ends early, which checkpoint stays.
+
+use std::fs;
+
+use serde_json::{Map, Value};
+
+use super::folder::{names, read_checkpoint};
+use super::program::Program;
+use super::training::{metrics, without_times};
+use super::workspace::Workspace;
+
+/// Six steps, of which each is evaluated.
+fn evaluated(workspace: &Workspace) -> Program {
+    workspace
+        .finetune()
+        .flag("--steps", 6)
+        .flag("--eval-fraction", 0.1)
+        .flag("--eval-every", 1)
+        .flag("--metrics", workspace.path("metrics.jsonl").display())
+}
+
+fn evaluations(workspace: &Workspace) -> Vec<Map<String, Value>> {
+    let mut lines = metrics(&workspace.path("metrics.jsonl"));
+    lines.retain(|line| line.contains_key("eval_loss"));
+    lines
+}
+
+fn losses(workspace: &Workspace) -> Vec<f64> {
+    let lines = evaluations(workspace).into_iter();
+    lines
+        .map(|line| line["eval_loss"].as_f64().unwrap())
+        .collect()
+}
+
+#[test]
+fn evaluations_are_printed_and_logged_and_the_same_on_every_layout() {
+    let workspace = Workspace::new();
+    let run = evaluated(&workspace).flag("--eval-every", 4);
+    let outcome = run.succeeds();
+    assert!(
+        outcome
+            .stdout
+            .contains("sequences that are not trained on\n"),
+        "{}",
+        outcome.stdout
+    );
+    let said: Vec<&str> = outcome
+        .stderr
+        .lines()
+        .filter(|line| line.starts_with("evaluation "))
+        .collect();
+    assert_eq!(said.len(), 2, "{said:?}");
+    assert!(
+        said[0].starts_with("evaluation after step 4: loss "),
+        "{said:?}"
+    );
+    assert!(
+        said[1].starts_with("evaluation after step 6: loss "),
+        "{said:?}"
+    );
+    assert!(
+        said[1].contains(", perplexity ") && said[1].contains(", accuracy "),
+        "{said:?}"
+    );
+    let lines = evaluations(&workspace);
+    assert_eq!(lines[1]["step"], 5);
+    let (loss, perplexity) = (&lines[1]["eval_loss"], &lines[1]["eval_perplexity"]);
+    assert_eq!(loss.as_f64().unwrap().exp(), perplexity.as_f64().unwrap());
+    assert_eq!(lines[1]["eval_num_tokens"].as_u64().unwrap() % 16, 0);
+    let want = losses(&workspace);
+    for (pp, dp, tp, micro) in [(1, 1, 1, 4), (1, 4, 1, 1), (2, 1, 2, 2)] {
+        let run = run
+            .clone()
+            .flag("--pp", pp)
+            .flag("--dp", dp)
+            .flag("--tp", tp);
+        run.flag("--micro-batch-size", micro).succeeds();
+        for (loss, want) in losses(&workspace).iter().zip(&want) {
+            assert!((loss - want).abs() < 1e-5 * want, "{loss} {want}");
+        }
+    }
+}
+
+#[test]
+fn other_data_is_evaluated_and_training_is_the_same_without() {
+    let workspace = Workspace::new();
+    fs::write(workspace.path("other.txt"), "Another text. ".repeat(40)).unwrap();
+    let plain = workspace.finetune().flag("--steps", 3);
+    plain.succeeds();
+    let want = read_checkpoint(&workspace.output());
+    let run = plain.flag("--eval-data", workspace.path("other.txt").display());
+    let outcome = run.flag("--eval-every", 1).succeeds();
+    assert!(
+        outcome.stderr.contains("evaluation after step 1: loss "),
+        "{}",
+        outcome.stderr
+    );
+    assert!(read_checkpoint(&workspace.output()) == want);
+}
+
+#[test]
+fn training_ends_when_evaluations_do_not_improve_and_the_best_checkpoint_stays() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let run = evaluated(&workspace)
+        .flag("--lr", 0)
+        .flag("--patience", 2)
+        .flag("--save-every", 1)
+        .flag("--keep", 1)
+        .flag("--save-dir", saves.display());
+    let outcome = run.succeeds();
+    let losses = losses(&workspace);
+    let (least, best) = (losses[0], 1);
+    assert_eq!(losses, [least; 3]);
+    let said = format!(
+        "stopped after step {} of 6: 2 evaluations without improvement; the least loss, {least:.4}, was that after step {best}\n",
+        best + 2
+    );
+    assert!(outcome.stdout.contains(&said), "{said}{}", outcome.stdout);
+    let step = |step| format!("step-{step:06}");
+    assert_eq!(names(&saves), [step(best), step(best + 2)]);
+    // A resumed run knows of the earlier evaluations, and the same ones end it.
+    let numbers = without_times(metrics(&workspace.path("metrics.jsonl")));
+    let weights = read_checkpoint(&workspace.output());
+    fs::remove_dir_all(saves.join(step(best + 2))).unwrap();
+    let outcome = run.flag("--resume", "latest").succeeds();
+    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    let again = without_times(metrics(&workspace.path("metrics.jsonl")));
+    assert_eq!(again, numbers);
+    assert!(read_checkpoint(&workspace.output()) == weights);
+    assert_eq!(names(&saves), [step(best), step(best + 2)]);
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    let workspace = Workspace::new();
+    let run = workspace.finetune();
+    let saves = workspace.path("saves").display().to_string();
+    for (flags, parts) in [
+        (
+            vec![("--eval-every", "1")],
+            vec!["--eval-every is given without", "hint:"],
+        ),
+        (
+            vec![("--patience", "1")],
+            vec!["--patience is given without"],
+        ),
+        (
+            vec![("--patience", "1"), ("--eval-fraction", "0.5")],
+            vec!["--patience is given without --eval-every"],
+        ),
+        (
+            vec![("--eval-fraction", "0.999")],
+            vec!["leaves none to train on", "hint:"],
+        ),
+        (
+            vec![("--eval-fraction", "1")],
+            vec!["--eval-fraction", "> 0 and < 1"],
+        ),
+        (vec![("--eval-data", "nowhere.txt")], vec!["nowhere.txt"]),
+        (
+            vec![("--eval-data", "a.txt"), ("--eval-fraction", "0.5")],
+            vec!["--eval-data", "cannot be used with"],
+        ),
+        (
+            vec![
+                ("--eval-fraction", "0.5"),
+                ("--eval-every", "2"),
+                ("--save-every", "3"),
+                ("--save-dir", &saves),
+            ],
+            vec!["--eval-every 2 and --save-every 3", "hint:"],
+        ),
+    ] {
+        let run = flags
+            .iter()
+            .fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        workspace.refuses(&run, &parts);
+    }
+}

@@ -1,0 +1,186 @@
+//! Loss and accuracy on held-out samples: those of a loop over the logits of one rank, on every layout, and without any effect on training.
+
+use std::sync::{Arc, Mutex};
+
+use candle_comm::Mesh;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_parallel::{MicroBatch, Pipeline, ZeroStage};
+use candle_train::{
+    Documents, EvalBatches, EvalHistory, EvalMetrics, Evaluation, Tokenizer, Tokens, TrainEvent,
+    Trainer, held_out,
+};
+
+use crate::fixture::{Fixture, Run, text_file};
+use crate::run::{Layout, Variant, batches, gather, launch, load, load_variant};
+use crate::tensors::Tensors;
+
+const SEQ_LEN: usize = 9;
+
+fn tokens(fixture: &Fixture) -> Tokens {
+    let tokenizer = Tokenizer::from_dir(fixture.model_dir()).unwrap();
+    let tokens = Tokens::encode(&Documents::read(text_file()).unwrap(), &tokenizer).unwrap();
+    Tokens::from_ids(tokens.ids()[..40 * SEQ_LEN].to_vec())
+}
+
+/// 7 of the 39 samples.
+fn chosen() -> Arc<[usize]> {
+    let [training, chosen] = held_out(39, 0.18, 3).unwrap();
+    let mut all = [&training[..], &chosen].concat();
+    all.sort_unstable();
+    assert!(all.into_iter().eq(0..39));
+    assert_eq!(chosen.len(), 7);
+    chosen
+}
+
+/// Mean loss and part of right predictions by a loop over the logits of one rank, in f64.
+fn reference(fixture: &Fixture) -> (f64, f64) {
+    let samples = tokens(fixture).samples(SEQ_LEN).unwrap();
+    let result = Mutex::new(None);
+    launch(Layout::new(1, 1, 1), |world| {
+        let mesh = Mesh::new(world, Layout::new(1, 1, 1).degrees())?;
+        let stage = load(fixture, &mesh)?;
+        let (mut loss, mut num_right, mut num) = (0.0, 0.0, 0.0);
+        for &sample in chosen().iter() {
+            let ids = samples.get(sample);
+            let batch = MicroBatch {
+                tokens: Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?,
+                targets: None,
+            };
+            let shape = (1, SEQ_LEN, fixture.config().vocab_size);
+            let logits = Pipeline::infer(&mesh.pp, &stage, &batch, shape, Ok)?;
+            let logits = logits.to_dtype(DType::F64)?.get(0)?.to_vec2::<f64>()?;
+            for (row, &target) in logits.iter().zip(&ids[1..]) {
+                let max = row.iter().copied().fold(f64::MIN, f64::max);
+                let sum: f64 = row.iter().map(|z| (z - max).exp()).sum();
+                loss += max + sum.ln() - row[target as usize];
+                let first = row.iter().position(|&z| z == max).unwrap();
+                num_right += f64::from(u8::from(first == target as usize));
+                num += 1.0;
+            }
+        }
+        *result.lock().unwrap() = Some((loss / num, num_right / num));
+        Ok(())
+    })
+    .unwrap();
+    result.into_inner().unwrap().unwrap()
+}
+
+fn evaluation(fixture: &Fixture, mesh: &Mesh, micro_batch_size: usize) -> Result<Evaluation> {
+    let replica = (mesh.dp.rank(), mesh.dp.world_size());
+    let sizes = (SEQ_LEN, micro_batch_size);
+    Ok(Evaluation {
+        batches: EvalBatches::new(&tokens(fixture), Some(chosen()), sizes, replica)?,
+        every: Some(1),
+        patience: None,
+        history: EvalHistory::default(),
+    })
+}
+
+fn evaluate(fixture: &Fixture, layout: Layout, micro_batch_size: usize) -> Vec<EvalMetrics> {
+    let of_ranks = Mutex::new(Vec::new());
+    launch(layout, |world| {
+        let mesh = Mesh::new(world, layout.degrees())?;
+        let stage = load_variant(fixture, &mesh, (layout, Variant::default()))?;
+        let trainer = Trainer::new(fixture.run.train_config(layout), &mesh, stage)?;
+        let mut trainer = trainer.with_evaluation(evaluation(fixture, &mesh, micro_batch_size)?);
+        let metrics = trainer.evaluate()?.unwrap();
+        of_ranks.lock().unwrap().push(metrics);
+        Ok(())
+    })
+    .unwrap();
+    of_ranks.into_inner().unwrap()
+}
+
+#[test]
+fn every_sample_counts_once_on_every_layout() {
+    let layout = |(pp, dp, tp), zero| Layout {
+        zero,
+        ..Layout::new(pp, dp, tp)
+    };
+    let layouts = [
+        (layout((1, 1, 1), ZeroStage::Zero), 4),
+        (layout((1, 1, 3), ZeroStage::Zero), 1),
+        (layout((2, 1, 2), ZeroStage::Zero), 3),
+        (layout((1, 2, 1), ZeroStage::One), 2),
+        (layout((1, 3, 1), ZeroStage::Two), 5),
+        (layout((2, 2, 2), ZeroStage::Three), 1),
+        (
+            Layout {
+                tile_linears: 3,
+                ..layout((1, 2, 2), ZeroStage::Three)
+            },
+            2,
+        ),
+    ];
+    for name in ["gqa", "tied_bias"] {
+        let fixture = Fixture::new(name);
+        let (loss, accuracy) = reference(&fixture);
+        for (layout, micro_batch_size) in layouts {
+            for metrics in evaluate(&fixture, layout, micro_batch_size) {
+                let what = format!("{name} {layout:?}: {metrics:?}, expected {loss} {accuracy}");
+                assert!((metrics.eval_loss - loss).abs() < 1e-5 * loss, "{what}");
+                assert!(
+                    (metrics.eval_perplexity.ln() - loss).abs() < 1e-5 * loss,
+                    "{what}"
+                );
+                assert_eq!(metrics.eval_accuracy, Some(accuracy), "{what}");
+                assert_eq!(metrics.eval_num_tokens, 7 * SEQ_LEN, "{what}");
+            }
+        }
+    }
+}
+
+/// Losses and weights of a run that is evaluated after each step, or not at all.
+fn train(fixture: &Fixture, layout: Layout, evaluates: bool) -> (Vec<f64>, Tensors, usize) {
+    let run = Run {
+        steps: 3,
+        ..fixture.run.clone()
+    };
+    let result = Mutex::new(None);
+    launch(layout, |world| {
+        let mesh = Mesh::new(world, layout.degrees())?;
+        let stage = load_variant(fixture, &mesh, (layout, Variant::default()))?;
+        let mut trainer = Trainer::new(run.train_config(layout), &mesh, stage)?;
+        if evaluates {
+            trainer = trainer.with_evaluation(evaluation(fixture, &mesh, 2)?);
+        }
+        let (mut losses, mut num_evaluations) = (Vec::new(), 0);
+        trainer.train_observed(&batches(fixture, &run, &mesh)?, |event| {
+            match event {
+                TrainEvent::Step(step) => losses.push(step.loss),
+                TrainEvent::Begin(_) => {}
+                TrainEvent::Evaluation(_) => num_evaluations += 1,
+            }
+            Ok(())
+        })?;
+        let stage = trainer.stage();
+        let weights = gather(stage, &mesh, |index| stage.params().values(index))?;
+        if mesh.world.rank() == 0 {
+            *result.lock().unwrap() = Some((losses, weights, num_evaluations));
+        }
+        Ok(())
+    })
+    .unwrap();
+    result.into_inner().unwrap().unwrap()
+}
+
+#[test]
+fn training_does_not_notice() {
+    let fixture = Fixture::new("gqa");
+    for (layout, zero) in [
+        ((1, 1, 1), ZeroStage::Zero),
+        ((2, 2, 1), ZeroStage::One),
+        ((1, 2, 2), ZeroStage::Three),
+    ] {
+        let (pp, dp, tp) = layout;
+        let layout = Layout {
+            zero,
+            ..Layout::new(pp, dp, tp)
+        };
+        let (losses, weights, num_evaluations) = train(&fixture, layout, true);
+        assert_eq!(num_evaluations, 3);
+        let (want, want_weights, none) = train(&fixture, layout, false);
+        assert_eq!((losses, none), (want, 0), "{layout:?}");
+        assert!(weights == want_weights, "{layout:?}");
+    }
+}
