@@ -165,10 +165,10 @@ impl Attention {
         }
     }
 
-    /// Whether [`Self::backward`] needs the input: a weight that reads it is trained.
+    /// Whether [`Self::backward`] needs the input: what reads it is trained.
     pub fn reads_input(&self) -> bool {
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
-        layers.iter().any(|layer| layer.weight().track_op())
+        layers.iter().any(|layer| layer.needs_input())
     }
 
     /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.

@@ -31,6 +31,8 @@ mod frozen;
 mod generating;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
+#[path = "end_to_end/lora.rs"]
+mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
 #[path = "end_to_end/readme.rs"]

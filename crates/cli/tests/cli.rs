@@ -27,6 +27,7 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod lora;
     mod offload;
     mod output;
     mod plot;

@@ -77,6 +77,7 @@
 //! |---|---|
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
 //! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
@@ -87,6 +88,7 @@
 pub mod checkpoint;
 mod gradients;
 mod layers;
+mod lora;
 mod memory;
 mod optimizer;
 mod params;
@@ -100,6 +102,9 @@ pub use layers::{
     row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 };
+pub use lora::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
+};
 pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Offload, Optimizer, OptimizerState,
@@ -107,7 +112,7 @@ pub use optimizer::{
 };
 pub use params::{
     CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,
-    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, ZeroStage, part,
+    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, part,
 };
 pub use pipeline::{
     Backward, Block, EvalSums, Instruction, KeyValueCache, MicroBatch, Pass, PassReport, Pipeline,
