@@ -13,6 +13,7 @@ use clap::Parser;
 use crate::choices::StorageChoice;
 use crate::data_args::DataArgs;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
 use crate::stop::Stop;
@@ -26,7 +27,7 @@ pub struct Finetune {
     model: String,
     #[command(flatten)]
     data: DataArgs,
-    /// Folder for the fine-tuned checkpoint
+    /// Folder for the fine-tuned checkpoint, or for the adapter
     #[arg(
         long,
         visible_alias = "output-dir",
@@ -39,6 +40,8 @@ pub struct Finetune {
     save_dtype: Option<StorageChoice>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten, next_help_heading = "Adapters")]
+    lora: LoraArgs,
     #[command(flatten)]
     samples: SampleArgs,
 }
@@ -61,7 +64,8 @@ impl TrainingCommand for Finetune {
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         let data = self.data.read(&tokenizer, Some(&model), &training)?;
-        let inputs = std::iter::once(&model).chain(&data.inputs).cloned();
+        let inputs = std::iter::once(&model).chain(&self.lora.adapter);
+        let inputs = inputs.chain(&data.inputs).cloned();
         TrainingRun {
             training: &training,
             taken,
@@ -72,6 +76,8 @@ impl TrainingCommand for Finetune {
             sidecars: sidecar_files(&model)?,
             inputs: inputs.collect(),
             data,
+            lora: self.lora.clone(),
+            base_model: Some(&self.model),
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

@@ -35,5 +35,6 @@ pub(crate) fn micro_batch_of(samples: &[Sample], device: &Device) -> Result<Micr
         tokens: Tensor::from_vec(tokens, (b, t), device)?,
         targets: Some(Tensor::from_vec(targets, (b, t), device)?),
         documents: documents.transpose()?,
+        past: None,
     })
 }
