@@ -12,6 +12,7 @@ use crate::output::print_error;
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
 const LOCAL: &[&str] = &[
     "model",
+    "adapter",
     "data",
     "eval-data",
     "tokenizer",

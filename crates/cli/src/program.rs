@@ -18,7 +18,9 @@ use crate::finetune::Finetune;
 use crate::flags::{Flags, parse_command};
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
+use crate::merge::Merge;
 use crate::output::{exit_code_of_refusal, exit_with};
+use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 
 /// Train language models with candle, on one process or on many.
@@ -27,7 +29,9 @@ use crate::pretrain::Pretrain;
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
+    Merge(Merge),
     Launch(Box<LaunchArgs>),
+    Plot(PlotArgs),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -77,7 +81,9 @@ pub fn candle_train() -> ExitCode {
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Merge(args) => args.run(),
         CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),

@@ -21,6 +21,7 @@ use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::output::{exit_code_of_refusal, exit_with, print_line};
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
@@ -35,6 +36,10 @@ pub(crate) struct TrainingRun<'a> {
     pub stop: Stop,
     pub config: ModelConfig,
     pub initial_weights: InitialWeights,
+    /// What is trained beside these.
+    pub lora: LoraArgs,
+    /// The model that is trained, as its user calls it.
+    pub base_model: Option<&'a str>,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
     /// What was taken where no flag says, as flags.
@@ -59,6 +64,9 @@ pub(crate) enum InitialWeights {
     /// A folder.
     Checkpoint(PathBuf),
 }
+
+/// Files that tell what a model is, and not what an adapter is.
+const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
 
 /// How a rank's part ended, the same on every rank.
 enum End {
@@ -98,17 +106,23 @@ impl TrainingRun<'_> {
         self.training.evaluation.validate(checkpoints.save_every)?;
         let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
+        self.lora.check()?;
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = TrainingRecord {
+        let mut record = TrainingRecord {
             save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
             ..self.training.record(&train, &self.tokens, config, model)?
         };
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        self.lora.add_to(&mut record)?;
+        let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        if self.lora.is_given() {
+            // What describes the model is in the model's folder.
+            sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
+        }
         let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
@@ -139,7 +153,11 @@ impl TrainingRun<'_> {
                 ));
             }
         }
-        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), model)?;
+        let folders = [
+            ("--model", model),
+            ("--adapter", self.lora.adapter.as_deref()),
+        ];
+        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), &folders)?;
         let ends = launch::run(&ranks, |world| {
             self.run_rank((&train, &ranks), (&save, &record), world)
         });
@@ -223,6 +241,8 @@ impl TrainingRun<'_> {
         });
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
+        let seed = training.batches.seed;
+        let store = self.lora.apply(store, seed, self.base_model)?;
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;

@@ -27,8 +27,10 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod lora;
     mod offload;
     mod output;
+    mod plot;
     #[cfg(feature = "mpi")]
     mod processes;
     mod program;
