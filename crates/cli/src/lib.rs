@@ -11,6 +11,7 @@ mod choices;
 mod config_dtype;
 mod counting_allocator;
 mod defaults;
+mod end;
 mod env;
 mod eval_args;
 mod export;

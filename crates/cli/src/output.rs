@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use candle_comm::message_of;
-use candle_core::Result;
+use candle_core::{Error, Result};
 use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
@@ -17,10 +17,15 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
-            let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(&err)));
+            print_error(&err);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints an error as a sentence, with its hints below.
+pub(crate) fn print_error(err: &Error) {
+    let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(err)));
 }
 
 /// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
