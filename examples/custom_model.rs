@@ -62,6 +62,7 @@ fn micro_batch(index: usize) -> Result<MicroBatch> {
         tokens: bytes(0)?,
         targets: Some(bytes(1)?),
         documents: None,
+        past: None,
     })
 }
 

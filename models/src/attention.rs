@@ -21,17 +21,19 @@ use crate::rotary::RotaryTable;
 
 #[derive(Clone)]
 pub(crate) struct Attention {
+    /// Index of its layer.
+    pub(crate) layer: usize,
     q_proj: ColumnParallelLinear,
     k_proj: ColumnParallelLinear,
     v_proj: ColumnParallelLinear,
-    o_proj: RowParallelLinear,
+    pub(crate) o_proj: RowParallelLinear,
     /// Norms of the heads of q and k.
     head_norms: Option<(Norm, Norm)>,
-    rotary: Arc<RotaryTable>,
+    pub(crate) rotary: Arc<RotaryTable>,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
-    spec: AttentionSpec,
+    pub(crate) spec: AttentionSpec,
     tp: ProcessGroup,
 }
 
@@ -69,6 +71,7 @@ impl Attention {
         let query = heads.query.scaled(head_dim);
         let key_value = heads.key_value.scaled(head_dim);
         Ok(Self {
+            layer,
             o_proj: row_parallel_linear_shard(
                 query.clone(),
                 hidden,
@@ -94,6 +97,28 @@ impl Attention {
         })
     }
 
+    /// What the projections make of xs (b, t, hidden): q, k and v, (b, t, heads, head_dim) each.
+    pub(crate) fn projected(&self, xs: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+        let (b, t, _hidden) = xs.dims3()?;
+        let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
+            let (ys, _) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
+            ys.reshape((b, t, num_heads, self.head_dim))
+        };
+        Ok((
+            heads(&self.q_proj, self.num_heads)?,
+            heads(&self.k_proj, self.num_kv_heads)?,
+            heads(&self.v_proj, self.num_kv_heads)?,
+        ))
+    }
+
+    /// q and k, normed if the family does that.
+    pub(crate) fn normed(&self, q: Tensor, k: Tensor) -> Result<(Tensor, Tensor)> {
+        Ok(match &self.head_norms {
+            Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?),
+            None => (q, k),
+        })
+    }
+
     /// q and k, (b, t, heads, head_dim) each, as attention takes them: normed if the family does that, and rotated.
     fn rotated(
         &self,
@@ -101,10 +126,7 @@ impl Attention {
         k: Tensor,
         documents: Option<&DocumentStarts>,
     ) -> Result<(Tensor, Tensor)> {
-        let (q, k) = match &self.head_norms {
-            Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?),
-            None => (q, k),
-        };
+        let (q, k) = self.normed(q, k)?;
         let (cos, sin) = self.rotary.of(q.dim(1)?, documents)?;
         let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
         Ok((rope(q)?, rope(k)?))
@@ -117,14 +139,7 @@ impl Attention {
         residual: &Tensor,
         documents: Option<&DocumentStarts>,
     ) -> Result<(Tensor, Saved)> {
-        let (b, t, _hidden) = xs.dims3()?;
-        let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let (ys, _) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
-            ys.reshape((b, t, num_heads, self.head_dim))
-        };
-        let q = heads(&self.q_proj, self.num_heads)?;
-        let k = heads(&self.k_proj, self.num_kv_heads)?;
-        let v = heads(&self.v_proj, self.num_kv_heads)?;
+        let (q, k, v) = self.projected(xs)?;
         let unnormed = self.head_norms.as_ref().map(|_| (q.clone(), k.clone()));
         let (q, k) = self.rotated(q, k, documents)?;
         let (ys, lse) = attention_forward(&q, &k, &v, &self.spec_of(documents))?; // (b, t, num_heads, head_dim)
@@ -150,10 +165,10 @@ impl Attention {
         }
     }
 
-    /// Whether [`Self::backward`] needs the input: a weight that reads it is trained.
+    /// Whether [`Self::backward`] needs the input: what reads it is trained.
     pub fn reads_input(&self) -> bool {
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
-        layers.iter().any(|layer| layer.weight().track_op())
+        layers.iter().any(|layer| layer.needs_input())
     }
 
     /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.

@@ -80,6 +80,16 @@ impl Layer for DecoderLayer {
         self.forward(xs, batch.documents.as_ref())
     }
 
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        let Some(past) = &batch.past else {
+            return Ok(self.forward_of_batch(xs, batch)?.0);
+        };
+        let normed = self.input_layernorm.forward(xs)?;
+        let middle = self.self_attn.infer(&normed, xs, past)?;
+        let normed = self.post_attention_layernorm.forward(&middle)?;
+        Ok(self.mlp.forward(&normed, &middle)?.0)
+    }
+
     fn backward(
         &self,
         saved: Saved,

@@ -4,6 +4,7 @@
 
 mod activation;
 mod attention;
+mod attention_cached;
 mod causal_lm;
 mod config;
 mod config_file;

@@ -53,10 +53,10 @@ impl Mlp {
         Ok((out, Saved { gate, up }))
     }
 
-    /// Whether [`Self::backward`] needs the input: a weight that reads it is trained.
+    /// Whether [`Self::backward`] needs the input: what reads it is trained.
     pub fn reads_input(&self) -> bool {
         let layers = [&self.gate_proj, &self.up_proj];
-        layers.iter().any(|layer| layer.weight().track_op())
+        layers.iter().any(|layer| layer.needs_input())
     }
 
     /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.
@@ -68,7 +68,7 @@ impl Mlp {
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
         let Saved { gate, up } = saved;
-        let reads_ys = self.down_proj.weight().track_op();
+        let reads_ys = self.down_proj.needs_input();
         let ys = reads_ys.then(|| self.activation.forward(&gate, &up));
         let dys = self
             .down_proj

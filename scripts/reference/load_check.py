@@ -3,7 +3,8 @@
 
 Prints missing, unexpected and mismatched keys, the number of parameters, the stored type and, with --text, the mean
 next-token loss in f32. --against compares every parameter with another checkpoint folder or one .safetensors file,
-and the tokenizer with that of the folder. --logits compares the logits of the last of some tokens with a file's. Exits with
+and the tokenizer with that of the folder. --adapter puts a low-rank adapter on the model with peft, and folds it in before
+anything is compared or computed. --logits compares the logits of the last of some tokens with a file's. Exits with
 1 if a key is missing, unexpected or mismatched, a value is not finite, or a comparison fails.
 
 All fixtures, trained and saved:
@@ -48,17 +49,31 @@ def compare(ours, theirs, tolerance):
     return problems
 
 
+def with_adapter(model, path):
+    """Returns the model with the adapter folded in by peft, and what peft did not take of the adapter's file."""
+    from peft import PeftModel, get_peft_model_state_dict
+    adapted = PeftModel.from_pretrained(model, path)
+    stored, taken = load_file(path / "adapter_model.safetensors"), get_peft_model_state_dict(adapted)
+    config = adapted.peft_config["default"]
+    print(f"adapter of {len(stored)} tensors, rank {config.r}, alpha {config.lora_alpha:g}, layers {', '.join(sorted(config.target_modules))}")
+    return adapted.merge_and_unload(), compare({n: w.float() for n, w in taken.items()}, {n: w.float() for n, w in stored.items()}, 0.0)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("dir", type=pathlib.Path)
     p.add_argument("--against", type=pathlib.Path, help="checkpoint folder or .safetensors file with the same tensors")
     p.add_argument("--tolerance", type=float, default=0.0, help="largest absolute difference allowed by --against")
     p.add_argument("--logits", type=pathlib.Path, help="safetensors file with ids (t) and the logits (vocab) of the last of them, in f32")
+    p.add_argument("--adapter", type=pathlib.Path, help="folder of an adapter as peft saves it")
     p.add_argument("--text", type=pathlib.Path, help="text file to compute the loss on")
     p.add_argument("--seq-len", type=int, default=64)
     a = p.parse_args()
 
     model, problems = load(a.dir)
+    if a.adapter:
+        model, of_adapter = with_adapter(model, a.adapter)
+        problems += of_adapter
     tok = AutoTokenizer.from_pretrained(a.dir)
     params = dict(model.named_parameters())
     problems += [f"{name}: not finite" for name, w in params.items() if not w.isfinite().all()]

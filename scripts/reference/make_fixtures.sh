@@ -61,6 +61,19 @@ family qwen3 --seed 9 --hidden-size 16 --intermediate-size 24 --head-dim 8 --rop
     --set use_sliding_window true --set sliding_window 4 --set layer_types '["sliding_attention", "full_attention", "sliding_attention"]'
 family gemma --seed 10 --hidden-size 24 --intermediate-size 24 --head-dim 8 --tie --set attention_bias true
 
+# adapter NAME OPTION...: low-rank adapters of the model of that fixture, which is there already.
+adapter() {
+    local name="$1"
+    shift
+    [[ "$only" == "  " || "$only" == *" lora/$name "* ]] || return 0
+    rm -rf "$fixtures/lora/$name"
+    echo "== lora/$name"
+    "$python" "$here/lora_reference.py" --model "$fixtures/$name/model" --data "$fixtures/text.txt" --out "$fixtures/lora/$name" "$@"
+}
+
+adapter qwen3 --merged
+adapter tied_bias --targets q_proj,v_proj,down_proj --rslora --rank 4 --alpha 3
+
 (($#)) || "$python" "$here/rope_tables.py" >"$fixtures/rope_tables.jsonl"
 "$python" "$here/config_defaults.py" >"$fixtures/config_defaults.jsonl"
 

@@ -27,8 +27,12 @@ mod evaluation;
 mod faults;
 #[path = "end_to_end/frozen.rs"]
 mod frozen;
+#[path = "end_to_end/generating.rs"]
+mod generating;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
+#[path = "end_to_end/lora.rs"]
+mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
 #[path = "end_to_end/readme.rs"]

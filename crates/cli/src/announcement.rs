@@ -5,6 +5,7 @@ use candle_parallel::Schedule;
 use candle_train::{Trainer, held_in_words};
 use candle_train_models::CausalLm;
 
+use crate::lora_args::adapters_in_words;
 use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
@@ -24,9 +25,10 @@ impl TrainingRun<'_> {
         let said = match num_frozen {
             0 => format!("{trained} parameters"),
             _ => format!(
-                "{trained} of {} parameters are trained ({:.2}%); frozen are {num_frozen} tensors of {frozen} values",
+                "{trained} of {} parameters are trained ({:.2}%){}; frozen are {num_frozen} tensors of {frozen} values",
                 trained + frozen,
-                100.0 * trained as f64 / (trained + frozen) as f64
+                100.0 * trained as f64 / (trained + frozen) as f64,
+                adapters_in_words(params)
             ),
         };
         print_line(&format!(

@@ -1,7 +1,7 @@
 //! Values of flags that are names.
 
 use candle_core::DType;
-use candle_parallel::{Recompute, ReduceType, Schedule};
+use candle_parallel::{Recompute, ReduceType, Schedule, WeightFormat};
 use clap::ValueEnum;
 
 /// `--schedule`
@@ -77,6 +77,35 @@ impl From<DTypeChoice> for DType {
             DTypeChoice::F32 => DType::F32,
             DTypeChoice::Bf16 => DType::BF16,
             DTypeChoice::F16 => DType::F16,
+        }
+    }
+}
+
+/// `--base-dtype`
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum BaseChoice {
+    /// 32-bit floats
+    F32,
+    /// 16-bit floats with the range of f32
+    Bf16,
+    /// 16-bit floats of a small range and three bits more
+    F16,
+    /// Blocks of 32 values, 8 bits each and a scale
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// Blocks of 256 values, 4 bits each with scales and minima of groups of 32
+    #[value(name = "q4k")]
+    Q4K,
+}
+
+impl From<BaseChoice> for WeightFormat {
+    fn from(choice: BaseChoice) -> Self {
+        match choice {
+            BaseChoice::F32 => WeightFormat::F32,
+            BaseChoice::Bf16 => WeightFormat::BF16,
+            BaseChoice::F16 => WeightFormat::F16,
+            BaseChoice::Q8_0 => WeightFormat::Q8_0,
+            BaseChoice::Q4K => WeightFormat::Q4K,
         }
     }
 }

@@ -11,6 +11,9 @@ use crate::training_args::TrainingArgs;
 /// Longest sequence that is taken by default: more need memory that not everybody has.
 const MAX_SEQ_LEN: usize = 2048;
 
+/// Learning rate of adapters, which begin at zero.
+const LORA_LR: f64 = 2e-4;
+
 impl TrainingArgs {
     /// How this process takes part in the run, with `--dp` settled.
     ///
@@ -56,6 +59,9 @@ impl TrainingArgs {
             taken.push(format!("--global-batch-size {}", batches.global_batch_size));
         }
         if is_chosen("--lr") {
+            if flags.is_given("--lora-rank") || flags.is_given("--adapter") {
+                self.optimizer.lr = LORA_LR;
+            }
             taken.push(format!("--lr {}", self.optimizer.lr));
         }
         taken

@@ -12,6 +12,7 @@ use clap::Parser;
 
 use crate::choices::StorageChoice;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::program::TrainingCommand;
 use crate::samples::SampleArgs;
 use crate::stop::Stop;
@@ -26,7 +27,7 @@ pub struct Finetune {
     /// Text file (.txt, one document), or a folder of them
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
-    /// Folder for the fine-tuned checkpoint
+    /// Folder for the fine-tuned checkpoint, or for the adapter
     #[arg(
         long,
         visible_alias = "output-dir",
@@ -39,6 +40,8 @@ pub struct Finetune {
     save_dtype: Option<StorageChoice>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten, next_help_heading = "Adapters")]
+    lora: LoraArgs,
     #[command(flatten)]
     samples: SampleArgs,
 }
@@ -79,8 +82,11 @@ impl TrainingCommand for Finetune {
             inputs: [&model, &self.data]
                 .into_iter()
                 .chain(&self.training.evaluation.eval_data)
+                .chain(&self.lora.adapter)
                 .cloned()
                 .collect(),
+            lora: self.lora.clone(),
+            base_model: Some(&self.model),
             config,
             initial_weights: InitialWeights::Checkpoint(model),
             output: &self.output,

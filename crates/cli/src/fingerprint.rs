@@ -8,7 +8,8 @@ use candle_train::Tokens;
 
 use crate::flags::Flags;
 
-/// The program, its flags, its tokens and the checkpoint it starts from, of a rank that is one of several processes.
+/// The program, its flags, its tokens and the folders of weights that it starts from, each with its flag, of a rank that is one of
+/// several processes.
 ///
 /// # Errors
 /// The checkpoint's files cannot be read.
@@ -16,7 +17,7 @@ pub fn fingerprint(
     run: &RunConfig,
     flags: &Flags,
     (tokens, eval_tokens): (&Tokens, Option<&Tokens>),
-    model: Option<&Path>,
+    folders: &[(&str, Option<&Path>)],
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
         return Ok(Fingerprint::default());
@@ -26,20 +27,22 @@ pub fn fingerprint(
     if let Some(tokens) = eval_tokens {
         fingerprint = fingerprint.digest("the tokens of --eval-data", tokens.ids());
     }
-    let Some(model) = model else {
-        return Ok(fingerprint);
-    };
-    let mut files: Vec<_> = std::fs::read_dir(model)?
-        .map(|entry| Ok(entry?.path()))
-        .collect::<Result<_>>()?;
-    files.retain(|path| path.is_file());
-    files.sort();
-    for path in files {
-        let extension = path.extension().and_then(|extension| extension.to_str());
-        if matches!(extension, Some("json" | "safetensors")) {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let name = format!("{name} of --model");
-            fingerprint = fingerprint.file(name, &path).map_err(Error::wrap)?;
+    let given = folders
+        .iter()
+        .filter_map(|(flag, dir)| Some((flag, (*dir)?)));
+    for (flag, dir) in given {
+        let mut files: Vec<_> = std::fs::read_dir(dir)?
+            .map(|entry| Ok(entry?.path()))
+            .collect::<Result<_>>()?;
+        files.retain(|path| path.is_file());
+        files.sort();
+        for path in files {
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            if matches!(extension, Some("json" | "safetensors")) {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                let name = format!("{name} of {flag}");
+                fingerprint = fingerprint.file(name, &path).map_err(Error::wrap)?;
+            }
         }
     }
     Ok(fingerprint)

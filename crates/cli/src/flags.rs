@@ -2,18 +2,24 @@
 
 use std::any::TypeId;
 
+use candle_core::Error;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
+
+use crate::config_file::{effective, with_config};
+use crate::output::print_error;
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
 const LOCAL: &[&str] = &[
     "model",
+    "adapter",
     "data",
     "eval-data",
     "tokenizer",
     "metrics",
     "tensorboard",
     "device",
+    "config",
 ];
 
 /// The flags of a program, or of the subcommand that is run.
@@ -23,6 +29,8 @@ pub struct Flags {
     values: Vec<(String, String)>,
     /// Names of those that were given.
     given: Vec<String>,
+    /// All that decide a run, as a file for `--config`.
+    pub(crate) config: toml::Table,
 }
 
 impl Flags {
@@ -48,7 +56,15 @@ pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
 pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
     let command = command.version(env!("CARGO_PKG_VERSION"));
     let mut command = numbers_may_be_negative(command).mut_subcommands(numbers_may_be_negative);
-    let matches = command.get_matches_mut();
+    // Defaults of arguments that are not built have no text.
+    command.build();
+    let words = match with_config(&command, std::env::args_os().collect()) {
+        Ok(words) => words,
+        Err(err) => exit_at_once(&err),
+    };
+    let matches = command
+        .try_get_matches_from_mut(words)
+        .unwrap_or_else(|err| err.exit());
     let flags = match matches.subcommand() {
         None => flags(&command, &matches),
         Some((name, matches)) => command
@@ -72,6 +88,12 @@ fn numbers_may_be_negative(command: Command) -> Command {
             false => arg,
         }
     })
+}
+
+/// As clap does with what is wrong on a command line.
+fn exit_at_once(err: &Error) -> ! {
+    print_error(err);
+    std::process::exit(2)
 }
 
 fn flags(command: &Command, matches: &ArgMatches) -> Flags {
@@ -98,5 +120,6 @@ fn flags(command: &Command, matches: &ArgMatches) -> Flags {
             .map(|(id, long)| (format!("--{long}"), value(id)))
             .collect(),
         given: given.map(|(_, long)| format!("--{long}")).collect(),
+        config: effective(command, matches, is_given),
     }
 }

@@ -37,7 +37,7 @@ pub(crate) fn num_bytes(text: &str) -> Result<usize, String> {
         _ => f64::NAN,
     };
     let bytes = number.parse().map_or(f64::NAN, |number: f64| number * unit);
-    match bytes >= 1.0 && bytes <= 1e18 {
+    match (1.0..=1e18).contains(&bytes) {
         true => Ok(bytes as usize),
         false => Err("expected a size such as 5GB, 500MB or 512MiB".to_string()),
     }

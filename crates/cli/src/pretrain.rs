@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::choices::StorageChoice;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::number::whole;
 use crate::program::{FlagDefault, TrainingCommand};
 use crate::samples::SampleArgs;
@@ -134,6 +135,8 @@ impl TrainingCommand for Pretrain {
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,
+            lora: LoraArgs::default(),
+            base_model: None,
             output: &self.output,
             save_dtype: Some(self.save_dtype.into()),
         }

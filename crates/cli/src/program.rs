@@ -18,6 +18,7 @@ use crate::finetune::Finetune;
 use crate::flags::{Flags, parse_command};
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
+use crate::merge::Merge;
 use crate::output::{exit_code_of_refusal, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
@@ -28,6 +29,7 @@ use crate::pretrain::Pretrain;
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
+    Merge(Merge),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
     Inspect(Inspect),
@@ -79,6 +81,7 @@ pub fn candle_train() -> ExitCode {
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Merge(args) => args.run(),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),

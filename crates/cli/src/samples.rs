@@ -63,6 +63,7 @@ impl TrainingRun<'_> {
             max_context: config.max_seq_len(),
             max_new_tokens: args.sample_tokens,
             eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
+            use_cache: true,
         };
         let mut sampler = Sampler::new(SamplingConfig {
             temperature: args.temperature,
@@ -71,7 +72,7 @@ impl TrainingRun<'_> {
         })?;
         let is_first = mesh.world.rank() == 0;
         let sampling = is_first.then(|| Activity::start("writing a sample"));
-        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler)?;
+        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler, |_| Ok(()))?;
         drop(sampling);
         if is_first {
             let text = tokenizer.decode(&[prompt, ids].concat())?;

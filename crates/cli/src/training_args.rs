@@ -2,6 +2,8 @@
 
 use std::ops::Bound::{Excluded, Unbounded};
 
+use std::path::PathBuf;
+
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
@@ -28,6 +30,10 @@ const MAX_RANKS: usize = 1024;
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug)]
 pub struct TrainingArgs {
+    /// Take flags from this TOML file, such as the candle_train.toml in the folder of a trained model: `lr = 1e-4`, `no-shuffle = true`. Those
+    /// of the command line win [default: none]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Layout")]
     pub(crate) layout: LayoutArgs,
     #[command(flatten, next_help_heading = "Ranks")]

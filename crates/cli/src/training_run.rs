@@ -17,9 +17,11 @@ use candle_train::{
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
+use crate::config_file::{CONFIG_FILE, text_of};
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
+use crate::lora_args::LoraArgs;
 use crate::output::{exit_with, print_line};
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
@@ -34,6 +36,10 @@ pub(crate) struct TrainingRun<'a> {
     pub stop: Stop,
     pub config: ModelConfig,
     pub initial_weights: InitialWeights,
+    /// What is trained beside these.
+    pub lora: LoraArgs,
+    /// The model that is trained, as its user calls it.
+    pub base_model: Option<&'a str>,
     pub tokenizer: Tokenizer,
     pub tokens: Tokens,
     /// What was taken where no flag says, as flags.
@@ -59,6 +65,9 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+/// Files that tell what a model is, and not what an adapter is.
+const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
+
 /// What a run goes on from.
 struct Resumed {
     checkpoint: TrainingCheckpoint,
@@ -70,7 +79,12 @@ struct Resumed {
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+    pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
+        // Of this run, not of that which made the model.
+        self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        let own = text_of(flags.config.clone(), &self.taken)?;
+        self.sidecars
+            .push((CONFIG_FILE.to_string(), own.into_bytes()));
         let tokenizer = &self.tokenizer;
         let eval_tokens = self.eval_tokens.as_ref();
         for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
@@ -82,17 +96,23 @@ impl TrainingRun<'_> {
         self.training.evaluation.validate(checkpoints.save_every)?;
         let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
+        self.lora.check()?;
         let model = match &self.initial_weights {
             InitialWeights::Random => None,
             InitialWeights::Checkpoint(model) => Some(model.as_path()),
         };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
-        let record = TrainingRecord {
+        let mut record = TrainingRecord {
             save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
             ..self.training.record(&train, &self.tokens, config, model)?
         };
-        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        self.lora.add_to(&mut record)?;
+        let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
+        if self.lora.is_given() {
+            // What describes the model is in the model's folder.
+            sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
+        }
         let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
@@ -109,6 +129,9 @@ impl TrainingRun<'_> {
             self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            if let Some(config) = &self.training.config {
+                print_line(&format!("flags of {}", config.display()));
+            }
             print_line(&format!("{}: {run}", self.title));
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
@@ -120,7 +143,11 @@ impl TrainingRun<'_> {
                 ));
             }
         }
-        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), model)?;
+        let folders = [
+            ("--model", model),
+            ("--adapter", self.lora.adapter.as_deref()),
+        ];
+        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), &folders)?;
         let ends = launch::run(&ranks, |world| {
             let is_first = world.rank() == 0;
             let end = self.run_rank((&train, &ranks), (&save, &record), world)?;
@@ -190,6 +217,8 @@ impl TrainingRun<'_> {
         });
         let store = store.with_data_parallel(training.layout.data_parallel());
         let store = training.optimizer.freeze.apply(store);
+        let seed = training.batches.seed;
+        let store = self.lora.apply(store, seed, self.base_model)?;
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, &mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
@@ -217,7 +246,9 @@ impl TrainingRun<'_> {
             trainer.resume(&resumed.checkpoint)?;
         }
         if let Some((saver, every)) = saver {
-            let mut saver = saver.with_sidecars(self.sidecars.clone());
+            // The first rank writes them.
+            let sidecars = is_first.then(|| self.sidecars.clone());
+            let mut saver = saver.with_sidecars(sidecars.unwrap_or_default());
             if evaluation.is_some() {
                 saver = saver.keeping_best();
             }

@@ -2,6 +2,7 @@
 
 mod cli {
     mod config;
+    mod config_file;
     mod data;
     mod disk_full;
     mod divergence;
@@ -26,6 +27,7 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod lora;
     mod offload;
     mod output;
     mod plot;

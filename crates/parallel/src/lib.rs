@@ -58,7 +58,7 @@
 //!         // Each token is followed by the next one.
 //!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
 //!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
-//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None };
+//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None, past: None };
 //!         let mut losses = Vec::new();
 //!         for _step in 0..40 {
 //!             let passes = pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
@@ -77,6 +77,7 @@
 //! |---|---|
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
 //! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
@@ -87,6 +88,7 @@
 pub mod checkpoint;
 mod gradients;
 mod layers;
+mod lora;
 mod memory;
 mod optimizer;
 mod params;
@@ -100,6 +102,9 @@ pub use layers::{
     row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 };
+pub use lora::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
+};
 pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Offload, Optimizer, OptimizerState,
@@ -107,9 +112,9 @@ pub use optimizer::{
 };
 pub use params::{
     CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,
-    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, ZeroStage, part,
+    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, part,
 };
 pub use pipeline::{
-    Backward, Block, EvalSums, Instruction, MicroBatch, Pass, PassReport, Pipeline, PlainBlock,
-    Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
+    Backward, Block, EvalSums, Instruction, KeyValueCache, MicroBatch, Pass, PassReport, Pipeline,
+    PlainBlock, Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
 };

@@ -16,6 +16,8 @@ mod explicit;
 mod export;
 #[path = "parallel/folder.rs"]
 mod folder;
+#[path = "parallel/frozen_format.rs"]
+mod frozen_format;
 #[path = "parallel/half_precision.rs"]
 mod half_precision;
 #[path = "parallel/head_partition.rs"]
@@ -26,6 +28,8 @@ mod inputs;
 mod linear;
 #[path = "parallel/linear_cross_entropy.rs"]
 mod linear_cross_entropy;
+#[path = "parallel/lora.rs"]
+mod lora;
 #[path = "parallel/loss_scaling.rs"]
 mod loss_scaling;
 #[path = "parallel/memory.rs"]

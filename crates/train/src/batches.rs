@@ -176,6 +176,7 @@ impl Batches {
             tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
             targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
             documents: None,
+            past: None,
         })
     }
 

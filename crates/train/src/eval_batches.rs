@@ -84,6 +84,7 @@ impl EvalBatches {
             tokens: Tensor::from_vec(tokens, (b, t), &Device::Cpu)?,
             targets: Some(Tensor::from_vec(targets, (b, t), &Device::Cpu)?),
             documents: None,
+            past: None,
         })
     }
 }

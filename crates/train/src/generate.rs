@@ -2,7 +2,7 @@
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_parallel::{MicroBatch, Pipeline, Stage};
+use candle_parallel::{KeyValueCache, MicroBatch, Pipeline, Stage};
 
 use crate::sampler::Sampler;
 
@@ -17,38 +17,55 @@ pub struct GenerateConfig {
     pub max_new_tokens: usize,
     /// Tokens that end the text.
     pub eos_ids: Vec<u32>,
+    /// Whether the model's layers keep the keys and values of earlier tokens: those of a model of one's own may know of no cache.
+    pub use_cache: bool,
 }
 
 /// Continues `prompt` and returns the new tokens, without the final end-of-text token.
 ///
-/// Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
-/// Each token costs a forward pass over the whole context: there is no key/value cache.
+/// `on_token` sees the new tokens so far after each of them. Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
+/// With a cache the prompt takes one forward pass and each new token one of a token alone; without, each token one over the whole context.
 pub fn generate(
     stage: &Stage,
     pp: &ProcessGroup,
     prompt: &[u32],
     config: &GenerateConfig,
     sampler: &mut Sampler,
+    mut on_token: impl FnMut(&[u32]) -> Result<()>,
 ) -> Result<Vec<u32>> {
     if prompt.is_empty() {
         bail!("the prompt has no tokens; expected at least one");
     }
     let mut ids = prompt.to_vec();
+    let mut cache = config.use_cache.then(KeyValueCache::default);
+    // Tokens of which the cache has the keys and values.
+    let mut num_cached = 0;
     for _ in 0..config.max_new_tokens {
-        let context = &ids[ids.len().saturating_sub(config.max_context)..];
-        let last = context.len() - 1;
+        if ids.len() > config.max_context {
+            // Positions move with the context.
+            cache = None;
+        }
+        let start = match cache {
+            Some(_) => num_cached,
+            None => ids.len().saturating_sub(config.max_context),
+        };
+        let new = &ids[start..];
         let batch = MicroBatch {
-            tokens: Tensor::from_slice(context, (1, context.len()), &Device::Cpu)?,
+            tokens: Tensor::from_slice(new, (1, new.len()), &Device::Cpu)?,
             targets: None,
             documents: None,
+            past: cache.clone(),
         };
+        let last = new.len() - 1;
         let last_position = |logits: Tensor| logits.get(0)?.get(last);
         let logits = Pipeline::infer(pp, stage, &batch, config.vocab_size, last_position)?;
+        num_cached = ids.len();
         let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?)?;
         if config.eos_ids.contains(&id) {
             break;
         }
         ids.push(id);
+        on_token(&ids[prompt.len()..])?;
     }
     Ok(ids.split_off(prompt.len()))
 }

@@ -56,6 +56,7 @@ fn packed(documents: &[Document], len: usize) -> Result<MicroBatch> {
         tokens: Tensor::from_vec(tokens, (1, len), &Device::Cpu)?,
         targets: Some(Tensor::from_vec(targets, (1, len), &Device::Cpu)?),
         documents: Some(DocumentStarts::new(starts, (1, len))?),
+        past: None,
     })
 }
 
@@ -87,6 +88,7 @@ fn pass(
                         tokens: of(ids)?,
                         targets: Some(of(targets)?),
                         documents: None,
+                        past: None,
                     })
                 };
                 documents.map(alone).collect()

@@ -45,6 +45,8 @@ fn reference(fixture: &Fixture) -> (f64, f64) {
             let batch = MicroBatch {
                 tokens: Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?,
                 targets: None,
+                documents: None,
+                past: None,
             };
             let shape = (1, SEQ_LEN, fixture.config().vocab_size);
             let logits = Pipeline::infer(&mesh.pp, &stage, &batch, shape, Ok)?;

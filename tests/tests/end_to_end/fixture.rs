@@ -25,6 +25,7 @@ pub const ALL: [&str; 10] = [
 
 pub struct Fixture {
     dir: PathBuf,
+    model: PathBuf,
     pub run: Run,
 }
 
@@ -56,21 +57,38 @@ pub struct ReferenceStep {
 impl Fixture {
     pub fn new(name: &str) -> Self {
         let dir = root().join(name);
+        Self::of(dir.join("model"), dir)
+    }
+
+    /// A low-rank adapter, in the folder `adapter`, of the model of the fixture with that name.
+    pub fn adapter(name: &str) -> Self {
+        Self::of(
+            root().join(name).join("model"),
+            root().join("lora").join(name),
+        )
+    }
+
+    fn of(model: PathBuf, dir: PathBuf) -> Self {
         let text = std::fs::read_to_string(dir.join("run.json")).unwrap();
         let run = serde_json::from_str(&text).unwrap();
-        Self { dir, run }
+        Self { dir, model, run }
     }
 
     /// The model in `dir/model`, with the hyper-parameters of this one.
     pub fn moved_to(&self, dir: &Path) -> Self {
         Self {
             dir: dir.to_path_buf(),
+            model: dir.join("model"),
             run: self.run.clone(),
         }
     }
 
     pub fn model_dir(&self) -> PathBuf {
-        self.dir.join("model")
+        self.model.clone()
+    }
+
+    pub fn adapter_dir(&self) -> PathBuf {
+        self.dir.join("adapter")
     }
 
     pub fn config(&self) -> ModelConfig {

@@ -8,7 +8,9 @@ use candle_parallel::{
 use candle_train::Trainer;
 
 use crate::fixture::{ALL, Fixture, Run};
-use crate::run::{Layout, Outcome, Variant, batches, launch, load_variant, train, train_variant};
+use crate::run::{
+    Adapters, Layout, Outcome, Variant, batches, launch, load_variant, train, train_variant,
+};
 use crate::tensors::Tensors;
 
 const fn of(dtype: DType) -> Variant {
@@ -16,6 +18,7 @@ const fn of(dtype: DType) -> Variant {
         dtype,
         is_frozen: |_| false,
         recompute: Recompute::None,
+        adapters: Adapters::None,
     }
 }
 

@@ -58,6 +58,7 @@ fn every_mode_gives_the_same_bits() {
                         dtype,
                         is_frozen,
                         recompute,
+                        ..Variant::default()
                     };
                     let layout = Layout { delays, ..layout };
                     bits(&train_variant(&fixture, &run, layout, variant).unwrap())

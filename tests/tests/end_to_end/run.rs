@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    DataParallel, Gradients, MicroBatch, ParamStore, Pipeline, Recompute, Schedule, Stage,
-    ZeroStage,
+    Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
+    Schedule, Stage, ZeroStage,
 };
 use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
 use candle_train_models::CausalLm;
@@ -77,6 +77,17 @@ pub struct Variant {
     pub dtype: DType,
     pub is_frozen: fn(&str) -> bool,
     pub recompute: Recompute,
+    pub adapters: Adapters,
+}
+
+/// Which low-rank adapters the model has.
+#[derive(Clone, Copy)]
+pub enum Adapters {
+    None,
+    /// The fixture's.
+    Trained,
+    /// New ones with this dropout.
+    New(f64),
 }
 
 impl Default for Variant {
@@ -85,6 +96,7 @@ impl Default for Variant {
             dtype: DType::F32,
             is_frozen: |_| false,
             recompute: Recompute::None,
+            adapters: Adapters::None,
         }
     }
 }
@@ -175,7 +187,12 @@ fn train_rank(
             Tensor::zeros(shape, DType::F32, stage.device())
         }
     })?;
-    first_gradients.retain(|name, _| !(variant.is_frozen)(name));
+    let catalog = stage.params().catalog();
+    let is_trained = |name: &str| {
+        let mut trained = catalog.iter().filter(|entry| entry.trainable);
+        trained.any(|entry| entry.name == name)
+    };
+    first_gradients.retain(|name, _| is_trained(name));
 
     let mut trainer = Trainer::new(config, mesh, stage)?;
     let metrics = (0..run.steps)
@@ -236,6 +253,15 @@ pub fn load_variant(
     let store = ParamStore::from_pretrained(fixture.model_dir())?
         .with_data_parallel(layout.data_parallel())
         .freeze(variant.is_frozen);
+    let store = match variant.adapters {
+        Adapters::None => store,
+        Adapters::Trained => store.with_adapter(Adapter::open(fixture.adapter_dir())?)?,
+        Adapters::New(dropout) => store.with_lora(LoraConfig {
+            rank: 3,
+            dropout,
+            ..LoraConfig::default()
+        })?,
+    };
     let vb = store.builder(variant.dtype, mesh.world.device());
     Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }

@@ -84,6 +84,7 @@ fn our_logits(stage: &Stage, mesh: &Mesh, ids: &[u32], vocab_size: usize) -> Res
         tokens: Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?,
         targets: None,
         documents: None,
+        past: None,
     };
     let last = |logits: Tensor| logits.get(0)?.get(ids.len() - 1);
     Pipeline::infer(&mesh.pp, stage, &batch, vocab_size, last)?.to_vec1()

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::folder::{Snapshot, names, snapshot};
+use super::folder::{Snapshot, names, read_checkpoint, snapshot};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
@@ -59,6 +59,22 @@ fn an_exported_model_is_the_one_that_the_run_saves() {
         assert!(model(&exported) == want, "run {index}");
         fs::remove_dir_all(saves).unwrap();
     }
+}
+
+/// Nothing of the model with which the run began is needed.
+#[test]
+fn a_second_name_of_a_weight_is_exported_too() {
+    let workspace = Workspace::with_model("tied_bias");
+    workspace.edit_weights(|tensors| {
+        let embedding = tensors["model.embed_tokens.weight"].clone();
+        tensors.insert("lm_head.weight".to_string(), embedding);
+    });
+    let (_, saves) = save(&workspace, workspace.finetune());
+    fs::remove_dir_all(workspace.path("model")).unwrap();
+    let exported = workspace.path("exported");
+    export(&saves.join("step-000003"), &exported).succeeds();
+    assert!(read_checkpoint(&exported).contains_key("lm_head.weight"));
+    assert!(model(&exported) == model(&workspace.output()));
 }
 
 #[test]

@@ -165,6 +165,23 @@ fn finetune_explains_its_flags() {
         assert_says(&help, flag, &[&format!("[default: {default}]")]);
     }
     assert_says(&help, "--output", &["[default: finetuned]", "output-dir"]);
+    for (flag, parts) in [
+        (
+            "--lora-rank",
+            &["RANK", "peft", "[default: train the weights]"][..],
+        ),
+        ("--lora-alpha", &["[default: 16]"]),
+        ("--lora-dropout", &["PROBABILITY", "[default: 0]"]),
+        ("--lora-targets", &["NAMES", "[default: all-linear]"]),
+        ("--rslora", &["√rank"]),
+        ("--adapter", &["DIR", "[default: none]"]),
+        (
+            "--base-dtype",
+            &["bf16", "q8_0", "q4k", "[default: --dtype]"],
+        ),
+    ] {
+        assert_says(&help, flag, parts);
+    }
     assert_says(
         &help,
         "--save-dtype",
@@ -173,6 +190,15 @@ fn finetune_explains_its_flags() {
             "bf16",
         ],
     );
+}
+
+#[test]
+fn merge_explains_its_flags() {
+    let help = help("merge");
+    assert_says(&help, "--model", &["org/name[@revision]"]);
+    assert_says(&help, "--adapter", &["peft"]);
+    assert_says(&help, "--save-dtype", &["[default: each tensor's own"]);
+    assert_says(&help, "--overwrite", &["--output"]);
 }
 
 #[test]

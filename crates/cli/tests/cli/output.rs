@@ -146,6 +146,7 @@ fn a_new_checkpoint_replaces_the_old_one() {
     // The old one was in five files with an index.
     let expected = [
         ".candle_train.json",
+        "candle_train.toml",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
@@ -175,7 +176,10 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
     program.succeeds();
     let made = || {
         let mut files = snapshot(&output);
-        assert!(files.remove(Path::new(".candle_train.json")).is_some());
+        // Of this run and of its flags.
+        for name in [".candle_train.json", "candle_train.toml"] {
+            assert!(files.remove(Path::new(name)).is_some());
+        }
         files
     };
     let first = made();

@@ -166,6 +166,9 @@ fn flags_that_contradict_each_other_are_refused() {
         &run.switch("--resume-anyway"),
         &["--resume-anyway is given without --resume"],
     );
+    // After the folder was made.
+    let saving = saving(&workspace, "saves", 1).flag("--freeze", "nothing");
+    workspace.refuses(&saving, &["--freeze nothing matches none"]);
     assert!(!workspace.path("saves").exists());
 }
 

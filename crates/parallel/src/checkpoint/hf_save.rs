@@ -20,7 +20,8 @@ use crate::params::{Parameters, ValuesFrom};
 pub struct HfSave {
     /// The folder, which is replaced as a whole.
     pub output: OutputFolder,
-    /// Files that make the folder complete, such as config.json and the tokenizer's: (name, content).
+    /// Files that make the folder complete, such as config.json and the tokenizer's: (name, content). The configuration of low-rank
+    /// adapters is none of them: it is written with these.
     pub sidecars: Vec<(String, Vec<u8>)>,
     /// Storage type; `None`: each tensor's own in the checkpoint it came from.
     pub dtype: Option<DType>,
@@ -66,7 +67,7 @@ impl HfSave {
     /// As [`OutputFolder::claim`], and a folder that holds what must not be replaced.
     pub fn check_output(&self) -> Result<Arc<ClaimedFolder>> {
         let claimed = self.output.claim()?;
-        self.check_replaceable(claimed.place(), None)?;
+        self.check_replaceable(claimed.place(), &[])?;
         Ok(claimed)
     }
 
@@ -100,13 +101,14 @@ impl HfSave {
         Ok(plan.num_bytes()? + sidecars.sum::<u64>())
     }
 
-    /// An error if `place` holds anything that must not be replaced; `source` is where the parameters came from.
-    pub(super) fn check_replaceable(&self, place: &Path, source: Option<&Path>) -> Result<()> {
+    /// An error if `place` holds anything that must not be replaced; `sources` are where the parameters came from.
+    pub(super) fn check_replaceable(&self, place: &Path, sources: &[&Path]) -> Result<()> {
         let Ok(metadata) = place.metadata() else {
             return Ok(());
         };
         let refuse = |why: String| Err(self.output.error(&why));
-        for input in self.inputs.iter().map(PathBuf::as_path).chain(source) {
+        let inputs = self.inputs.iter().map(PathBuf::as_path);
+        for input in inputs.chain(sources.iter().copied()) {
             let is_same = input
                 .metadata()
                 .is_ok_and(|input| (input.dev(), input.ino()) == (metadata.dev(), metadata.ino()));

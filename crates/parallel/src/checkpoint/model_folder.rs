@@ -5,9 +5,10 @@ use std::path::Path;
 
 use super::reader::{INDEX_FILE, WEIGHTS_FILE};
 use super::run_file::RUN_FILE;
+use crate::lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE};
 
-/// Files beside the weights: configuration, tokenizer, chat template, model card. Licences and notices have endings of all kinds.
-const SIDECARS: [&str; 18] = [
+/// Files beside the weights: configuration, tokenizer, chat template, model card, flags with which it was trained. Licences and notices have endings of all kinds.
+const SIDECARS: [&str; 19] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -26,6 +27,7 @@ const SIDECARS: [&str; 18] = [
     "NOTICE",
     "USE_POLICY.md",
     "README.md",
+    "candle_train.toml",
 ];
 
 /// Folder of more chat templates.
@@ -34,7 +36,7 @@ const TEMPLATES: &str = "additional_chat_templates";
 /// The names of what is in a folder.
 #[derive(Debug, Default)]
 pub(super) struct ModelFolder {
-    /// Of weights, and the index of several.
+    /// Of weights, and the index of several; of adapters with their configuration.
     pub weights: Vec<String>,
     /// Of known files beside them, with `/` where they are in a folder.
     pub sidecars: Vec<String>,
@@ -120,5 +122,11 @@ fn is_weights(name: &str) -> bool {
     let is_numbered = number
         .and_then(|number| number.split_once("-of-"))
         .is_some_and(|(index, count)| is_number(index) && is_number(count));
-    is_numbered || name == WEIGHTS_FILE || name == INDEX_FILE
+    let names = [
+        WEIGHTS_FILE,
+        INDEX_FILE,
+        ADAPTER_WEIGHTS_FILE,
+        ADAPTER_CONFIG_FILE,
+    ];
+    is_numbered || names.contains(&name)
 }

@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
 use super::reader::{Checkpoint, WEIGHTS_FILE};
+use crate::lora::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, LoraConfig, file_name, module_of, to_json,
+};
 use crate::params::{Parameters, ValuesFrom};
 
 /// What is to be saved.
@@ -16,6 +19,8 @@ pub(super) struct SavedModel<'a> {
     pub extras: Vec<(String, Option<String>)>,
     /// The checkpoint that the parameters came from.
     pub source: Option<&'a Checkpoint>,
+    /// What adapters it has, which are all that is saved then.
+    pub lora: Option<LoraConfig>,
 }
 
 /// A parameter to be saved.
@@ -30,6 +35,8 @@ pub(super) struct SavedParam {
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
     pub files: Vec<PlannedFile>,
+    /// The configuration of an adapter: name and content.
+    pub config: Option<(String, Vec<u8>)>,
 }
 
 /// One safetensors file.
@@ -48,13 +55,22 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// The parameter of this index, gathered in this type.
+    /// Computed when it is to be written, in this type: the parameter of this index, gathered.
     Gathered(usize, DType),
     /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
     Stored(String, Option<DType>),
 }
 
 impl PlannedTensor {
+    fn new(name: String, param: &SavedParam, dtype: DType, content: Content) -> Self {
+        Self {
+            name,
+            shape: param.shape.clone(),
+            dtype: dtype.into(),
+            content,
+        }
+    }
+
     pub fn num_bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
@@ -74,14 +90,38 @@ impl<'a> SavedModel<'a> {
             params: entries.collect(),
             extras: params.extras(),
             source: params.checkpoint(),
+            lora: params.lora().cloned(),
         }
     }
 }
 
 impl SavePlan {
-    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
+    /// The parameters, or of a model with low-rank adapters these alone, in the one file that `peft` loads.
     pub fn new(model: &SavedModel, dtype: Option<DType>, max_file_bytes: usize) -> Result<Self> {
-        let mut tensors = tensors(model, dtype)?;
+        let Some(lora) = &model.lora else {
+            let tensors = tensors(model, dtype)?;
+            return Ok(Self::of_tensors(tensors, max_file_bytes));
+        };
+        let adapters = model.params.iter().enumerate();
+        let adapters = adapters.filter(|(_, param)| module_of(&param.name).is_some());
+        let modules = adapters.clone();
+        let modules = modules.filter_map(|(_, param)| module_of(&param.name));
+        let config = to_json(lora, &modules.collect())?;
+        let adapters = adapters.map(|(index, param)| {
+            let dtype = dtype.unwrap_or(param.stored_dtype);
+            let content = Content::Gathered(index, dtype);
+            PlannedTensor::new(file_name(&param.name), param, dtype, content)
+        });
+        let mut plan = Self::of_tensors(adapters.collect(), usize::MAX);
+        for file in &mut plan.files {
+            file.name = ADAPTER_WEIGHTS_FILE.to_string();
+        }
+        plan.config = Some((ADAPTER_CONFIG_FILE.to_string(), config));
+        Ok(plan)
+    }
+
+    /// Tensors in name order, in files of at most `max_file_bytes` (but at least one tensor each).
+    pub fn of_tensors(mut tensors: Vec<PlannedTensor>, max_file_bytes: usize) -> Self {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         let mut files: Vec<Vec<PlannedTensor>> = vec![Vec::new()];
         let mut num_bytes = 0;
@@ -108,9 +148,10 @@ impl SavePlan {
                 name: name(index),
                 tensors,
             });
-        Ok(Self {
+        Self {
             files: files.collect(),
-        })
+            config: None,
+        }
     }
 
     /// The size of all files.
@@ -118,6 +159,7 @@ impl SavePlan {
         let index = self.index().map(|index| serde_json::to_vec_pretty(&index));
         let index = index.transpose().map_err(candle_core::Error::wrap)?;
         let mut num_bytes = index.map_or(0, |text| text.len());
+        num_bytes += self.config.as_ref().map_or(0, |(_, text)| text.len());
         for file in &self.files {
             num_bytes += file.header()?.len();
             num_bytes += file
@@ -178,30 +220,24 @@ fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor
         let dtype = dtype.unwrap_or(param.stored_dtype);
         let is_stored = model.source.is_some() && param.values_from == ValuesFrom::Source;
         let converted = (dtype != param.stored_dtype).then_some(dtype);
-        PlannedTensor {
-            name: name.to_string(),
-            shape: param.shape.clone(),
-            dtype: dtype.into(),
-            content: match is_stored {
-                true => Content::Stored(param.name.clone(), converted),
-                false => Content::Gathered(index, dtype),
-            },
-        }
+        let content = match is_stored {
+            true => Content::Stored(param.name.clone(), converted),
+            false => Content::Gathered(index, dtype),
+        };
+        PlannedTensor::new(name.to_string(), param, dtype, content)
     };
     let params = model.params.iter().enumerate();
     let tensors = params
         .clone()
         .map(|(index, param)| parameter(&param.name, index, param));
     let mut tensors: Vec<PlannedTensor> = tensors.collect();
-    let Some(source) = model.source else {
-        return Ok(tensors);
-    };
     for (name, repeats) in &model.extras {
         let mut params = params.clone();
         let repeated = params.find(|(_, param)| Some(&param.name) == repeats.as_ref());
-        tensors.push(match repeated {
-            Some((index, param)) => parameter(name, index, param),
-            None => {
+        tensors.push(match (repeated, model.source) {
+            (Some((index, param)), _) => parameter(name, index, param),
+            (None, None) => bail!("there is nothing to write for tensor {name}"),
+            (None, Some(source)) => {
                 let entry = source.entry(name)?;
                 PlannedTensor {
                     name: name.clone(),

@@ -54,12 +54,7 @@ impl Checkpoint {
         if !dir.is_dir() {
             bail!("checkpoint folder {} does not exist", dir.display());
         }
-        let mut checkpoint = Self {
-            dir: dir.to_path_buf(),
-            maps: Vec::new(),
-            tensors: BTreeMap::new(),
-            num_read_bytes: Arc::default(),
-        };
+        let mut checkpoint = Self::empty(dir);
         if dir.join(WEIGHTS_FILE).exists() {
             checkpoint.map_file(&dir.join(WEIGHTS_FILE))?;
         } else if dir.join(INDEX_FILE).exists() {
@@ -72,6 +67,25 @@ impl Checkpoint {
             );
         }
         Ok(checkpoint)
+    }
+
+    /// Opens one file of `dir`, whatever its name.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_file(dir: &Path, name: &str) -> Result<Self> {
+        let mut checkpoint = Self::empty(dir);
+        checkpoint.map_file(&dir.join(name))?;
+        Ok(checkpoint)
+    }
+
+    fn empty(dir: &Path) -> Self {
+        Self {
+            dir: dir.to_path_buf(),
+            maps: Vec::new(),
+            tensors: BTreeMap::new(),
+            num_read_bytes: Arc::default(),
+        }
     }
 
     fn map_index(&mut self, path: &Path) -> Result<()> {

@@ -18,7 +18,8 @@ use super::save_failure::SaveFailure;
 use super::staged_folder::StagedFolder;
 use crate::params::{Parameters, ValuesFrom};
 
-/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads. Every rank must call it.
+/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads; of a model with low-rank adapters these alone, as
+/// `peft` loads them. Every rank must call it.
 ///
 /// A parameter whose values were never changed is written as the checkpoint that it came from has it. After training in a type
 /// that is narrower than the file's, [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) has the exact values.
@@ -86,9 +87,8 @@ fn write(
     gather: impl Fn(usize, candle_core::DType) -> Result<Option<Tensor>>,
 ) -> Result<std::result::Result<(), SaveFailure>> {
     // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
-    let source = params.checkpoint().map(|checkpoint| checkpoint.dir());
     let mut folder = (mesh.world.rank() == 0)
-        .then(|| Folder::create(save, source))
+        .then(|| Folder::create(save, params.source_dirs()))
         .transpose();
     for file in &plan.files {
         let mut writer = Ok(None);
@@ -119,26 +119,27 @@ fn write(
 /// A model's folder that is being written.
 pub(super) struct Folder<'a> {
     save: &'a HfSave,
-    source: Option<&'a Path>,
+    /// What the tensors are read from.
+    sources: Vec<&'a Path>,
     // Before the claim, which removes the folders that were made for nothing, as fields are dropped in this order.
     staged: StagedFolder,
     claimed: Arc<ClaimedFolder>,
 }
 
 impl<'a> Folder<'a> {
-    /// `source` is where the parameters came from.
+    /// `sources` are where the parameters came from.
     pub fn create(
         save: &'a HfSave,
-        source: Option<&'a Path>,
+        sources: Vec<&'a Path>,
     ) -> std::result::Result<Self, SaveFailure> {
         let claimed = save.output.claim().map_err(SaveFailure::Folder)?;
-        let checked = save.check_replaceable(claimed.place(), source);
+        let checked = save.check_replaceable(claimed.place(), &sources);
         checked.map_err(SaveFailure::Folder)?;
         let staged = claimed.stage();
         let staged = staged.map_err(|err| SaveFailure::at(claimed.place(), err))?;
         Ok(Self {
             save,
-            source,
+            sources,
             claimed,
             staged,
         })
@@ -157,7 +158,7 @@ impl<'a> Folder<'a> {
             .transpose()
             .map_err(|err| SaveFailure::Weights(Error::wrap(err)))?;
         let index = index.map(|text| (INDEX_FILE.to_string(), text));
-        for (name, content) in self.save.sidecars.iter().chain(&index) {
+        for (name, content) in self.save.sidecars.iter().chain(&index).chain(&plan.config) {
             let written = write_small(self.staged.path(), name, content);
             written.map_err(|err| SaveFailure::at(&place.join(name), err))?;
         }
@@ -170,7 +171,7 @@ impl<'a> Folder<'a> {
             .transpose()
             .map_err(|err| SaveFailure::at(&place.join(RUN_FILE), err))?;
         // What has been put there since the beginning must not be lost either.
-        let checked = self.save.check_replaceable(place, self.source);
+        let checked = self.save.check_replaceable(place, &self.sources);
         checked.map_err(SaveFailure::Folder)?;
         self.staged
             .commit(true)

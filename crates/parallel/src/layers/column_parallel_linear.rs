@@ -8,13 +8,15 @@ use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into}
 
 use super::input_grad::input_grad;
 use super::layer::{GradientSink, Layer, in_graph};
+use crate::lora::LowRank;
 use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
 
-/// Holds rows `r` of a global weight (out, in), and the same part of the bias.
+/// Holds rows `r` of a global weight (out, in), and the same part of the bias and of a low-rank adapter, if it has one.
 #[derive(Clone)]
 pub struct ColumnParallelLinear {
     weight: TiledWeight,
     bias: Option<Tensor>,
+    low_rank: Option<LowRank>,
     tp: ProcessGroup,
     sums_input_grad: bool,
 }
@@ -41,11 +43,15 @@ pub fn column_parallel_linear_shard(
 ) -> Result<ColumnParallelLinear> {
     let out_dim = shard.global;
     let weight = vb.get_tiled((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
+    let low_rank = LowRank::column_parallel(in_dim, &shard, &vb)?;
     let bias = match bias {
         true => Some(vb.get_placed(out_dim, "bias", shard, Init::Const(0.0))?),
         false => None,
     };
-    Ok(ColumnParallelLinear::new(weight, bias, tp.clone()))
+    Ok(ColumnParallelLinear {
+        low_rank,
+        ..ColumnParallelLinear::new(weight, bias, tp.clone())
+    })
 }
 
 impl ColumnParallelLinear {
@@ -54,6 +60,7 @@ impl ColumnParallelLinear {
         Self {
             weight: weight.into(),
             bias,
+            low_rank: None,
             tp,
             sums_input_grad: true,
         }
@@ -68,9 +75,15 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The local weight, (local_out, in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
+    }
+
+    /// Whether the backward pass reads the input: what is multiplied with it is trained.
+    pub fn needs_input(&self) -> bool {
+        let adapter = self.low_rank.as_ref();
+        self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
     }
 
     /// The local weight, (local_out, in), as it may be used: with ZeRO-3 perhaps tile by tile.
@@ -82,18 +95,29 @@ impl ColumnParallelLinear {
 /// Backward pass of layers that share an input, each with the gradient (.., local_out) of its output: the gradient of the
 /// input, summed over `tp`, which is under way while the weights' gradients are computed.
 ///
-/// `xs` (.., in) is the input, which any of the layers saved; it may be missing if none of their weights is trained.
+/// `xs` (.., in) is the input, which any of the layers saved; it may be missing if none of them
+/// [needs](ColumnParallelLinear::needs_input) it.
 pub fn column_parallel_backward(
     layers: &[(&ColumnParallelLinear, &Tensor)],
     xs: Option<&Tensor>,
     tp: &ProcessGroup,
     gradients: &mut dyn GradientSink,
 ) -> Result<Tensor> {
-    let terms: Vec<_> = layers
-        .iter()
-        .map(|(layer, dy)| (*dy, &layer.weight))
-        .collect();
-    let partial = input_grad(&terms)?;
+    let adapters = layers.iter();
+    let adapters = adapters.map(|(layer, dy)| {
+        let adapter = layer.low_rank.as_ref();
+        adapter
+            .map(|adapter| Ok((adapter, adapter.inner_grad(dy)?)))
+            .transpose()
+    });
+    let adapters: Vec<_> = adapters.collect::<Result<_>>()?;
+    let terms = layers.iter().map(|(layer, dy)| (*dy, &layer.weight));
+    let of_adapters = adapters.iter().flatten();
+    let of_adapters = of_adapters.filter_map(|(adapter, inner)| adapter.input_term(inner));
+    let mut partial = input_grad(&terms.chain(of_adapters).collect::<Vec<_>>())?;
+    for (adapter, inner) in adapters.iter().flatten() {
+        partial = adapter.add_dropped(partial, inner)?;
+    }
     let is_summed_here = layers.iter().any(|(layer, _)| layer.sums_input_grad);
     if layers
         .iter()
@@ -107,8 +131,12 @@ pub fn column_parallel_backward(
         true => tp.start_all_reduce(&partial, ReduceOp::Sum)?,
         false => Pending::ready(partial),
     };
-    for (layer, dy) in layers {
+    for ((layer, dy), adapter) in layers.iter().zip(&adapters) {
         layer.write_gradients(dy, xs, gradients)?;
+        if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained())
+        {
+            adapter.write_gradients(inner, kept(xs)?, dy, gradients)?;
+        }
     }
     started.wait()
 }
@@ -133,7 +161,7 @@ impl ColumnParallelLinear {
 }
 
 impl Layer for ColumnParallelLinear {
-    /// The input, if the weight that reads it is trained.
+    /// The input, if what reads it is trained.
     type Saved = Option<Tensor>;
 
     /// (.., in) -> (.., local_out). The input is the same on all ranks.
@@ -144,7 +172,11 @@ impl Layer for ColumnParallelLinear {
             let bias = bias.map(|bias| bias.narrow(0, rows.start, rows.len()));
             linear_forward(xs, tile, bias.transpose()?.as_ref())
         })?;
-        Ok((ys, self.weight().track_op().then(|| xs.clone())))
+        let ys = match &self.low_rank {
+            None => ys,
+            Some(adapter) => adapter.forward_add(&ys, xs)?,
+        };
+        Ok((ys, self.needs_input().then(|| xs.clone())))
     }
 
     fn backward(
@@ -157,7 +189,9 @@ impl Layer for ColumnParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        std::iter::once(self.weight()).chain(&self.bias).collect()
+        let adapter = self.low_rank.iter().flat_map(LowRank::weights);
+        let weights = std::iter::once(self.weight()).chain(&self.bias);
+        weights.chain(adapter).collect()
     }
 }
 
@@ -172,6 +206,8 @@ impl Module for ColumnParallelLinear {
 pub(super) fn kept(xs: Option<&Tensor>) -> Result<&Tensor> {
     match xs {
         Some(xs) => Ok(xs),
-        None => bail!("a linear layer with a trainable weight got no input in its backward pass"),
+        None => bail!(
+            "a linear layer with a trainable weight or adapter got no input in its backward pass"
+        ),
     }
 }

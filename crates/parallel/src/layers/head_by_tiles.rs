@@ -74,10 +74,7 @@ impl HeadByTiles<'_> {
         let (parts, n) = (parts.to_vec2::<f32>()?, targets.len());
         let is_right = |row: usize, target: u32| {
             let of_row = parts.iter().skip(row).step_by(n);
-            let first = |a: &'_ [f32], b: &'_ [f32]| b[0] > a[0];
-            let largest = of_row
-                .map(Vec::as_slice)
-                .reduce(|a, b| if first(a, b) { b } else { a });
+            let largest = of_row.reduce(|a, b| if b[0] > a[0] { b } else { a });
             largest.is_some_and(|part| part[3] == target as f32)
         };
         let rows = targets.iter().enumerate();

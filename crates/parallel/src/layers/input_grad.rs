@@ -12,7 +12,7 @@ pub(super) fn input_grad(terms: &[(&Tensor, &TiledWeight)]) -> Result<Tensor> {
         let whole = terms.iter().map(|(dy, weight)| (*dy, weight.tensor()));
         return linear_input_grad_sum(&whole.collect::<Vec<_>>());
     };
-    let (_, num_in) = weight.tensor().dims2()?;
+    let (_, num_in) = weight.dims2()?;
     let leading = &first.dims()[..first.rank() - 1];
     let num_rows = leading.iter().product::<usize>();
     let sum = Tensor::zeros(num_rows * num_in, DType::F32, first.device())?;

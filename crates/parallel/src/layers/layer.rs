@@ -46,6 +46,14 @@ pub trait Layer {
         self.forward_saving(xs)
     }
 
+    /// The output alone; a layer that looks at other tokens overrides it for batches with a [past](MicroBatch::past).
+    ///
+    /// # Errors
+    /// As [`Self::forward_saving`].
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        Ok(self.forward_of_batch(xs, batch)?.0)
+    }
+
     /// Drops from `saved` what [`Self::backward`] can compute again from the rest without a matrix product, attention or a
     /// collective: called under [`crate::Recompute::Selective`]. A layer that has nothing of the kind leaves it out.
     fn forget(&self, _saved: &mut Self::Saved) {}

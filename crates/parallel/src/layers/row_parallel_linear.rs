@@ -11,13 +11,15 @@ use candle_ops::{
 use super::column_parallel_linear::kept;
 use super::input_grad::input_grad;
 use super::layer::{GradientSink, Layer, in_graph};
+use crate::lora::LowRank;
 use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
 
-/// Holds columns `r` of a global weight (out, in), and the whole bias.
+/// Holds columns `r` of a global weight (out, in), the whole bias, and the same part of a low-rank adapter, if it has one.
 #[derive(Clone)]
 pub struct RowParallelLinear {
     weight: TiledWeight,
     bias: Option<Tensor>,
+    low_rank: Option<LowRank>,
     tp: ProcessGroup,
 }
 
@@ -41,22 +43,36 @@ pub fn row_parallel_linear_shard(
     vb: ParamBuilder,
 ) -> Result<RowParallelLinear> {
     let shard = shard.along(1);
+    let low_rank = LowRank::row_parallel(&shard, out_dim, &vb)?;
     let weight = vb.get_tiled((out_dim, shard.global), "weight", shard, WEIGHT_INIT)?;
     let bias = match bias {
         true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
         false => None,
     };
-    Ok(RowParallelLinear::new(weight, bias, tp.clone()))
+    Ok(RowParallelLinear {
+        low_rank,
+        ..RowParallelLinear::new(weight, bias, tp.clone())
+    })
 }
 
 impl RowParallelLinear {
     /// The layer with the local weight (out, local_in) and the whole bias (out).
     pub fn new(weight: impl Into<TiledWeight>, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
-        let weight = weight.into();
-        Self { weight, bias, tp }
+        Self {
+            weight: weight.into(),
+            bias,
+            low_rank: None,
+            tp,
+        }
     }
 
-    /// The local weight, (out, local_in); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// Whether the backward pass reads the input: what is multiplied with it is trained.
+    pub fn needs_input(&self) -> bool {
+        let adapter = self.low_rank.as_ref();
+        self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
+    }
+
+    /// The local weight, (out, local_in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }
@@ -86,12 +102,16 @@ impl RowParallelLinear {
                 Some(bias) => sum.broadcast_add(&bias),
             }
         })?;
+        let partial = match &self.low_rank {
+            None => partial,
+            Some(adapter) => adapter.forward_add(&partial, xs)?,
+        };
         let ys = self.tp.all_reduce(&partial, ReduceOp::Sum)?;
-        Ok((ys, self.weight().track_op().then(|| xs.clone())))
+        Ok((ys, self.needs_input().then(|| xs.clone())))
     }
 
     /// [`Layer::backward`]: the gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out). `xs` may be
-    /// missing if the weight is frozen.
+    /// missing if the layer does not [need](Self::needs_input) it.
     pub fn backward_linear(
         &self,
         dy: &Tensor,
@@ -104,12 +124,20 @@ impl RowParallelLinear {
         if let Some(bias) = &self.bias {
             gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))?;
         }
-        input_grad(&[(dy, &self.weight)])
+        let Some(adapter) = &self.low_rank else {
+            return input_grad(&[(dy, &self.weight)]);
+        };
+        let inner = adapter.inner_grad(dy)?;
+        if adapter.is_trained() {
+            adapter.write_gradients(&inner, kept(xs)?, dy, gradients)?;
+        }
+        let terms = std::iter::once((dy, &self.weight)).chain(adapter.input_term(&inner));
+        adapter.add_dropped(input_grad(&terms.collect::<Vec<_>>())?, &inner)
     }
 }
 
 impl Layer for RowParallelLinear {
-    /// The input, if the weight that reads it is trained.
+    /// The input, if what reads it is trained.
     type Saved = Option<Tensor>;
 
     /// (.., local_in) -> (.., out), the same on all ranks.
@@ -127,7 +155,9 @@ impl Layer for RowParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        std::iter::once(self.weight()).chain(&self.bias).collect()
+        let adapter = self.low_rank.iter().flat_map(LowRank::weights);
+        let weights = std::iter::once(self.weight()).chain(&self.bias);
+        weights.chain(adapter).collect()
     }
 }
 

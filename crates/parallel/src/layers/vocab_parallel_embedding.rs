@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Error, Module, Result, Tensor, bail};
 use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
 use super::layer::{GradientSink, Layer, in_graph};
@@ -49,7 +49,7 @@ impl VocabParallelEmbedding {
         }
     }
 
-    /// The local weight, (local_vocab, hidden); shape and identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// The local weight, (local_vocab, hidden); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }
@@ -102,24 +102,23 @@ impl Layer for VocabParallelEmbedding {
     fn forward_saving(&self, tokens: &Tensor) -> Result<(Tensor, Self::Saved)> {
         let read = self.local_ids(tokens)?;
         let upload = |ids: Vec<u32>| upload(ids, tokens.dims(), self.weight().device());
-        let num_rows = self.weight().dim(0)?;
         let whole = upload(read.clone())?;
-        let mut part: Option<Tensor> = None;
-        self.weight.for_each_tile(|rows, tile| {
-            let read = match rows.len() == num_rows {
-                true => whole.clone(),
-                false => upload(within(&rows, &read))?,
-            };
-            let of_tile = embedding_forward(tile, &read)?;
-            // Each row is in one tile, and zero from the others.
-            part = Some(match part.take() {
-                None => of_tile,
-                Some(part) => (part + of_tile)?,
-            });
-            Ok(())
-        })?;
-        let Some(part) = part else {
-            bail!("an embedding without rows");
+        let part = match self.weight.held_floats() {
+            // Only what is read needs to be of the type that the model computes with.
+            Some(held) => embedding_forward(held, &whole)?.to_dtype(self.weight.dtype())?,
+            None => {
+                let mut part: Option<Tensor> = None;
+                self.weight.for_each_tile(|rows, tile| {
+                    let of_tile = embedding_forward(tile, &upload(within(&rows, &read))?)?;
+                    // Each row is in one tile, and zero from the others.
+                    part = Some(match part.take() {
+                        None => of_tile,
+                        Some(part) => (part + of_tile)?,
+                    });
+                    Ok(())
+                })?;
+                part.ok_or_else(|| Error::msg("an embedding without rows"))?
+            }
         };
         let with_grad = match self.padding_row(&read) {
             None => whole,

@@ -166,6 +166,7 @@ impl DistributedOptimizer {
     /// [loaded](Self::load_state).
     pub fn set_num_steps(&mut self, num_steps: usize) {
         self.num_steps = num_steps;
+        self.params.set_num_updates(num_steps);
     }
 
     /// The part of bucket `index` that this rank updates.
@@ -276,7 +277,7 @@ impl DistributedOptimizer {
             }
             params.pending().wait_for_all_but(max_gathers)?;
         }
-        self.num_steps = number;
+        self.set_num_steps(number);
         Ok(())
     }
 

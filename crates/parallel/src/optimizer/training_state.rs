@@ -41,7 +41,7 @@ impl DistributedOptimizer {
 
     /// Goes on from where another run was. A loss scale that only one of the two has is left alone.
     pub(crate) fn set_counters(&mut self, earlier: &OptimizerCounters) {
-        self.num_steps = earlier.num_updates;
+        self.set_num_steps(earlier.num_updates);
         if let (Some(scaler), Some(earlier)) = (&mut self.scaler, earlier.loss_scale) {
             scaler.set(earlier);
         }

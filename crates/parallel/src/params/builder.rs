@@ -7,6 +7,7 @@ use candle_nn::var_builder::SimpleBackend;
 use super::placement::{Gradient, Placement};
 use super::store::{ParamRequest, ParamStore};
 use super::tiled_weight::TiledWeight;
+use crate::lora::{DropoutPass, LoraConfig};
 
 /// Initial distribution of weight matrices when there is no checkpoint: N(0, 0.02²), as in Llama.
 pub const WEIGHT_INIT: Init = Init::Randn {
@@ -24,6 +25,8 @@ pub struct ParamBuilder {
     dtype: DType,
     device: Device,
     block: usize,
+    /// Whether that is the last block of the model.
+    is_head: bool,
 }
 
 impl ParamBuilder {
@@ -34,6 +37,7 @@ impl ParamBuilder {
             dtype,
             device,
             block: 0,
+            is_head: false,
         }
     }
 
@@ -45,10 +49,11 @@ impl ParamBuilder {
         }
     }
 
-    /// The builder of block `index` of the chain; its parameters' gradients are reduced together.
-    pub(crate) fn block(&self, index: usize) -> Self {
+    /// The builder of block `index` of a chain of `num_blocks`; its parameters' gradients are reduced together.
+    pub(crate) fn block(&self, index: usize, num_blocks: usize) -> Self {
         Self {
             block: index,
+            is_head: index + 1 == num_blocks,
             ..self.clone()
         }
     }
@@ -94,6 +99,26 @@ impl ParamBuilder {
         })
     }
 
+    /// The low-rank adapters of the model, if the linear layer at this prefix has one, and what tells it of training passes.
+    pub(crate) fn lora(&self) -> Option<(LoraConfig, DropoutPass)> {
+        self.store.lora_of(&self.prefix, self.is_head)
+    }
+
+    /// [`Self::get_placed`], for a parameter of a low-rank adapter.
+    pub(crate) fn get_adapter(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        placement: Placement,
+        init: Init,
+    ) -> Result<Tensor> {
+        let request = self.request(shape.into(), name, placement, init);
+        self.store.get(ParamRequest {
+            is_adapter: true,
+            ..request
+        })
+    }
+
     fn request(
         &self,
         shape: Shape,
@@ -110,7 +135,14 @@ impl ParamBuilder {
             device: &self.device,
             block: self.block,
             by_tiles: false,
+            is_adapter: false,
+            is_inner: self.block > 0 && !self.is_head,
         }
+    }
+
+    /// What stands before the names of parameters, without the last dot.
+    pub fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     /// The store behind this builder.

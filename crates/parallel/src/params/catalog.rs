@@ -23,6 +23,8 @@ pub struct CatalogEntry {
     pub stored_dtype: DType,
     /// Whether it gets a gradient and an update.
     pub trainable: bool,
+    /// Whether it is of a low-rank adapter.
+    pub is_adapter: bool,
     /// World ranks and the disjoint parts that they own, in order; together they are the whole parameter.
     pub holders: Vec<Holder>,
     /// Dim along which the parts lie.
@@ -59,6 +61,7 @@ struct Announcement {
     is_replicated: bool,
     trainable: bool,
     is_tiled: bool,
+    is_adapter: bool,
 }
 
 /// What a rank tells the others.
@@ -101,6 +104,7 @@ impl Announcements {
                 is_replicated: param.shard().is_none(),
                 trainable: param.trainable,
                 is_tiled: param.is_tiled,
+                is_adapter: param.is_adapter,
             }
         });
         let own = RankAnnouncement {
@@ -266,6 +270,7 @@ impl Announcements {
             dtype: param.dtype.parse().unwrap_or(DType::F32),
             stored_dtype: param.stored_dtype.parse().unwrap_or(DType::F32),
             trainable: param.trainable,
+            is_adapter: param.is_adapter,
             holders,
             dim: param.dim,
         })

@@ -8,7 +8,6 @@ use candle_core::{DType, Result};
 use serde::{Deserialize, Serialize};
 
 use super::parameters::Parameters;
-use super::store::Source;
 
 /// Who gave a parameter its present values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -70,17 +69,16 @@ impl Parameters {
     /// the parameter's.
     pub(crate) fn unrounded(&self, index: usize) -> Result<Option<Vec<f32>>> {
         let param = self.get(index);
-        let is_rounded = match self.source() {
-            Source::Init { .. } => param.dtype() != DType::F32,
-            Source::Pretrained(_) => param.dtype() != param.stored_dtype,
+        let is_stored = self.checkpoint().is_some() || param.is_adapter;
+        let exact = if is_stored {
+            param.stored_dtype
+        } else {
+            DType::F32
         };
-        if !is_rounded || self.changes().lock()[index] != ValuesFrom::Source {
+        if param.dtype() == exact || self.changes().lock()[index] != ValuesFrom::Source {
             return Ok(None);
         }
-        let shape = &param.global_shape;
-        let values = self
-            .source()
-            .values(&param.name, shape, param.shard(), param.init)?;
+        let values = self.source().values(&param.wanted())?;
         Ok(Some(values))
     }
 }

@@ -1,5 +1,6 @@
 //! Parameters: how they lie on the mesh, where they come from, and where their gradients go.
 
+mod adapters;
 mod builder;
 mod catalog;
 mod changes;
@@ -15,8 +16,10 @@ mod released;
 mod replicas;
 mod sharded_weights;
 mod slices;
+mod source;
 mod store;
 mod tiled_weight;
+mod weight_format;
 
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub use catalog::{CatalogEntry, Holder};
@@ -34,5 +37,6 @@ pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use replicas::{Checksums, checksum};
 pub(crate) use slices::gather_range;
 pub use store::ParamStore;
-pub(crate) use store::in_dtype;
 pub use tiled_weight::TiledWeight;
+pub use weight_format::WeightFormat;
+pub(crate) use weight_format::in_dtype;

@@ -8,6 +8,8 @@ use candle_nn::Init;
 
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
+use super::source::Wanted;
+use super::weight_format::{Packing, hold};
 
 /// A parameter, or the part of it that this rank holds.
 #[derive(Clone, Debug)]
@@ -26,6 +28,10 @@ pub struct Param {
     pub trainable: bool,
     /// Whether every layer that asked for it uses it as a [`TiledWeight`](crate::TiledWeight), and there is more than one tile.
     pub(super) is_tiled: bool,
+    /// How the values are held, if not as they are: see [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
+    pub(super) packing: Option<Packing>,
+    /// Whether it is of a low-rank adapter: see [`ParamStore::with_lora`](crate::ParamStore::with_lora).
+    pub is_adapter: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
     pub stored_dtype: DType,
     /// The local values, shared with the layers.
@@ -43,7 +49,21 @@ impl Param {
     pub fn values(&self) -> Result<Tensor> {
         self.pending.wait_for_all()?;
         self.check_present()?;
-        Ok(self.var.as_detached_tensor())
+        self.unpacked(self.var.as_detached_tensor())
+    }
+
+    /// The values of what is held.
+    pub(super) fn unpacked(&self, held: Tensor) -> Result<Tensor> {
+        match &self.packing {
+            None => Ok(held),
+            Some(packing) => packing.unpack(&held),
+        }
+    }
+
+    /// What is held of the values that its source has.
+    pub(super) fn initial(&self, values: Vec<f32>) -> Result<Tensor> {
+        let plain = (self.local_shape().dims(), self.dtype());
+        hold(values, self.packing.as_ref(), plain)
     }
 
     /// What layers compute with: the variable itself, or a constant if the parameter is frozen, so that no gradient is
@@ -57,6 +77,17 @@ impl Param {
         }
     }
 
+    /// What to ask its source for.
+    pub(super) fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            name: &self.name,
+            shape: &self.global_shape,
+            shard: self.shard(),
+            init: self.init,
+            is_adapter: self.is_adapter,
+        }
+    }
+
     /// The identity of the variable, by which its gradient is found.
     pub(crate) fn id(&self) -> TensorId {
         self.var.id()
@@ -66,12 +97,12 @@ impl Param {
         &self.var
     }
 
-    /// Shape of the values held here.
+    /// Shape of the values held here, or of the bytes that stand for them.
     pub fn local_shape(&self) -> &Shape {
         self.var.shape()
     }
 
-    /// Type of the values.
+    /// Type in which they are held.
     pub fn dtype(&self) -> DType {
         self.var.dtype()
     }

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
 use super::changes::{Changes, ValuesFrom};
@@ -16,8 +17,10 @@ use super::pending_weights::PendingWeights;
 use super::placement::{intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
-use super::store::{Allowance, Source, in_dtype};
+use super::source::Source;
+use super::store::Allowance;
 use crate::checkpoint::Checkpoint;
+use crate::lora::{DropoutPass, LoraConfig};
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
 
 /// All parameters of a model, in name order; immutable but for their values.
@@ -43,6 +46,9 @@ struct Inner {
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<Held>>>,
     changes: Changes,
+    dropout: DropoutPass,
+    /// Updates that an optimizer has made, on which dropout depends.
+    num_updates: AtomicUsize,
 }
 
 /// Parameters held by several pipeline stages, whose gradients are summed over them.
@@ -57,7 +63,11 @@ impl Parameters {
     pub(crate) fn new(
         mut params: Vec<Param>,
         (source, allowance): (Arc<Source>, Allowance),
-        (pending, sharded): (Arc<PendingWeights>, Arc<OnceLock<ShardedWeights>>),
+        (pending, sharded, dropout): (
+            Arc<PendingWeights>,
+            Arc<OnceLock<ShardedWeights>>,
+            DropoutPass,
+        ),
         (mesh, replicas): (&Mesh, DataParallel),
     ) -> Result<Self> {
         if mesh.degrees.cp > 1 {
@@ -73,14 +83,15 @@ impl Parameters {
         for param in params.iter_mut().filter(|param| param.is_tiled) {
             param.is_tiled = ranks.is_tiled(&param.name);
         }
-        if let Source::Pretrained(checkpoint) = &*source {
+        if let Some(checkpoint) = source.checkpoint() {
             check_all_used(checkpoint, &catalog, &allowance)?;
         }
         let ties = ties(&params, &ranks, mesh)?;
         let stage = mesh.pp.rank();
         let owned = params.iter().map(|param| {
             let range = ranks.owned_by(&param.name, stage, mesh.tp.rank());
-            match range.is_empty() {
+            // What is packed is never written as it is held.
+            match range.is_empty() || param.packing.is_some() {
                 true => Vec::new(),
                 false => param.local_offsets(&range),
             }
@@ -92,10 +103,8 @@ impl Parameters {
         let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size());
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
-            let values =
-                source.values(&param.name, &param.global_shape, param.shard(), param.init)?;
-            let values = Tensor::from_vec(values, param.local_shape(), &Device::Cpu)?;
-            in_dtype(values, param.dtype())?.to_device(mesh.world.device())
+            let values = source.values(&param.wanted())?;
+            param.initial(values)?.to_device(mesh.world.device())
         };
         if groups.shards_weights() {
             let again = || {
@@ -121,6 +130,8 @@ impl Parameters {
             inner: Arc::new(Inner {
                 held: Mutex::new(held.collect()),
                 changes: Changes::new(params.len()),
+                dropout,
+                num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
                 overlaps,
@@ -242,7 +253,7 @@ impl Parameters {
         let groups = self.groups();
         let (slices, own) = (groups.slices(bucket.len), sharded.slice(place));
         let values = gather_range(&slot.range, &slices, own, &groups.shard)?;
-        values.reshape(param.local_shape())
+        param.unpacked(values.reshape(param.local_shape())?)
     }
 
     /// The values of bucket `index` of [`ParamLayout::buckets`] that lie at `mine`, which is in a slot and in this rank's own
@@ -385,10 +396,20 @@ impl Parameters {
 
     /// The checkpoint that the model came from, if it did.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
-        match &*self.inner.source {
-            Source::Init { .. } => None,
-            Source::Pretrained(checkpoint) => Some(checkpoint),
-        }
+        self.inner.source.checkpoint()
+    }
+
+    /// What adapters the model has.
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.inner.source.lora()
+    }
+
+    pub(super) fn dropout(&self) -> &DropoutPass {
+        &self.inner.dropout
+    }
+
+    pub(super) fn num_updates(&self) -> &AtomicUsize {
+        &self.inner.num_updates
     }
 
     /// Tensors that the checkpoint holds beside the parameters: (name, the parameter it repeats, if it does).

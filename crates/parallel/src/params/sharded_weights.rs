@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::quantize_int8;
 
 use super::data_parallel::ReplicaGroups;
@@ -147,7 +147,7 @@ impl ShardedWeights {
             &bucket.slices,
             &bucket.slice,
             &self.tiles,
-            self.is_quantized,
+            self.is_quantized && is_float(&bucket.slice),
         )?;
         let bytes = values.num_bytes();
         Ok(TileGather {
@@ -163,7 +163,7 @@ impl ShardedWeights {
             let bucket = &self.buckets[index];
             let mut state = bucket.lock();
             if let State::Absent = *state {
-                let sent = match self.is_quantized {
+                let sent = match self.is_quantized && is_float(&bucket.slice) {
                     true => quantize_int8(&bucket.slice)?,
                     false => bucket.slice.clone(),
                 };
@@ -196,6 +196,11 @@ impl ShardedWeights {
     pub fn free_all(&self) -> Result<()> {
         self.buckets.iter().try_for_each(ShardedBucket::free)
     }
+}
+
+/// Whether it holds numbers, which can move in 8 bits, and not bytes of blocks.
+fn is_float(slice: &Tensor) -> bool {
+    slice.dtype() != DType::U8
 }
 
 /// Rows of a weight on their way.

@@ -1,25 +1,25 @@
 //! Where parameters come from while a model is being built.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
-use candle_ops::round_into;
-use rayon::prelude::*;
 
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
-use super::init::init_values;
 use super::param::Param;
 use super::parameters::Parameters;
 use super::pending_weights::PendingWeights;
-use super::placement::{Placement, Shard};
+use super::placement::Placement;
 use super::sharded_weights::ShardedWeights;
+use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
+use super::weight_format::{Packing, WeightFormat, hold};
 use crate::checkpoint::Checkpoint;
+use crate::lora::{Adapter, DropoutPass, LoraConfig};
 
 /// The parameters of a model under construction, keyed by Hugging Face name.
 ///
@@ -31,37 +31,7 @@ pub struct ParamStore {
     state: Arc<Mutex<State>>,
     pending: Arc<PendingWeights>,
     sharded: Arc<OnceLock<ShardedWeights>>,
-}
-
-pub(crate) enum Source {
-    Init { seed: u64 },
-    Pretrained(Checkpoint),
-}
-
-impl Source {
-    /// The rank's part of a parameter in f32, row-major. Values of a checkpoint that are NaN or infinite are an error.
-    pub fn values(
-        &self,
-        name: &str,
-        shape: &Shape,
-        shard: Option<&Shard>,
-        init: Init,
-    ) -> Result<Vec<f32>> {
-        match self {
-            Self::Init { seed } => init_values(*seed, name, shape, shard, init),
-            Self::Pretrained(checkpoint) => {
-                let values = checkpoint.read(name, shape.dims(), shard)?;
-                if !values.par_iter().all(|value| value.is_finite()) {
-                    bail!(
-                        "tensor {name} in {} has values that are NaN or infinite\nhint: the file was damaged, or the training that \
-                         wrote it had diverged",
-                        checkpoint.dir().display()
-                    );
-                }
-                Ok(values)
-            }
-        }
-    }
+    dropout: DropoutPass,
 }
 
 #[derive(Default)]
@@ -70,6 +40,10 @@ struct State {
     allowance: Allowance,
     is_frozen: Option<NamePredicate>,
     replicas: DataParallel,
+    /// Of frozen weights that layers use tile by tile.
+    frozen_format: Option<WeightFormat>,
+    /// Linear layers that can have an adapter, whether they get one or not.
+    linears: BTreeSet<String>,
 }
 
 type NamePredicate = Box<dyn Fn(&str) -> bool + Send + Sync>;
@@ -94,43 +68,34 @@ pub(crate) struct ParamRequest<'a> {
     pub block: usize,
     /// Whether the layer can use its rows tile by tile.
     pub by_tiles: bool,
-}
-
-/// f32 values in another type; on all threads if that has 16 bits, as billions of them are.
-pub(crate) fn in_dtype(values: Tensor, dtype: DType) -> Result<Tensor> {
-    let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
-    if !is_narrow || values.elem_count() == 0 {
-        return values.to_dtype(dtype);
-    }
-    let rounded = Tensor::zeros(values.shape(), dtype, values.device())?;
-    round_into(&rounded, &values)?;
-    Ok(rounded)
+    /// Whether it is of a low-rank adapter.
+    pub is_adapter: bool,
+    /// Whether the block that asks is neither the first nor the last.
+    pub is_inner: bool,
 }
 
 impl ParamStore {
     /// Parameters drawn at random; the same values for a seed and a name on every layout.
     pub fn init(seed: u64) -> Self {
-        Self::new(Source::Init { seed })
+        Self::new(BaseSource::Init { seed })
     }
 
     /// Parameters of the Hugging Face checkpoint in folder `dir`. The files are mapped and checked, and read when asked for.
     pub fn from_pretrained(dir: impl AsRef<Path>) -> Result<Self> {
-        Ok(Self::new(Source::Pretrained(Checkpoint::open(
+        Ok(Self::new(BaseSource::Pretrained(Checkpoint::open(
             dir.as_ref(),
         )?)))
     }
 
     /// The checkpoint that the parameters come from, if there is one.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
-        match &*self.source {
-            Source::Init { .. } => None,
-            Source::Pretrained(checkpoint) => Some(checkpoint),
-        }
+        self.source.checkpoint()
     }
 
-    fn new(source: Source) -> Self {
+    fn new(base: BaseSource) -> Self {
         Self {
-            source: Arc::new(source),
+            source: Arc::new(Source { base, lora: None }),
+            dropout: DropoutPass::default(),
             state: Arc::default(),
             pending: Arc::default(),
             sharded: Arc::default(),
@@ -151,12 +116,78 @@ impl ParamStore {
         self
     }
 
+    /// New low-rank adapters for linear layers (arXiv:2106.09685); call it before the model is built.
+    ///
+    /// [`crate::column_parallel_linear`] and [`crate::row_parallel_linear`] ask for them, other layers by [`crate::LowRank`]. All
+    /// other parameters are frozen. What is saved is the adapter, in the folder that `peft` loads.
+    ///
+    /// ```
+    /// use candle_comm::ProcessGroup;
+    /// use candle_core::{DType, Device, Result};
+    /// use candle_parallel::*;
+    ///
+    /// fn main() -> Result<()> {
+    ///     let targets = LoraTargets::Names(vec!["up".to_string()]);
+    ///     let lora = LoraConfig { rank: 8, targets, ..LoraConfig::default() };
+    ///     let vb = ParamStore::init(0).with_lora(lora)?.builder(DType::F32, &Device::Cpu);
+    ///     let tp = ProcessGroup::single(Device::Cpu);
+    ///     let up = column_parallel_linear(16, 32, false, &tp, vb.pp("up"))?;
+    ///     let down = row_parallel_linear(32, 16, false, &tp, vb.pp("down"))?;
+    ///     // The weight, A and B, of which these two are trained; and a weight alone.
+    ///     let trained: Vec<bool> = up.weights().iter().map(|weight| weight.track_op()).collect();
+    ///     assert_eq!(trained, [false, true, true]);
+    ///     assert!(down.weights().iter().all(|weight| !weight.track_op()));
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// Numbers out of their range, and a store that has a builder or adapters already.
+    pub fn with_lora(self, lora: LoraConfig) -> Result<Self> {
+        lora.validate()?;
+        self.with_lora_source(LoraSource::Init(lora))
+    }
+
+    /// [`Self::with_lora`], with adapters that were trained already.
+    ///
+    /// # Errors
+    /// As [`Self::with_lora`]. What does not fit the model is an error when that is built.
+    pub fn with_adapter(self, adapter: Adapter) -> Result<Self> {
+        self.with_lora_source(LoraSource::Trained(adapter))
+    }
+
+    fn with_lora_source(mut self, lora: LoraSource) -> Result<Self> {
+        match Arc::get_mut(&mut self.source) {
+            Some(source) if source.lora.is_none() => source.lora = Some(lora),
+            _ => bail!(
+                "low-rank adapters are asked for twice, or of a parameter store that is in use\nhint: call with_lora or with_adapter \
+                 once, before builder"
+            ),
+        }
+        Ok(self)
+    }
+
+    /// The adapters of the model, if the linear layer `module` gets one, and what tells it of training passes.
+    pub(crate) fn lora_of(&self, module: &str, is_head: bool) -> Option<(LoraConfig, DropoutPass)> {
+        let lora = self.source.lora()?;
+        self.lock().linears.insert(module.to_string());
+        let is_target = lora.targets.contains(module, is_head);
+        is_target.then(|| (lora.clone(), self.dropout.clone()))
+    }
+
     /// How data-parallel replicas work together; call it before the model is built. Without it: ZeRO-1, overlapping.
     ///
     /// With [`ZeroStage::Three`] the values of parameters are not there while blocks are built, nor outside of their passes:
     /// see [`Parameters::values`]. One model only can be built from the store then.
     pub fn with_data_parallel(self, replicas: impl Into<DataParallel>) -> Self {
         self.lock().replicas = replicas.into();
+        self
+    }
+
+    /// Holds the frozen weights of linear layers, embedding and head in another form than that of the values that the model computes
+    /// with; call it before the model is built. Without it: in that one.
+    pub fn with_frozen_format(self, format: WeightFormat) -> Self {
+        self.lock().frozen_format = Some(format);
         self
     }
 
@@ -178,31 +209,28 @@ impl ParamStore {
 
     /// Whether the source can give a parameter of this name.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        match &*self.source {
-            Source::Init { .. } => true,
-            Source::Pretrained(checkpoint) => checkpoint.tensors().contains_key(name),
-        }
+        let checkpoint = self.source.checkpoint();
+        checkpoint.is_none_or(|checkpoint| checkpoint.tensors().contains_key(name))
     }
 
     /// The global shape a parameter has in the checkpoint, if there is one.
     pub(crate) fn stored_shape(&self, name: &str) -> Result<Shape> {
-        match &*self.source {
-            Source::Init { .. } => {
-                bail!(
-                    "parameter {name}: its shape must be given, as there is no checkpoint to take it from"
-                )
-            }
-            Source::Pretrained(checkpoint) => {
-                Ok(Shape::from(checkpoint.entry(name)?.shape.as_slice()))
-            }
-        }
+        let Some(checkpoint) = self.source.checkpoint() else {
+            bail!(
+                "parameter {name}: its shape must be given, as there is no checkpoint to take it from"
+            )
+        };
+        Ok(Shape::from(checkpoint.entry(name)?.shape.as_slice()))
     }
 
     /// [`Self::get`] for a layer that can use the rows tile by tile.
     pub(crate) fn get_tiled(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
         let name = request.name.clone();
         let whole = self.get(request)?;
-        Ok(TiledWeight::new(whole, name, &self.sharded))
+        let state = self.lock();
+        let param = state.params.get(&name);
+        let packing = param.and_then(|param| param.packing.clone());
+        Ok(TiledWeight::new(whole, (name, packing), &self.sharded))
     }
 
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
@@ -218,27 +246,41 @@ impl ParamStore {
                     request.placement
                 );
             }
+            if param.packing.is_some() && !request.by_tiles {
+                bail!(
+                    "parameter {} is held in fewer bits for one layer, and another one asks for it whole\nhint: ask for it by \
+                     ParamBuilder::get_tiled in both, or leave with_frozen_format out",
+                    request.name
+                );
+            }
             param.is_tiled &= request.by_tiles;
             if !param.blocks.contains(&request.block) {
                 param.blocks.push(request.block);
             }
             return Ok(param.tensor());
         }
-        let trainable = !state
-            .is_frozen
-            .as_ref()
-            .is_some_and(|is_frozen| is_frozen(&request.name));
+        let is_frozen = state.is_frozen.as_ref();
+        let is_frozen = is_frozen.is_some_and(|is_frozen| is_frozen(&request.name));
+        // Beside adapters nothing else is trained.
+        let trainable = !is_frozen && (request.is_adapter || self.source.lora.is_none());
         let is_deferred = state.replicas.zero == ZeroStage::Three;
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
-        let mut param = self.load(request, trainable, is_deferred)?;
+        let is_packed = request.by_tiles && !trainable;
+        let format = state.frozen_format.filter(|_| is_packed);
+        let mut param = self.load(request, trainable, (is_deferred, format))?;
         param.is_tiled = is_tiled;
         let tensor = param.tensor();
         state.params.insert(param.name.clone(), param);
         Ok(tensor)
     }
 
-    /// A parameter; its values are left out if they are cut into slices later.
-    fn load(&self, request: ParamRequest<'_>, trainable: bool, is_deferred: bool) -> Result<Param> {
+    /// A parameter, held in `format` if there is one; its values are left out if they are cut into slices later.
+    fn load(
+        &self,
+        request: ParamRequest<'_>,
+        trainable: bool,
+        (is_deferred, format): (bool, Option<WeightFormat>),
+    ) -> Result<Param> {
         let ParamRequest {
             name,
             shape,
@@ -248,6 +290,8 @@ impl ParamStore {
             device,
             block,
             by_tiles: _,
+            is_adapter,
+            is_inner,
         } = request;
         let mut local_dims = shape.dims().to_vec();
         if let Some(shard) = placement.shard() {
@@ -260,17 +304,32 @@ impl ParamStore {
             local_dims[shard.dim] = shard.len();
         }
         let shard = placement.shard();
-        let num_bytes = local_dims.iter().product::<usize>() * dtype.size_in_bytes();
-        let stored_dtype = match &*self.source {
-            Source::Init { .. } => dtype,
-            Source::Pretrained(checkpoint) => checkpoint.dtype_of(&name, shape.dims())?,
+        let packing = match (format, local_dims.as_slice()) {
+            (Some(format), &[rows, columns]) => {
+                let part = ([rows, columns], shard);
+                Packing::new((format, is_inner), &name, part, dtype)?
+            }
+            _ => None,
         };
+        let (held_dtype, held_dims) = match &packing {
+            None => (dtype, local_dims.clone()),
+            Some(packing) => (packing.held_dtype(), packing.held_dims().to_vec()),
+        };
+        let num_bytes = held_dims.iter().product::<usize>() * held_dtype.size_in_bytes();
+        let wanted = Wanted {
+            name: &name,
+            shape: &shape,
+            shard,
+            init,
+            is_adapter,
+        };
+        let stored_dtype = self.source.stored_dtype(&wanted, dtype)?;
         let var = || match is_deferred {
-            true => Var::zeros(local_dims.as_slice(), dtype, device),
+            true => Var::zeros(held_dims, held_dtype, device),
             false => {
-                let values = self.source.values(&name, &shape, shard, init)?;
-                let values = Tensor::from_vec(values, local_dims.as_slice(), &Device::Cpu)?;
-                Var::from_tensor(&in_dtype(values, dtype)?.to_device(device)?)
+                let values = self.source.values(&wanted)?;
+                let held = hold(values, packing.as_ref(), (&local_dims, dtype))?;
+                Var::from_tensor(&held.to_device(device)?)
             }
         };
         let var = var().map_err(|err| {
@@ -288,6 +347,8 @@ impl ParamStore {
             blocks: vec![block],
             trainable,
             is_tiled: false,
+            packing,
+            is_adapter,
             stored_dtype,
             pending: self.pending.clone(),
         };
@@ -301,11 +362,18 @@ impl ParamStore {
     /// tensor of the checkpoint. Every rank of the mesh must call it.
     pub(crate) fn seal(&self, mesh: &Mesh) -> Result<Parameters> {
         let state = self.lock();
-        Parameters::new(
-            state.params.values().cloned().collect(),
+        let params: Vec<Param> = state.params.values().cloned().collect();
+        let params = Parameters::new(
+            params,
             (self.source.clone(), state.allowance.clone()),
-            (self.pending.clone(), self.sharded.clone()),
+            (
+                self.pending.clone(),
+                self.sharded.clone(),
+                self.dropout.clone(),
+            ),
             (mesh, state.replicas),
-        )
+        )?;
+        params.check_adapters(&state.linears)?;
+        Ok(params)
     }
 }

@@ -1,20 +1,23 @@
 //! Weights of which a layer uses some rows at a time, so that with ZeRO-3 only these need to be gathered: memory-centric tiling
-//! (arXiv:2104.07857, section 5.1.3).
+//! (arXiv:2104.07857, section 5.1.3); or so that only these need to be unpacked, of frozen weights that are held in fewer bits.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 
 use super::placement::part;
 use super::sharded_weights::ShardedWeights;
+use super::weight_format::Packing;
 
-/// A weight whose rows (dim 0) a layer can use tile by tile: see [`DataParallel::tile_linears`](crate::DataParallel::tile_linears).
+/// A weight whose rows (dim 0) a layer can use tile by tile: see [`DataParallel::tile_linears`](crate::DataParallel::tile_linears) and
+/// [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
 ///
-/// Without tiling, and made from a tensor, it is one tile.
+/// Without these, and made from a tensor, it is one tile.
 #[derive(Clone)]
 pub struct TiledWeight {
     whole: Tensor,
+    packing: Option<Packing>,
     divided: Option<Divided>,
 }
 
@@ -30,6 +33,7 @@ impl From<Tensor> for TiledWeight {
     fn from(whole: Tensor) -> Self {
         Self {
             whole,
+            packing: None,
             divided: None,
         }
     }
@@ -38,24 +42,48 @@ impl From<Tensor> for TiledWeight {
 impl TiledWeight {
     pub(super) fn new(
         whole: Tensor,
-        name: String,
+        (name, packing): (String, Option<Packing>),
         weights: &Arc<OnceLock<ShardedWeights>>,
     ) -> Self {
         let weights = weights.clone();
         Self {
             whole,
+            packing,
             divided: Some(Divided { name, weights }),
         }
     }
 
-    /// The parameter: its shape, and the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
+    /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
     pub fn tensor(&self) -> &Tensor {
         &self.whole
     }
 
-    /// Whether it comes tile by tile from the replicas that divide it.
+    /// Shape of the values, (rows, columns).
+    ///
+    /// # Errors
+    /// Values that have another number of dims.
+    pub fn dims2(&self) -> Result<(usize, usize)> {
+        match &self.packing {
+            None => self.whole.dims2(),
+            Some(packing) => Ok(packing.dims().into()),
+        }
+    }
+
+    /// Type of the tiles.
+    pub fn dtype(&self) -> DType {
+        let packing = self.packing.as_ref();
+        packing.map_or(self.whole.dtype(), Packing::dtype)
+    }
+
+    /// Whether it comes tile by tile, from the replicas that divide it or out of the form in which it is held.
     pub fn is_tiled(&self) -> bool {
-        self.tiled().is_some()
+        self.tiled().is_some() || self.packing.is_some()
+    }
+
+    /// The whole weight as it is held, if it is here and holds numbers, perhaps of another type than the tiles.
+    pub(crate) fn held_floats(&self) -> Option<&Tensor> {
+        let is_float = self.packing.as_ref().is_none_or(Packing::is_float);
+        (is_float && self.tiled().is_none()).then_some(&self.whole)
     }
 
     /// The slices of this weight if it comes tile by tile, and its name.
@@ -75,6 +103,17 @@ impl TiledWeight {
         mut use_tile: impl FnMut(Range<usize>, &Tensor) -> Result<()>,
     ) -> Result<()> {
         let num_rows = self.whole.dim(0)?;
+        let mut use_tile = |rows: Range<usize>, held: &Tensor| match &self.packing {
+            None => use_tile(rows, held),
+            Some(packing) => {
+                let starts = rows.clone().step_by(packing.tile_rows());
+                starts.into_iter().try_for_each(|start| {
+                    let end = rows.end.min(start + packing.tile_rows());
+                    let held = held.narrow(0, start - rows.start, end - start)?;
+                    use_tile(start..end, &packing.unpack(&held)?)
+                })
+            }
+        };
         let Some((weights, name)) = self.tiled() else {
             return use_tile(0..num_rows, &self.whole);
         };

@@ -3,6 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 use candle_ops::DocumentStarts;
 
+use super::key_value_cache::KeyValueCache;
+
 /// A micro-batch: `b` sequences of `t` tokens.
 ///
 /// Every rank of a pipeline holds the same micro-batches, so that each stage knows the shapes it will receive and the
@@ -16,6 +18,8 @@ pub struct MicroBatch {
     pub targets: Option<Tensor>,
     /// The documents that the sequences are made of, if they have several: packed records, padding.
     pub documents: Option<DocumentStarts>,
+    /// While a text is generated, what comes before these tokens: [`super::Stage::infer`] alone reads it, and adds to it.
+    pub past: Option<KeyValueCache>,
 }
 
 impl MicroBatch {

@@ -3,6 +3,7 @@
 mod block;
 mod eval_sums;
 mod input_check;
+mod key_value_cache;
 mod micro_batch;
 mod pass_report;
 #[expect(clippy::module_inception, reason = "the pipeline among its parts")]
@@ -14,6 +15,7 @@ mod stage;
 
 pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
 pub use eval_sums::EvalSums;
+pub use key_value_cache::KeyValueCache;
 pub use micro_batch::MicroBatch;
 pub use pass_report::PassReport;
 pub use pipeline::Pipeline;

@@ -1,5 +1,6 @@
 //! One block of a stage with its parameters, and its segment of the tape.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Result, Tensor, Var, bail};
@@ -10,6 +11,7 @@ use super::micro_batch::MicroBatch;
 use super::recompute::{Discard, Recompute, check_repeats, fingerprint};
 use crate::gradients::Gradients;
 use crate::layers::GradientSink;
+use crate::lora::SequenceKeys;
 use crate::params::Parameters;
 
 /// What users run into.
@@ -32,6 +34,8 @@ pub(super) struct StageBlock {
 pub(super) struct BatchPass {
     pub batch: MicroBatch,
     pub loss_scale: f64,
+    /// What dropout depends on.
+    pub dropout: Option<Arc<SequenceKeys>>,
 }
 
 /// What the backward pass of a block needs.

@@ -67,7 +67,7 @@ impl Stage {
     ) -> Result<Self> {
         let range = stage_blocks(num_blocks, mesh.pp.rank(), mesh.pp.world_size())?;
         let blocks = range
-            .map(|index| Ok((index, build(index, vb.block(index))?)))
+            .map(|index| Ok((index, build(index, vb.block(index, num_blocks))?)))
             .collect::<Result<Vec<_>>>()?;
         let params = vb.store().seal(mesh)?;
         let blocks = blocks
@@ -149,7 +149,9 @@ impl Stage {
         let pass = BatchPass {
             batch: batch.clone(),
             loss_scale: gradients.loss_scale(),
+            dropout: self.params.sequence_keys(batch)?,
         };
+        self.params.set_dropout_pass(pass.dropout.clone());
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
             let (output, segment) =
@@ -210,6 +212,7 @@ impl Stage {
     /// # Errors
     /// As [`Self::forward`].
     pub fn infer(&self, input: Option<Tensor>, batch: &MicroBatch) -> Result<Tensor> {
+        self.params.set_dropout_pass(None);
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
@@ -234,6 +237,7 @@ impl Stage {
         gradients: &mut Gradients,
         is_last_micro_batch: bool,
     ) -> Result<Option<Tensor>> {
+        self.params.set_dropout_pass(tape.pass.dropout.clone());
         let mut upstream = upstream;
         let mut is_output = true;
         let num_frozen = self.num_frozen_blocks();

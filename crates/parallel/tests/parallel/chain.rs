@@ -122,6 +122,7 @@ impl Chain {
                     tokens: ids(seed + 2 * index)?,
                     targets: Some(ids(seed + 2 * index + 1)?),
                     documents: None,
+                    past: None,
                 })
             })
             .collect()

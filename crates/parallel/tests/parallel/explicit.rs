@@ -188,6 +188,7 @@ fn micro_batches() -> Result<Vec<MicroBatch>> {
             tokens: Tensor::from_vec(ids(seed), SHAPE, &Device::Cpu)?,
             targets: Some(Tensor::from_vec(targets, SHAPE, &Device::Cpu)?),
             documents: None,
+            past: None,
         })
     };
     (0..2).map(batch).collect()

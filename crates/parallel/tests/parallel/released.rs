@@ -96,6 +96,7 @@ fn a_released_weight_is_an_error_that_names_it() -> Result<()> {
     let batch = MicroBatch {
         targets: None,
         documents: None,
+        past: None,
         ..Chain::default().micro_batches(1, 1)?.remove(0)
     };
     let said = message(stage.infer(None, &batch));

@@ -233,6 +233,39 @@ fn nothing_to_resume() {
     assert_says(&said, &["missing does not exist"]);
 }
 
+/// Killed between the two renames that replace a checkpoint: both are complete, and neither has the name.
+#[test]
+fn the_latest_may_still_be_without_its_name() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    save(dir, &[1, 2], 5);
+    let step = dir.join("step-000002");
+    copy(&step, &dir.join(".step-000002.replaced"));
+    std::fs::rename(&step, dir.join(".step-000002.saving")).unwrap();
+    let (latest, skipped) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
+    let latest = latest.unwrap();
+    assert_eq!((latest.step(), skipped.len()), (2, 0));
+    // Nobody else writes there until this one does.
+    let second = message(TrainingCheckpoint::latest(&alone(), dir));
+    assert_says(&second, &["another run is writing to it"]);
+    let saver = CheckpointSaver::new(&alone(), (dir, 1), Some(&latest)).unwrap();
+    drop(latest);
+    let second = message(TrainingCheckpoint::latest(&alone(), dir));
+    assert_says(&second, &["another run is writing to it"]);
+    drop(saver);
+    assert_eq!(names(dir), ["step-000001", "step-000002"]);
+}
+
+#[test]
+fn the_name_of_the_folder_must_be_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = tempdir().unwrap();
+    let name = std::ffi::OsStr::from_bytes(b"\xff");
+    let saver = CheckpointSaver::new(&alone(), (&dir.path().join(name), 1), None);
+    assert_says(&message(saver), &["the checkpoint folder", "is not UTF-8"]);
+    assert!(names(dir.path()).is_empty());
+}
+
 #[test]
 fn the_newest_are_kept_and_other_folders_left_alone() {
     let dir = tempdir().unwrap();

@@ -1,7 +1,7 @@
 use std::fs;
 
 use candle_parallel::MemoryReport;
-use candle_train::{Metrics, StepMetrics};
+use candle_train::{EvalMetrics, Metrics, MetricsLine, StepMetrics};
 
 use crate::assert_error;
 
@@ -90,6 +90,52 @@ fn a_file_that_holds_something_else_is_never_touched() {
         let words = ["precious", "is no metrics file", "hint:"];
         assert_error(Metrics::create(&path), &words);
         assert_eq!(fs::read(&path).unwrap(), content);
+    }
+}
+
+/// What a run has left that was killed while it wrote its first line.
+#[test]
+fn a_first_line_that_was_cut_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    fs::write(&path, "{\"step\":0,\"loss\":1.").unwrap();
+    let mut metrics = Metrics::resume(&path, 0).unwrap();
+    metrics.log(&step(0)).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap(), step(0));
+}
+
+#[test]
+fn evaluations_stay_with_their_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let evaluation = |step| EvalMetrics {
+        step,
+        eval_loss: f64::NAN,
+        eval_perplexity: 7.5,
+        eval_accuracy: Some(0.25),
+        eval_num_tokens: 9,
+        eval_secs: 0.5,
+    };
+    let mut metrics = Metrics::create(&path).unwrap();
+    for index in 0..3 {
+        metrics.log(&step(index)).unwrap();
+        metrics.log(&evaluation(index)).unwrap();
+    }
+    drop(metrics);
+    Metrics::resume(&path, 2).unwrap().log(&step(2)).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+    let lines: Vec<MetricsLine> = lines.collect();
+    let steps: Vec<(usize, bool)> = lines
+        .iter()
+        .map(|line| (line.step(), matches!(line, MetricsLine::Evaluation(_))))
+        .collect();
+    let want = [(0, false), (0, true), (1, false), (1, true), (2, false)];
+    assert_eq!(steps, want);
+    match &lines[1] {
+        MetricsLine::Evaluation(line) => assert!(line.eval_loss.is_nan()),
+        line => panic!("{line:?}"),
     }
 }
 

@@ -28,7 +28,7 @@ impl TrainingCheckpoint {
             num_bytes: save.num_bytes_of(&plan)?,
             what: "the model",
         }])?;
-        let folder = Folder::create(save, source.map(Checkpoint::dir))?;
+        let folder = Folder::create(save, source.into_iter().map(Checkpoint::dir).collect())?;
         for file in &plan.files {
             let mut writer = folder.file(file)?;
             for tensor in &file.tensors {
@@ -70,6 +70,7 @@ impl TrainingCheckpoint {
         let is_elsewhere = |(_, repeats): &(String, Option<String>)| repeats.is_none();
         let mut params = manifest.params.iter();
         manifest.source.is_some()
+            && manifest.lora.is_none()
             && (manifest.extras.iter().any(is_elsewhere)
                 || params.any(|param| self.is_from_source(&param.name, param.trainable)))
     }
@@ -115,6 +116,7 @@ impl TrainingCheckpoint {
             params,
             extras: self.manifest.extras.clone(),
             source,
+            lora: self.manifest.lora.clone(),
         })
     }
 

@@ -13,6 +13,7 @@ use super::folder::CheckpointFolder;
 use super::piece::Piece;
 use crate::checkpoint::model_folder::is_sidecar;
 use crate::checkpoint::save::write_small;
+use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
 use crate::params::{Parameters, ValuesFrom, ZeroStage};
 
@@ -44,6 +45,9 @@ pub struct CheckpointManifest {
     pub(super) optimizer: OptimizerCounters,
     /// Folder of the checkpoint that the parameters came from, which has the values of frozen ones.
     pub source: Option<PathBuf>,
+    /// The low-rank adapters of the model, which are all that is saved of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraConfig>,
     /// In name order.
     pub params: Vec<ParamRecord>,
     /// Tensors of the source that are no parameters: names, and which parameter each repeats.
@@ -161,6 +165,7 @@ impl CheckpointManifest {
             source: source
                 .and_then(|dir| std::fs::canonicalize(dir).ok())
                 .filter(|dir| dir.to_str().is_some()),
+            lora: params.lora().cloned(),
             params: entries.collect(),
             extras: params.extras(),
             files: Vec::new(),

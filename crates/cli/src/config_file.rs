@@ -1,0 +1,208 @@
+//! `--config FILE`: flags from a TOML file, and the flags of a run as such a file.
+
+use std::any::TypeId;
+use std::ffi::OsString;
+use std::path::Path;
+
+use candle_core::{Error, Result, bail};
+use clap::{Arg, ArgMatches, Command};
+use toml::{Table, Value};
+
+/// The file in a model's folder that says how the model was made.
+pub(crate) const CONFIG_FILE: &str = "candle_train.toml";
+
+/// Flags that say nothing about a run, or something that is over when it is run again.
+const NOT_STORED: [&str; 5] = ["config", "resume", "resume-anyway", "help", "version"];
+
+/// The words of a command line, and before its flags those of the file that its `--config` names. A flag that is given on the command line is
+/// not taken from the file.
+///
+/// # Errors
+/// A file that cannot be read, a key that is no flag, a value that no flag has.
+pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<OsString>> {
+    let subcommand = words.get(1).and_then(|word| command.find_subcommand(word));
+    let (command, place) = match subcommand {
+        Some(subcommand) => (subcommand, 2),
+        None => (command, 1),
+    };
+    let given = |name: &str| {
+        let flag = format!("--{name}");
+        let mut flags = words.iter().skip(place).map(|word| word.to_string_lossy());
+        flags.any(|word| word == flag || word.starts_with(&format!("{flag}=")))
+    };
+    if !command
+        .get_arguments()
+        .any(|arg| arg.get_long() == Some("config"))
+        || !given("config")
+    {
+        return Ok(words);
+    }
+    let Some(path) = value_of("--config", &words[place..]) else {
+        return Ok(words);
+    };
+    let table = read(path.as_ref())?;
+    let mut flags = Vec::new();
+    for (key, value) in &table {
+        let fail = |what: String| -> Result<()> { bail!("{}: {what}", Path::new(&path).display()) };
+        let Some(arg) = find(command, key) else {
+            let names = command.get_arguments().filter_map(Arg::get_long);
+            let names = names.filter(|name| !NOT_STORED[3..].contains(name));
+            let nearest = names.max_by(|a, b| {
+                let similar = |name| strsim::jaro_winkler(name, &key.replace('_', "-"));
+                similar(a).total_cmp(&similar(b))
+            });
+            fail(format!(
+                "{key} is no flag of {}\nhint: the nearest one is {}",
+                command.get_name(),
+                nearest.unwrap_or_default()
+            ))?;
+            continue;
+        };
+        if names(arg).into_iter().any(|name| given(&name)) {
+            continue;
+        }
+        match words_of(arg, value) {
+            Ok(words) => flags.extend(words),
+            Err(expected) => fail(format!("{key} is {value}; expected {expected}"))?,
+        }
+    }
+    words.splice(place..place, flags);
+    Ok(words)
+}
+
+fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        let text = word.to_string_lossy();
+        if text == flag {
+            return words.next().cloned();
+        }
+        if let Some(value) = text
+            .strip_prefix(flag)
+            .and_then(|rest| rest.strip_prefix('='))
+        {
+            return Some(value.into());
+        }
+    }
+    None
+}
+
+fn read(path: &Path) -> Result<Table> {
+    let text = std::fs::read_to_string(path).map_err(|err| {
+        Error::msg(format!(
+            "cannot read the configuration {}: {err}",
+            path.display()
+        ))
+    })?;
+    text.parse().map_err(|err: toml::de::Error| {
+        let line = err
+            .span()
+            .map(|span| text[..span.start].lines().count().max(1));
+        let line = line.map_or(String::new(), |line| format!(", line {line}"));
+        Error::msg(format!(
+            "{}{line} is no TOML: {}",
+            path.display(),
+            err.message()
+        ))
+    })
+}
+
+/// The flag that a key names, written with `-` or `_`.
+fn find<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
+    let key = key.replace('_', "-");
+    let mut args = command.get_arguments();
+    let is_meant = |arg: &&Arg| names(arg).contains(&key);
+    args.find(is_meant).filter(|_| key != "config")
+}
+
+/// The long names of a flag.
+fn names(arg: &Arg) -> Vec<String> {
+    let aliases = arg.get_all_aliases().unwrap_or_default();
+    let names = arg.get_long().into_iter().chain(aliases);
+    names.map(str::to_string).collect()
+}
+
+/// A value as words of a command line, or what is expected instead.
+fn words_of(arg: &Arg, value: &Value) -> std::result::Result<Vec<OsString>, &'static str> {
+    let name = arg.get_long().unwrap_or_default();
+    if !arg.get_action().takes_values() {
+        return match value {
+            Value::Boolean(true) => Ok(vec![format!("--{name}").into()]),
+            Value::Boolean(false) => Ok(Vec::new()),
+            _ => Err("true or false"),
+        };
+    }
+    let word = |value: &Value| {
+        let value = match value {
+            Value::String(text) => text.clone(),
+            Value::Integer(number) => number.to_string(),
+            Value::Float(number) => number.to_string(),
+            _ => return Err("a number or a text"),
+        };
+        Ok(format!("--{name}={value}").into())
+    };
+    match value {
+        Value::Array(values) => values.iter().map(word).collect(),
+        value => Ok(vec![word(value)?]),
+    }
+}
+
+/// The flags of a command with their values, those that were not given with their defaults, as a file for `--config`. A default that a flag which
+/// was given rules out is not among them.
+pub(crate) fn effective(
+    command: &Command,
+    matches: &ArgMatches,
+    is_given: impl Fn(&str) -> bool,
+) -> Table {
+    let mut table = Table::new();
+    for arg in command.get_arguments() {
+        let (id, Some(name)) = (arg.get_id().as_str(), arg.get_long()) else {
+            continue;
+        };
+        let Ok(Some(values)) = matches.try_get_raw(id) else {
+            continue;
+        };
+        let mut others = command.get_arg_conflicts_with(arg).into_iter();
+        let is_ruled_out = others.any(|other| is_given(other.get_id().as_str()));
+        if NOT_STORED.contains(&name) || is_ruled_out && !is_given(id) {
+            continue;
+        }
+        let values = values.filter_map(|value| value.to_str());
+        let mut values: Vec<Value> = values.map(|value| typed(arg, value)).collect();
+        let value = match values.len() {
+            0 => continue,
+            1 => values.remove(0),
+            _ => Value::Array(values),
+        };
+        table.insert(name.to_string(), value);
+    }
+    table
+}
+
+/// The text of a file for `--config`: `flags`, and in their place those that were `taken` by default, such as `--lr 2e-5`.
+pub(crate) fn text_of(mut flags: Table, taken: &[String]) -> Result<String> {
+    for flag in taken {
+        let Some((name, value)) = flag.trim_start_matches("--").split_once(' ') else {
+            continue;
+        };
+        let whole = value.parse().ok().map(Value::Integer);
+        let number = whole.or_else(|| value.parse().ok().map(Value::Float));
+        let value = number.unwrap_or_else(|| Value::String(value.to_string()));
+        flags.insert(name.to_string(), value);
+    }
+    toml::to_string(&flags).map_err(Error::wrap)
+}
+
+/// The text of a flag's value in the type that the flag has.
+fn typed(arg: &Arg, text: &str) -> Value {
+    let type_id = arg.get_value_parser().type_id();
+    let is = |other: TypeId| type_id == other;
+    let is_whole = is(TypeId::of::<usize>()) || is(TypeId::of::<u64>()) || is(TypeId::of::<u8>());
+    let number = match is_whole {
+        true => text.parse().ok().map(Value::Integer),
+        false if is(TypeId::of::<f64>()) => text.parse().ok().map(Value::Float),
+        false if !arg.get_action().takes_values() => text.parse().ok().map(Value::Boolean),
+        false => None,
+    };
+    number.unwrap_or_else(|| Value::String(text.to_string()))
+}

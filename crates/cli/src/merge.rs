@@ -1,0 +1,61 @@
+//! `candle-train merge`
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use candle_core::Result;
+use candle_parallel::Adapter;
+use candle_parallel::checkpoint::{Checkpoint, HfSave, merge_adapter, sidecar_files};
+use candle_train::hub::resolve_model;
+use clap::Args;
+
+use crate::choices::StorageChoice;
+use crate::config_dtype::with_config_dtype;
+use crate::output::{exit_with, print_line};
+
+/// Fold a low-rank adapter into the model that it was trained on
+#[derive(Args, Debug)]
+pub(crate) struct Merge {
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    #[arg(long, value_name = "DIR|REPO")]
+    model: String,
+    /// Folder of the adapter, as finetune --lora-rank or peft saves it
+    #[arg(long, value_name = "DIR")]
+    adapter: PathBuf,
+    /// Folder for the model with the adapter folded in
+    #[arg(long, value_name = "DIR")]
+    output: PathBuf,
+    /// Type of the saved weights [default: each tensor's own in the checkpoint]
+    #[arg(long)]
+    save_dtype: Option<StorageChoice>,
+    /// Replace a model in the folder of --output
+    #[arg(long)]
+    overwrite: bool,
+}
+
+impl Merge {
+    /// Does what the flags say.
+    pub fn run(&self) -> ExitCode {
+        exit_with(self.merge())
+    }
+
+    fn merge(&self) -> Result<()> {
+        let model = resolve_model(&self.model)?;
+        let dtype = self.save_dtype.map(Into::into);
+        let sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
+        let save = HfSave {
+            dtype,
+            overwrite: self.overwrite,
+            inputs: vec![model.clone(), self.adapter.clone()],
+            ..HfSave::new(&self.output, sidecars)
+        };
+        let adapter = Adapter::open(&self.adapter)?;
+        let num_layers = merge_adapter(&Checkpoint::open(&model)?, &adapter, &save)?;
+        print_line(&format!(
+            "{num_layers} layers of {} with their adapters folded in\nsaved to {}",
+            model.display(),
+            self.output.display()
+        ));
+        Ok(())
+    }
+}

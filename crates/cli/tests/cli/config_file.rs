@@ -1,0 +1,107 @@
+//! `--config`: flags from a file, the file that a run leaves, and files that are refused.
+
+use std::fs;
+
+use super::folder::read_checkpoint;
+use super::program::Program;
+use super::training::metrics;
+use super::workspace::{Workspace, candle_train};
+
+#[test]
+fn the_file_that_a_run_leaves_makes_the_same_model() {
+    let workspace = Workspace::new();
+    let run = workspace
+        .finetune()
+        .flag("--lr", "3e-3")
+        .flag("--prompt", "007")
+        .flag("--zero", 2)
+        // Rules out a flag that has a default.
+        .flag("--quantize-gradients", "int8")
+        .switch("--no-shuffle")
+        .flag("--metrics", workspace.path("metrics.jsonl").display());
+    run.succeeds();
+    let want = read_checkpoint(&workspace.output());
+    let numbers = metrics(&workspace.path("metrics.jsonl"));
+    let file = workspace.output().join("candle_train.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    for line in [
+        "lr = 0.003\n",
+        "prompt = \"007\"\n",
+        "no-shuffle = true\n",
+        "global-batch-size = 4\n",
+    ] {
+        assert!(text.contains(line), "{line:?} is not in {text}");
+    }
+    let again = workspace.path("again");
+    let with_config = candle_train("finetune")
+        .flag("--config", file.display())
+        .flag("--output", again.display());
+    let outcome = with_config.succeeds();
+    let said = format!("flags of {}\n", file.display());
+    assert!(outcome.stdout.starts_with(&said), "{}", outcome.stdout);
+    assert!(read_checkpoint(&again) == want);
+    let losses = |lines: &[serde_json::Map<String, serde_json::Value>]| {
+        lines
+            .iter()
+            .map(|line| line["loss"].clone())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        losses(&metrics(&workspace.path("metrics.jsonl"))),
+        losses(&numbers)
+    );
+    // The command line wins.
+    with_config
+        .flag("--lr", "1e-3")
+        .switch("--overwrite")
+        .succeeds();
+    assert!(read_checkpoint(&again) != want);
+}
+
+fn with_file(workspace: &Workspace, text: &str) -> Program {
+    fs::write(workspace.path("run.toml"), text).unwrap();
+    workspace
+        .finetune()
+        .flag("--config", workspace.path("run.toml").display())
+}
+
+#[test]
+fn files_that_are_refused() {
+    let workspace = Workspace::new();
+    for (text, parts) in [
+        (
+            "lerning_rate = 1",
+            vec![
+                "run.toml: lerning_rate is no flag of finetune",
+                "hint: the nearest one is ",
+            ],
+        ),
+        ("warmup = 1", vec!["warmup is no flag", "warmup-steps"]),
+        ("config = 'other.toml'", vec!["config is no flag"]),
+        (
+            "no-shuffle = 1",
+            vec!["no-shuffle is 1; expected true or false"],
+        ),
+        ("[lr]\na = 1", vec!["lr is ", "expected a number or a text"]),
+        ("a = 1\nlr = = 2", vec!["run.toml, line 2 is no TOML"]),
+        (
+            "min_lr_ratio = 2",
+            vec!["--min-lr-ratio", "a number >= 0 and <= 1"],
+        ),
+    ] {
+        let run = with_file(&workspace, text);
+        workspace.refuses(&run, &parts);
+        fs::remove_file(workspace.path("run.toml")).unwrap();
+    }
+    let missing = workspace.finetune().flag("--config", "nowhere.toml");
+    workspace.refuses(&missing, &["cannot read the configuration nowhere.toml"]);
+}
+
+#[test]
+fn keys_may_have_underscores_and_switches_may_be_off() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let file = format!("warmup_steps = 0\nlr = 0.125\nno_overlap = false\nmetrics = {path:?}\n");
+    with_file(&workspace, &file).succeeds();
+    assert_eq!(metrics(&path)[0]["learning_rate"], 0.125);
+}

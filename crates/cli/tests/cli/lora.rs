@@ -1,0 +1,298 @@
+//! `--lora-rank` and `--adapter`: what is trained, what is saved, and going on; `merge`.
+
+use std::fs;
+
+use safetensors::Dtype;
+use serde_json::json;
+
+use super::folder::{
+    copy_folder, edit_json, fixture, names, read_checkpoint, read_json, read_tensors,
+};
+use super::program::Program;
+use super::training::metrics;
+use super::workspace::{Workspace, candle_train};
+
+const FILES: [&str; 5] = [
+    ".candle_train.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "chat_template.jinja",
+    "tokenizer.json",
+];
+
+fn lora(workspace: &Workspace) -> Program {
+    workspace.finetune().flag("--lora-rank", 2)
+}
+
+fn merge(workspace: &Workspace, adapter: &str) -> Program {
+    candle_train("merge")
+        .flag("--model", workspace.path("model").display())
+        .flag("--adapter", workspace.path(adapter).display())
+        .flag("--output", workspace.path("merged").display())
+}
+
+#[test]
+fn the_output_is_an_adapter_which_training_goes_on_with() {
+    let workspace = Workspace::new();
+    let program = lora(&workspace).without("--lr");
+    let outcome = program.switch("--rslora").succeeds();
+    let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen are 39 \
+                tensors of 53728 values";
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("--lr 0.0002"), "{}", outcome.stdout);
+    let files = names(&workspace.output());
+    assert!(
+        FILES
+            .iter()
+            .all(|name| files.iter().any(|file| file == name)),
+        "{files:?}"
+    );
+    assert!(
+        !files
+            .iter()
+            .any(|file| file == "config.json" || file.starts_with("model")),
+        "{files:?}"
+    );
+    let config = read_json(&workspace.output().join("adapter_config.json"));
+    let layers = [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ];
+    for (field, value) in [
+        ("peft_type", json!("LORA")),
+        ("task_type", json!("CAUSAL_LM")),
+        ("r", json!(2)),
+        ("lora_alpha", json!(16)),
+        ("use_rslora", json!(true)),
+        ("target_modules", json!(layers)),
+        ("base_model_name_or_path", json!(workspace.path("model"))),
+    ] {
+        assert_eq!(config[field], value, "{field}");
+    }
+    let first = read_checkpoint(&workspace.output());
+    assert_eq!(first.len(), 56);
+    let b = &first["base_model.model.model.layers.3.mlp.down_proj.lora_B.weight"];
+    assert_eq!((b.0, b.1.as_slice()), (Dtype::F32, [32, 2].as_slice()));
+    assert!(b.2.iter().any(|byte| *byte != 0));
+
+    copy_folder(&workspace.output(), &workspace.path("adapter"));
+    let again = workspace
+        .finetune()
+        .flag("--adapter", workspace.path("adapter").display());
+    again.succeeds();
+    let second = read_checkpoint(&workspace.output());
+    assert!(second.keys().eq(first.keys()));
+    assert!(second != first);
+    assert_eq!(
+        read_json(&workspace.output().join("adapter_config.json")),
+        config
+    );
+    // Without a step it is what it was.
+    again.flag("--steps", 0).succeeds();
+    assert!(read_checkpoint(&workspace.output()) == first);
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
+    let workspace = Workspace::new();
+    let program = lora(&workspace)
+        .flag("--steps", 4)
+        .flag("--lora-dropout", 0.2)
+        .flag("--lora-targets", "q_proj,down_proj")
+        .flag("--save-every", 2)
+        .flag("--save-dir", workspace.path("saves").display());
+    program.succeeds();
+    let want = read_checkpoint(&workspace.output());
+    assert_eq!(want.len(), 16);
+    // 12 bytes for each of the 1216 values that are trained, and none of the base.
+    let saved = workspace.path("saves/step-000002");
+    let files = names(&saved)
+        .into_iter()
+        .filter(|name| name.ends_with(".safetensors"));
+    let num_bytes: u64 = files
+        .map(|name| fs::metadata(saved.join(name)).unwrap().len())
+        .sum();
+    assert!((14_592..30_000).contains(&num_bytes), "{num_bytes}");
+    // The model need not be there to export it.
+    let exported = workspace.path("exported");
+    let last = workspace.path("saves/step-000004");
+    fs::rename(workspace.path("model"), workspace.path("away")).unwrap();
+    let export = candle_train("export").argument(last.display());
+    export.argument(exported.display()).succeeds();
+    fs::rename(workspace.path("away"), workspace.path("model")).unwrap();
+    assert!(read_checkpoint(&exported) == want);
+    let config = "adapter_config.json";
+    assert_eq!(
+        read_json(&exported.join(config)),
+        read_json(&workspace.output().join(config))
+    );
+    let again = workspace.path("again");
+    copy_folder(&saved, &again.join("step-000002"));
+    let program = program
+        .flag("--save-dir", again.display())
+        .flag("--resume", "latest");
+    program.succeeds();
+    assert!(read_checkpoint(&workspace.output()) == want);
+    let other = program.flag("--lora-alpha", 8);
+    workspace.run_refused(&other, &["--lora-alpha is 8, and 16 in the checkpoint"]);
+}
+
+#[test]
+fn merge_folds_the_adapter_in_and_keeps_types_and_files() {
+    let workspace = Workspace::with_model("qwen3");
+    copy_folder(&fixture("lora/qwen3/adapter"), &workspace.path("adapter"));
+    merge(&workspace, "adapter").succeeds();
+    let merged = read_checkpoint(&workspace.path("merged"));
+    let before = read_checkpoint(&workspace.path("model"));
+    let want = read_tensors(&fixture("lora/qwen3/reference/merged.safetensors"));
+    assert!(merged.keys().eq(before.keys()));
+    let values = |bytes: &[u8]| -> Vec<f32> {
+        let values = bytes.chunks_exact(4);
+        values
+            .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
+            .collect()
+    };
+    for (name, (dtype, shape, bytes)) in &merged {
+        let Some((_, _, expected)) = want.get(name) else {
+            assert!(*bytes == before[name].2, "{name}");
+            continue;
+        };
+        assert_eq!((*dtype, shape), (Dtype::F32, &before[name].1));
+        for (ours, expected) in values(bytes).iter().zip(values(expected)) {
+            assert!(
+                (ours - expected).abs() <= 1e-6 * expected.abs().max(0.1),
+                "{name}: {ours} {expected}"
+            );
+        }
+    }
+    assert_eq!(
+        names(&workspace.path("merged")),
+        names(&workspace.path("model"))
+    );
+    // A model that is there stays, unless it is said that it need not.
+    let parts = ["merged", "it holds a model already"];
+    merge(&workspace, "adapter").run().assert_error(&parts);
+    merge(&workspace, "adapter")
+        .switch("--overwrite")
+        .flag("--save-dtype", "bf16")
+        .succeeds();
+    let narrow = read_checkpoint(&workspace.path("merged"));
+    assert!(narrow.values().all(|(dtype, ..)| *dtype == Dtype::BF16));
+    assert_eq!(
+        read_json(&workspace.path("merged/config.json"))["dtype"],
+        json!("bfloat16")
+    );
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    let workspace = Workspace::new();
+    let adapter = workspace.finetune().flag("--adapter", "somewhere");
+    for flag in ["--lora-rank", "--lora-alpha", "--lora-targets", "--freeze"] {
+        workspace.refuses(&adapter.clone().flag(flag, 1), &[flag, "--adapter"]);
+    }
+    workspace.refuses(&adapter, &["somewhere/adapter_config.json"]);
+    workspace.refuses(&workspace.finetune().switch("--rslora"), &["--lora-rank"]);
+    workspace.refuses(&lora(&workspace).flag("--freeze", "mlp"), &["--freeze"]);
+    let targets = lora(&workspace).flag("--lora-targets", "q_proj,lm_head");
+    let parts = [
+        "is called lm_head",
+        "hint: there are down_proj, gate_proj, k_proj",
+    ];
+    workspace.refuses(&targets, &parts);
+    for (flag, value) in [
+        ("--lora-rank", "0"),
+        ("--lora-dropout", "1"),
+        ("--lora-alpha", "0"),
+    ] {
+        workspace.refuses(&lora(&workspace).flag(flag, value), &[flag]);
+    }
+}
+
+#[test]
+fn a_base_in_fewer_bits_takes_less_memory_and_nearly_the_same_losses() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let run = |program: Program| {
+        program.flag("--metrics", path.display()).succeeds();
+        let last = metrics(&path).pop().unwrap();
+        (
+            last["loss"].as_f64().unwrap(),
+            last["memory"]["weights_peak_bytes"].as_u64().unwrap(),
+        )
+    };
+    let program = lora(&workspace)
+        .flag("--tp", 1)
+        .flag("--pp", 1)
+        .flag("--dp", 2)
+        .flag("--zero", 0);
+    let (loss, bytes) = run(program.clone());
+    // The norms and the adapters are in f32.
+    let floats = 4 * (9 * 32 + 3904);
+    assert_eq!(bytes, 4 * (57632 - 3904 - 9 * 32) + floats);
+    let inner = 4 * (3072 + 5376);
+    // No block divides the 56 columns of down_proj.
+    let narrow = 2 * 4 * 32 * 56;
+    for (format, expected) in [
+        ("bf16", 2 * (2 * 307 * 32 + inner)),
+        ("f16", 2 * (2 * 307 * 32 + inner)),
+        (
+            "q8_0",
+            2 * 2 * 307 * 32 + (inner - 4 * 32 * 56) * 34 / 32 + narrow,
+        ),
+    ] {
+        let (other, bytes) = run(program.clone().flag("--base-dtype", format));
+        assert_eq!(bytes, expected + floats, "{format}");
+        assert!(
+            other != loss && (other - loss).abs() < 0.02 * loss,
+            "{format}: {other} {loss}"
+        );
+    }
+    // Divided over replicas, and tile by tile.
+    let divided = program
+        .flag("--zero", 3)
+        .flag("--tile-linears", 2)
+        .flag("--quantize-weights", "int8");
+    let (other, bytes) = run(divided.flag("--base-dtype", "q8_0"));
+    assert!((other - loss).abs() < 0.02 * loss, "{other} {loss}");
+    assert!(bytes < 60_000, "{bytes}");
+    let cut = lora(&workspace).flag("--base-dtype", "q8_0");
+    workspace.run_refused(&cut, &["o_proj", "cuts blocks of 32 values", "hint"]);
+    let parts = ["--base-dtype is given without adapters"];
+    workspace.run_refused(&workspace.finetune().flag("--base-dtype", "q4k"), &parts);
+}
+
+#[test]
+fn adapters_that_do_not_fit_are_refused() {
+    let workspace = Workspace::new();
+    let adapter = workspace.path("adapter");
+    let program = workspace.finetune().flag("--adapter", adapter.display());
+    copy_folder(&fixture("lora/qwen3/adapter"), &adapter);
+    workspace.refuses(&program, &[".lora_", "has shape [", "; expected ["]);
+    merge(&workspace, "adapter")
+        .run()
+        .assert_error(&["has shape"]);
+    copy_folder(&fixture("lora/tied_bias/adapter"), &adapter);
+    let parts = ["of the layer model.layers.4.mlp.down_proj", "another model"];
+    merge(&workspace, "adapter").run().assert_error(&parts);
+    assert!(!workspace.path("merged").exists());
+    for (field, value) in [
+        ("use_dora", json!(true)),
+        ("bias", json!("all")),
+        ("modules_to_save", json!(["lm_head"])),
+        ("rank_pattern", json!({"q_proj": 8})),
+        ("a_field_of_tomorrow", json!(1)),
+        ("peft_type", json!("IA3")),
+    ] {
+        copy_folder(&fixture("lora/qwen3/adapter"), &adapter);
+        edit_json(&adapter.join("adapter_config.json"), |config| {
+            config[field] = value
+        });
+        workspace.refuses(&program, &["adapter_config.json", field]);
+    }
+}

@@ -1,0 +1,76 @@
+//! What is asked of a model's parameters because some of them are low-rank adapters.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use candle_core::{Result, bail};
+
+use super::parameters::Parameters;
+use super::source::LoraSource;
+use crate::checkpoint::Checkpoint;
+use crate::lora::{SequenceKeys, module_of};
+use crate::pipeline::MicroBatch;
+
+impl Parameters {
+    /// The layers of the model that have an adapter, in name order, the same on every rank.
+    pub fn adapted_layers(&self) -> BTreeSet<&str> {
+        let adapters = self.catalog().iter().filter(|entry| entry.is_adapter);
+        adapters
+            .filter_map(|entry| module_of(&entry.name))
+            .collect()
+    }
+
+    /// The folders that the parameters came from.
+    pub(crate) fn source_dirs(&self) -> Vec<&Path> {
+        let base = self.checkpoint().map(Checkpoint::dir);
+        let adapter = match &self.source().lora {
+            Some(LoraSource::Trained(adapter)) => Some(adapter.weights().dir()),
+            Some(LoraSource::Init(_)) | None => None,
+        };
+        base.into_iter().chain(adapter).collect()
+    }
+
+    /// An error if adapters were asked for that no layer took; `linears` are the layers of this rank that could have one.
+    pub(super) fn check_adapters(&self, linears: &BTreeSet<String>) -> Result<()> {
+        let Some(lora) = &self.source().lora else {
+            return Ok(());
+        };
+        let adapted = self.adapted_layers();
+        let unmatched = lora.config().targets.unmatched(&adapted);
+        if unmatched.is_some() || adapted.is_empty() {
+            let last = |name: &String| name.rsplit('.').next().unwrap_or_default().to_string();
+            let names: BTreeSet<String> = linears.iter().map(last).collect();
+            let names = names.into_iter().collect::<Vec<_>>().join(", ");
+            bail!(
+                "no linear layer that can have a low-rank adapter is called {}\nhint: there are {names}; embeddings and heads have none",
+                unmatched.unwrap_or("so")
+            );
+        }
+        match lora {
+            LoraSource::Init(_) => Ok(()),
+            LoraSource::Trained(adapter) => adapter.check_all_used(&adapted),
+        }
+    }
+
+    /// What dropout needs to know of a training pass of `batch`; `None` if the model has no dropout.
+    pub(crate) fn sequence_keys(&self, batch: &MicroBatch) -> Result<Option<Arc<SequenceKeys>>> {
+        let Some(lora) = self.lora().filter(|lora| lora.dropout > 0.0) else {
+            return Ok(None);
+        };
+        let num_updates = self.num_updates().load(Ordering::Relaxed);
+        let keys = SequenceKeys::new(batch, lora.seed, num_updates)?;
+        Ok(Some(Arc::new(keys)))
+    }
+
+    /// Tells the layers whose pass comes; `None`: it is not a training pass.
+    pub(crate) fn set_dropout_pass(&self, keys: Option<Arc<SequenceKeys>>) {
+        self.dropout().set(keys);
+    }
+
+    /// Notes how many updates have been made.
+    pub(crate) fn set_num_updates(&self, num_updates: usize) {
+        self.num_updates().store(num_updates, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,222 @@
+//! Frozen weights in fewer bits, unpacked tile by tile, beside low-rank adapters.
+
+use candle_comm::Mesh;
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_parallel::{
+    AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, LoraConfig,
+    MemoryCategory, MicroBatch, ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule,
+    Shard, Stage, WEIGHT_INIT, WeightFormat, ZeroStage, column_parallel_linear, layer_block,
+    plain_block, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+};
+
+use crate::check::{assert_says, message, on_mesh};
+
+const VOCAB: usize = 37;
+const HIDDEN: usize = 256;
+const INNER: usize = 512;
+
+struct Mlp(ColumnParallelLinear, RowParallelLinear);
+
+impl PlainBlock for Mlp {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        xs + self.1.forward(&self.0.forward(xs)?.gelu()?)?
+    }
+}
+
+struct Head(ColumnParallelLinear, Shard, Mesh);
+
+impl PlainBlock for Head {
+    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        let logits = self.0.forward(xs)?.flatten_to(1)?;
+        let Some(targets) = &batch.targets else {
+            bail!("no targets");
+        };
+        let targets = targets.flatten_all()?;
+        vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?.sum_all()
+    }
+}
+
+fn stage(mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
+    let vb = store.builder(DType::F32, mesh.world.device());
+    Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
+        let vb = vb.pp("blocks").pp(index);
+        Ok(match index {
+            0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, &mesh.tp, vb)?),
+            1 | 2 => plain_block(Mlp(
+                column_parallel_linear(HIDDEN, INNER, true, &mesh.tp, vb.pp("up"))?,
+                row_parallel_linear(INNER, HIDDEN, true, &mesh.tp, vb.pp("down"))?,
+            )),
+            _ => plain_block(Head(
+                column_parallel_linear(HIDDEN, VOCAB, false, &mesh.tp, vb)?,
+                Shard::even(0, VOCAB, &mesh.tp)?,
+                mesh.clone(),
+            )),
+        })
+    })
+}
+
+fn store() -> ParamStore {
+    let lora = LoraConfig {
+        rank: 3,
+        ..LoraConfig::default()
+    };
+    ParamStore::init(5).with_lora(lora).unwrap()
+}
+
+/// The losses and norms of three steps.
+fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
+    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let config = AdamWConfig::default();
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
+    let tokens = Tensor::arange(0u32, 24, &Device::Cpu)?.reshape((3, 8))?;
+    let targets = Tensor::arange(11u32, 35, &Device::Cpu)?.reshape((3, 8))?;
+    let batch = MicroBatch {
+        tokens,
+        targets: Some(targets),
+        documents: None,
+    };
+    let step = |_| {
+        let passes = pipeline.forward_backward(stage, &[batch.clone()], &mut gradients)?;
+        let report = optimizer.step(&mut gradients, &passes, 3e-2, Some(1.0))?;
+        Ok((report.loss.mean, report.grad_norm))
+    };
+    (0..3).map(step).collect()
+}
+
+/// What these values become in a form of their own.
+fn rounded(values: &Tensor, form: GgmlDType) -> Result<Tensor> {
+    QTensor::quantize(values, form)?.dequantize(&Device::Cpu)
+}
+
+#[test]
+fn blocks_train_as_the_values_that_they_stand_for() {
+    for (format, blocks) in [
+        (WeightFormat::Q4K, GgmlDType::Q4K),
+        (WeightFormat::Q8_0, GgmlDType::Q8_0),
+    ] {
+        let reference = on_mesh((1, 1, 1), |mesh| {
+            let stage = stage(&mesh, &store())?;
+            let params = stage.params();
+            for (index, param) in params.iter().enumerate() {
+                let is_weight = !param.is_adapter && param.global_shape.rank() == 2;
+                let is_inner = param.blocks.iter().all(|block| [1, 2].contains(block));
+                let form = if is_inner { blocks } else { GgmlDType::BF16 };
+                if is_weight {
+                    params.refill(index, &rounded(&param.values()?, form)?)?;
+                }
+            }
+            trained(&mesh, &stage)
+        });
+        for (layout, zero, tile_linears) in [
+            ((1, 1, 1), ZeroStage::One, 1),
+            ((1, 1, 2), ZeroStage::One, 1),
+            ((2, 1, 2), ZeroStage::One, 1),
+            ((1, 2, 1), ZeroStage::Three, 1),
+            ((1, 2, 2), ZeroStage::Three, 3),
+        ] {
+            let ranks = on_mesh(layout, |mesh| {
+                let replicas = DataParallel {
+                    tile_linears,
+                    quantize_weights: false,
+                    ..zero.into()
+                };
+                let store = store()
+                    .with_data_parallel(replicas)
+                    .with_frozen_format(format);
+                trained(&mesh, &stage(&mesh, &store)?)
+            });
+            for (ours, expected) in ranks[0].iter().zip(&reference[0]) {
+                let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+                let what = format!("{format:?} {layout:?} {zero:?}: {ours:?} {expected:?}");
+                assert!(
+                    close(ours.0, expected.0) && close(ours.1, expected.1),
+                    "{what}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_holds_the_bits_of_the_form_and_no_gradient_of_the_base() {
+    let bytes = |format| {
+        on_mesh((1, 1, 1), |mesh| {
+            let stage = stage(&mesh, &store().with_frozen_format(format))?;
+            trained(&mesh, &stage)?;
+            let report = stage.params().meter().report();
+            let of = |category| report.of(category).peak as usize;
+            let optimizer = of(MemoryCategory::Optimizer);
+            assert_eq!(of(MemoryCategory::Gradients) * 2, optimizer);
+            Ok((of(MemoryCategory::Weights), optimizer))
+        })[0]
+    };
+    let adapters = 2 * 2 * 3 * (HIDDEN + INNER);
+    let biases = 2 * (HIDDEN + INNER);
+    let (outer, inner) = (2 * VOCAB * HIDDEN, 4 * HIDDEN * INNER);
+    let floats = 4 * (adapters + biases);
+    let (weights, optimizer) = bytes(WeightFormat::Q4K);
+    // 4.5 bits a value in the blocks between the first and the last, 16 in those.
+    assert_eq!(weights, inner * 9 / 16 + 2 * outer + floats);
+    // Two moments of the adapters alone; slices are padded.
+    assert!(
+        (8 * adapters..8 * adapters + 4096).contains(&optimizer),
+        "{optimizer}"
+    );
+    assert_eq!(
+        bytes(WeightFormat::Q8_0).0,
+        inner * 17 / 16 + 2 * outer + floats
+    );
+    assert_eq!(bytes(WeightFormat::BF16).0, 2 * inner + 2 * outer + floats);
+    assert_eq!(bytes(WeightFormat::F32).0, 4 * inner + 4 * outer + floats);
+}
+
+#[test]
+fn a_large_weight_is_unpacked_in_several_tiles() {
+    let store = ParamStore::init(3)
+        .freeze(|_| true)
+        .with_frozen_format(WeightFormat::F16);
+    let vb = store.builder(DType::F32, &Device::Cpu);
+    let (rows, columns) = (1500, 4096);
+    let all = 0..rows;
+    let shard = Shard {
+        dim: 0,
+        range: all.clone(),
+        global: rows,
+    };
+    let weight = vb
+        .get_tiled((rows, columns), "weight", shard, WEIGHT_INIT)
+        .unwrap();
+    assert_eq!(weight.dims2().unwrap(), (rows, columns));
+    let mut seen = Vec::new();
+    let held = weight.tensor().to_dtype(DType::F32).unwrap();
+    weight
+        .for_each_tile(|tile_rows, tile| {
+            assert_eq!(tile.dims2()?, (tile_rows.len(), columns));
+            let part = held.narrow(0, tile_rows.start, tile_rows.len())?;
+            let difference = (tile - part)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            assert_eq!(difference, 0.0);
+            seen.push(tile_rows);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(seen, [0..1024, 1024..rows]);
+}
+
+#[test]
+fn blocks_that_a_layout_cuts_are_refused() {
+    let refused = on_mesh((1, 1, 4), |mesh| {
+        let store = store().with_frozen_format(WeightFormat::Q4K);
+        Ok(message(stage(&mesh, &store)))
+    });
+    assert_says(
+        &refused[0],
+        &[
+            "down.weight",
+            "columns 0..128 of 512",
+            "blocks of 256",
+            "hint",
+        ],
+    );
+}

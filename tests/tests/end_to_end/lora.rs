@@ -1,0 +1,118 @@
+//! Low-rank adapters: losses, gradients and trained matrices equal those of peft, on every layout.
+
+use candle_core::DType;
+use candle_parallel::{Recompute, ZeroStage};
+
+use crate::determinism::bits;
+use crate::fixture::Fixture;
+use crate::layouts::{assert_same, kinds};
+use crate::run::{Adapters, Layout, Outcome, Variant, train_variant};
+use crate::tensors::{Tensors, assert_close};
+
+fn train(fixture: &Fixture, layout: Layout, adapters: Adapters, recompute: Recompute) -> Outcome {
+    let variant = Variant {
+        adapters,
+        recompute,
+        ..Variant::default()
+    };
+    train_variant(fixture, &fixture.run, layout, variant).unwrap()
+}
+
+/// By the names that the parameters have here.
+fn named(reference: Tensors) -> Tensors {
+    let name = |name: &str| name.strip_prefix("base_model.model.").unwrap().to_string();
+    let named = reference.into_iter();
+    named
+        .map(|(file_name, values)| (name(&file_name), values))
+        .collect()
+}
+
+fn is_adapter(name: &str) -> bool {
+    name.contains(".lora_")
+}
+
+#[test]
+fn every_layout_equals_peft() {
+    for name in ["qwen3", "tied_bias"] {
+        let fixture = Fixture::adapter(name);
+        let (gradients, weights) = (
+            named(fixture.first_gradients()),
+            named(fixture.final_weights()),
+        );
+        for (pp, dp, tp) in [
+            (1, 1, 1),
+            (1, 1, 2),
+            (1, 1, 3),
+            (2, 1, 1),
+            (1, 2, 1),
+            (2, 2, 2),
+        ] {
+            for layout in kinds(Layout::new(pp, dp, tp)) {
+                let what = format!("{name} {layout:?}");
+                let mut ours = train(&fixture, layout, Adapters::Trained, Recompute::None);
+                for (ours, expected) in ours.metrics.iter().zip(&fixture.metrics()) {
+                    expected.assert_matches(ours, 1e-5, &what);
+                }
+                assert_eq!(ours.metrics.len(), fixture.run.steps);
+                assert_close(&ours.first_gradients, &gradients, 1e-4, &what);
+                assert!(ours.optimized.iter().all(|name| is_adapter(name)), "{what}");
+                ours.final_weights.retain(|name, _| is_adapter(name));
+                assert_close(&ours.final_weights, &weights, 1e-4, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn dropout_is_the_same_on_every_layout_and_when_activations_are_recomputed() {
+    let mut fixture = Fixture::adapter("qwen3");
+    fixture.run.steps = 3;
+    let train =
+        |layout, dropout, recompute| train(&fixture, layout, Adapters::New(dropout), recompute);
+    let one_rank = train(Layout::new(1, 1, 1), 0.3, Recompute::None);
+    let without = train(Layout::new(1, 1, 1), 0.0, Recompute::None);
+    assert!(one_rank.metrics[1].loss != without.metrics[1].loss);
+    for (pp, dp, tp) in [(1, 1, 2), (2, 2, 1), (1, 2, 3), (3, 1, 2)] {
+        let layout = Layout {
+            zero: if dp > 1 {
+                ZeroStage::Three
+            } else {
+                ZeroStage::One
+            },
+            ..Layout::new(pp, dp, tp)
+        };
+        let ours = train(layout, 0.3, Recompute::None);
+        assert_same(&ours, &one_rank, &format!("{layout:?}"));
+        assert!(
+            bits(&train(layout, 0.3, Recompute::Full)) == bits(&ours),
+            "{layout:?}"
+        );
+    }
+}
+
+#[test]
+fn the_base_stays_in_16_bits_too() {
+    let fixture = Fixture::adapter("qwen3");
+    let train = |steps, layout| {
+        let mut run = fixture.run.clone();
+        run.steps = steps;
+        let variant = Variant {
+            dtype: DType::BF16,
+            adapters: Adapters::Trained,
+            ..Variant::default()
+        };
+        train_variant(&fixture, &run, layout, variant).unwrap()
+    };
+    let layout = Layout {
+        zero: ZeroStage::Three,
+        tile_linears: 2,
+        ..Layout::new(1, 2, 2)
+    };
+    let (before, after) = (train(0, layout).final_weights, train(5, layout));
+    for (name, values) in &after.final_weights {
+        assert_eq!(*values == before[name], !is_adapter(name), "{name}");
+    }
+    for (ours, expected) in after.metrics.iter().zip(&fixture.metrics()) {
+        expected.assert_matches(ours, 2e-2, "bf16");
+    }
+}
