@@ -17,6 +17,7 @@ fn the_file_that_a_run_leaves_makes_the_same_model() {
         .flag("--zero", 2)
         // Rules out a flag that has a default.
         .flag("--quantize-gradients", "int8")
+        .flag("--tp", 1)
         .switch("--no-shuffle")
         .flag("--metrics", workspace.path("metrics.jsonl").display());
     run.succeeds();
@@ -82,7 +83,10 @@ fn files_that_are_refused() {
             "no-shuffle = 1",
             vec!["no-shuffle is 1; expected true or false"],
         ),
-        ("[lr]\na = 1", vec!["lr is ", "expected a number or a text"]),
+        (
+            "[weight-decay]\na = 1",
+            vec!["weight-decay is ", "expected a number or a text"],
+        ),
         ("a = 1\nlr = = 2", vec!["run.toml, line 2 is no TOML"]),
         (
             "min_lr_ratio = 2",
@@ -102,6 +106,6 @@ fn keys_may_have_underscores_and_switches_may_be_off() {
     let workspace = Workspace::new();
     let path = workspace.path("metrics.jsonl");
     let file = format!("warmup_steps = 0\nlr = 0.125\nno_overlap = false\nmetrics = {path:?}\n");
-    with_file(&workspace, &file).succeeds();
+    with_file(&workspace, &file).without("--lr").succeeds();
     assert_eq!(metrics(&path)[0]["learning_rate"], 0.125);
 }

@@ -126,7 +126,7 @@ impl Program {
         let outcome = Outcome {
             code: code.flatten(),
             stdout: stdout.map_or(String::new(), |reader| reader.join().unwrap()),
-            stderr: stderr.join().unwrap(),
+            stderr: without_activities(&stderr.join().unwrap()),
         };
         assert!(
             code.is_some(),
@@ -246,6 +246,17 @@ impl Outcome {
         }
         assert!(!self.stdout.contains("saved to"), "{}", self.stdout);
     }
+}
+
+/// Without the lines about what takes over a second on a slow machine, such as `loading weights: 3.2 MB, 1 s`.
+fn without_activities(stderr: &str) -> String {
+    let is_activity = |line: &str| {
+        let secs = line.trim_end().strip_suffix(" s");
+        let secs = secs.and_then(|line| line.rsplit(' ').next());
+        line.contains(": ") && secs.is_some_and(|secs| secs.parse::<u64>().is_ok())
+    };
+    let lines = stderr.split_inclusive('\n');
+    lines.filter(|line| !is_activity(line)).collect()
 }
 
 fn is_progress(line: &str) -> bool {
