@@ -182,7 +182,7 @@ fn run(args: &Args, flags: &Flags) -> Result<()> {
     let mut ranks = args.ranks.config(degrees)?;
     CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
-    batch_config.validate(degrees.dp)?;
+    batch_config.validate(args.seq_len, degrees.dp)?;
     if args.threads > MAX_THREADS {
         bail!(
             "--threads is {}; expected at most {MAX_THREADS}",
