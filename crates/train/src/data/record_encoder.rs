@@ -84,8 +84,9 @@ impl<'a> RecordEncoder<'a> {
             return Err("its completion is empty".to_string());
         }
         let text = format!("{prompt}{completion}");
-        let spans = [prompt.len()..text.len()];
-        let encoded = self.tokenizer.encode_spans(&text, true, &spans);
+        let learned = prompt.len()..text.len();
+        let spans = std::slice::from_ref(&learned);
+        let encoded = self.tokenizer.encode_spans(&text, true, spans);
         let (ids, mut has_loss) = encoded.map_err(|err| err.to_string())?;
         if let (Some(last), true) = (
             has_loss.last_mut(),
