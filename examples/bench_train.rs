@@ -49,8 +49,8 @@ use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, LrDecay, LrSchedule, StepTimes, Tokens, TrainConfig,
-    Trainer, TrainingRecord, explain_out_of_memory,
+    BatchConfig, Batches, Checkpoints, LrDecay, LrSchedule, SampleConfig, Samples, StepTimes,
+    Tokens, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
@@ -244,7 +244,6 @@ fn batch_config(args: &Args) -> Result<BatchConfig> {
         );
     }
     Ok(BatchConfig {
-        seq_len: args.seq_len,
         micro_batch_size: args.micro_batch_size.unwrap_or(args.batch_size / parts),
         global_batch_size: args.batch_size,
         shuffle: false,
@@ -283,9 +282,10 @@ fn bench(
         &args.layout,
         args.loss_scale.config(args.layout.dtype)?,
     );
-    let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1);
+    let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1)?;
+    let samples = Samples::new(&tokens, SampleConfig::new(args.seq_len))?;
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
-    let batches = Batches::new(&tokens, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
+    let batches = Batches::new(&samples, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, stage)?;
     if mesh.world.device().is_cuda() {
         trainer = trainer.with_device_times();
@@ -410,7 +410,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling
 }
 
 /// A multiplicative generator modulo 2^31 - 1: any tokens do, they only have to be spread over the vocabulary.
-fn tokens(vocab_size: usize, count: usize) -> Tokens {
+fn tokens(vocab_size: usize, count: usize) -> Result<Tokens> {
     let next = |id: &u64| Some(id * 48271 % 0x7fff_ffff);
     let ids = std::iter::successors(Some(1u64), next).map(|id| (id % vocab_size as u64) as u32);
     Tokens::from_ids(ids.take(count).collect())

@@ -52,7 +52,7 @@ impl TrainingRun<'_> {
             Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),
             Schedule::GPipe => num_micro_batches,
         };
-        let num_tokens = batches.micro_batch_size * batches.seq_len;
+        let num_tokens = batches.micro_batch_size * batches.sequences.seq_len;
         let of_token = CausalLm::tape_bytes_per_token(
             &self.config,
             trainer.stage(),

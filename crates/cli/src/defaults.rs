@@ -14,6 +14,11 @@ const MAX_SEQ_LEN: usize = 2048;
 /// Learning rate of adapters, which begin at zero.
 const LORA_LR: f64 = 2e-4;
 
+/// The longest sequence of a run where no flag says, of this model if it is known.
+pub(crate) fn default_seq_len(config: Option<&ModelConfig>) -> usize {
+    config.map_or(MAX_SEQ_LEN, |config| config.max_seq_len().min(MAX_SEQ_LEN))
+}
+
 impl TrainingArgs {
     /// How this process takes part in the run, with `--dp` settled.
     ///
@@ -39,8 +44,9 @@ impl TrainingArgs {
             taken.push(format!("--dp {}", self.layout.degrees().dp));
         }
         if is_chosen("--seq-len") {
-            self.batches.seq_len = config.max_seq_len().min(MAX_SEQ_LEN);
-            taken.push(format!("--seq-len {}", self.batches.seq_len));
+            let sequences = &mut self.batches.sequences;
+            sequences.seq_len = default_seq_len(Some(config));
+            taken.push(format!("--seq-len {}", sequences.seq_len));
         }
         let is_typed = ["--dtype", "--bf16", "--fp16"].map(is_chosen);
         if is_typed == [true; 3] && run.devices.iter().all(Device::is_cuda) {

@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::sidecar_files;
+use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
-use candle_train::{Activity, Documents, Tokenizer, Tokens};
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
 use crate::choices::StorageChoice;
+use crate::data_args::DataArgs;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::program::TrainingCommand;
@@ -19,14 +20,13 @@ use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
-/// Fine-tune a Hugging Face checkpoint on text
+/// Fine-tune a Hugging Face checkpoint on conversations or text
 #[derive(Parser, Debug)]
 pub struct Finetune {
     #[arg(long, value_name = "DIR|REPO", help = model_help())]
     model: String,
-    /// Text file (.txt, one document), or a folder of them
-    #[arg(long, value_name = "FILE|DIR")]
-    data: PathBuf,
+    #[command(flatten)]
+    data: DataArgs,
     /// Folder for the fine-tuned checkpoint, or for the adapter
     #[arg(
         long,
@@ -63,28 +63,19 @@ impl TrainingCommand for Finetune {
         let taken = training.fill(&flags, &config, &ranks);
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
-        let tokenizing = ranks
-            .is_first()
-            .then(|| Activity::start("reading the data"));
-        let tokens = Tokens::encode(&Documents::read(&self.data)?, &tokenizer)?;
-        let eval_tokens = self.training.evaluation.tokens(&tokenizer)?;
-        drop(tokenizing);
+        let data = self.data.read(&tokenizer, Some(&model), &training)?;
+        let inputs = std::iter::once(&model).chain(&self.lora.adapter);
+        let inputs = inputs.chain(&data.inputs).cloned();
         TrainingRun {
             training: &training,
             taken,
             samples: &self.samples,
             stop,
-            tokens,
-            eval_tokens,
             tokenizer,
-            title: format!("{} on {}", model.display(), self.data.display()),
+            title: format!("{} on {}", model.display(), self.data),
             sidecars: sidecar_files(&model)?,
-            inputs: [&model, &self.data]
-                .into_iter()
-                .chain(&self.training.evaluation.eval_data)
-                .chain(&self.lora.adapter)
-                .cloned()
-                .collect(),
+            inputs: inputs.collect(),
+            data,
             lora: self.lora.clone(),
             base_model: Some(&self.model),
             config,

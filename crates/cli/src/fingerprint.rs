@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
+use crate::data_args::TrainingData;
 use candle_comm::{Fingerprint, RunConfig};
 use candle_core::{Device, Error, Result};
-use candle_train::Tokens;
 
 use crate::flags::Flags;
 
@@ -16,16 +16,20 @@ use crate::flags::Flags;
 pub fn fingerprint(
     run: &RunConfig,
     flags: &Flags,
-    (tokens, eval_tokens): (&Tokens, Option<&Tokens>),
+    data: &TrainingData,
     folders: &[(&str, Option<&Path>)],
 ) -> Result<Fingerprint> {
     if run.env.world_size() == 1 {
         return Ok(Fingerprint::default());
     }
     let mut fingerprint = fingerprint_of_program(run, flags)?;
-    fingerprint = fingerprint.digest("the tokens of --data", tokens.ids());
-    if let Some(tokens) = eval_tokens {
-        fingerprint = fingerprint.digest("the tokens of --eval-data", tokens.ids());
+    let samples = &data.samples;
+    let weights = format!("{:?}", samples.config().weights);
+    fingerprint = fingerprint
+        .value("the tokens of --data", samples.tokens().digest())
+        .value("the weights of --data", weights);
+    if let Some(samples) = &data.eval_samples {
+        fingerprint = fingerprint.value("the tokens of --eval-data", samples.tokens().digest());
     }
     let given = folders
         .iter()

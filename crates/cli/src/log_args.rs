@@ -10,7 +10,7 @@ use clap::Args;
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LogArgs {
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs [default: none]
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves

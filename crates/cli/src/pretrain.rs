@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::{Activity, Documents, Tokenizer, Tokens};
+use candle_train::{Activity, Tokenizer};
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
 
 use crate::choices::StorageChoice;
+use crate::data_args::DataArgs;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::number::whole;
@@ -23,9 +24,8 @@ use crate::training_run::{InitialWeights, TrainingRun};
 /// Train a small Llama, and its tokenizer, from nothing on text
 #[derive(Parser, Debug)]
 pub struct Pretrain {
-    /// Text file (.txt, one document), or a folder of them
-    #[arg(long, value_name = "FILE|DIR")]
-    data: PathBuf,
+    #[command(flatten)]
+    data: DataArgs,
     /// Folder for the checkpoint
     #[arg(
         long,
@@ -102,36 +102,31 @@ impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let ranks = self.training.run_config()?;
-        let reading = ranks
-            .is_first()
-            .then(|| Activity::start("reading the data"));
-        let documents = Documents::read(&self.data)?;
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
-            None => Tokenizer::train_bpe(documents.iter(), self.model.vocab_size)?,
+            None => {
+                let is_first = ranks.is_first();
+                let _learning = is_first.then(|| Activity::start("learning the tokens"));
+                let texts = self.data.find()?.texts()?;
+                let texts = texts.iter().map(String::as_str);
+                Tokenizer::train_bpe(texts, self.model.vocab_size)?
+            }
         };
-        let tokens = Tokens::encode(&documents, &tokenizer)?;
-        let eval_tokens = self.training.evaluation.tokens(&tokenizer)?;
-        drop(reading);
-        let config = self
-            .model
-            .config(&tokenizer, self.training.batches.seq_len)?;
+        let seq_len = self.training.batches.sequences.seq_len;
+        let config = self.model.config(&tokenizer, seq_len)?;
         self.training.check_model(&config)?;
+        let model = self.tokenizer.as_deref();
+        let data = self.data.read(&tokenizer, model, &self.training)?;
+        let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
         TrainingRun {
             training: &self.training,
             taken: Vec::new(),
             samples: &self.samples,
             stop,
-            tokens,
-            title: format!("{}, vocabulary {}", self.data.display(), config.vocab_size),
+            title: format!("{}, vocabulary {}", self.data, config.vocab_size),
             sidecars: self.sidecars(&tokenizer, &config)?,
-            inputs: [&self.data]
-                .into_iter()
-                .chain(&self.tokenizer)
-                .chain(&self.training.evaluation.eval_data)
-                .cloned()
-                .collect(),
-            eval_tokens,
+            inputs: inputs.collect(),
+            data,
             tokenizer,
             config,
             initial_weights: InitialWeights::Random,

@@ -22,6 +22,7 @@ use crate::merge::Merge;
 use crate::output::{exit_code_of_refusal, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
+use crate::preview::Preview;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
@@ -29,6 +30,7 @@ use crate::pretrain::Pretrain;
 enum CandleTrain {
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
+    Preview(Box<Preview>),
     Merge(Merge),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
@@ -81,6 +83,7 @@ pub fn candle_train() -> ExitCode {
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
+        CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run(&flags))),
         CandleTrain::Merge(args) => args.run(),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),

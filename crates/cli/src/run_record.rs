@@ -7,7 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
-use candle_train::{DataPosition, EvalHistory, Tokens, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, EvalHistory, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -29,12 +29,12 @@ const NOT_THE_MODEL: [&str; 4] = [
 ];
 
 impl TrainingArgs {
-    /// The record of a run on `tokens` that begins with the weights in folder `weights`, if there is one, of a model with this
+    /// The record of a run on `samples` that begins with the weights in folder `weights`, if there is one, of a model with this
     /// `config.json`.
     pub(crate) fn record(
         &self,
         train: &TrainConfig,
-        tokens: &Tokens,
+        samples: &Samples,
         config: Option<&[u8]>,
         weights: Option<&Path>,
     ) -> Result<TrainingRecord> {
@@ -46,7 +46,7 @@ impl TrainingArgs {
             model.insert(WEIGHTS.into(), digest.into());
         }
         Ok(TrainingRecord {
-            settings: self.settings(train, tokens),
+            settings: self.settings(train, samples),
             model,
             position: DataPosition::default(),
             save_dtype: None,
@@ -59,7 +59,7 @@ impl TrainingArgs {
         &self,
         record: &TrainingRecord,
         save_dtype: Option<DType>,
-        eval_tokens: Option<&Tokens>,
+        eval_samples: Option<&Samples>,
     ) -> Result<String> {
         let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
@@ -68,24 +68,31 @@ impl TrainingArgs {
             format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
         // Otherwise evaluations change nothing.
         if let Some(patience) = self.evaluation.patience {
-            let tokens = eval_tokens.map(digest_of_tokens);
+            let tokens = eval_samples.map(|samples| samples.tokens().digest());
             all += &format!(" {patience} {:?} {tokens:?}", self.evaluation.eval_every);
         }
         Ok(format!("{:016x}", XxHash64::oneshot(0, all.as_bytes())))
     }
 
-    fn settings(&self, train: &TrainConfig, tokens: &Tokens) -> BTreeMap<String, String> {
+    fn settings(&self, train: &TrainConfig, samples: &Samples) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
-        let sum = digest_of_tokens(tokens);
+        let (tokens, config) = (samples.tokens(), samples.config());
         let replicas = layout.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
-            ("the data", format!("{} tokens (xxh64 {sum})", tokens.len())),
+            (
+                "the data",
+                format!("{} tokens (xxh3 {})", tokens.len(), tokens.digest()),
+            ),
+            ("the weights of --data", format!("{:?}", config.weights)),
             (
                 "the number of steps",
                 train.lr_schedule.num_steps.to_string(),
             ),
-            ("--seq-len", batches.seq_len.to_string()),
+            ("--seq-len", config.seq_len.to_string()),
+            ("--no-packing", (!config.packing).to_string()),
+            ("--no-document-mask", (!config.document_mask).to_string()),
+            ("--overlong", config.overlong.to_string()),
             ("--global-batch-size", batches.global_batch_size.to_string()),
             (
                 "--eval-fraction",
@@ -124,14 +131,6 @@ impl TrainingArgs {
             .map(|(name, value)| (name.to_string(), value))
             .into()
     }
-}
-
-fn digest_of_tokens(tokens: &Tokens) -> String {
-    let mut sum = XxHash64::default();
-    for id in tokens.ids() {
-        sum.write(&id.to_le_bytes());
-    }
-    format!("{:016x}", sum.finish())
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.

@@ -42,7 +42,7 @@ impl SampleArgs {
         let Some(text) = self.prompt() else {
             return Ok(());
         };
-        let prompt = tokenizer.encode(text)?;
+        let prompt = tokenizer.encode_prompt(text)?;
         if prompt.is_empty() {
             bail!("--prompt {text:?} has no tokens; expected some text");
         }
@@ -57,7 +57,7 @@ impl TrainingRun<'_> {
         let Some(text) = args.prompt() else {
             return Ok(());
         };
-        let prompt = tokenizer.encode(text)?;
+        let prompt = tokenizer.encode_prompt(text)?;
         let limits = GenerateConfig {
             vocab_size: config.vocab_size,
             max_context: config.max_seq_len(),

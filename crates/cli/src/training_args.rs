@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Tokens, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Samples, TrainConfig};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
@@ -23,6 +23,7 @@ use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 use crate::save_args::SaveArgs;
+use crate::sequence_args::SequenceArgs;
 
 /// More ranks than this are a slip of the keyboard.
 const MAX_RANKS: usize = 1024;
@@ -123,9 +124,8 @@ pub(crate) struct BatchArgs {
     /// Micro-batches of each replica in an optimizer step: another way to say --global-batch-size
     #[arg(long, value_name = "MICRO_BATCHES", conflicts_with = "global_batch_size", value_parser = whole::<usize>(1..))]
     pub gradient_accumulation_steps: Option<usize>,
-    /// Length of a sequence [default: 2048, or the longest that the model takes]
-    #[arg(long, visible_alias = "max-seq-len", default_value_t = 128, hide_default_value = true, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
-    pub seq_len: usize,
+    #[command(flatten)]
+    pub sequences: SequenceArgs,
     /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, visible_alias = "max-steps", value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
@@ -252,12 +252,11 @@ impl OptimizerArgs {
 impl BatchArgs {
     /// Positions of an optimizer step.
     pub fn num_tokens(&self) -> usize {
-        self.global_batch_size * self.seq_len
+        self.global_batch_size * self.sequences.seq_len
     }
 
     pub fn config(&self) -> BatchConfig {
         BatchConfig {
-            seq_len: self.seq_len,
             micro_batch_size: self.micro_batch_size,
             global_batch_size: self.global_batch_size,
             shuffle: !self.no_shuffle,
@@ -285,7 +284,7 @@ impl TrainingArgs {
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
     pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
         CausalLm::check_degrees(config, &self.layout.degrees())?;
-        let (seq_len, max) = (self.batches.seq_len, config.max_seq_len());
+        let (seq_len, max) = (self.batches.sequences.seq_len, config.max_seq_len());
         if seq_len > max {
             bail!(
                 "--seq-len {seq_len} is longer than the {max} tokens that the model's max_position_embeddings and rope_type allow"
@@ -295,39 +294,31 @@ impl TrainingArgs {
     }
 
     /// The run in one line.
-    pub(crate) fn describe(&self, tokens: &Tokens, num_steps: usize, run: &RunConfig) -> String {
+    pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
         let Degrees { pp, dp, tp, .. } = self.layout.degrees();
         format!(
-            "{} tokens, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
-            tokens.len(),
+            "{}, {} tokens in {} sequences, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
+            samples.tokens().report().summary(),
+            samples.tokens().len(),
+            samples.len(),
             self.batches.global_batch_size,
-            self.batches.seq_len,
+            samples.config().seq_len,
             pp * dp * tp,
             run.describe(),
             self.layout.zero
         )
     }
 
-    /// The batches of replica `dp_rank`, without the samples that are held out.
-    pub(crate) fn training_batches(&self, tokens: &Tokens, dp_rank: usize) -> Result<Batches> {
-        let config = self.batches.config();
-        let batches = Batches::new(
-            tokens,
-            config,
-            dp_rank,
-            self.layout.degrees().dp,
-            &Device::Cpu,
-        )?;
-        Ok(match self.evaluation.held_out(tokens, &self.batches)? {
-            Some([training, _]) => batches.only(training),
-            None => batches,
-        })
+    /// The batches of replica `dp_rank`.
+    pub(crate) fn training_batches(&self, samples: &Samples, dp_rank: usize) -> Result<Batches> {
+        let (config, dp) = (self.batches.config(), self.layout.degrees().dp);
+        Batches::new(samples, config, dp_rank, dp, &Device::Cpu)
     }
 
-    /// The optimizer's and the trainer's configuration for a run over these tokens; checks everything it can.
-    pub(crate) fn train_config(&self, tokens: &Tokens) -> Result<TrainConfig> {
+    /// The optimizer's and the trainer's configuration for a run over these samples; checks everything it can.
+    pub(crate) fn train_config(&self, samples: &Samples) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
-        let batches = self.training_batches(tokens, 0)?;
+        let batches = self.training_batches(samples, 0)?;
         let num_epochs = self.batches.epochs;
         let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
         let num_steps = self.batches.steps.unwrap_or(num_steps);

@@ -11,14 +11,15 @@ use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Activity, Batches, Checkpoints, DataPosition, EvalHistory, Evaluation, MetricsLine, ModelFlops,
-    Progress, Tokenizer, Tokens, TrainConfig, TrainEvent, Trainer, TrainingRecord,
+    Activity, Batches, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation,
+    MetricsLine, ModelFlops, Progress, Tokenizer, TrainConfig, TrainEvent, Trainer, TrainingRecord,
     explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
+use crate::data_args::TrainingData;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
@@ -41,11 +42,9 @@ pub(crate) struct TrainingRun<'a> {
     /// The model that is trained, as its user calls it.
     pub base_model: Option<&'a str>,
     pub tokenizer: Tokenizer,
-    pub tokens: Tokens,
+    pub data: TrainingData,
     /// What was taken where no flag says, as flags.
     pub taken: Vec<String>,
-    /// Of `--eval-data`.
-    pub eval_tokens: Option<Tokens>,
     /// What is trained on what, in words.
     pub title: String,
     /// Files and folders that are read.
@@ -96,11 +95,15 @@ impl TrainingRun<'_> {
         self.sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
         let tokenizer = &self.tokenizer;
-        let eval_tokens = self.eval_tokens.as_ref();
-        for tokens in [Some(&self.tokens), eval_tokens].into_iter().flatten() {
-            tokenizer.check_vocab(tokens.ids(), self.config.vocab_size)?;
+        let TrainingData {
+            samples,
+            eval_samples,
+            ..
+        } = &self.data;
+        for samples in std::iter::once(samples).chain(eval_samples) {
+            tokenizer.check_vocab(&[samples.tokens().max_id()], self.config.vocab_size)?;
         }
-        let train = self.training.train_config(&self.tokens)?;
+        let train = self.training.train_config(samples)?;
         let checkpoints = &self.training.checkpoints;
         checkpoints.validate(self.output)?;
         self.training.evaluation.validate(checkpoints.save_every)?;
@@ -115,7 +118,7 @@ impl TrainingRun<'_> {
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
             save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
-            ..self.training.record(&train, &self.tokens, config, model)?
+            ..self.training.record(&train, samples, config, model)?
         };
         self.lora.add_to(&mut record)?;
         let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
@@ -128,7 +131,7 @@ impl TrainingRun<'_> {
             dtype: self.save_dtype,
             run: Some(
                 self.training
-                    .run_digest(&record, self.save_dtype, eval_tokens)?,
+                    .run_digest(&record, self.save_dtype, eval_samples.as_ref())?,
             ),
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
@@ -138,11 +141,14 @@ impl TrainingRun<'_> {
         if let Some(claimed) = &claimed {
             self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
-            let run = self.training.describe(&self.tokens, num_steps, &ranks);
+            let run = self.training.describe(samples, num_steps, &ranks);
             if let Some(config) = &self.training.config {
                 print_line(&format!("flags of {}", config.display()));
             }
             print_line(&format!("{}: {run}", self.title));
+            for warning in &self.data.warnings {
+                eprintln!("warning: {warning}");
+            }
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
             }
@@ -157,7 +163,7 @@ impl TrainingRun<'_> {
             ("--model", model),
             ("--adapter", self.lora.adapter.as_deref()),
         ];
-        ranks.fingerprint = fingerprint(&ranks, &flags, (&self.tokens, eval_tokens), &folders)?;
+        ranks.fingerprint = fingerprint(&ranks, &flags, &self.data, &folders)?;
         let ends = launch::run(&ranks, |world| {
             self.run_rank((&train, &ranks), (&save, &record), world)
         });
@@ -205,8 +211,11 @@ impl TrainingRun<'_> {
             batches,
             ..
         } = self.training;
-        let tokens = (&self.tokens, self.eval_tokens.as_ref());
-        evaluation.evaluation(tokens, batches, (dp_rank, dp), history)
+        let Some(samples) = &self.data.eval_samples else {
+            return Ok(None);
+        };
+        let batches = EvalBatches::new(samples, batches.micro_batch_size, (dp_rank, dp))?;
+        Ok(Some(evaluation.evaluation(batches, history)))
     }
 
     /// One rank's part.
@@ -311,7 +320,11 @@ impl TrainingRun<'_> {
         let gpu = GpuState::of(device)?.filter(|_| is_narrow);
         let peak = gpu.and_then(|gpu| gpu.peak_tflops());
         Ok(ModelFlops {
-            per_token: flops_per_token(&self.config, stage.params(), self.training.batches.seq_len),
+            per_token: flops_per_token(
+                &self.config,
+                stage.params(),
+                self.training.batches.sequences.seq_len,
+            ),
             peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
         })
     }
@@ -364,7 +377,7 @@ impl TrainingRun<'_> {
     ) -> Result<Batches> {
         let mut batches = self
             .training
-            .training_batches(&self.tokens, mesh.dp.rank())?;
+            .training_batches(&self.data.samples, mesh.dp.rank())?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }

@@ -1,45 +1,45 @@
-//! Batches: step s trains on positions `s*G .. s*G + G` of the endless sample order, G = global batch size.
+//! Batches: an epoch of n samples is ceil(n / G) steps, G = global batch size; each takes the next G samples of the epoch's order, the
+//! last one those that are left.
 //!
-//! Each data-parallel rank takes a contiguous share of G / dp sequences and cuts it into micro-batches. Which sequences
+//! Each data-parallel rank takes a contiguous share of a step's samples, as equal as can be, and cuts it into micro-batches. Which samples
 //! a step trains on therefore does not depend on the layout, and no state has to be saved to resume: a batch is a pure
-//! function of (configuration, step).
+//! function of (configuration, step). All ranks have equally many micro-batches; one for which a rank has no sample is a token
+//! without a target.
 
-use std::sync::Arc;
+use std::ops::Range;
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, bail};
 use candle_parallel::MicroBatch;
 use serde::{Deserialize, Serialize};
 
+use crate::rows::micro_batch_of;
 use crate::sample_order::SampleOrder;
-use crate::{Samples, Tokens};
+use crate::samples::Samples;
 
 /// Most tokens of one optimizer step: far beyond what is trained with, and their products fit any integer.
 const MAX_TOKENS_PER_STEP: u128 = 1 << 31;
 
-/// How a data set is cut into batches. Sizes are in sequences, `seq_len` in tokens.
+/// How samples are put into batches. Sizes are in sequences.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchConfig {
-    /// Tokens per sequence, T.
-    pub seq_len: usize,
     /// Sequences that go through the model together on one data-parallel rank.
     pub micro_batch_size: usize,
     /// Sequences per optimizer step, over all data-parallel ranks.
     pub global_batch_size: usize,
-    /// Permute the samples anew each epoch; otherwise they are taken in the order of the text.
+    /// Permute the samples anew each epoch; otherwise they are taken in the order of the data.
     pub shuffle: bool,
     /// Seed of the permutations.
     pub seed: u64,
 }
 
 impl BatchConfig {
-    /// Checks the sizes for `dp_world_size` data-parallel ranks.
+    /// Checks the sizes for sequences of `seq_len` tokens and `dp_world_size` data-parallel ranks.
     ///
     /// # Errors
     /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size`.
-    pub fn validate(&self, dp_world_size: usize) -> Result<()> {
+    pub fn validate(&self, seq_len: usize, dp_world_size: usize) -> Result<()> {
         for (name, size) in [
-            ("seq_len", self.seq_len),
             ("micro_batch_size", self.micro_batch_size),
             ("global_batch_size", self.global_batch_size),
             ("dp_world_size", dp_world_size),
@@ -49,11 +49,10 @@ impl BatchConfig {
             }
         }
         let (global, micro) = (self.global_batch_size, self.micro_batch_size);
-        let num_tokens = global as u128 * self.seq_len as u128;
+        let num_tokens = global as u128 * seq_len as u128;
         if num_tokens > MAX_TOKENS_PER_STEP {
             bail!(
-                "global_batch_size({global}) * seq_len({}) = {num_tokens} tokens per step, expected at most {MAX_TOKENS_PER_STEP}\nhint: choose a smaller global_batch_size or seq_len",
-                self.seq_len
+                "global_batch_size({global}) * seq_len({seq_len}) = {num_tokens} tokens per step, expected at most {MAX_TOKENS_PER_STEP}\nhint: choose a smaller global_batch_size or seq_len"
             );
         }
         let unit = micro as u128 * dp_world_size as u128;
@@ -71,53 +70,46 @@ impl BatchConfig {
 #[derive(Debug)]
 pub struct Batches {
     samples: Samples,
-    /// Numbers of the samples that are trained on, if not all.
-    chosen: Option<Arc<[usize]>>,
     order: SampleOrder,
     config: BatchConfig,
     dp_rank: usize,
-    local_batch_size: usize,
+    dp_world_size: usize,
     device: Device,
     /// A step and the position of its first sequence, from which the others follow.
     origin: (usize, usize),
+}
+
+/// The samples of a step: those at these places of the epoch.
+struct StepSamples {
+    epoch: usize,
+    places: Range<usize>,
 }
 
 impl Batches {
     /// The batches of rank `dp_rank` of `dp_world_size`, as tensors on `device`.
     ///
     /// # Errors
-    /// [`BatchConfig::validate`] fails, the rank is not below the world size, or the data is shorter than one sample.
+    /// [`BatchConfig::validate`] fails, or the rank is not below the world size.
     pub fn new(
-        tokens: &Tokens,
+        samples: &Samples,
         config: BatchConfig,
         dp_rank: usize,
         dp_world_size: usize,
         device: &Device,
     ) -> Result<Self> {
-        config.validate(dp_world_size)?;
+        config.validate(samples.config().seq_len, dp_world_size)?;
         if dp_rank >= dp_world_size {
             bail!("dp_rank({dp_rank}) >= dp_world_size({dp_world_size})");
         }
-        let samples = tokens.samples(config.seq_len)?;
         Ok(Self {
             order: SampleOrder::new(samples.len(), config.shuffle, config.seed),
-            samples,
-            chosen: None,
+            samples: samples.clone(),
             dp_rank,
-            local_batch_size: config.global_batch_size / dp_world_size,
+            dp_world_size,
             config,
             device: device.clone(),
             origin: (0, 0),
         })
-    }
-
-    /// Trains on these samples only, of which there must be one.
-    pub fn only(self, chosen: Arc<[usize]>) -> Self {
-        Self {
-            order: SampleOrder::new(chosen.len(), self.config.shuffle, self.config.seed),
-            chosen: Some(chosen),
-            ..self
-        }
     }
 
     /// The batches of a run that goes on at `step` with the sequence at `position`, whatever the size of the batches before it.
@@ -128,78 +120,108 @@ impl Batches {
         }
     }
 
-    /// Place of the first sequence of `step` in the endless order: of every epoch, [`Self::num_samples`].
+    /// Number of sequences before the first one of `step`, of which each epoch has [`Self::num_samples`].
     ///
     /// # Errors
     /// A step before the one from which the run went on, or beyond all numbers.
     pub fn position(&self, step: usize) -> Result<usize> {
         let (first_step, first) = self.origin;
-        let position = step
-            .checked_sub(first_step)
-            .and_then(|steps| steps.checked_mul(self.config.global_batch_size))
-            .and_then(|position| position.checked_add(first));
+        let (num_samples, batch) = (self.samples.len(), self.config.global_batch_size);
+        let position = step.checked_sub(first_step).and_then(|steps| {
+            let (epoch, place) = (first / num_samples, first % num_samples);
+            let left = (num_samples - place).div_ceil(batch);
+            if steps < left {
+                return steps.checked_mul(batch)?.checked_add(first);
+            }
+            let (steps, per_epoch) = (steps - left, num_samples.div_ceil(batch));
+            let epochs = epoch.checked_add(1)?.checked_add(steps / per_epoch)?;
+            epochs
+                .checked_mul(num_samples)?
+                .checked_add(steps % per_epoch * batch)
+        });
         match position {
             Some(position) => Ok(position),
-            None => bail!(
-                "step {step} of {} sequences each is out of range",
-                self.config.global_batch_size
-            ),
+            None => bail!("step {step} of {batch} sequences each is out of range"),
         }
     }
 
-    /// This rank's micro-batches of `step` (from 0), each with tokens and targets (micro_batch_size, seq_len) u32.
-    ///
-    /// # Errors
-    /// The device refuses the tensors, or the step is so large that its positions overflow.
-    pub fn batch(&self, step: usize) -> Result<Vec<MicroBatch>> {
-        let offset = self.dp_rank * self.local_batch_size;
-        let Some(first) = self.position(step)?.checked_add(offset) else {
-            bail!("step {step} is out of range");
-        };
-        (0..self.num_micro_batches())
-            .map(|m| self.micro_batch(first + m * self.config.micro_batch_size))
-            .collect()
-    }
-
-    fn micro_batch(&self, first: usize) -> Result<MicroBatch> {
-        let (b, t) = (self.config.micro_batch_size, self.config.seq_len);
-        let mut tokens = Vec::with_capacity(b * t);
-        let mut targets = Vec::with_capacity(b * t);
-        for position in first..first + b {
-            let place = self.order.sample(position);
-            let sample = self.chosen.as_ref().map_or(place, |chosen| chosen[place]);
-            let ids = self.samples.get(sample);
-            tokens.extend_from_slice(&ids[..t]);
-            targets.extend_from_slice(&ids[1..]);
-        }
-        Ok(MicroBatch {
-            tokens: Tensor::from_vec(tokens, (b, t), &self.device)?,
-            targets: Some(Tensor::from_vec(targets, (b, t), &self.device)?),
-            documents: None,
-            past: None,
+    fn step_samples(&self, step: usize) -> Result<StepSamples> {
+        let (position, num_samples) = (self.position(step)?, self.samples.len());
+        let place = position % num_samples;
+        let end = (place + self.config.global_batch_size).min(num_samples);
+        Ok(StepSamples {
+            epoch: position / num_samples,
+            places: place..end,
         })
     }
 
-    /// Micro-batches per step on this rank.
-    pub fn num_micro_batches(&self) -> usize {
-        self.local_batch_size / self.config.micro_batch_size
+    /// The share of a rank: the first ranks have one more where a step's samples cannot be divided.
+    fn share(&self, step: &StepSamples, dp_rank: usize) -> Range<usize> {
+        let (len, dp) = (step.places.len(), self.dp_world_size);
+        let start_of = |rank: usize| step.places.start + rank * (len / dp) + rank.min(len % dp);
+        start_of(dp_rank)..start_of(dp_rank + 1)
     }
 
-    /// Steps until every sample has been seen once, rounded up: the last step of an epoch may take its remaining
-    /// sequences from the next epoch.
+    fn num_micro_batches_of(&self, step: &StepSamples) -> usize {
+        let largest_share = step.places.len().div_ceil(self.dp_world_size);
+        largest_share.div_ceil(self.config.micro_batch_size)
+    }
+
+    /// This rank's micro-batches of `step` (from 0), each with tokens and targets (b, t) u32, where b is at most the micro-batch size and t
+    /// the longest of its sequences; shorter ones end with tokens without a target.
+    ///
+    /// # Errors
+    /// The tokens cannot be read, the device refuses the tensors, or the step is so large that its positions overflow.
+    pub fn batch(&self, step: usize) -> Result<Vec<MicroBatch>> {
+        let step = self.step_samples(step)?;
+        let mut share = self.share(&step, self.dp_rank);
+        let micro_batches = (0..self.num_micro_batches_of(&step)).map(|_| {
+            let end = (share.start + self.config.micro_batch_size).min(share.end);
+            let places = std::mem::replace(&mut share.start, end)..end;
+            let samples =
+                places.map(|place| self.samples.get(self.order.sample(step.epoch, place)));
+            micro_batch_of(&samples.collect::<Result<Vec<_>>>()?, &self.device)
+        });
+        micro_batches.collect()
+    }
+
+    /// The fraction of positions of `step` that hold no token of the data, over all data-parallel ranks.
+    ///
+    /// # Errors
+    /// As [`Self::position`].
+    pub fn padding(&self, step: usize) -> Result<f64> {
+        let step = self.step_samples(step)?;
+        let (mut num_tokens, mut num_positions) = (0, 0);
+        for dp_rank in 0..self.dp_world_size {
+            let share: Vec<usize> = self.share(&step, dp_rank).collect();
+            let micro_batches: Vec<&[usize]> = share.chunks(self.config.micro_batch_size).collect();
+            num_positions += self.num_micro_batches_of(&step) - micro_batches.len();
+            for places in micro_batches {
+                let lens = places.iter().map(|&place| {
+                    self.samples
+                        .num_tokens(self.order.sample(step.epoch, place))
+                });
+                let lens: Vec<usize> = lens.collect();
+                num_tokens += lens.iter().sum::<usize>();
+                num_positions += lens.len() * lens.iter().max().copied().unwrap_or_default();
+            }
+        }
+        Ok(1.0 - num_tokens as f64 / num_positions as f64)
+    }
+
+    /// Steps in which every sample is seen once.
     pub fn num_steps_per_epoch(&self) -> usize {
-        self.num_samples().div_ceil(self.config.global_batch_size)
+        self.samples.len().div_ceil(self.config.global_batch_size)
     }
 
     /// Number of samples in one epoch.
     pub fn num_samples(&self) -> usize {
-        let chosen = self.chosen.as_ref();
-        chosen.map_or(self.samples.len(), |chosen| chosen.len())
+        self.samples.len()
     }
 
-    /// Target tokens of one step, over all data-parallel ranks.
-    pub fn num_tokens_per_step(&self) -> usize {
-        self.config.global_batch_size * self.config.seq_len
+    /// What they are made of.
+    pub fn samples(&self) -> &Samples {
+        &self.samples
     }
 
     /// The configuration these batches were made with.

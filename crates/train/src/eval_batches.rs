@@ -1,36 +1,31 @@
 //! Batches of an evaluation: every sample once, whatever the layout.
 
-use std::sync::Arc;
-
-use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::IGNORE_INDEX;
+use candle_core::{Device, Result, bail};
 use candle_parallel::MicroBatch;
 
-use crate::{Samples, Tokens};
+use crate::rows::micro_batch_of;
+use crate::samples::Samples;
 
 /// One data-parallel rank's share of the samples that a model is evaluated on.
 ///
-/// Round r gives rank d of D the samples `(r D + d) b .. + b`. All ranks have as many rounds; rows beyond the last sample have no targets.
+/// Round r gives rank d of D the samples `(r D + d) b .. + b`. All ranks have as many rounds; one that has no sample left gets a token without
+/// a target.
 #[derive(Clone, Debug)]
 pub struct EvalBatches {
     samples: Samples,
-    /// Numbers of the samples.
-    chosen: Arc<[usize]>,
     micro_batch_size: usize,
     dp_rank: usize,
     dp_world_size: usize,
 }
 
 impl EvalBatches {
-    /// The samples of `seq_len` tokens in `tokens`, or those of them that are `chosen`, in micro-batches of `micro_batch_size` for rank
-    /// `dp_rank` of `dp_world_size`.
+    /// `samples` in micro-batches of `micro_batch_size` for rank `dp_rank` of `dp_world_size`.
     ///
     /// # Errors
-    /// A size is zero, or the data is shorter than one sample.
+    /// A size is zero.
     pub fn new(
-        tokens: &Tokens,
-        chosen: Option<Arc<[usize]>>,
-        (seq_len, micro_batch_size): (usize, usize),
+        samples: &Samples,
+        micro_batch_size: usize,
         (dp_rank, dp_world_size): (usize, usize),
     ) -> Result<Self> {
         if micro_batch_size == 0 || dp_world_size == 0 {
@@ -38,10 +33,8 @@ impl EvalBatches {
                 "micro_batch_size({micro_batch_size}) and dp({dp_world_size}); expected at least 1"
             );
         }
-        let samples = tokens.samples(seq_len)?;
         Ok(Self {
-            chosen: chosen.unwrap_or_else(|| (0..samples.len()).collect()),
-            samples,
+            samples: samples.clone(),
             micro_batch_size,
             dp_rank,
             dp_world_size,
@@ -50,41 +43,18 @@ impl EvalBatches {
 
     /// Number of samples, over all data-parallel ranks.
     pub fn num_samples(&self) -> usize {
-        self.chosen.len()
+        self.samples.len()
     }
 
     /// This rank's micro-batches, as many as every rank has.
     pub fn iter(&self) -> impl Iterator<Item = Result<MicroBatch>> + '_ {
         let per_round = self.micro_batch_size * self.dp_world_size;
-        let rounds = 0..self.chosen.len().div_ceil(per_round);
+        let rounds = 0..self.samples.len().div_ceil(per_round);
         rounds.map(move |round| {
             let first = round * per_round + self.dp_rank * self.micro_batch_size;
-            self.micro_batch(first)
-        })
-    }
-
-    fn micro_batch(&self, first: usize) -> Result<MicroBatch> {
-        let (b, t) = (self.micro_batch_size, self.samples.seq_len());
-        let mut tokens = Vec::with_capacity(b * t);
-        let mut targets = Vec::with_capacity(b * t);
-        for place in first..first + b {
-            match self.chosen.get(place) {
-                Some(&sample) => {
-                    let ids = self.samples.get(sample);
-                    tokens.extend_from_slice(&ids[..t]);
-                    targets.extend_from_slice(&ids[1..]);
-                }
-                None => {
-                    tokens.extend(std::iter::repeat_n(0, t));
-                    targets.extend(std::iter::repeat_n(IGNORE_INDEX, t));
-                }
-            }
-        }
-        Ok(MicroBatch {
-            tokens: Tensor::from_vec(tokens, (b, t), &Device::Cpu)?,
-            targets: Some(Tensor::from_vec(targets, (b, t), &Device::Cpu)?),
-            documents: None,
-            past: None,
+            let end = (first + self.micro_batch_size).min(self.samples.len());
+            let samples = (first..end).map(|index| self.samples.get(index));
+            micro_batch_of(&samples.collect::<Result<Vec<_>>>()?, &Device::Cpu)
         })
     }
 }

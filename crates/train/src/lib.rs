@@ -1,7 +1,7 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
-//! Data flows one way: [`Documents`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
+//! Data flows one way: [`Data`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`ChatTemplate`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
@@ -9,17 +9,22 @@ pub mod hub;
 
 mod activity;
 mod batches;
+mod chat;
 mod checkpoints;
-mod documents;
+mod data;
 mod eval_batches;
 mod evaluation;
+mod first_fit;
 mod generate;
 mod held_out;
+mod json_file;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
 mod model_flops;
 mod progress;
+mod rows;
+mod sample_config;
 mod sample_order;
 mod sampler;
 mod samples;
@@ -28,7 +33,7 @@ mod step_metrics;
 mod step_times;
 mod tensorboard;
 mod tokenizer;
-mod tokens;
+mod tokenizer_config;
 mod train_bpe;
 mod train_config;
 mod trainer;
@@ -36,8 +41,12 @@ mod training_record;
 
 pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
+pub use chat::{Chat, ChatTemplate, Rendered};
 pub use checkpoints::Checkpoints;
-pub use documents::Documents;
+pub use data::{
+    Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
+    RecordKind, SkippedRecord, Tokens,
+};
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
@@ -47,13 +56,13 @@ pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
 pub use metrics::{Metrics, MetricsLine};
 pub use model_flops::ModelFlops;
 pub use progress::Progress;
+pub use sample_config::SampleConfig;
 pub use sampler::{Sampler, SamplingConfig};
-pub use samples::Samples;
+pub use samples::{Sample, Samples};
 pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
 pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
-pub use tokens::Tokens;
 pub use train_config::TrainConfig;
 pub use trainer::{TrainEvent, Trainer};
 pub use training_record::{DataPosition, TrainingRecord};

@@ -1,4 +1,4 @@
-//! The endless order of samples: position p is sample p % n, or, shuffled, element p % n of epoch p / n's permutation.
+//! The order of samples in each epoch: that of the data, or a permutation of it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -8,7 +8,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 /// One epoch's permutation of the samples.
 type Epoch = (usize, Arc<[usize]>);
 
-/// Maps positions of the endless sample sequence to samples; the same on every rank.
+/// Maps places in an epoch to samples; the same on every rank.
 #[derive(Debug)]
 pub(crate) struct SampleOrder {
     num_samples: usize,
@@ -29,13 +29,11 @@ impl SampleOrder {
         }
     }
 
-    /// The sample at `position`.
-    pub(crate) fn sample(&self, position: usize) -> usize {
-        let (epoch, within) = (position / self.num_samples, position % self.num_samples);
-        if self.shuffle {
-            self.permutation(epoch)[within]
-        } else {
-            within
+    /// The sample that is `place`th in `epoch`, `place` < the number of samples.
+    pub(crate) fn sample(&self, epoch: usize, place: usize) -> usize {
+        match self.shuffle {
+            true => self.permutation(epoch)[place],
+            false => place,
         }
     }
 

@@ -1,60 +1,289 @@
-//! Training samples: sample i is `ids[i*T ..= i*T + T]`, T inputs and, shifted by one, T targets.
+//! Samples: the sequences that a data set is cut into and put together from.
+//!
+//! A plain text of n tokens gives pieces of T = seq_len tokens and a last one of what is left; the last token of a piece has the first
+//! one of the next as its target, so that each token of the text but the first is learned once. Any other record is a piece as it is. Pieces
+//! are put into sequences of T tokens by first-fit, in the order of the data.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
+use candle_ops::IGNORE_INDEX;
 
-/// The samples of a data set; neighbours share one token, the last target of one being the first input of the next.
+use crate::data::{IndexEntry, Overlong, RecordKind, Tokens};
+use crate::first_fit::FirstFit;
+use crate::sample_config::SampleConfig;
+use crate::sample_order::permutation;
+
+/// Tokens of a record that are in a sequence together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    record: u32,
+    start: u32,
+    len: u32,
+}
+
+/// The samples of a data set; cloning shares them.
 #[derive(Clone, Debug)]
 pub struct Samples {
-    ids: Arc<[u32]>,
-    seq_len: usize,
-    num_samples: usize,
+    tokens: Tokens,
+    config: SampleConfig,
+    pieces: Arc<[Piece]>,
+    /// Of each sequence, the first of its pieces; and one more.
+    starts: Arc<[usize]>,
+    num_overlong: usize,
+    num_without_target: usize,
+}
+
+/// A sequence, as the model gets it and as a person may read it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// Token ids, at most `seq_len`.
+    pub input_ids: Vec<u32>,
+    /// Of each position, the id that the model is to write next; [`IGNORE_INDEX`] where it learns nothing.
+    pub targets: Vec<u32>,
+    /// Of each position, whether the model learns to write its token: in this sequence, or, of the first token of a later piece of a
+    /// text, in the one before.
+    pub has_loss: Vec<bool>,
+    /// Of each position, the first one of its record: what a token sees begins there. All 0 without a document mask.
+    pub document_starts: Vec<u32>,
+    /// Number of tokens of each piece.
+    pub piece_lens: Vec<usize>,
 }
 
 impl Samples {
-    /// Cuts `ids` into `n = (ids.len() - 1) / seq_len` samples; what is left at the end is not used.
+    /// Cuts the records of `tokens` and puts them together.
     ///
     /// # Errors
-    /// `seq_len` is zero, or there are fewer than `seq_len + 1` ids.
-    pub fn new(ids: Arc<[u32]>, seq_len: usize) -> Result<Self> {
-        if seq_len == 0 {
+    /// `seq_len` is 0; a record is too long and that is to be an error, which names it by its number; nothing to learn is left.
+    pub fn new(tokens: &Tokens, config: SampleConfig) -> Result<Self> {
+        if config.seq_len == 0 {
             bail!("seq_len is 0, expected at least one token per sequence");
         }
-        let num_samples = ids.len().saturating_sub(1) / seq_len;
-        if num_samples == 0 {
+        let mut samples = Self {
+            tokens: tokens.clone(),
+            config,
+            pieces: Arc::default(),
+            starts: Arc::default(),
+            num_overlong: 0,
+            num_without_target: 0,
+        };
+        let pieces = samples.cut()?;
+        if pieces.is_empty() {
             bail!(
-                "the data is too short: {} tokens, but one sample of seq_len {seq_len} needs {} (its inputs and one more target)\nhint: use more text or a seq_len of at most {}",
-                ids.len(),
-                seq_len.saturating_add(1),
-                ids.len().saturating_sub(1).max(1)
+                "nothing to learn is left of the data: of {} records {} are without a token to learn and {} are longer than {} tokens",
+                tokens.num_records(),
+                samples.num_without_target,
+                samples.num_overlong,
+                samples.config.seq_len
             );
         }
+        let pieces = samples.weighted(pieces);
+        samples.pack(&pieces);
+        Ok(samples)
+    }
+
+    /// All pieces, by the part of the data that they are of.
+    fn cut(&mut self) -> Result<Vec<(u32, Piece)>> {
+        let seq_len = u32::try_from(self.config.seq_len).unwrap_or(u32::MAX);
+        let mut pieces = Vec::new();
+        for (record, entry) in self.tokens.index().iter().enumerate() {
+            let IndexEntry {
+                len,
+                first_target,
+                source,
+                ..
+            } = *entry;
+            let is_overlong = entry.kind == RecordKind::Whole && len > seq_len;
+            self.num_overlong += usize::from(is_overlong);
+            match (is_overlong, self.config.overlong) {
+                (true, Overlong::Drop) => continue,
+                (true, Overlong::Error) => bail!(
+                    "record {} of the data has {len} tokens, more than a sequence of {seq_len}, and that is to be an error\nhint: \
+                     choose longer sequences, or let it be truncated or dropped",
+                    record + 1
+                ),
+                _ => {}
+            }
+            let used = match entry.kind {
+                RecordKind::Whole => len.min(seq_len),
+                RecordKind::Text => len,
+            };
+            if first_target.max(1) >= used {
+                self.num_without_target += 1;
+                continue;
+            }
+            let mut start = 0;
+            // A token that is alone and last has no target.
+            while start + 1 < used {
+                let len = seq_len.min(used - start);
+                let record = record as u32;
+                pieces.push((source, Piece { record, start, len }));
+                start += len;
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// The pieces that are in an epoch: of a part of the data with weight w and n pieces, w n.
+    fn weighted(&self, pieces: Vec<(u32, Piece)>) -> Vec<Piece> {
+        let mut in_epoch = Vec::with_capacity(pieces.len());
+        for of_source in pieces.chunk_by(|(a, _), (b, _)| a == b) {
+            let source = of_source[0].0;
+            let weight = self
+                .config
+                .weights
+                .get(source as usize)
+                .copied()
+                .unwrap_or(1.0);
+            let count = ((weight * of_source.len() as f64).round() as usize).max(1);
+            for _ in 0..count / of_source.len() {
+                in_epoch.extend(of_source.iter().map(|(_, piece)| *piece));
+            }
+            let mut rest = permutation(
+                of_source.len(),
+                self.config.seed,
+                u64::MAX - u64::from(source),
+            );
+            rest.truncate(count % of_source.len());
+            rest.sort_unstable();
+            in_epoch.extend(rest.into_iter().map(|index| of_source[index].1));
+        }
+        in_epoch
+    }
+
+    fn pack(&mut self, pieces: &[Piece]) {
+        let bins: Vec<usize> = match self.config.packing {
+            true => {
+                let mut bins = FirstFit::new(self.config.seq_len, pieces.len());
+                pieces
+                    .iter()
+                    .map(|piece| bins.put(piece.len as usize))
+                    .collect()
+            }
+            false => (0..pieces.len()).collect(),
+        };
+        let mut order: Vec<usize> = (0..pieces.len()).collect();
+        // Stable: pieces of a sequence stay in the order of the data.
+        order.sort_by_key(|&index| bins[index]);
+        let is_first =
+            |place: &usize| *place == 0 || bins[order[*place]] != bins[order[*place - 1]];
+        let starts = (0..pieces.len()).filter(is_first).chain([pieces.len()]);
+        self.starts = starts.collect();
+        self.pieces = order.iter().map(|&index| pieces[index]).collect();
+    }
+
+    /// Those of these samples that are `chosen`, by their numbers, in this order.
+    ///
+    /// # Errors
+    /// There is no sample of such a number, or none is chosen.
+    pub fn only(&self, chosen: &[usize]) -> Result<Self> {
+        if chosen.is_empty() {
+            bail!("no sample is chosen of {}", self.len());
+        }
+        let (mut pieces, mut starts) = (Vec::new(), vec![0]);
+        for &index in chosen {
+            if index >= self.len() {
+                bail!("there is no sample {index} of {}", self.len());
+            }
+            pieces.extend(self.pieces_of(index));
+            starts.push(pieces.len());
+        }
         Ok(Self {
-            ids,
-            seq_len,
-            num_samples,
+            pieces: pieces.into(),
+            starts: starts.into(),
+            ..self.clone()
         })
     }
 
-    /// Sample `index % len()`, the `seq_len + 1` ids of its inputs and targets.
-    pub fn get(&self, index: usize) -> &[u32] {
-        let start = (index % self.num_samples) * self.seq_len;
-        &self.ids[start..=start + self.seq_len]
+    fn pieces_of(&self, index: usize) -> &[Piece] {
+        &self.pieces[self.starts[index]..self.starts[index + 1]]
     }
 
-    /// Number of samples, n >= 1.
+    /// Sample `index` of [`Self::len`].
+    ///
+    /// # Errors
+    /// There is no such sample; the tokens cannot be read.
+    pub fn get(&self, index: usize) -> Result<Sample> {
+        if index >= self.len() {
+            bail!("there is no sample {index} of {}", self.len());
+        }
+        let mut sample = Sample {
+            input_ids: Vec::new(),
+            targets: Vec::new(),
+            has_loss: Vec::new(),
+            document_starts: Vec::new(),
+            piece_lens: Vec::new(),
+        };
+        for piece in self.pieces_of(index) {
+            self.append(&mut sample, piece)?;
+        }
+        Ok(sample)
+    }
+
+    fn append(&self, sample: &mut Sample, piece: &Piece) -> Result<()> {
+        let len = piece.len as usize;
+        let (ids, has_loss) = self
+            .tokens
+            .part(piece.record as usize, self.readable(piece))?;
+        let targets = (1..=len).map(|next| match has_loss.get(next) {
+            Some(true) => ids[next],
+            _ => IGNORE_INDEX,
+        });
+        let document_start = match self.config.document_mask {
+            true => sample.input_ids.len() as u32,
+            false => 0,
+        };
+        sample.targets.extend(targets);
+        sample.input_ids.extend(&ids[..len]);
+        sample.has_loss.extend(&has_loss[..len]);
+        sample
+            .document_starts
+            .extend(std::iter::repeat_n(document_start, len));
+        sample.piece_lens.push(len);
+        Ok(())
+    }
+
+    /// The tokens of a piece and, of a text that goes on, the next one.
+    fn readable(&self, piece: &Piece) -> Range<usize> {
+        let entry = &self.tokens.index()[piece.record as usize];
+        let (start, end) = (piece.start as usize, (piece.start + piece.len) as usize);
+        match entry.kind {
+            RecordKind::Text => start..(end + 1).min(entry.len as usize),
+            RecordKind::Whole => start..end,
+        }
+    }
+
+    /// Number of samples, at least 1.
     pub fn len(&self) -> usize {
-        self.num_samples
+        self.starts.len() - 1
     }
 
     /// Always false: data without a sample is an error in [`Samples::new`].
     pub fn is_empty(&self) -> bool {
-        self.num_samples == 0
+        self.len() == 0
     }
 
-    /// Tokens per sequence, T.
-    pub fn seq_len(&self) -> usize {
-        self.seq_len
+    /// Tokens of sample `index`, which must be one.
+    pub(crate) fn num_tokens(&self, index: usize) -> usize {
+        self.pieces_of(index)
+            .iter()
+            .map(|piece| piece.len as usize)
+            .sum()
+    }
+
+    /// How they were made.
+    pub fn config(&self) -> &SampleConfig {
+        &self.config
+    }
+
+    /// The tokens that they were made of.
+    pub fn tokens(&self) -> &Tokens {
+        &self.tokens
+    }
+
+    /// Records that are longer than a sequence and no plain text.
+    pub fn num_overlong(&self) -> usize {
+        self.num_overlong
     }
 }

@@ -21,6 +21,10 @@ pub struct StepMetrics {
     pub loss_scale: f64,
     /// Steps of the run so far that overflowed in f16, so that nothing was updated.
     pub skipped_steps: usize,
+    /// The fraction of the positions of the global batch that hold no token of the data: see [`Batches::padding`](crate::Batches::padding).
+    /// 0 of a step whose micro-batches come from elsewhere.
+    #[serde(default)]
+    pub padding: f64,
     /// Target tokens of the global batch.
     pub num_tokens: usize,
     /// `num_tokens / step_secs`.

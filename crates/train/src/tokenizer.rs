@@ -1,21 +1,27 @@
-//! Text to token ids and back: a `tokenizer.json` and the special tokens that the checkpoint's other files name.
+//! Text to token ids and back: a `tokenizer.json` and what the checkpoint's other files say of its tokens.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{Result, bail};
 
 use crate::special_tokens::{SpecialTokens, read_special_tokens};
+use crate::tokenizer_config::TokenizerConfig;
 
 /// A checkpoint's tokenizer.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     tokenizer: tokenizers::Tokenizer,
     special: SpecialTokens,
+    /// Spellings of special tokens, by name.
+    named: BTreeMap<String, String>,
     max_id: u32,
 }
 
 impl Tokenizer {
-    /// Reads `dir/tokenizer.json`.
+    /// Reads `dir/tokenizer.json`, and from `tokenizer_config.json` tokens that it lacks (`added_tokens_decoder`, special tokens) and
+    /// whether special tokens that a text spells out are split like other text (`split_special_tokens`).
     ///
     /// The end-of-sequence token is the `eos_token` of `tokenizer_config.json`, else of `special_tokens_map.json`, else
     /// the (first) `eos_token_id` of `config.json`, else of `generation_config.json`; likewise for the
@@ -44,30 +50,103 @@ impl Tokenizer {
         if let Err(e) = tokenizer.with_truncation(None) {
             bail!("cannot turn off the truncation of {path:?}: {e}");
         }
-        let special = read_special_tokens(dir, &tokenizer)?;
-        Self::new(tokenizer, special)
+        let config = TokenizerConfig::read(dir)?;
+        config.apply(&mut tokenizer)?;
+        let special = read_special_tokens(dir, &config, &tokenizer)?;
+        for contradiction in config.contradictions(&tokenizer) {
+            tracing::warn!("{contradiction}");
+        }
+        let mut read = Self::new(tokenizer, special)?;
+        read.named.extend(config.named());
+        Ok(read)
     }
 
     pub(crate) fn new(tokenizer: tokenizers::Tokenizer, special: SpecialTokens) -> Result<Self> {
-        match tokenizer.get_vocab(true).into_values().max() {
-            Some(max_id) => Ok(Self {
-                tokenizer,
-                special,
-                max_id,
-            }),
-            None => bail!("the tokenizer has an empty vocabulary"),
-        }
+        let Some(max_id) = tokenizer.get_vocab(true).into_values().max() else {
+            bail!("the tokenizer has an empty vocabulary")
+        };
+        let ids = [
+            ("bos_token", special.bos_id),
+            ("eos_token", Some(special.eos_id)),
+        ];
+        let named = ids
+            .into_iter()
+            .filter_map(|(name, id)| Some((name.to_string(), tokenizer.id_to_token(id?)?)));
+        Ok(Self {
+            named: named.collect(),
+            tokenizer,
+            special,
+            max_id,
+        })
     }
 
-    /// Token ids of `text`. No special token is added; one that is spelled out in `text` becomes its id.
+    /// Token ids of `text` without those that the tokenizer adds to texts, as transformers gives them with
+    /// `add_special_tokens=False`. A special token that is spelled out in `text` becomes its id, unless the checkpoint asks to split them.
     ///
     /// # Errors
     /// The tokenizer cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        match self.tokenizer.encode_fast(text, false) {
+        self.encode_with(text, false)
+    }
+
+    /// Token ids of `text` with the special tokens that the tokenizer's post-processor adds, such as Llama's at the beginning.
+    ///
+    /// # Errors
+    /// The tokenizer cannot encode the text.
+    pub fn encode_with_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(text, true)
+    }
+
+    /// Token ids of a text that a model is to continue: as [`Self::encode_with_special_tokens`], without an end.
+    ///
+    /// # Errors
+    /// The tokenizer cannot encode the text.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode_with(text, true)?;
+        if self.adds_eos(&ids, text)? {
+            ids.pop();
+        }
+        Ok(ids)
+    }
+
+    fn adds_eos(&self, ids: &[u32], text: &str) -> Result<bool> {
+        let eos = Some(&self.eos_id());
+        Ok(ids.last() == eos && self.encode(text)?.last() != eos)
+    }
+
+    fn encode_with(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
+        match self.tokenizer.encode_fast(text, special_tokens) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(e) => bail!("cannot encode a text of {} bytes: {e}", text.len()),
         }
+    }
+
+    /// Token ids of `text`, and which of them have anything of `spans`, bytes of it. Between the first and the last token of a span
+    /// all count.
+    ///
+    /// # Errors
+    /// The tokenizer cannot encode the text.
+    pub(crate) fn encode_spans(
+        &self,
+        text: &str,
+        special_tokens: bool,
+        spans: &[Range<usize>],
+    ) -> Result<(Vec<u32>, Vec<bool>)> {
+        let encoding = match self.tokenizer.encode(text, special_tokens) {
+            Ok(encoding) => encoding,
+            Err(e) => bail!("cannot encode a text of {} bytes: {e}", text.len()),
+        };
+        let offsets = encoding.get_offsets();
+        let mut in_span = vec![false; offsets.len()];
+        for span in spans {
+            let overlaps = |(begin, end): &(usize, usize)| *begin < span.end && *end > span.start;
+            let first = offsets.iter().position(overlaps);
+            let last = offsets.iter().rposition(overlaps);
+            if let (Some(first), Some(last)) = (first, last) {
+                in_span[first..=last].fill(true);
+            }
+        }
+        Ok((encoding.get_ids().to_vec(), in_span))
     }
 
     /// Text of token `ids`, without special tokens.
@@ -75,7 +154,19 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        match self.tokenizer.decode(ids, true) {
+        self.decode_with(ids, true)
+    }
+
+    /// Text of token `ids`, special tokens included.
+    ///
+    /// # Errors
+    /// The tokenizer's decoder fails.
+    pub fn decode_with_special_tokens(&self, ids: &[u32]) -> Result<String> {
+        self.decode_with(ids, false)
+    }
+
+    fn decode_with(&self, ids: &[u32], skips_special: bool) -> Result<String> {
+        match self.tokenizer.decode(ids, skips_special) {
             Ok(text) => Ok(text),
             Err(e) => bail!("cannot decode {} token ids: {e}", ids.len()),
         }
@@ -91,9 +182,23 @@ impl Tokenizer {
         self.special.eos_id
     }
 
-    /// Id of the beginning-of-sequence token, if the checkpoint names one. It is not added to documents.
+    /// Id of the beginning-of-sequence token, if the checkpoint names one.
     pub fn bos_id(&self) -> Option<u32> {
         self.special.bos_id
+    }
+
+    /// Spellings of the special tokens that have names, such as `bos_token`: what chat templates know.
+    pub fn named_special_tokens(&self) -> &BTreeMap<String, String> {
+        &self.named
+    }
+
+    /// Spellings of all special tokens, sorted.
+    pub fn special_tokens(&self) -> Vec<String> {
+        let added = self.tokenizer.get_added_tokens_decoder();
+        let special = added.into_values().filter(|token| token.special);
+        let mut special: Vec<String> = special.map(|token| token.content).collect();
+        special.sort();
+        special
     }
 
     /// Checks that a model with `model_vocab_size` embedding rows has one for each of `ids`.
@@ -117,6 +222,18 @@ impl Tokenizer {
     /// Spelling of token `id`, if there is one.
     pub fn token(&self, id: u32) -> Option<String> {
         self.tokenizer.id_to_token(id)
+    }
+
+    /// What decides the ids of texts.
+    ///
+    /// # Errors
+    /// The tokenizer cannot be written.
+    pub(crate) fn identity(&self) -> Result<String> {
+        let splits = self.tokenizer.get_encode_special_tokens();
+        match self.tokenizer.to_string(false) {
+            Ok(tokenizer) => Ok(format!("{tokenizer} {splits} {:?}", self.special)),
+            Err(err) => bail!("cannot write the tokenizer: {err}"),
+        }
     }
 
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {

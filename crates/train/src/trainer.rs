@@ -181,7 +181,8 @@ impl Trainer {
         let num_steps = self.num_steps();
         while self.step < num_steps && !self.is_stopped && self.stopped_early().is_none() {
             let metrics = self.train_step(&batches.batch(self.step)?);
-            let metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            metrics.padding = batches.padding(metrics.step)?;
             observe(TrainEvent::Step(&metrics))?;
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
@@ -351,6 +352,7 @@ impl Trainer {
             learning_rate,
             loss_scale,
             skipped_steps: self.optimizer.num_skipped_steps(),
+            padding: 0.0,
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
             step_secs,

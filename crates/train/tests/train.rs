@@ -2,10 +2,14 @@
 
 #[path = "train/batches.rs"]
 mod batches;
-#[path = "train/documents.rs"]
-mod documents;
+#[path = "train/chat.rs"]
+mod chat;
+#[path = "train/data.rs"]
+mod data;
 #[path = "train/hub.rs"]
 mod hub;
+#[path = "train/hub_dataset.rs"]
+mod hub_dataset;
 #[path = "train/hub_faults.rs"]
 mod hub_faults;
 #[path = "train/hub_server.rs"]
@@ -16,8 +20,12 @@ mod lr_schedule;
 mod metrics;
 #[path = "train/progress.rs"]
 mod progress;
+#[path = "train/python_json.rs"]
+mod python_json;
 #[path = "train/sampler.rs"]
 mod sampler;
+#[path = "train/samples.rs"]
+mod samples;
 #[path = "train/tensorboard.rs"]
 mod tensorboard;
 #[path = "train/tokenizer.rs"]

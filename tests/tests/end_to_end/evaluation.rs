@@ -6,20 +6,25 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::{MicroBatch, Pipeline, ZeroStage};
 use candle_train::{
-    Documents, EvalBatches, EvalHistory, EvalMetrics, Evaluation, Tokenizer, Tokens, TrainEvent,
+    EvalBatches, EvalHistory, EvalMetrics, Evaluation, SampleConfig, Samples, Tokens, TrainEvent,
     Trainer, held_out,
 };
 
-use crate::fixture::{Fixture, Run, text_file};
-use crate::run::{Layout, Variant, batches, gather, launch, load, load_variant};
+use crate::fixture::{Fixture, Run};
+use crate::run::{Layout, Variant, batches, gather, launch, load, load_variant, tokens};
 use crate::tensors::Tensors;
 
 const SEQ_LEN: usize = 9;
 
-fn tokens(fixture: &Fixture) -> Tokens {
-    let tokenizer = Tokenizer::from_dir(fixture.model_dir()).unwrap();
-    let tokens = Tokens::encode(&Documents::read(text_file()).unwrap(), &tokenizer).unwrap();
-    Tokens::from_ids(tokens.ids()[..40 * SEQ_LEN].to_vec())
+fn ids(fixture: &Fixture) -> Vec<u32> {
+    let text = tokens(fixture).unwrap().record(0).unwrap();
+    text.ids[..40 * SEQ_LEN].to_vec()
+}
+
+/// The samples that are held out.
+fn samples(fixture: &Fixture) -> Result<Samples> {
+    let tokens = Tokens::from_ids(ids(fixture))?;
+    Samples::new(&tokens, SampleConfig::new(SEQ_LEN))?.only(&chosen())
 }
 
 /// 7 of the 39 samples.
@@ -34,14 +39,14 @@ fn chosen() -> Arc<[usize]> {
 
 /// Mean loss and part of right predictions by a loop over the logits of one rank, in f64.
 fn reference(fixture: &Fixture) -> (f64, f64) {
-    let samples = tokens(fixture).samples(SEQ_LEN).unwrap();
+    let all = ids(fixture);
     let result = Mutex::new(None);
     launch(Layout::new(1, 1, 1), |world| {
         let mesh = Mesh::new(world, Layout::new(1, 1, 1).degrees())?;
         let stage = load(fixture, &mesh)?;
         let (mut loss, mut num_right, mut num) = (0.0, 0.0, 0.0);
         for &sample in chosen().iter() {
-            let ids = samples.get(sample);
+            let ids = &all[sample * SEQ_LEN..=(sample + 1) * SEQ_LEN];
             let batch = MicroBatch {
                 tokens: Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?,
                 targets: None,
@@ -69,9 +74,8 @@ fn reference(fixture: &Fixture) -> (f64, f64) {
 
 fn evaluation(fixture: &Fixture, mesh: &Mesh, micro_batch_size: usize) -> Result<Evaluation> {
     let replica = (mesh.dp.rank(), mesh.dp.world_size());
-    let sizes = (SEQ_LEN, micro_batch_size);
     Ok(Evaluation {
-        batches: EvalBatches::new(&tokens(fixture), Some(chosen()), sizes, replica)?,
+        batches: EvalBatches::new(&samples(fixture)?, micro_batch_size, replica)?,
         every: Some(1),
         patience: None,
         history: EvalHistory::default(),

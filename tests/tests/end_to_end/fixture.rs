@@ -115,7 +115,6 @@ impl Fixture {
 impl Run {
     pub fn batch_config(&self) -> BatchConfig {
         BatchConfig {
-            seq_len: self.seq_len,
             micro_batch_size: self.micro_batch_size,
             global_batch_size: self.global_batch_size,
             shuffle: false,

@@ -11,7 +11,10 @@ use candle_parallel::{
     Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
     Schedule, Stage, ZeroStage,
 };
-use candle_train::{Batches, Documents, StepMetrics, Tokenizer, Tokens, Trainer};
+use candle_train::{
+    Batches, Data, DataSpec, RecordEncoder, SampleConfig, Samples, StepMetrics, Tokenizer, Tokens,
+    Trainer,
+};
 use candle_train_models::CausalLm;
 
 use crate::device::devices;
@@ -266,11 +269,17 @@ pub fn load_variant(
     Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
 
-pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
+/// The fixtures' text.
+pub fn tokens(fixture: &Fixture) -> Result<Tokens> {
     let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
-    let tokens = Tokens::encode(&Documents::read(text_file())?, &tokenizer)?;
+    let data = Data::find(&[DataSpec::new(text_file())])?;
+    Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?)
+}
+
+pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
+    let samples = Samples::new(&tokens(fixture)?, SampleConfig::new(run.seq_len))?;
     let (rank, world_size) = (mesh.dp.rank(), mesh.dp.world_size());
-    Batches::new(&tokens, run.batch_config(), rank, world_size, &Device::Cpu)
+    Batches::new(&samples, run.batch_config(), rank, world_size, &Device::Cpu)
 }
 
 /// Whole tensors by name, on rank 0.

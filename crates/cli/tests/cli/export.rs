@@ -152,7 +152,7 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         "f32 frozen",
         "rank-00000.safetensors",
         "model/config.json",
-        "xxh64 ",
+        "xxh3 ",
     ] {
         assert!(said.contains(part), "{part:?} is not in: {said}");
     }

@@ -123,7 +123,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--metrics",
         &[
             "[default: none]",
-            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, num_tokens, tokens_per_sec, step_secs, gflops_per_sec",
+            "step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec",
         ],
     ),
     (
@@ -140,6 +140,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--keep", &["[default: 2]", "newest"]),
     ("--resume", &["DIR|latest", "any layout", "--save-dir"]),
     ("--resume-anyway", &["other data"]),
+    ("--overlong", &["[default: truncate]", "drop"]),
+    ("--no-packing", &["padding"]),
+    ("--no-document-mask", &["other records"]),
+    ("--train-on-prompt", &["completions"]),
     ("--prompt", &["[default: ", "TEXT"]),
     (
         "--sample-tokens",
@@ -156,7 +160,11 @@ fn finetune_explains_its_flags() {
         assert_says(&help, flag, parts);
     }
     assert_says(&help, "--model", &["org/name[@revision]", "\"qwen3\""]);
-    assert_says(&help, "--data", &["FILE|DIR"]);
+    assert_says(
+        &help,
+        "--data",
+        &["PATH[:WEIGHT]", "hub://datasets", "messages"],
+    );
     for (flag, default) in [
         ("--lr", "0.00002"),
         ("--weight-decay", "0.01"),

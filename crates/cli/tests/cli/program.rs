@@ -152,6 +152,20 @@ impl Program {
         outcome
     }
 
+    /// As [`Self::succeeds`]; what it says on stderr may be about errors in the data.
+    #[track_caller]
+    pub fn succeeds_with_warnings(&self) -> Outcome {
+        let outcome = self.run();
+        assert_eq!(
+            outcome.code,
+            Some(0),
+            "{:?}\n{}",
+            self.flags,
+            outcome.stderr
+        );
+        outcome
+    }
+
     /// Runs the program and kills it after `time`; whether it was still running then.
     pub fn is_killed_after(&self, time: Duration) -> bool {
         let mut child = self.command();

@@ -193,7 +193,7 @@ fn another_run_is_refused_by_name() {
         (
             "--data",
             &other,
-            vec!["the data is ", "tokens (xxh64 ", "in the checkpoint"],
+            vec!["the data is ", "tokens (xxh3 ", "in the checkpoint"],
         ),
         (
             "--steps",

@@ -96,6 +96,10 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
     let workspace = Workspace::new();
     // Steps of many seconds.
     let program = long(&workspace)
+        .flag(
+            "--data",
+            format!("{}:200", workspace.path("text.txt").display()),
+        )
         .flag("--global-batch-size", 20_000)
         .flag("--seq-len", 64);
     let start = Instant::now();

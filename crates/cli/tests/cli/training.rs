@@ -98,7 +98,7 @@ fn samples_and_progress_are_shown_and_a_checkpoint_is_saved() {
     }
     let last = format!("saved to {}", workspace.output().display());
     assert_eq!(out.lines().last(), Some(last.as_str()));
-    // 7274 tokens make 56 sequences of 128, 3.5 batches of 16.
+    // 7274 tokens make 57 sequences of 128, 3.6 batches of 16.
     let steps: Vec<&str> = outcome.stderr.lines().collect();
     assert_eq!(steps.len(), 4, "{steps:?}");
     for (index, line) in steps.iter().enumerate() {
@@ -146,6 +146,7 @@ fn metrics_are_one_object_a_step_and_steps_win_over_epochs() {
             "loss_scale",
             "memory",
             "num_tokens",
+            "padding",
             "skipped_steps",
             "step",
             "step_secs",
@@ -254,8 +255,8 @@ fn epochs_count_passes_over_the_data() {
         .flag("--output", output.display())
         .flag("--metrics", path.display())
         .succeeds();
-    // 7 sequences of 1000 tokens in batches of 4: 2 steps a pass.
-    let steps = "7274 tokens, 4 steps of 4";
+    // 8 sequences of 1000 tokens in batches of 4: 2 steps a pass.
+    let steps = "7274 tokens in 8 sequences, 4 steps of 4 sequences of 1000";
     assert!(outcome.stdout.contains(steps), "{}", outcome.stdout);
     assert_eq!(metrics(&path).len(), 4);
 }

@@ -11,6 +11,7 @@ use hf_hub::{Cache, Repo, RepoType};
 
 use crate::Activity;
 
+use super::repo_spec::RepoKind;
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
 
@@ -72,8 +73,11 @@ impl<'a> Fetch<'a> {
             Ok(api) => api,
             Err(e) => bail!("cannot set up the client of {}: {e}", config.endpoint),
         };
-        let repo =
-            Repo::with_revision(spec.repo_id.clone(), RepoType::Model, spec.revision.clone());
+        let kind = match spec.kind {
+            RepoKind::Model => RepoType::Model,
+            RepoKind::Dataset => RepoType::Dataset,
+        };
+        let repo = Repo::with_revision(spec.repo_id.clone(), kind, spec.revision.clone());
         Ok(Self {
             config,
             spec,
@@ -87,6 +91,13 @@ impl<'a> Fetch<'a> {
     /// The commit that the revision names now, taken from the headers of `file`.
     pub(super) fn commit(&self, file: &str) -> std::result::Result<String, Failure> {
         Ok(self.metadata(file)?.commit_hash().to_string())
+    }
+
+    /// The commit that the revision names now, and its files.
+    pub(super) fn list(&self) -> std::result::Result<(String, Vec<String>), Failure> {
+        let info = self.api.repo(self.repo.clone()).info()?;
+        let files = info.siblings.into_iter().map(|file| file.rfilename);
+        Ok((info.sha, files.collect()))
     }
 
     /// Makes `file` of `commit` be in the snapshot; `None` when the commit has no such file.
@@ -193,22 +204,29 @@ impl<'a> Fetch<'a> {
         let HubConfig {
             endpoint, token, ..
         } = self.config;
-        let RepoSpec { repo_id, revision } = self.spec;
+        let RepoSpec {
+            kind,
+            repo_id,
+            revision,
+        } = self.spec;
         let what =
             format!("cannot fetch {file} of {repo_id} (revision {revision}) from {endpoint}");
-        let page = format!("{endpoint}/{repo_id}");
+        let page = match kind {
+            RepoKind::Model => format!("{endpoint}/{repo_id}"),
+            RepoKind::Dataset => format!("{endpoint}/datasets/{repo_id}"),
+        };
         Error::msg(match failure {
             Failure::Status(401) if token.is_none() => format!(
-                "{what}: the hub asks for a token (status 401): the model is gated or private, or does not exist, and there is no folder {repo_id:?} here\nhint: check the name; for a gated model accept its terms at {page} and set HF_TOKEN"
+                "{what}: the hub asks for a token (status 401): the {kind} is gated or private, or does not exist, and there is no folder {repo_id:?} here\nhint: check the name; for a gated {kind} accept its terms at {page} and set HF_TOKEN"
             ),
             Failure::Status(401) => format!(
                 "{what}: the hub does not accept the token (status 401)\nhint: HF_TOKEN (or the token file) must hold a valid token with read access to {page}"
             ),
             Failure::Status(403) => format!(
-                "{what}: access is denied (status 403): the model is gated\nhint: accept its terms at {page} and set HF_TOKEN to a token of that account"
+                "{what}: access is denied (status 403): the {kind} is gated\nhint: accept its terms at {page} and set HF_TOKEN to a token of that account"
             ),
             Failure::Status(404) => format!(
-                "{what}: there is no such model, revision or file (status 404), and no folder {repo_id:?} here\nhint: check the name and the revision at {page}; a private model needs HF_TOKEN"
+                "{what}: there is no such {kind}, revision or file (status 404), and no folder {repo_id:?} here\nhint: check the name and the revision at {page}; a private {kind} needs HF_TOKEN"
             ),
             Failure::Status(status) => {
                 format!("{what}: the hub answered with status {status}\nhint: try again later")
@@ -250,6 +268,12 @@ fn remove(path: &Path) -> std::result::Result<(), Failure> {
     }
 }
 
+/// Whether a file holds records that are no JSON as a whole.
+fn is_data(file: &Path) -> bool {
+    let ending = file.extension().and_then(|ending| ending.to_str());
+    matches!(ending, Some("txt" | "jsonl" | "ndjson" | "parquet"))
+}
+
 /// Whether the file at `path` is whole. Weights have exactly `size` bytes; text may have been compressed on its way, so
 /// that `size` says little, but a part of a JSON file cannot be parsed. Of templates and licences any part is valid:
 /// there only what is no text is noticed.
@@ -257,6 +281,16 @@ fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
     if is_weights(path) {
         return match file_len(path) {
             Some(len) if len == size => Ok(()),
+            len => Err(format!(
+                "{} bytes arrived, expected {size}",
+                len.unwrap_or(0)
+            )),
+        };
+    }
+    if is_data(path) {
+        // What was compressed on its way is longer.
+        return match file_len(path) {
+            Some(len) if len >= size => Ok(()),
             len => Err(format!(
                 "{} bytes arrived, expected {size}",
                 len.unwrap_or(0)

@@ -1,4 +1,4 @@
-//! Models by name: `org/name[@revision]` from a Hugging Face hub, or a folder that exists.
+//! Models and data sets by name: `org/name[@revision]` from a Hugging Face hub, or a folder that exists.
 //!
 //! Files lie in the standard Hugging Face cache, shared with Python: what one program has fetched the other does not
 //! fetch again. A run asks the hub which commit the revision names and fetches only what that commit's snapshot lacks;
@@ -8,6 +8,7 @@
 //! asynchronous: with its runtime and its own transfer protocol it would double the number of crates to build, to fetch
 //! half a dozen files once. Of the environment variables 0.5 knows two; all that matter here are read by [`HubConfig`].
 
+mod dataset;
 mod fetch;
 mod fetch_lock;
 mod hub_config;
@@ -16,6 +17,7 @@ mod resolve;
 mod snapshot;
 mod weight_index;
 
+pub use dataset::{resolve_dataset, resolve_dataset_with};
 pub use hub_config::HubConfig;
-pub use repo_spec::RepoSpec;
-pub use resolve::{resolve_model, resolve_model_with};
+pub use repo_spec::{RepoKind, RepoSpec};
+pub use resolve::{resolve_model, resolve_model_with, resolve_tokenizer};

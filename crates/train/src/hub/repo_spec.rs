@@ -1,10 +1,31 @@
-//! The name of a model on a hub: `org/name[@revision]`.
+//! The name of a model or dataset on a hub: `org/name[@revision]`.
 
 use std::fmt;
+
+/// What a repository holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RepoKind {
+    /// A model.
+    #[default]
+    Model,
+    /// A data set.
+    Dataset,
+}
+
+impl fmt::Display for RepoKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Model => "model",
+            Self::Dataset => "dataset",
+        })
+    }
+}
 
 /// A repository and the revision that is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepoSpec {
+    /// What it holds.
+    pub kind: RepoKind,
     /// `org/name`.
     pub repo_id: String,
     /// Branch, tag or commit; `main` when the name has none.
@@ -12,7 +33,7 @@ pub struct RepoSpec {
 }
 
 impl RepoSpec {
-    /// Reads `org/name[@revision]`; `None` when `spec` is not of this form.
+    /// Reads `org/name[@revision]` of a model; `None` when `spec` is not of this form.
     ///
     /// Names are letters, digits, `-`, `_` and `.`, and begin with none of the last three; a revision may have `/` inside.
     pub fn parse(spec: &str) -> Option<Self> {
@@ -20,6 +41,7 @@ impl RepoSpec {
         let (org, name) = repo_id.split_once('/')?;
         let is_valid = is_name(org) && is_name(name) && revision.split('/').all(is_name);
         is_valid.then(|| Self {
+            kind: RepoKind::Model,
             repo_id: repo_id.to_string(),
             revision: revision.to_string(),
         })

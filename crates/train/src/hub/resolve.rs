@@ -6,9 +6,20 @@ use candle_core::{Result, bail};
 
 use super::fetch::Fetch;
 use super::fetch_lock::FetchLock;
-use super::snapshot::{OPTIONAL_FILES, REQUIRED_FILES, Snapshots, WEIGHT_INDEX, WEIGHTS};
+use super::snapshot::{Needs, OPTIONAL_FILES, REQUIRED_FILES, Snapshots, WEIGHT_INDEX, WEIGHTS};
 use super::weight_index::read_shard_names;
 use super::{HubConfig, RepoSpec};
+
+/// As [`resolve_model`], of which only configuration, tokenizer and chat template are needed: no weights are fetched.
+///
+/// # Errors
+/// As [`resolve_model`].
+pub fn resolve_tokenizer(spec: &str) -> Result<PathBuf> {
+    match local_dir(spec)? {
+        Some(dir) => Ok(dir),
+        None => fetch_model(&parse(spec)?, &HubConfig::from_env()?, Needs::Tokenizer),
+    }
+}
 
 /// [`resolve_model_with`] the settings of the process environment, which are read only when the hub is needed.
 ///
@@ -17,7 +28,7 @@ use super::{HubConfig, RepoSpec};
 pub fn resolve_model(spec: &str) -> Result<PathBuf> {
     match local_dir(spec)? {
         Some(dir) => Ok(dir),
-        None => fetch_model(&parse(spec)?, &HubConfig::from_env()?),
+        None => fetch_model(&parse(spec)?, &HubConfig::from_env()?, Needs::Weights),
     }
 }
 
@@ -35,7 +46,7 @@ pub fn resolve_model(spec: &str) -> Result<PathBuf> {
 pub fn resolve_model_with(spec: &str, config: &HubConfig) -> Result<PathBuf> {
     match local_dir(spec)? {
         Some(dir) => Ok(dir),
-        None => fetch_model(&parse(spec)?, config),
+        None => fetch_model(&parse(spec)?, config, Needs::Weights),
     }
 }
 
@@ -58,9 +69,9 @@ fn parse(spec: &str) -> Result<RepoSpec> {
     }
 }
 
-fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
+fn fetch_model(spec: &RepoSpec, config: &HubConfig, needs: Needs) -> Result<PathBuf> {
     let snapshots = Snapshots::new(&config.cache_dir, spec);
-    let cached = snapshots.complete(spec);
+    let cached = snapshots.complete(spec, needs);
     if config.offline {
         return match cached {
             Ok(dir) => Ok(dir),
@@ -89,7 +100,7 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
         }
         (Err(failure), _) => return Err(fetch.error(REQUIRED_FILES[0], failure)),
     };
-    fetch_snapshot(&fetch, spec, &commit)?;
+    fetch_snapshot(&fetch, spec, &commit, needs)?;
     if snapshots.commit(spec).as_ref() != Some(&commit) {
         fetch.set_commit(&commit)?;
     }
@@ -98,7 +109,7 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig) -> Result<PathBuf> {
 
 /// Fetches what the snapshot of `commit` lacks, small files first: a model that cannot be used is found out before
 /// gigabytes have been moved.
-fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str) -> Result<()> {
+fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str, needs: Needs) -> Result<()> {
     for file in REQUIRED_FILES {
         if fetch.file(commit, file)?.is_none() {
             bail!(
@@ -109,7 +120,7 @@ fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str) -> Result<()
     for file in OPTIONAL_FILES {
         fetch.file(commit, file)?;
     }
-    if fetch.file(commit, WEIGHTS)?.is_some() {
+    if needs == Needs::Tokenizer || fetch.file(commit, WEIGHTS)?.is_some() {
         return Ok(());
     }
     let Some(index) = fetch.file(commit, WEIGHT_INDEX)? else {

@@ -27,6 +27,15 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 /// Index of weights in several files.
 pub(super) const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 
+/// What is wanted of a model.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Needs {
+    /// Everything.
+    Weights,
+    /// Everything but the weights.
+    Tokenizer,
+}
+
 /// A repository's folder in the cache.
 pub(super) struct Snapshots {
     dir: PathBuf,
@@ -35,7 +44,11 @@ pub(super) struct Snapshots {
 impl Snapshots {
     pub(super) fn new(cache_dir: &Path, spec: &RepoSpec) -> Self {
         Self {
-            dir: cache_dir.join(format!("models--{}", spec.repo_id.replace('/', "--"))),
+            dir: cache_dir.join(format!(
+                "{}s--{}",
+                spec.kind,
+                spec.repo_id.replace('/', "--")
+            )),
         }
     }
 
@@ -54,13 +67,15 @@ impl Snapshots {
     }
 
     /// The revision's snapshot, or the name of the first file that it lacks.
-    pub(super) fn complete(&self, spec: &RepoSpec) -> Result<PathBuf, String> {
+    pub(super) fn complete(&self, spec: &RepoSpec, needs: Needs) -> Result<PathBuf, String> {
         let Some(commit) = self.commit(spec) else {
             return Err("any file of it".to_string());
         };
         let dir = self.dir(&commit);
         let mut files: Vec<String> = REQUIRED_FILES.map(String::from).to_vec();
-        if !dir.join(WEIGHTS).exists() && dir.join(WEIGHT_INDEX).exists() {
+        if needs == Needs::Tokenizer {
+            // Those are all.
+        } else if !dir.join(WEIGHTS).exists() && dir.join(WEIGHT_INDEX).exists() {
             let shards = read_shard_names(&dir.join(WEIGHT_INDEX));
             files.extend(shards.map_err(|_| WEIGHT_INDEX.to_string())?);
         } else {
@@ -85,6 +100,26 @@ impl Snapshots {
         {
             let _ = fs::write(path, "");
         }
+    }
+
+    /// The files of `commit`, as the hub has listed them.
+    pub(super) fn listed(&self, commit: &str) -> Option<Vec<String>> {
+        let list = fs::read_to_string(self.list(commit)).ok()?;
+        Some(list.lines().map(str::to_string).collect())
+    }
+
+    /// Records the files of `commit`. Failing to costs a request next time, nothing else.
+    pub(super) fn set_listed(&self, commit: &str, files: &[String]) {
+        let path = self.list(commit);
+        if let Some(dir) = path.parent()
+            && fs::create_dir_all(dir).is_ok()
+        {
+            let _ = fs::write(path, files.join("\n"));
+        }
+    }
+
+    fn list(&self, commit: &str) -> PathBuf {
+        self.dir.join(".files").join(commit)
     }
 
     fn absence(&self, commit: &str, file: &str) -> PathBuf {

@@ -1,12 +1,12 @@
-use candle_core::Device;
+use candle_core::{Device, IndexOp};
+use candle_ops::IGNORE_INDEX;
 use candle_parallel::MicroBatch;
-use candle_train::{BatchConfig, Batches, Tokens};
+use candle_train::{BatchConfig, Batches, SampleConfig, Samples, Tokens};
 
 use crate::assert_error;
 
-fn config(seq_len: usize, micro: usize, global: usize, shuffle: bool) -> BatchConfig {
+fn config(micro: usize, global: usize, shuffle: bool) -> BatchConfig {
     BatchConfig {
-        seq_len,
         micro_batch_size: micro,
         global_batch_size: global,
         shuffle,
@@ -14,27 +14,41 @@ fn config(seq_len: usize, micro: usize, global: usize, shuffle: bool) -> BatchCo
     }
 }
 
-fn batches(num_tokens: u32, config: &BatchConfig, dp_rank: usize, dp: usize) -> Batches {
-    let tokens = Tokens::from_ids((0..num_tokens).collect());
-    Batches::new(&tokens, config.clone(), dp_rank, dp, &Device::Cpu).unwrap()
+/// Of a text of ids 0, 1, .., in pieces of `seq_len`.
+fn batches(
+    (num_tokens, seq_len): (u32, usize),
+    config: &BatchConfig,
+    (dp_rank, dp): (usize, usize),
+) -> Batches {
+    let tokens = Tokens::from_ids((0..num_tokens).collect()).unwrap();
+    let samples = Samples::new(&tokens, SampleConfig::new(seq_len)).unwrap();
+    Batches::new(&samples, config.clone(), dp_rank, dp, &Device::Cpu).unwrap()
 }
 
-/// Each sequence's sample index, checking that it is a sample.
-fn samples(micro_batches: &[MicroBatch], t: usize) -> Vec<usize> {
+/// Each sequence's index in the text, checking that each token has the next one as its target, but the last of the text and padding.
+fn samples(micro_batches: &[MicroBatch], num_tokens: u32, t: usize) -> Vec<usize> {
     let mut samples = Vec::new();
     for micro_batch in micro_batches {
         let tokens = micro_batch.tokens.to_vec2::<u32>().unwrap();
-        let targets = micro_batch
-            .targets
-            .as_ref()
-            .unwrap()
-            .to_vec2::<u32>()
-            .unwrap();
-        for (tokens, targets) in tokens.iter().zip(&targets) {
+        let targets = micro_batch.targets.as_ref().unwrap();
+        for (row, tokens) in tokens.iter().enumerate() {
+            let targets = targets.i(row).unwrap().to_vec1::<u32>().unwrap();
+            if targets.iter().all(|&id| id == IGNORE_INDEX) {
+                continue;
+            }
             let start = tokens[0];
-            assert_eq!(*tokens, (start..start + t as u32).collect::<Vec<_>>());
-            assert_eq!(*targets, (start + 1..=start + t as u32).collect::<Vec<_>>());
             assert_eq!(start as usize % t, 0);
+            let len = tokens.len().min((num_tokens - start) as usize);
+            for (place, (&token, &target)) in tokens.iter().zip(&targets).enumerate() {
+                let id = start + place as u32;
+                assert!(place >= len || token == id);
+                let next = if id + 1 < num_tokens {
+                    id + 1
+                } else {
+                    IGNORE_INDEX
+                };
+                assert_eq!(target, next);
+            }
             samples.push(start as usize / t);
         }
     }
@@ -42,108 +56,124 @@ fn samples(micro_batches: &[MicroBatch], t: usize) -> Vec<usize> {
 }
 
 #[test]
-fn without_shuffle_steps_follow_the_text_and_wrap_around() {
-    // (12 - 1) / 2 = 5 samples, the last id is nobody's.
-    let batches = batches(12, &config(2, 1, 4, false), 0, 1);
-    assert_eq!((batches.num_samples(), batches.num_micro_batches()), (5, 4));
-    assert_eq!(batches.num_steps_per_epoch(), 2);
-    assert_eq!(batches.num_tokens_per_step(), 8);
-    assert_eq!(samples(&batches.batch(0).unwrap(), 2), [0, 1, 2, 3]);
-    assert_eq!(samples(&batches.batch(1).unwrap(), 2), [4, 0, 1, 2]);
-    assert_eq!(samples(&batches.batch(2).unwrap(), 2), [3, 4, 0, 1]);
+fn an_epoch_has_every_sample_once_and_ends_with_a_smaller_batch() {
+    let batches = batches((12, 2), &config(1, 4, false), (0, 1));
+    assert_eq!(
+        (batches.num_samples(), batches.num_steps_per_epoch()),
+        (6, 2)
+    );
+    let taken = |step| samples(&batches.batch(step).unwrap(), 12, 2);
+    assert_eq!(taken(0), [0, 1, 2, 3]);
+    assert_eq!(taken(1), [4, 5]);
+    assert_eq!(taken(2), [0, 1, 2, 3]);
+    assert_eq!(batches.position(2).unwrap(), 6);
+
+    // 17 samples, batches of 16, 3 epochs.
+    let batches = self::batches((17 * 3, 3), &config(2, 16, true), (0, 1));
+    assert_eq!(
+        (batches.num_samples(), batches.num_steps_per_epoch()),
+        (17, 2)
+    );
+    let order: Vec<usize> = (0..6)
+        .flat_map(|step| samples(&batches.batch(step).unwrap(), 51, 3))
+        .collect();
+    assert_eq!(order.len(), 51);
+    for epoch in order.chunks(17) {
+        let mut sorted = epoch.to_vec();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..17).collect::<Vec<_>>());
+    }
 }
 
 #[test]
-fn the_last_sample_may_end_with_the_last_id() {
-    let batches = batches(11, &config(2, 1, 1, false), 0, 1);
-    assert_eq!(batches.num_samples(), 5);
-    assert_eq!(samples(&batches.batch(4).unwrap(), 2), [4]);
-}
-
-#[test]
-fn ranks_take_contiguous_shares_of_the_same_batch() {
+fn ranks_take_equal_shares_and_equally_many_micro_batches() {
     for shuffle in [false, true] {
-        let whole = batches(100, &config(3, 2, 12, shuffle), 0, 1);
-        for step in 0..7 {
-            let expected = samples(&whole.batch(step).unwrap(), 3);
-            let shares: Vec<usize> = (0..3)
-                .flat_map(|rank| {
-                    let share = batches(100, &config(3, 2, 12, shuffle), rank, 3)
-                        .batch(step)
-                        .unwrap();
-                    assert_eq!(share.len(), 2);
-                    assert!(share.iter().all(|m| m.dims().unwrap() == (2, 3)));
-                    samples(&share, 3)
-                })
-                .collect();
-            assert_eq!(shares, expected);
+        for num_tokens in [100, 97, 77, 40] {
+            let whole = batches((num_tokens, 3), &config(2, 12, shuffle), (0, 1));
+            for step in 0..2 * whole.num_steps_per_epoch() {
+                let expected = samples(&whole.batch(step).unwrap(), num_tokens, 3);
+                let mut counts = Vec::new();
+                let mut rows = 0;
+                let shares: Vec<usize> = (0..3)
+                    .flat_map(|rank| {
+                        let share = batches((num_tokens, 3), &config(2, 12, shuffle), (rank, 3))
+                            .batch(step)
+                            .unwrap();
+                        counts.push(share.len());
+                        rows += share.iter().map(|m| m.dims().unwrap().0).sum::<usize>();
+                        samples(&share, num_tokens, 3)
+                    })
+                    .collect();
+                assert_eq!(shares, expected);
+                assert!(counts.iter().all(|&count| count == counts[0]), "{counts:?}");
+                // No micro-batch is empty on all ranks.
+                assert_eq!(counts[0], expected.len().div_ceil(3).div_ceil(2));
+                assert!(rows < expected.len() + 3);
+            }
         }
     }
 }
 
 #[test]
 fn each_shuffled_epoch_is_a_new_permutation_that_depends_on_the_seed_only() {
-    // 33 samples, batches of 5: steps straddle epochs.
     let order = |batches: &Batches| -> Vec<usize> {
-        (0..20)
-            .flat_map(|step| samples(&batches.batch(step).unwrap(), 3))
+        (0..21)
+            .flat_map(|step| samples(&batches.batch(step).unwrap(), 99, 3))
             .collect()
     };
-    let seven = order(&batches(100, &config(3, 5, 5, true), 0, 1));
-    for epoch in seven[..99].chunks(33) {
-        let mut sorted = epoch.to_vec();
-        sorted.sort_unstable();
-        assert_eq!(sorted, (0..33).collect::<Vec<_>>());
-        assert_ne!(sorted, epoch);
-    }
+    let text = (99, 3);
+    let seven = order(&batches(text, &config(5, 5, true), (0, 1)));
+    assert_eq!(seven.len(), 99);
     assert_ne!(seven[..33], seven[33..66]);
     assert_eq!(
         seven,
-        order(&batches(100, &config(3, 1, 5, true), 0, 1)),
+        order(&batches(text, &config(1, 5, true), (0, 1))),
         "the micro-batch size changes nothing"
     );
     let other = BatchConfig {
         seed: 8,
-        ..config(3, 5, 5, true)
+        ..config(5, 5, true)
     };
-    assert_ne!(seven, order(&batches(100, &other, 0, 1)));
+    assert_ne!(seven, order(&batches(text, &other, (0, 1))));
 
     // A batch is a pure function of the step: out of order, twice, and on a new object.
-    let again = batches(100, &config(3, 5, 5, true), 0, 1);
-    for step in [13, 2, 13, 6, 0] {
-        assert_eq!(
-            samples(&again.batch(step).unwrap(), 3),
-            seven[step * 5..step * 5 + 5]
-        );
+    let again = batches(text, &config(5, 5, true), (0, 1));
+    for step in [6, 2, 6, 13, 0] {
+        let start = again.position(step).unwrap();
+        let taken = samples(&again.batch(step).unwrap(), 99, 3);
+        assert_eq!(taken, seven[start..start + taken.len()]);
     }
 }
 
 #[test]
 fn the_shuffled_order_is_stable_across_versions() {
-    let batches = batches(41, &config(4, 1, 10, true), 0, 1);
+    let batches = batches((40, 4), &config(1, 10, true), (0, 1));
     assert_eq!(
-        samples(&batches.batch(0).unwrap(), 4),
+        samples(&batches.batch(0).unwrap(), 40, 4),
         [5, 3, 9, 8, 1, 6, 2, 0, 4, 7]
     );
 }
 
 #[test]
 fn impossible_sizes_are_refused_with_the_equation() {
-    let tokens = Tokens::from_ids(vec![1; 50]);
-    let new = |config: BatchConfig, rank, dp| Batches::new(&tokens, config, rank, dp, &Device::Cpu);
+    let tokens = Tokens::from_ids(vec![1; 50]).unwrap();
+    let new = |seq_len: usize, config: BatchConfig, rank, dp| {
+        let samples = Samples::new(&tokens, SampleConfig::new(seq_len))?;
+        Batches::new(&samples, config, rank, dp, &Device::Cpu)
+    };
     assert_error(
-        new(config(4, 2, 10, false), 0, 3),
+        new(4, config(2, 10, false), 0, 3),
         &[
             "global_batch_size(10) % (micro_batch_size(2) * dp(3) = 6) = 4 != 0",
             "hint:",
         ],
     );
     assert_error(
-        new(config(4, usize::MAX, 10, false), 0, 3),
+        new(4, config(usize::MAX, 10, false), 0, 3),
         &["global_batch_size(10)", "= 55340232221128654845) = 10 != 0"],
     );
     assert_error(
-        new(config(4, usize::MAX, usize::MAX, false), 0, 1),
+        new(4, config(usize::MAX, usize::MAX, false), 0, 1),
         &[
             "global_batch_size(18446744073709551615) * seq_len(4)",
             "at most 2147483648",
@@ -151,63 +181,91 @@ fn impossible_sizes_are_refused_with_the_equation() {
         ],
     );
     assert_error(
-        new(config(1 << 30, 1, 3, false), 0, 1),
+        new(1 << 30, config(1, 3, false), 0, 1),
         &["global_batch_size(3) * seq_len(1073741824) = 3221225472 tokens per step"],
     );
-    assert_error(new(config(0, 1, 1, false), 0, 1), &["seq_len is 0"]);
+    assert_error(new(0, config(1, 1, false), 0, 1), &["seq_len is 0"]);
     assert_error(
-        new(config(4, 0, 1, false), 0, 1),
+        new(4, config(0, 1, false), 0, 1),
         &["micro_batch_size is 0"],
     );
     assert_error(
-        new(config(4, 1, 0, false), 0, 1),
+        new(4, config(1, 0, false), 0, 1),
         &["global_batch_size is 0"],
     );
-    assert_error(new(config(4, 1, 1, false), 0, 0), &["dp_world_size is 0"]);
+    assert_error(new(4, config(1, 1, false), 0, 0), &["dp_world_size is 0"]);
     assert_error(
-        new(config(4, 1, 2, false), 2, 2),
+        new(4, config(1, 2, false), 2, 2),
         &["dp_rank(2)", "dp_world_size(2)"],
     );
-    assert_error(
-        new(config(50, 1, 1, false), 0, 1),
-        &[
-            "too short",
-            "50 tokens",
-            "seq_len 50",
-            "needs 51",
-            "at most 49",
-        ],
-    );
-    assert_error(
-        Batches::new(
-            &Tokens::from_ids(vec![]),
-            config(1, 1, 1, false),
-            0,
-            1,
-            &Device::Cpu,
-        ),
-        &["0 tokens"],
-    );
-    let far = new(config(4, 1, 4, false), 0, 1).unwrap();
-    assert_error(far.batch(usize::MAX / 2), &["out of range"]);
+    let far = new(4, config(1, 4, false), 0, 1).unwrap();
+    assert_error(far.batch(usize::MAX), &["out of range"]);
 }
 
 #[test]
 fn a_run_goes_on_with_the_next_sequence_whatever_the_batch_before() {
-    let config = config(2, 1, 4, true);
-    let before = batches(30, &config, 0, 1);
-    let position = before.position(3).unwrap();
-    assert_eq!(position, 12);
-    let larger = BatchConfig {
-        global_batch_size: 8,
-        ..config.clone()
+    let text = (30, 2);
+    let config = config(1, 4, true);
+    let before = batches(text, &config, (0, 1));
+    let taken = |batches: &Batches, steps: std::ops::Range<usize>| -> Vec<usize> {
+        steps
+            .flat_map(|step| samples(&batches.batch(step).unwrap(), 30, 2))
+            .collect()
     };
-    let after = batches(30, &larger, 0, 1).continued(3, position);
-    let taken = |batches: &Batches, step| samples(&batches.batch(step).unwrap(), 2);
-    let want = [taken(&before, 3), taken(&before, 4)].concat();
-    assert_eq!(taken(&after, 3), want);
-    assert_eq!(after.position(4).unwrap(), 20);
-    let same = batches(30, &config, 0, 1).continued(3, position);
-    assert_eq!(taken(&same, 7), taken(&before, 7));
-    assert_error(same.batch(2), &["step 2 of 4 sequences"]);
+    // 15 samples: an epoch is 4 steps, of 4, 4, 4 and 3.
+    for step in [0, 2, 3, 4, 9] {
+        let position = before.position(step).unwrap();
+        assert_eq!(position, step / 4 * 15 + step % 4 * 4);
+        let same = batches(text, &config, (0, 1)).continued(step, position);
+        assert_eq!(taken(&same, step..step + 9), taken(&before, step..step + 9));
+        for global_batch_size in [1, 3, 8, 20] {
+            let other = BatchConfig {
+                global_batch_size,
+                ..config.clone()
+            };
+            let after = batches(text, &other, (0, 1)).continued(step, position);
+            let (left, per_epoch) = (
+                (15 - position % 15).div_ceil(global_batch_size),
+                15usize.div_ceil(global_batch_size),
+            );
+            let end = before.position(4 * (step / 4 + 3)).unwrap();
+            assert_eq!(after.position(step + left + 2 * per_epoch).unwrap(), end);
+            let until = step / 4 * 4 + 12;
+            assert_eq!(
+                taken(&after, step..step + left + 2 * per_epoch),
+                taken(&before, step..until)
+            );
+        }
+    }
+    let later = batches(text, &config, (0, 1)).continued(3, 12);
+    assert_error(later.batch(2), &["step 2 of 4 sequences"]);
+}
+
+#[test]
+fn padding_is_what_the_micro_batches_of_all_ranks_hold_beside_tokens() {
+    // Pieces of 7, 7, 7 and 2 tokens.
+    for (dp, micro, global, expected) in [
+        (1, 1, 4, [0.0].to_vec()),
+        (1, 4, 4, [5.0 / 28.0].to_vec()),
+        (2, 2, 4, [5.0 / 28.0].to_vec()),
+        (3, 1, 3, [0.0, 2.0 / 4.0].to_vec()),
+    ] {
+        for (step, expected) in expected.into_iter().enumerate() {
+            let ranks =
+                (0..dp).map(|rank| batches((23, 7), &config(micro, global, false), (rank, dp)));
+            let (mut num_targets, mut num_positions) = (0, 0);
+            for batches in ranks {
+                assert!((batches.padding(step).unwrap() - expected).abs() < 1e-12);
+                for micro_batch in batches.batch(step).unwrap() {
+                    let (b, t) = micro_batch.dims().unwrap();
+                    num_positions += b * t;
+                    num_targets += micro_batch.num_targets().unwrap();
+                }
+            }
+            // The text's last token has no target.
+            let num_tokens =
+                num_targets + usize::from(step + 1 == 4 / global + usize::from(4 % global > 0));
+            assert!((1.0 - num_tokens as f64 / num_positions as f64 - expected).abs() < 1e-12);
+        }
+    }
 }

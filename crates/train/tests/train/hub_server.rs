@@ -145,6 +145,9 @@ fn answer(mut stream: TcpStream, state: &mut State) -> std::io::Result<()> {
     {
         return refuse(&mut stream, *status);
     }
+    if let Some(listed) = path.strip_prefix("/api/") {
+        return list(&mut stream, state, listed);
+    }
     let found = path.split_once("/resolve/").and_then(|(repo, rest)| {
         let (revision, file) = rest.split_once('/')?;
         let repo = repo.trim_start_matches("/cdn").trim_start_matches('/');
@@ -195,6 +198,27 @@ fn answer(mut stream: TcpStream, state: &mut State) -> std::io::Result<()> {
         body = &body[..body.len().min(*len)];
     }
     stream.write_all(if method == "HEAD" { &[] } else { body })
+}
+
+/// The commit and the files of `REPO/revision/REVISION`.
+fn list(stream: &mut TcpStream, state: &State, path: &str) -> std::io::Result<()> {
+    let found = path.split_once("/revision/").and_then(|(repo, revision)| {
+        let key = (repo.to_string(), revision.replace("%2F", "/"));
+        state.revisions.get(&key)
+    });
+    let Some((commit, files)) = found else {
+        return refuse(stream, 404);
+    };
+    let files = files
+        .keys()
+        .map(|name| serde_json::json!({"rfilename": name}));
+    let json =
+        serde_json::json!({"sha": commit, "siblings": files.collect::<Vec<_>>()}).to_string();
+    write!(
+        stream,
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{json}",
+        json.len()
+    )
 }
 
 fn refuse(stream: &mut TcpStream, status: u16) -> std::io::Result<()> {

@@ -13,6 +13,7 @@ pub fn step(step: usize) -> StepMetrics {
         learning_rate: 1e-3,
         loss_scale: 1.0,
         skipped_steps: 0,
+        padding: 0.25,
         num_tokens: 512,
         tokens_per_sec: 2048.0,
         step_secs: 0.25,
@@ -39,7 +40,7 @@ fn one_json_object_per_step_at_once() {
         );
     }
     let text = fs::read_to_string(&path).unwrap();
-    let begins = r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"loss_scale":1.0,"skipped_steps":0,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25,"gflops_per_sec":1.5,"memory":{"activations_bytes":0,"#;
+    let begins = r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"loss_scale":1.0,"skipped_steps":0,"padding":0.25,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25,"gflops_per_sec":1.5,"memory":{"activations_bytes":0,"#;
     assert!(text.starts_with(begins), "{text}");
 }
 

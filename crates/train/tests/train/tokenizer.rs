@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::Path;
 
-use candle_train::{Documents, Tokenizer, Tokens};
+use candle_train::{Record, RecordEncoder, RecordKind, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::assert_error;
@@ -69,15 +69,14 @@ fn saved_and_read_again_it_is_the_same() {
 }
 
 #[test]
-fn documents_end_with_eos() {
+fn texts_end_with_eos() {
     let tokenizer = trained();
-    let documents = Documents::from_texts(vec!["the cat".into(), "mat".into()]);
-    let tokens = Tokens::encode(&documents, &tokenizer).unwrap();
+    let encoder = RecordEncoder::new(&tokenizer, None, false).unwrap();
+    let encoded = encoder.encode(&Record::Text("the cat".into())).unwrap();
     let mut expected = tokenizer.encode("the cat").unwrap();
     expected.push(1);
-    expected.extend(tokenizer.encode("mat").unwrap());
-    expected.push(1);
-    assert_eq!(tokens.ids(), expected);
+    assert_eq!((encoded.kind, encoded.ids), (RecordKind::Text, expected));
+    assert!(!encoded.has_loss[0] && encoded.has_loss[1..].iter().all(|&has| has));
 }
 
 #[test]

@@ -1,0 +1,134 @@
+//! The flag `--data`, and what is read from what it names.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use candle_core::{Result, bail};
+use candle_train::{Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out};
+use clap::Args;
+
+use crate::sequence_args::SequenceArgs;
+use crate::training_args::TrainingArgs;
+
+/// What a run learns from.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DataArgs {
+    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path]. A number after a colon is how
+    /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
+    /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
+    #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
+    data: Vec<DataSpec>,
+}
+
+/// What was read.
+pub(crate) struct TrainingData {
+    /// What is trained on.
+    pub samples: Samples,
+    /// What is evaluated on, if there is an evaluation.
+    pub eval_samples: Option<Samples>,
+    /// What is left out, a line each.
+    pub warnings: Vec<String>,
+    /// Files and folders that were read.
+    pub inputs: Vec<PathBuf>,
+}
+
+/// How records are read.
+struct Reader<'a> {
+    encoder: RecordEncoder<'a>,
+    sequences: &'a SequenceArgs,
+    seed: u64,
+}
+
+impl DataArgs {
+    /// The files.
+    pub fn find(&self) -> Result<Data> {
+        Data::find(&self.data)
+    }
+
+    /// The samples of a run; `model` has the chat template.
+    pub fn read(
+        &self,
+        tokenizer: &Tokenizer,
+        model: Option<&Path>,
+        training: &TrainingArgs,
+    ) -> Result<TrainingData> {
+        let (batches, evaluation) = (&training.batches, &training.evaluation);
+        let seed = batches.seed;
+        let mut read = self.samples((tokenizer, model), &batches.sequences, seed)?;
+        if let Some(fraction) = evaluation.eval_fraction {
+            let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
+            read.eval_samples = Some(read.samples.only(&held_out)?);
+            read.samples = read.samples.only(&trained)?;
+        } else if !evaluation.eval_data.is_empty() {
+            let data = Self {
+                data: evaluation.eval_data.clone(),
+            };
+            let of_evaluation = data.samples((tokenizer, model), &batches.sequences, seed)?;
+            read.eval_samples = Some(of_evaluation.samples);
+            read.warnings.extend(of_evaluation.warnings);
+            read.inputs.extend(of_evaluation.inputs);
+        }
+        Ok(read)
+    }
+
+    /// The samples that `sequences` ask for.
+    pub fn samples(
+        &self,
+        (tokenizer, model): (&Tokenizer, Option<&Path>),
+        sequences: &SequenceArgs,
+        seed: u64,
+    ) -> Result<TrainingData> {
+        let data = self.find()?;
+        let reader = Reader {
+            encoder: RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?,
+            sequences,
+            seed,
+        };
+        reader
+            .read(&data)
+            .map_err(|err| err.context(format!("the data {self}")))
+    }
+}
+
+impl Reader<'_> {
+    fn read(&self, data: &Data) -> Result<TrainingData> {
+        let tokens = Tokens::encode(data, &self.encoder)?;
+        let SequenceArgs {
+            seq_len, overlong, ..
+        } = *self.sequences;
+        if let (Overlong::Error, Some(record)) = (overlong, tokens.first_longer_than(seq_len)) {
+            bail!(
+                "{} has {} tokens, more than a sequence of {seq_len}, and --overlong is error\nhint: choose a longer --seq-len, or --overlong truncate or drop",
+                tokens.place_of(record, data),
+                tokens.record(record)?.ids.len()
+            );
+        }
+        let samples = Samples::new(&tokens, self.sequences.config(data.specs(), self.seed))?;
+        let mut warnings = tokens.report().warnings(data);
+        if samples.num_overlong() > 0 {
+            let became = match overlong {
+                Overlong::Truncate => "were truncated",
+                Overlong::Drop | Overlong::Error => "were dropped",
+            };
+            let count = samples.num_overlong();
+            warnings.push(format!(
+                "{count} records are longer than {seq_len} tokens and {became}"
+            ));
+        }
+        let named = data.specs().iter().map(|spec| spec.path.as_path());
+        let inputs = named.chain(data.files()).filter(|path| path.exists());
+        Ok(TrainingData {
+            inputs: inputs.map(Path::to_path_buf).collect(),
+            samples,
+            eval_samples: None,
+            warnings,
+        })
+    }
+}
+
+impl fmt::Display for DataArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let specs: Vec<String> = self.data.iter().map(ToString::to_string).collect();
+        f.write_str(&specs.join(" "))
+    }
+}

@@ -1,0 +1,78 @@
+//! Sequences as a person reads them.
+
+use std::io::IsTerminal;
+
+use candle_core::Result;
+use candle_train::{Sample, Tokenizer};
+
+/// What shows which tokens have loss: (before, after) them.
+type Marks = (&'static str, &'static str);
+
+const GREEN: Marks = ("\x1b[32m", "\x1b[0m");
+const BRACKETS: Marks = ("⟦", "⟧");
+
+/// Writes sequences as text: what has loss in green where stdout is a terminal, else in brackets.
+pub(crate) struct PreviewText<'a> {
+    tokenizer: &'a Tokenizer,
+    marks: Marks,
+}
+
+impl<'a> PreviewText<'a> {
+    /// In colour unless `NO_COLOR` is set.
+    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+        let is_colourless = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        let marks = match std::io::stdout().is_terminal() && !is_colourless {
+            true => GREEN,
+            false => BRACKETS,
+        };
+        Self { tokenizer, marks }
+    }
+
+    /// What the marks mean.
+    pub fn legend(&self) -> String {
+        let (before, after) = self.marks;
+        format!("{before}this{after} has loss")
+    }
+
+    /// A sequence, with a line above each record.
+    pub fn describe(&self, index: usize, sample: &Sample) -> Result<String> {
+        let (num_tokens, num_pieces) = (sample.input_ids.len(), sample.piece_lens.len());
+        let num_learned = sample.has_loss.iter().filter(|&&has_loss| has_loss).count();
+        let mut text =
+            format!("--- sequence {index}: {num_tokens} tokens, {num_learned} with loss");
+        let mut start = 0;
+        for (piece, len) in sample.piece_lens.iter().enumerate() {
+            if num_pieces > 1 {
+                text += &format!("\n--- record {} of {num_pieces}: {len} tokens", piece + 1);
+            }
+            let end = start + len;
+            text += "\n";
+            text += &self.piece(&sample.input_ids[start..end], &sample.has_loss[start..end])?;
+            start = end;
+        }
+        Ok(text)
+    }
+
+    /// Runs of tokens with and without loss. A run's text is what it adds to the text before it: tokens alone may lose their spaces.
+    fn piece(&self, ids: &[u32], has_loss: &[bool]) -> Result<String> {
+        let (before, after) = self.marks;
+        let (mut marked, mut written, mut end) = (String::new(), String::new(), 0);
+        for run in has_loss.chunk_by(|a, b| a == b) {
+            let start = end;
+            end += run.len();
+            let all = self.tokenizer.decode_with_special_tokens(&ids[..end])?;
+            let added = match all.strip_prefix(&written) {
+                Some(added) => added.to_string(),
+                None => self
+                    .tokenizer
+                    .decode_with_special_tokens(&ids[start..end])?,
+            };
+            match run[0] {
+                true => marked += &format!("{before}{added}{after}"),
+                false => marked += &added,
+            }
+            written = all;
+        }
+        Ok(marked)
+    }
+}

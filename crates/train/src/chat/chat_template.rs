@@ -1,0 +1,221 @@
+//! A checkpoint's chat template: Jinja as transformers renders it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use candle_core::{Result, bail};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Rest;
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+
+use super::assistant_spans::find_assistant_spans;
+use super::conversation::Chat;
+use super::generation_marks::{marked_spans, replace_tags};
+use super::python_json::tojson;
+use super::template_source::TemplateSource;
+
+/// Names in the environment. What a template is called tells the engine what to escape: nothing.
+const DEFAULT: &str = "chat";
+const WITH_TOOLS: &str = "chat with tools";
+const MARKED: &str = " and marks";
+
+/// A chat template. It knows the special tokens by their names, such as `bos_token`.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    special_tokens: BTreeMap<String, String>,
+    source: TemplateSource,
+}
+
+/// A conversation as text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendered {
+    /// The text.
+    pub text: String,
+    /// What of it the assistant writes, the ends of its turns included, in bytes.
+    pub assistant: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    /// The template of the checkpoint in `dir`, or `None` if it has none; `special_tokens` are spellings by name (`bos_token`, ..).
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a template that is no Jinja.
+    pub fn from_dir(
+        dir: impl AsRef<Path>,
+        special_tokens: BTreeMap<String, String>,
+    ) -> Result<Option<Self>> {
+        let dir = dir.as_ref();
+        let Some(source) = TemplateSource::read(dir)? else {
+            return Ok(None);
+        };
+        match Self::new(source, special_tokens) {
+            Ok(template) => Ok(Some(template)),
+            Err(err) => bail!(
+                "the chat template of {dir:?} is not one that can be rendered: {}",
+                explain(&err)
+            ),
+        }
+    }
+
+    fn new(
+        source: TemplateSource,
+        special_tokens: BTreeMap<String, String>,
+    ) -> std::result::Result<Self, Error> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()?;
+        environment.set_syntax(syntax);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_formatter(write_as_python);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", strftime_now);
+        let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
+        for (name, text) in [(DEFAULT, &source.default)].into_iter().chain(with_tools) {
+            match replace_tags(text) {
+                None => environment.add_template_owned(name, text.clone())?,
+                Some((plain, marked)) => {
+                    environment.add_template_owned(name, plain)?;
+                    environment.add_template_owned(format!("{name}{MARKED}"), marked)?;
+                }
+            }
+        }
+        Ok(Self {
+            environment,
+            special_tokens,
+            source,
+        })
+    }
+
+    /// Renders a conversation and finds the assistant's turns in it.
+    ///
+    /// A template with `{% generation %}` says where they are. Of another one they follow from what it makes of the conversation
+    /// cut off before and after each turn: of white space after the last of the tokenizer's `special_tokens` none belongs to the turn.
+    ///
+    /// # Errors
+    /// The template refuses the conversation, or the turns cannot be told apart; a part of a sentence.
+    pub fn render(
+        &self,
+        chat: &Chat,
+        special_tokens: &[String],
+    ) -> std::result::Result<Rendered, String> {
+        let text = self.text(chat, chat.messages(), false)?;
+        let marked = format!("{}{MARKED}", self.name(chat));
+        let assistant = match self.environment.get_template(&marked) {
+            Ok(_) => {
+                let marked = self.render_named(&marked, chat, chat.messages(), false)?;
+                let spans = marked_spans(&text, &marked);
+                spans.ok_or(
+                    "its generation tags do not come in pairs, or it contains U+FDD0 or U+FDD1",
+                )?
+            }
+            Err(_) => find_assistant_spans(self, chat, &text, special_tokens)?,
+        };
+        Ok(Rendered { text, assistant })
+    }
+
+    /// What the template makes of `messages` in place of those of `chat`, perhaps with the header of the assistant's turn.
+    pub(super) fn text(
+        &self,
+        chat: &Chat,
+        messages: &[Value],
+        add_generation_prompt: bool,
+    ) -> std::result::Result<String, String> {
+        self.render_named(self.name(chat), chat, messages, add_generation_prompt)
+    }
+
+    /// The text that a model continues with the assistant's answer to `chat`.
+    ///
+    /// # Errors
+    /// The template refuses the conversation.
+    pub fn generation_prompt(&self, chat: &Chat) -> Result<String> {
+        match self.text(chat, chat.messages(), true) {
+            Ok(text) => Ok(text),
+            Err(err) => bail!("the conversation cannot be rendered: {err}"),
+        }
+    }
+
+    fn name(&self, chat: &Chat) -> &'static str {
+        match self.source.with_tools.is_some() && chat.tools().is_true() {
+            true => WITH_TOOLS,
+            false => DEFAULT,
+        }
+    }
+
+    fn render_named(
+        &self,
+        name: &str,
+        chat: &Chat,
+        messages: &[Value],
+        add_generation_prompt: bool,
+    ) -> std::result::Result<String, String> {
+        let tokens = self.special_tokens.iter();
+        let tokens = tokens.map(|(name, token)| (name.as_str(), Value::from(token)));
+        let all = [
+            ("messages", Value::from(messages.to_vec())),
+            ("tools", chat.tools()),
+            ("documents", Value::from(())),
+            ("add_generation_prompt", Value::from(add_generation_prompt)),
+        ];
+        let context: BTreeMap<&str, Value> = tokens.chain(all).collect();
+        let rendered = self.environment.get_template(name);
+        let rendered = rendered.and_then(|template| template.render(Value::from(context)));
+        rendered.map_err(|err| format!("the chat template refuses it: {}", explain(&err)))
+    }
+
+    /// What decides what is rendered, on this day if the day does.
+    pub(crate) fn identity(&self) -> String {
+        let TemplateSource {
+            default,
+            with_tools,
+        } = &self.source;
+        let texts = [Some(default), with_tools.as_ref()];
+        let asks_for_time = texts
+            .iter()
+            .flatten()
+            .any(|text| text.contains("strftime_now"));
+        let day = asks_for_time.then(|| jiff::Zoned::now().date().to_string());
+        format!("{:?} {:?} {day:?}", self.special_tokens, self.source)
+    }
+}
+
+/// The innermost reason, without the engine's words around it.
+fn explain(err: &Error) -> String {
+    let detail = err.detail().map_or_else(|| err.to_string(), str::to_string);
+    match err.line() {
+        Some(line) if err.kind() != ErrorKind::InvalidOperation => {
+            format!("{detail} (line {line} of the template)")
+        }
+        _ => detail,
+    }
+}
+
+/// As Python prints values; they differ in these three.
+fn write_as_python(
+    out: &mut minijinja::Output<'_>,
+    state: &mut State<'_, '_>,
+    value: &Value,
+) -> std::result::Result<(), Error> {
+    let text = match bool::try_from(value.clone()) {
+        Ok(true) => "True",
+        Ok(false) => "False",
+        Err(_) if value.is_none() => "None",
+        Err(_) => return minijinja::escape_formatter(out, state, value),
+    };
+    out.write_str(text).map_err(Error::from)
+}
+
+fn raise_exception(message: Rest<Value>) -> std::result::Result<Value, Error> {
+    let message: Vec<String> = message.iter().map(ToString::to_string).collect();
+    Err(Error::new(ErrorKind::InvalidOperation, message.join(" ")))
+}
+
+fn strftime_now(format: &str) -> std::result::Result<String, Error> {
+    let now = jiff::fmt::strtime::format(format, &jiff::Zoned::now());
+    now.map_err(|err| Error::new(ErrorKind::InvalidOperation, err.to_string()))
+}

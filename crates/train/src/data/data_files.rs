@@ -1,0 +1,220 @@
+//! The files of a data set: of folders, globs and datasets on a hub those with a known ending.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use candle_core::{Error, Result, bail};
+
+use super::data_spec::DataSpec;
+use super::file_records::FileRecords;
+use super::record::Record;
+use crate::hub::resolve_dataset;
+
+/// How a file holds records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FileFormat {
+    /// `.txt`: one document.
+    Text,
+    /// `.jsonl` or `.ndjson`: a record in each line.
+    JsonLines,
+    /// `.json`: an array of records, or one.
+    Json,
+    /// `.parquet`: a record in each row.
+    Parquet,
+}
+
+/// One file.
+#[derive(Clone, Debug)]
+pub(crate) struct DataFile {
+    pub path: PathBuf,
+    pub format: FileFormat,
+    /// Index of its [`DataSpec`].
+    pub source: usize,
+}
+
+/// The files of a data set, in a fixed order.
+#[derive(Clone, Debug)]
+pub struct Data {
+    pub(crate) files: Vec<DataFile>,
+    specs: Vec<DataSpec>,
+    skipped: Vec<PathBuf>,
+}
+
+const HINT: &str = "hint: give a file that ends in .txt, .jsonl, .json or .parquet, a folder of such files, or a glob in quotes";
+
+impl Data {
+    /// Finds the files of `specs`, in their order, those of a folder or glob by name. A dataset on a hub is fetched.
+    ///
+    /// # Errors
+    /// A path that is missing or a file with another ending; a folder or glob without a file that can be read; what the hub says.
+    pub fn find(specs: &[DataSpec]) -> Result<Self> {
+        let mut data = Self {
+            files: Vec::new(),
+            specs: specs.to_vec(),
+            skipped: Vec::new(),
+        };
+        for (source, spec) in specs.iter().enumerate() {
+            let path = match spec
+                .path
+                .to_str()
+                .and_then(|path| path.strip_prefix("hub://"))
+            {
+                Some(name) => resolve_dataset(name)?,
+                None => spec.path.clone(),
+            };
+            let num_files = data.files.len();
+            data.add(source, &path)?;
+            if data.files.len() == num_files {
+                bail!("the data {path:?} has no file that ends in .txt, .jsonl, .json or .parquet");
+            }
+        }
+        Ok(data)
+    }
+
+    fn add(&mut self, source: usize, path: &Path) -> Result<()> {
+        match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => self.add_folder(source, path),
+            Ok(_) => match format_of(path) {
+                Some(format) => {
+                    self.push(source, path, format);
+                    Ok(())
+                }
+                None => {
+                    bail!("data {path:?} is not a .txt, .jsonl, .json or .parquet file\n{HINT}")
+                }
+            },
+            Err(err) => match path.to_str().filter(|path| path.contains(['*', '?', '['])) {
+                Some(pattern) => self.add_glob(source, pattern),
+                None => bail!("cannot open data {path:?}: {err}\n{HINT}"),
+            },
+        }
+    }
+
+    fn add_glob(&mut self, source: usize, pattern: &str) -> Result<()> {
+        let paths = match glob::glob(pattern) {
+            Ok(paths) => paths,
+            Err(err) => bail!("the data {pattern:?} is no glob: {err}"),
+        };
+        let mut is_empty = true;
+        for path in paths {
+            let path = path.map_err(Error::wrap)?;
+            is_empty = false;
+            match path.is_dir() {
+                true => self.add_folder(source, &path)?,
+                false => self.add_found(source, &path),
+            }
+        }
+        match is_empty {
+            true => bail!("no file matches the data {pattern:?}\n{HINT}"),
+            false => Ok(()),
+        }
+    }
+
+    fn add_folder(&mut self, source: usize, dir: &Path) -> Result<()> {
+        let list = || -> std::io::Result<Vec<(PathBuf, bool)>> {
+            let entries = fs::read_dir(dir)?.map(|entry| {
+                let entry = entry?;
+                // A link to a folder may lead around in a circle.
+                Ok((entry.path(), entry.file_type()?.is_dir()))
+            });
+            entries.collect()
+        };
+        let mut entries = match list() {
+            Ok(entries) => entries,
+            Err(err) => bail!("cannot list the data folder {dir:?}: {err}"),
+        };
+        entries.sort();
+        for (path, is_dir) in entries {
+            match is_dir {
+                true => self.add_folder(source, &path)?,
+                false => self.add_found(source, &path),
+            }
+        }
+        Ok(())
+    }
+
+    fn add_found(&mut self, source: usize, path: &Path) {
+        match format_of(path) {
+            Some(format) if path.is_file() => self.push(source, path, format),
+            _ => self.skipped.push(path.to_path_buf()),
+        }
+    }
+
+    fn push(&mut self, source: usize, path: &Path, format: FileFormat) {
+        self.files.push(DataFile {
+            path: path.to_path_buf(),
+            format,
+            source,
+        });
+    }
+
+    /// The texts of all records that are text; of others prompt and completion.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn texts(&self) -> Result<Vec<String>> {
+        let mut records = FileRecords::of(self);
+        let mut texts = Vec::new();
+        while let Some(record) = records.next_record()? {
+            match record.parse() {
+                Ok((_, Record::Text(text))) => texts.push(text),
+                Ok((
+                    _,
+                    Record::Completion {
+                        prompt,
+                        completion: answer,
+                    }
+                    | Record::Instruction {
+                        prompt,
+                        output: answer,
+                        ..
+                    },
+                )) => {
+                    texts.push(prompt + &answer);
+                }
+                // What is left out is told when all is encoded.
+                Ok((_, Record::Chat(_))) | Err(_) => {}
+            }
+        }
+        Ok(texts)
+    }
+
+    /// What was asked for.
+    pub fn specs(&self) -> &[DataSpec] {
+        &self.specs
+    }
+
+    /// The files that are read.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|file| file.path.as_path())
+    }
+
+    /// Files in folders whose endings are not known.
+    pub fn skipped(&self) -> &[PathBuf] {
+        &self.skipped
+    }
+
+    /// Sizes in bytes and times of the last change.
+    pub(crate) fn stamps(&self) -> Result<Vec<(u64, Option<SystemTime>)>> {
+        let stamps = self
+            .files
+            .iter()
+            .map(|file| match fs::metadata(&file.path) {
+                Ok(metadata) => Ok((metadata.len(), metadata.modified().ok())),
+                Err(err) => bail!("cannot open data {:?}: {err}", file.path),
+            });
+        stamps.collect()
+    }
+}
+
+fn format_of(path: &Path) -> Option<FileFormat> {
+    let ending = path.extension()?.to_str()?.to_lowercase();
+    match ending.as_str() {
+        "txt" => Some(FileFormat::Text),
+        "jsonl" | "ndjson" => Some(FileFormat::JsonLines),
+        "json" => Some(FileFormat::Json),
+        "parquet" => Some(FileFormat::Parquet),
+        _ => None,
+    }
+}

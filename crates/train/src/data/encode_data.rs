@@ -1,0 +1,143 @@
+//! From files to token ids: read in order, encoded on all cores, written as they come.
+
+use std::io::{Cursor, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{Result, bail};
+use rayon::prelude::*;
+
+use super::data_files::Data;
+use super::file_records::{FileRecords, RawRecord};
+use super::record::RecordFormat;
+use super::record_encoder::{EncodedRecord, RecordEncoder};
+use super::record_location::RecordLocation;
+use super::report::{DataReport, NUM_TOLD, SkippedRecord};
+use super::token_cache::TokenCache;
+use super::tokens::{Tokens, TokensWriter};
+use crate::Activity;
+
+/// Records and bytes of them that are in memory at a time.
+const CHUNK: usize = 4096;
+const CHUNK_BYTES: usize = 8 << 20;
+
+impl Tokens {
+    /// The tokens that `encoder` makes of `data`.
+    ///
+    /// They are kept in a cache: `CANDLE_TRAIN_CACHE`, else `candle-train` in `XDG_CACHE_HOME` or `~/.cache`. What the files, the
+    /// tokenizer and the template hold decides what is taken from there. Of several processes one makes them and the others wait for it. Where there is no
+    /// room the tokens are kept in memory.
+    ///
+    /// # Errors
+    /// A file that cannot be read or changes meanwhile; no record from which anything can be learned.
+    pub fn encode(data: &Data, encoder: &RecordEncoder<'_>) -> Result<Self> {
+        let tokens = Self::cached(data, encoder)?;
+        let report = tokens.report();
+        if tokens
+            .index()
+            .iter()
+            .all(|entry| entry.first_target == entry.len)
+        {
+            let why = report.warnings(data).join("; ");
+            let why = if why.is_empty() {
+                String::new()
+            } else {
+                format!(": {why}")
+            };
+            bail!("the data has no record from which anything can be learned{why}");
+        }
+        Ok(tokens)
+    }
+
+    fn cached(data: &Data, encoder: &RecordEncoder<'_>) -> Result<Self> {
+        let before = data.stamps()?;
+        let unchanged = || match data.stamps()? == before {
+            true => Ok(()),
+            false => bail!(
+                "the data was changed while it was read\nhint: run again when the files are complete"
+            ),
+        };
+        if let Some(cache) = TokenCache::from_env() {
+            let key = TokenCache::key(data, encoder)?;
+            if let Some(tokens) = cache.open(&key) {
+                return Ok(tokens);
+            }
+            let _lock = cache.lock(&key);
+            if let Some(tokens) = cache.open(&key) {
+                return Ok(tokens);
+            }
+            let created = cache.create(&key, |file| {
+                encode_into(file, data, encoder)?;
+                unchanged()
+            });
+            // What is wrong with the data comes again below; a full disk does not.
+            if let Ok(Some(tokens)) = created {
+                return Ok(tokens);
+            }
+        }
+        let file = encode_into(Cursor::new(Vec::new()), data, encoder)?;
+        unchanged()?;
+        Self::open(file)
+    }
+}
+
+/// What became of a record.
+type Encoded = (
+    RecordLocation,
+    usize,
+    std::result::Result<(RecordFormat, EncodedRecord), String>,
+);
+
+fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) -> Result<W> {
+    let mut writer = TokensWriter::new(writer);
+    let mut report = DataReport::default();
+    let mut records = FileRecords::of(data);
+    let total = data.stamps()?.iter().map(|(len, _)| len).sum();
+    let done = Arc::new(AtomicU64::new(0));
+    let counter = done.clone();
+    let activity = Activity::of_bytes("tokenizing", Some(total), move || {
+        counter.load(Ordering::Relaxed)
+    });
+    loop {
+        let (mut chunk, mut num_bytes): (Vec<RawRecord>, _) = (Vec::new(), 0);
+        while chunk.len() < CHUNK && num_bytes < CHUNK_BYTES {
+            let Some(record) = records.next_record()? else {
+                break;
+            };
+            num_bytes += record.num_bytes();
+            chunk.push(record);
+        }
+        if chunk.is_empty() {
+            break;
+        }
+        let encoded: Vec<Encoded> = chunk
+            .into_par_iter()
+            .map(|raw| encode_one(raw, encoder))
+            .collect();
+        for (location, source, encoded) in encoded {
+            match encoded {
+                Ok((format, record)) => {
+                    *report.formats.entry(format).or_default() += 1;
+                    report.num_without_target += usize::from(!record.has_loss.contains(&true));
+                    writer.push(&record, (source, location.file, location.place))?;
+                }
+                Err(reason) => {
+                    report.num_malformed += 1;
+                    if report.malformed.len() < NUM_TOLD {
+                        report.malformed.push(SkippedRecord { location, reason });
+                    }
+                }
+            }
+        }
+        done.fetch_add(num_bytes as u64, Ordering::Relaxed);
+    }
+    drop(activity);
+    writer.finish(report)
+}
+
+fn encode_one(raw: RawRecord, encoder: &RecordEncoder<'_>) -> Encoded {
+    let (location, source) = (raw.location, raw.source);
+    let encoded = raw.parse();
+    let encoded = encoded.and_then(|(format, record)| Ok((format, encoder.encode(&record)?)));
+    (location, source, encoded)
+}

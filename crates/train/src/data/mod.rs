@@ -1,0 +1,28 @@
+//! Data sets: which files, which records, and their token ids.
+//!
+//! [`Data`] is what `--data` names; its files hold [`Record`]s, which a [`RecordEncoder`] makes [`Tokens`] of.
+
+mod data_files;
+mod data_spec;
+mod encode_data;
+mod file_records;
+mod overlong;
+#[cfg(feature = "parquet")]
+mod parquet_rows;
+mod record;
+mod record_encoder;
+mod record_location;
+mod report;
+mod token_cache;
+mod token_index;
+mod tokens;
+
+pub use data_files::Data;
+pub use data_spec::DataSpec;
+pub use overlong::Overlong;
+pub use record::{Record, RecordFormat};
+pub use record_encoder::{EncodedRecord, RecordEncoder};
+pub use report::{DataReport, SkippedRecord};
+pub(crate) use token_index::IndexEntry;
+pub use token_index::RecordKind;
+pub use tokens::Tokens;

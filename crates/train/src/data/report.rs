@@ -1,0 +1,84 @@
+//! What was found in a data set.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::data_files::Data;
+use super::record::RecordFormat;
+use super::record_location::RecordLocation;
+
+/// A record from which nothing is learned.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkippedRecord {
+    pub(crate) location: RecordLocation,
+    /// Why, as a part of a sentence.
+    pub reason: String,
+}
+
+/// Malformed records that are told one by one.
+pub(crate) const NUM_TOLD: usize = 5;
+
+/// What was found in a data set.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataReport {
+    /// Records of each spelling.
+    pub formats: BTreeMap<RecordFormat, usize>,
+    /// Records that could not be read.
+    pub num_malformed: usize,
+    /// The first of them.
+    pub malformed: Vec<SkippedRecord>,
+    /// Records without a token that has loss.
+    pub num_without_target: usize,
+}
+
+impl DataReport {
+    /// What was found, in a line: records by their spelling.
+    pub fn summary(&self) -> String {
+        let formats = self.formats.iter();
+        let formats = formats.map(|(format, count)| match (format, count) {
+            (RecordFormat::Text, 1) => "1 text".to_string(),
+            (RecordFormat::Text, count) => format!("{count} texts"),
+            (format, 1) => format!("1 record of {format}"),
+            (format, count) => format!("{count} records of {format}"),
+        });
+        formats.collect::<Vec<_>>().join(", ")
+    }
+
+    /// What is left out, a line each: files, malformed records, records without a target.
+    pub fn warnings(&self, data: &Data) -> Vec<String> {
+        let mut lines = Vec::new();
+        if !data.skipped().is_empty() {
+            let names: Vec<String> = data
+                .skipped()
+                .iter()
+                .map(|path| path.display().to_string())
+                .collect();
+            lines.push(format!(
+                "skipped {} files whose endings are not known: {}",
+                names.len(),
+                names.join(", ")
+            ));
+        }
+        for record in &self.malformed {
+            lines.push(format!(
+                "skipped {}: {}",
+                data.describe(record.location),
+                record.reason
+            ));
+        }
+        if self.num_malformed > self.malformed.len() {
+            lines.push(format!(
+                "skipped {} malformed records in all",
+                self.num_malformed
+            ));
+        }
+        if self.num_without_target > 0 {
+            lines.push(format!(
+                "skipped {} records without a token to learn",
+                self.num_without_target
+            ));
+        }
+        lines
+    }
+}

@@ -1,0 +1,130 @@
+//! Files of tokens that were made before, by what they were made of.
+
+use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{BufWriter, Read};
+use std::path::PathBuf;
+
+use candle_core::{Result, bail};
+use twox_hash::XxHash3_128;
+
+use super::data_files::Data;
+use super::record_encoder::RecordEncoder;
+use super::tokens::Tokens;
+
+/// Counts the ways in which records were made tokens, so that none is taken for another.
+const VERSION: u32 = 1;
+
+/// A folder of files of tokens.
+#[derive(Clone, Debug)]
+pub(crate) struct TokenCache {
+    dir: PathBuf,
+}
+
+/// The right to write a file, until it is dropped or the process ends.
+pub(crate) struct CacheLock {
+    _file: Option<File>,
+}
+
+impl TokenCache {
+    /// In `CANDLE_TRAIN_CACHE`, else in `candle-train` of `XDG_CACHE_HOME`, else of `~/.cache`; `None` if none is set, or the first is empty.
+    pub fn from_env() -> Option<Self> {
+        let var = |name: &str| std::env::var_os(name);
+        let of_user = || {
+            let cache = var("XDG_CACHE_HOME")
+                .filter(|dir| !dir.is_empty())
+                .map(PathBuf::from);
+            let cache = cache.or_else(|| Some(PathBuf::from(var("HOME")?).join(".cache")));
+            cache.map(|cache| cache.join("candle-train"))
+        };
+        let dir = match var("CANDLE_TRAIN_CACHE") {
+            Some(dir) => Some(PathBuf::from(dir)).filter(|dir| !dir.as_os_str().is_empty()),
+            None => of_user(),
+        };
+        dir.map(|dir| Self {
+            dir: dir.join("tokens"),
+        })
+    }
+
+    /// The name of the tokens that `encoder` makes of `data`: a checksum of everything that decides them.
+    pub fn key(data: &Data, encoder: &RecordEncoder<'_>) -> Result<String> {
+        let mut hash = XxHash3_128::new();
+        let mut block = vec![0; 1 << 20];
+        for file in &data.files {
+            let mut opened = match File::open(&file.path) {
+                Ok(opened) => opened,
+                Err(err) => bail!("cannot open data {:?}: {err}", file.path),
+            };
+            let mut len = 0u64;
+            loop {
+                match opened.read(&mut block) {
+                    Ok(0) => break,
+                    Ok(count) => {
+                        hash.write(&block[..count]);
+                        len += count as u64;
+                    }
+                    Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
+                }
+            }
+            hash.write(format!("{len} {:?} {}", file.format, file.source).as_bytes());
+        }
+        hash.write(encoder.identity()?.as_bytes());
+        hash.write(format!("{VERSION} {}", env!("CARGO_PKG_VERSION")).as_bytes());
+        Ok(format!("{:032x}", hash.finish_128()))
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        self.dir.join(format!("{key}.tokens"))
+    }
+
+    /// The tokens of this name, if they are there and whole.
+    pub fn open(&self, key: &str) -> Option<Tokens> {
+        Tokens::open(File::open(self.path(key)).ok()?).ok()
+    }
+
+    /// Waits until no other process writes the file of this name. Where there can be no lock it goes on without: files get their
+    /// names when they are whole.
+    pub fn lock(&self, key: &str) -> CacheLock {
+        let file = fs::create_dir_all(&self.dir)
+            .and_then(|()| File::create(self.dir.join(format!(".{key}.lock"))));
+        let locked = file.and_then(|file| file.lock().map(|()| file));
+        CacheLock { _file: locked.ok() }
+    }
+
+    /// Has `write` write the file of this name, which is there once it is whole; `None` if there can be none.
+    ///
+    /// # Errors
+    /// Those of `write`.
+    pub fn create(
+        &self,
+        key: &str,
+        write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
+    ) -> Result<Option<Tokens>> {
+        let partial = self.dir.join(format!(
+            ".{key}.{:016x}.partial",
+            RandomState::new().hash_one(key)
+        ));
+        let Ok(file) = fs::create_dir_all(&self.dir).and_then(|()| File::create(&partial)) else {
+            return Ok(None);
+        };
+        let mut writer = BufWriter::new(file);
+        let written = write(&mut writer);
+        let kept = || -> std::io::Result<()> {
+            writer
+                .into_inner()
+                .map_err(|err| err.into_error())?
+                .sync_all()?;
+            fs::rename(&partial, self.path(key))?;
+            let _ = fs::remove_file(self.dir.join(format!(".{key}.lock")));
+            Ok(())
+        };
+        match written {
+            Ok(()) if kept().is_ok() => Ok(self.open(key)),
+            result => {
+                // What is left of the attempt is worth less than how it ended.
+                let _ = fs::remove_file(&partial);
+                result.map(|()| None)
+            }
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! Token ids of a data set, read from a file record by record.
+//!
+//! The file has the ids as u32, with the highest bit where a token has no loss, then the index of the records, then what was found,
+//! as JSON, then lengths and checksums of these. Nothing but the index is held in memory, and processes share what they read.
+
+use std::io::{Cursor, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Error, Result, bail};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+
+use super::data_files::Data;
+use super::record_encoder::EncodedRecord;
+use super::record_location::RecordLocation;
+use super::report::DataReport;
+use super::token_index::{IndexEntry, RecordKind};
+
+/// The bit of a token without loss.
+const NO_LOSS: u32 = 1 << 31;
+/// The last bytes of a file.
+const MAGIC: &[u8; 8] = b"tokens-1";
+/// Lengths of index and report, checksum, magic.
+const FOOTER: usize = 8 + 8 + 16 + 8;
+
+/// What a file of tokens is read from.
+trait Source: Read + Seek + Send {}
+impl<T: Read + Seek + Send> Source for T {}
+
+/// The token ids of a data set, record by record. Cloning shares them.
+#[derive(Clone)]
+pub struct Tokens {
+    source: Arc<Mutex<Box<dyn Source>>>,
+    index: Arc<[IndexEntry]>,
+    found: Arc<Found>,
+}
+
+/// What is known of all tokens together.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Found {
+    num_tokens: u64,
+    max_id: u32,
+    digest: String,
+    report: DataReport,
+}
+
+/// Writes a file of tokens.
+pub(crate) struct TokensWriter<W> {
+    writer: W,
+    index: Vec<u8>,
+    found: Found,
+    hash: XxHash3_128,
+}
+
+impl<W: Write> TokensWriter<W> {
+    pub fn new(writer: W) -> Self {
+        Self {
+            writer,
+            index: Vec::new(),
+            found: Found::default(),
+            hash: XxHash3_128::new(),
+        }
+    }
+
+    /// Appends a record, of the data spec `source`, which is at `place` of file `file`.
+    pub fn push(
+        &mut self,
+        record: &EncodedRecord,
+        (source, file, place): (usize, u32, u64),
+    ) -> Result<()> {
+        let EncodedRecord {
+            kind,
+            ids,
+            has_loss,
+        } = record;
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        for (&id, &has_loss) in ids.iter().zip(has_loss) {
+            if id >= NO_LOSS {
+                bail!("token id {id} is beyond 2^31");
+            }
+            self.found.max_id = self.found.max_id.max(id);
+            let word = if has_loss { id } else { id | NO_LOSS };
+            bytes.extend(word.to_le_bytes());
+        }
+        let (Ok(len), Ok(source)) = (u32::try_from(ids.len()), u32::try_from(source)) else {
+            bail!("a record has {} tokens, expected at most 2^32", ids.len());
+        };
+        let first_target = has_loss.iter().position(|&has_loss| has_loss);
+        let entry = IndexEntry {
+            start: self.found.num_tokens,
+            len,
+            first_target: first_target.map_or(len, |first| first as u32),
+            kind: *kind,
+            source,
+            file,
+            place,
+        };
+        self.index.extend(entry.to_bytes());
+        self.hash.write(&bytes);
+        self.found.num_tokens += u64::from(len);
+        self.writer.write_all(&bytes).map_err(Error::wrap)
+    }
+
+    /// The writer, with everything written.
+    pub fn finish(mut self, report: DataReport) -> Result<W> {
+        let index = XxHash3_128::oneshot(&self.index);
+        self.hash.write(&index.to_le_bytes());
+        self.found.digest = format!("{:032x}", self.hash.finish_128());
+        self.found.report = report;
+        let found = serde_json::to_vec(&self.found).map_err(Error::wrap)?;
+        let mut hash = XxHash3_128::new();
+        hash.write(&self.index);
+        hash.write(&found);
+        let lens = [self.index.len() as u64, found.len() as u64];
+        let writer = &mut self.writer;
+        writer.write_all(&self.index)?;
+        writer.write_all(&found)?;
+        for len in lens {
+            writer.write_all(&len.to_le_bytes())?;
+        }
+        writer.write_all(&hash.finish_128().to_le_bytes())?;
+        writer.write_all(MAGIC)?;
+        writer.flush()?;
+        Ok(self.writer)
+    }
+}
+
+impl Tokens {
+    /// One document of ids that exist already.
+    ///
+    /// # Errors
+    /// An id beyond 2^31.
+    pub fn from_ids(ids: Vec<u32>) -> Result<Self> {
+        let mut has_loss = vec![true; ids.len()];
+        if let Some(first) = has_loss.first_mut() {
+            *first = false;
+        }
+        Self::from_records(&[EncodedRecord {
+            kind: RecordKind::Text,
+            ids,
+            has_loss,
+        }])
+    }
+
+    /// Records that are in memory already.
+    ///
+    /// # Errors
+    /// An id beyond 2^31.
+    pub fn from_records(records: &[EncodedRecord]) -> Result<Self> {
+        let mut writer = TokensWriter::new(Cursor::new(Vec::new()));
+        for (place, record) in records.iter().enumerate() {
+            writer.push(record, (0, 0, place as u64 + 1))?;
+        }
+        Self::open(writer.finish(DataReport::default())?)
+    }
+
+    /// What [`TokensWriter`] has written.
+    ///
+    /// # Errors
+    /// Anything else.
+    pub(crate) fn open(mut source: impl Read + Seek + Send + 'static) -> Result<Self> {
+        let damaged = || Error::msg("it is no whole file of tokens");
+        let len = source.seek(SeekFrom::End(0))?;
+        let footer_start = len.checked_sub(FOOTER as u64).ok_or_else(damaged)?;
+        let mut footer = [0; FOOTER];
+        source.seek(SeekFrom::Start(footer_start))?;
+        source.read_exact(&mut footer)?;
+        let number = |at: usize| footer[at..at + 8].try_into().map(u64::from_le_bytes);
+        let (Ok(index_len), Ok(found_len)) = (number(0), number(8)) else {
+            return Err(damaged());
+        };
+        let meta_len = index_len
+            .checked_add(found_len)
+            .filter(|meta_len| *meta_len <= footer_start);
+        let meta_len = meta_len.ok_or_else(damaged)?;
+        let mut meta = vec![0; meta_len as usize];
+        source.seek(SeekFrom::Start(footer_start - meta_len))?;
+        source.read_exact(&mut meta)?;
+        let sum = XxHash3_128::oneshot(&meta).to_le_bytes();
+        if &footer[32..] != MAGIC || footer[16..32] != sum {
+            return Err(damaged());
+        }
+        let (index, found) = meta.split_at(index_len as usize);
+        let found: Found = serde_json::from_slice(found).map_err(Error::wrap)?;
+        if found.num_tokens.checked_mul(4) != Some(footer_start - meta_len) {
+            return Err(damaged());
+        }
+        let index = index
+            .chunks(IndexEntry::NUM_BYTES)
+            .map(IndexEntry::from_bytes);
+        let index: Option<Vec<IndexEntry>> = index.collect();
+        Ok(Self {
+            source: Arc::new(Mutex::new(Box::new(source))),
+            index: index.ok_or_else(damaged)?.into(),
+            found: found.into(),
+        })
+    }
+
+    /// Record `index` of [`Self::num_records`].
+    ///
+    /// # Errors
+    /// There is no such record; its file cannot be read.
+    pub fn record(&self, index: usize) -> Result<EncodedRecord> {
+        let Some(entry) = self.index.get(index) else {
+            bail!("there is no record {index} of {}", self.index.len());
+        };
+        let (ids, has_loss) = self.part(index, 0..entry.len as usize)?;
+        Ok(EncodedRecord {
+            kind: entry.kind,
+            ids,
+            has_loss,
+        })
+    }
+
+    /// Tokens `range` of record `index`, and which have loss.
+    pub(crate) fn part(&self, index: usize, range: Range<usize>) -> Result<(Vec<u32>, Vec<bool>)> {
+        let start = self.index[index].start + range.start as u64;
+        let mut bytes = vec![0; range.len() * 4];
+        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        source.seek(SeekFrom::Start(start * 4))?;
+        source.read_exact(&mut bytes)?;
+        drop(source);
+        let words = bytes
+            .chunks_exact(4)
+            .filter_map(|word| word.try_into().ok());
+        let words = words.map(u32::from_le_bytes);
+        Ok(words
+            .map(|word| (word & !NO_LOSS, word & NO_LOSS == 0))
+            .unzip())
+    }
+
+    /// The first record that cannot be cut and is longer than `seq_len`.
+    pub fn first_longer_than(&self, seq_len: usize) -> Option<usize> {
+        let is_longer =
+            |entry: &IndexEntry| entry.kind == RecordKind::Whole && entry.len as usize > seq_len;
+        self.index.iter().position(is_longer)
+    }
+
+    /// Where in `data`, of which these tokens were made, a record is, in words.
+    pub fn place_of(&self, record: usize, data: &Data) -> String {
+        let location = self.index.get(record).map(|entry| RecordLocation {
+            file: entry.file,
+            place: entry.place,
+        });
+        location.map_or(format!("record {record}"), |location| {
+            data.describe(location)
+        })
+    }
+
+    pub(crate) fn index(&self) -> &[IndexEntry] {
+        &self.index
+    }
+
+    /// Number of records.
+    pub fn num_records(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.found.num_tokens as usize
+    }
+
+    /// True without any token.
+    pub fn is_empty(&self) -> bool {
+        self.found.num_tokens == 0
+    }
+
+    /// The highest id.
+    pub fn max_id(&self) -> u32 {
+        self.found.max_id
+    }
+
+    /// A checksum of all ids, of what has loss and of how they are cut into records.
+    pub fn digest(&self) -> &str {
+        &self.found.digest
+    }
+
+    /// What was found in the files that they were made of.
+    pub fn report(&self) -> &DataReport {
+        &self.found.report
+    }
+}
+
+impl std::fmt::Debug for Tokens {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokens")
+            .field("num_records", &self.index.len())
+            .field("found", &self.found)
+            .finish()
+    }
+}

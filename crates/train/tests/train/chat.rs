@@ -1,0 +1,108 @@
+//! Conversations and texts as transformers renders and encodes them: `scripts/reference/chat_fixtures.py`.
+
+use std::fs;
+use std::path::PathBuf;
+
+use candle_train::{Chat, ChatTemplate, Record, RecordEncoder, Tokenizer};
+use minijinja::Value;
+use serde::Deserialize;
+
+const FAMILIES: [&str; 9] = [
+    "llama2", "llama3", "qwen2.5", "qwen3", "mistral", "chatml", "zephyr", "split", "added",
+];
+
+#[derive(Deserialize)]
+struct Case {
+    messages: Vec<Value>,
+    tools: Option<Value>,
+    text: String,
+    ids: Vec<u32>,
+    assistant: Vec<u8>,
+}
+
+#[derive(Deserialize)]
+struct Text {
+    text: String,
+    ids: Vec<u32>,
+    plain_ids: Vec<u32>,
+}
+
+fn folder(family: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/fixtures/chat")
+        .join(family)
+}
+
+fn lines<T: for<'de> Deserialize<'de>>(family: &str, name: &str) -> Vec<T> {
+    let text = fs::read_to_string(folder(family).join(name)).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// Renders and encodes all conversations of a family with the template in `dir`.
+fn check_conversations(family: &str, dir: &std::path::Path) {
+    let tokenizer = Tokenizer::from_dir(folder(family)).unwrap();
+    let template = ChatTemplate::from_dir(dir, tokenizer.named_special_tokens().clone());
+    let template = template.unwrap().unwrap();
+    let encoder = RecordEncoder::new(&tokenizer, Some(dir), false).unwrap();
+    let cases: Vec<Case> = lines(family, "cases.jsonl");
+    assert!(cases.len() >= 10);
+    for case in cases {
+        let chat = Chat::new(case.messages, case.tools).unwrap();
+        let rendered = template.render(&chat, &tokenizer.special_tokens()).unwrap();
+        assert_eq!(rendered.text, case.text, "{family}");
+        let encoded = encoder.encode(&Record::Chat(chat)).unwrap();
+        assert_eq!(encoded.ids, case.ids, "{family}: {:?}", case.text);
+        let assistant: Vec<bool> = case.assistant.iter().map(|&is| is == 1).collect();
+        let spelled = |mask: &[bool]| -> Vec<String> {
+            let learned = case.ids.iter().zip(mask).filter(|(_, is)| **is);
+            learned
+                .map(|(&id, _)| tokenizer.token(id).unwrap())
+                .collect()
+        };
+        assert_eq!(
+            spelled(&encoded.has_loss),
+            spelled(&assistant),
+            "{family}: {:?}",
+            case.text
+        );
+        assert_eq!(encoded.has_loss, assistant);
+    }
+}
+
+#[test]
+fn conversations_have_the_text_ids_and_assistant_tokens_of_transformers() {
+    for family in FAMILIES {
+        check_conversations(family, &folder(family));
+    }
+}
+
+#[test]
+fn generation_tags_tell_the_same() {
+    for family in FAMILIES {
+        let dir = tempfile::tempdir().unwrap();
+        fs::copy(
+            folder(family).join("marked.jinja"),
+            dir.path().join("chat_template.jinja"),
+        )
+        .unwrap();
+        check_conversations(family, dir.path());
+    }
+}
+
+#[test]
+fn texts_have_the_ids_of_transformers_with_and_without_special_tokens() {
+    for family in FAMILIES {
+        let tokenizer = Tokenizer::from_dir(folder(family)).unwrap();
+        for case in lines::<Text>(family, "texts.jsonl") {
+            let ids = tokenizer.encode_with_special_tokens(&case.text).unwrap();
+            assert_eq!(ids, case.ids, "{family}: {:?}", case.text);
+            assert_eq!(
+                tokenizer.encode(&case.text).unwrap(),
+                case.plain_ids,
+                "{family}"
+            );
+        }
+    }
+}

@@ -1,0 +1,272 @@
+use std::fs;
+use std::path::Path;
+
+use candle_train::{Data, DataSpec, Record, RecordEncoder, RecordFormat, Tokenizer, Tokens};
+use minijinja::Value;
+
+use crate::assert_error;
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280).unwrap()
+}
+
+fn parse(json: &str) -> Result<(RecordFormat, Record), String> {
+    Record::parse(&serde_json::from_str::<Value>(json).unwrap())
+}
+
+/// Roles and contents of a conversation.
+fn turns(record: &Record) -> Vec<(String, String)> {
+    let (Record::Chat(chat) | Record::Instruction { chat, .. }) = record else {
+        panic!("{record:?} is no conversation");
+    };
+    let field = |message: &Value, name: &str| message.get_attr(name).unwrap().to_string();
+    let messages = chat.messages().iter();
+    messages
+        .map(|message| (field(message, "role"), field(message, "content")))
+        .collect()
+}
+
+#[test]
+fn records_are_known_by_their_fields() {
+    let pair = |role: &str, content: &str| (role.to_string(), content.to_string());
+    let messages = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "id": 7}"#;
+    let (format, record) = parse(messages).unwrap();
+    assert_eq!(
+        (format, turns(&record)),
+        (RecordFormat::Messages, vec![pair("user", "ab")])
+    );
+    let share_gpt = r#"{"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
+    let (format, record) = parse(share_gpt).unwrap();
+    let want = vec![
+        pair("system", "s"),
+        pair("user", "q"),
+        pair("assistant", "a"),
+    ];
+    assert_eq!((format, turns(&record)), (RecordFormat::ShareGpt, want));
+    let (format, record) = parse(r#"{"instruction": "i", "input": "", "output": "o"}"#).unwrap();
+    assert_eq!(
+        (format, turns(&record)),
+        (
+            RecordFormat::Alpaca,
+            vec![pair("user", "i"), pair("assistant", "o")]
+        )
+    );
+    let (_, record) =
+        parse(r#"{"instruction": "i", "input": "x", "output": "o", "text": "all"}"#).unwrap();
+    assert_eq!(turns(&record)[0], pair("user", "i\nx"));
+    let (format, _) = parse(r#"{"prompt": "p", "completion": "c"}"#).unwrap();
+    assert_eq!(format, RecordFormat::Completion);
+    assert_eq!(
+        parse(r#"{"text": "t", "messages": null}"#).unwrap().0,
+        RecordFormat::Text
+    );
+    for (json, part) in [
+        ("[]", "expected an object"),
+        ("{}", "its fields are []"),
+        (r#"{"text": 3}"#, "its text is number, expected a text"),
+        (r#"{"messages": []}"#, "has no messages"),
+        (
+            r#"{"messages": "x"}"#,
+            "its messages is string, expected a list",
+        ),
+        (
+            r#"{"messages": [{"content": "x"}]}"#,
+            "message 0 has no role",
+        ),
+        (
+            r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#,
+            "message 0 has a part that is no text",
+        ),
+        (
+            r#"{"conversations": [{"from": "nobody", "value": "x"}]}"#,
+            "turn 0 is from \"nobody\"",
+        ),
+        (
+            r#"{"prompt": "p", "completion": ["c"]}"#,
+            "its completion is sequence",
+        ),
+    ] {
+        let err = parse(json).unwrap_err();
+        assert!(err.contains(part), "{part:?} is not in: {err}");
+    }
+}
+
+#[test]
+fn of_a_completion_its_own_tokens_and_the_end_have_loss() {
+    let tokenizer = tokenizer();
+    let learned = |on_prompt: bool, json: &str| {
+        let encoder = RecordEncoder::new(&tokenizer, None, on_prompt).unwrap();
+        let encoded = encoder.encode(&parse(json).unwrap().1)?;
+        let ids: Vec<u32> = encoded
+            .ids
+            .iter()
+            .zip(&encoded.has_loss)
+            .filter(|(_, has)| **has)
+            .map(|(&id, _)| id)
+            .collect();
+        Ok::<_, String>(tokenizer.decode_with_special_tokens(&ids).unwrap())
+    };
+    let record = r#"{"prompt": "the cat\n", "completion": "sat on the mat"}"#;
+    assert_eq!(
+        learned(false, record).unwrap(),
+        "sat on the mat<|end_of_text|>"
+    );
+    assert!(
+        learned(true, record)
+            .unwrap()
+            .ends_with(" cat\nsat on the mat<|end_of_text|>")
+    );
+    let record = r#"{"instruction": "i", "input": "x", "output": "the mat"}"#;
+    assert_eq!(learned(false, record).unwrap(), "the mat<|end_of_text|>");
+    assert!(
+        learned(false, r#"{"prompt": "p", "completion": ""}"#)
+            .unwrap_err()
+            .contains("empty")
+    );
+    assert!(
+        learned(false, r#"{"messages": [{"role": "user", "content": "q"}]}"#)
+            .unwrap_err()
+            .contains("no chat template")
+    );
+}
+
+fn write(dir: &Path, name: &str, content: &str) {
+    let path = dir.join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, content).unwrap();
+}
+
+/// The texts of what is found at these paths below `dir`.
+fn texts(dir: &Path, paths: &[&str]) -> candle_core::Result<Vec<String>> {
+    let specs: Vec<DataSpec> = paths
+        .iter()
+        .map(|path| DataSpec::new(dir.join(path)))
+        .collect();
+    Data::find(&specs)?.texts()
+}
+
+#[test]
+fn files_folders_and_globs_are_read_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    // What Python's open(path, encoding="utf-8").read() makes of it, which the reference numbers rest on.
+    write(dir, "b.txt", " one\r\ntwo\n\rthree\r\r\n ");
+    write(
+        dir,
+        "a.jsonl",
+        "\u{feff}{\"text\": \"first\"}\n\n  \n{\"text\": \"second\"}",
+    );
+    write(
+        dir,
+        "in/deep/c.JSON",
+        r#"[{"text": "third"}, {"prompt": "fou", "completion": "rth"}]"#,
+    );
+    write(dir, "in/d.json", r#"{"text": "one record"}"#);
+    write(
+        dir,
+        "in/e.json",
+        "{\"text\": \"lines\"}\n{\"text\": \"of records\"}\n",
+    );
+    write(dir, "in/notes.md", "no data");
+    assert_eq!(texts(dir, &["b.txt"]).unwrap(), [" one\ntwo\n\nthree\n\n "]);
+    let inner = ["one record", "third", "fourth", "lines", "of records"];
+    // Folders come among the files by name.
+    let mut of_folder = texts(dir, &["in"]).unwrap();
+    of_folder.sort_unstable();
+    let mut sorted = inner.to_vec();
+    sorted.sort_unstable();
+    assert_eq!(of_folder, sorted);
+    assert_eq!(
+        texts(dir, &["a.jsonl", "in/d.json"]).unwrap(),
+        ["first", "second", "one record"]
+    );
+    assert_eq!(
+        texts(dir, &["*.jsonl", "in/**/*.JSON"]).unwrap(),
+        ["first", "second", "third", "fourth"]
+    );
+    let data = Data::find(&[DataSpec::new(dir)]).unwrap();
+    assert_eq!(data.skipped(), [dir.join("in/notes.md")]);
+
+    write(dir, "bad/f.json", "{\"text\"");
+    assert_error(texts(dir, &["bad"]), &["f.json", "is not valid JSON"]);
+    write(dir, "empty/notes.md", "");
+    assert_error(
+        texts(dir, &["empty"]),
+        &["empty", "has no file that ends in"],
+    );
+    assert_error(
+        texts(dir, &["missing"]),
+        &["cannot open data", "missing", "hint:"],
+    );
+    assert_error(
+        texts(dir, &["in/notes.md"]),
+        &["notes.md", "not a .txt, .jsonl"],
+    );
+    assert_error(texts(dir, &["*.nothing"]), &["no file matches"]);
+}
+
+#[test]
+fn a_weight_is_what_follows_the_last_colon() {
+    let spec = |text: &str| text.parse::<DataSpec>();
+    assert_eq!(
+        spec("a.jsonl:0.3").unwrap(),
+        DataSpec {
+            path: "a.jsonl".into(),
+            weight: 0.3
+        }
+    );
+    assert_eq!(spec("C:/a.jsonl").unwrap(), DataSpec::new("C:/a.jsonl"));
+    assert_eq!(
+        spec("hub://datasets/org/name").unwrap(),
+        DataSpec::new("hub://datasets/org/name")
+    );
+    assert_eq!(spec("hub://datasets/org/name:2").unwrap().weight, 2.0);
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "odd:3", "x");
+    let odd = dir.path().join("odd:3");
+    assert_eq!(spec(odd.to_str().unwrap()).unwrap(), DataSpec::new(&odd));
+    for bad in ["a:0", "a:-1", "a:nan", "a:1e9", ""] {
+        assert!(spec(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn malformed_records_are_counted_and_placed() {
+    let dir = tempfile::tempdir().unwrap();
+    write(
+        dir.path(),
+        "a.jsonl",
+        "{\"text\": \"the cat\"}\n{\"text\": \n\n{\"no\": 1}\n{\"text\": \"\"}\n",
+    );
+    write(dir.path(), "b.json", r#"[{"text": "the mat"}, 3]"#);
+    let data = Data::find(&[DataSpec::new(dir.path())]).unwrap();
+    let tokenizer = tokenizer();
+    let tokens =
+        Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false).unwrap()).unwrap();
+    let report = tokens.report();
+    assert_eq!((report.num_malformed, report.num_without_target), (3, 1));
+    assert_eq!(report.summary(), "3 texts");
+    let warnings = report.warnings(&data).join("\n");
+    for part in [
+        "a.jsonl line 2: it is not valid JSON",
+        "a.jsonl line 4: its fields are [\"no\"]",
+        "b.json record 2: it is number",
+        "skipped 1 records without",
+    ] {
+        assert!(warnings.contains(part), "{part:?} is not in: {warnings}");
+    }
+    assert_eq!(tokens.num_records(), 3);
+    let first = tokens.record(0).unwrap();
+    assert_eq!(tokenizer.decode(&first.ids).unwrap(), "the cat");
+}
+
+#[cfg(not(feature = "parquet"))]
+#[test]
+fn a_build_without_parquet_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "a.parquet", "PAR1");
+    assert_error(
+        texts(dir.path(), &["a.parquet"]),
+        &["a.parquet", "--features parquet"],
+    );
+}
