@@ -30,10 +30,10 @@ def command(folder, ranks, program):
     flags = ["--model", ROOT / "tests/fixtures/gqa/model", "--data", ROOT / "tests/fixtures/text.txt", "--output", folder / "output",
              "--metrics", folder / "metrics.jsonl", "--save-dir", folder / "saves", "--save-every", "1", "--resume", "latest",
              "--steps", "40", "--seq-len", "16", "--global-batch-size", "4", "--micro-batch-size", "1", "--sample-tokens", "0"]
-    launcher = []
-    if ranks:
-        launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-        flags += ["--backend", "mpi", "--pp", "1", "--tp", "2", "--dp", str(ranks // 2)]
+    if not ranks:
+        return [program, "finetune", *flags, "--pp", "2", "--tp", "2", "--dp", "2"]
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    flags += ["--backend", "mpi", "--pp", "1", "--tp", "2", "--dp", str(ranks // 2)]
     return [*launcher, program, "finetune", *flags]
 
 
