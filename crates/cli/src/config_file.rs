@@ -162,8 +162,15 @@ pub(crate) fn effective(
         let Ok(Some(values)) = matches.try_get_raw(id) else {
             continue;
         };
-        let mut others = command.get_arg_conflicts_with(arg).into_iter();
-        let is_ruled_out = others.any(|other| is_given(other.get_id().as_str()));
+        // One of the two names the other.
+        let names = |one: &Arg, other: &Arg| {
+            let others = command.get_arg_conflicts_with(one);
+            others.iter().any(|named| named.get_id() == other.get_id())
+        };
+        let mut given = command
+            .get_arguments()
+            .filter(|other| is_given(other.get_id().as_str()));
+        let is_ruled_out = given.any(|given| names(given, arg) || names(arg, given));
         if NOT_STORED.contains(&name) || is_ruled_out && !is_given(id) {
             continue;
         }

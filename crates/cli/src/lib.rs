@@ -13,6 +13,7 @@ mod config_file;
 mod counting_allocator;
 mod data_args;
 mod defaults;
+mod end;
 mod env;
 mod eval_args;
 mod export;

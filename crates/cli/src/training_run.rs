@@ -5,8 +5,7 @@ use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
-use candle_core::{DType, Device, Error, Result};
-use candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE;
+use candle_core::{DType, Device, Result};
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::{ParamStore, Stage};
@@ -20,13 +19,14 @@ use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::data_args::TrainingData;
+use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
-use crate::output::{exit_code_of_refusal, exit_with, print_line};
+use crate::output::{exit_with, print_line};
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
-use crate::stop::{Stop, Stopped};
+use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 
 /// Everything that the ranks of this process need, read once.
@@ -66,16 +66,6 @@ pub(crate) enum InitialWeights {
 
 /// Files that tell what a model is, and not what an adapter is.
 const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
-
-/// How a rank's part ended, the same on every rank.
-enum End {
-    Complete,
-    Stopped(Stopped),
-    /// All ranks found, before the first step, that they cannot go on from the checkpoint or write new ones.
-    Refused(Error),
-    /// Numbers that are no numbers any more, and would be none again if the same steps were done again.
-    Diverged(Error),
-}
 
 /// What a run goes on from.
 struct Resumed {
@@ -165,38 +155,24 @@ impl TrainingRun<'_> {
         ];
         ranks.fingerprint = fingerprint(&ranks, &flags, &self.data, &folders)?;
         let ends = launch::run(&ranks, |world| {
-            self.run_rank((&train, &ranks), (&save, &record), world)
+            let is_first = world.rank() == 0;
+            let end = self.run_rank((&train, &ranks), (&save, &record), world)?;
+            if is_first {
+                // While the others wait: mpirun ends a process when another one has ended with an error.
+                let is_alone = ranks.env.world_size() == 1;
+                end.tell(
+                    &self.stop,
+                    train.lr_schedule.num_steps,
+                    (self.output, is_alone),
+                );
+            }
+            Ok(end)
         });
-        let ends = match ends {
-            Err(err) if self.stop.has_begun() => return Ok(exit_with(Err(err))),
-            ends => ends?,
-        };
-        let is_first = ranks.is_first();
-        match ends.into_iter().next() {
-            None | Some(End::Complete) => {
-                if is_first {
-                    print_line(&format!("saved to {}", self.output.display()));
-                }
-                Ok(ExitCode::SUCCESS)
-            }
-            Some(End::Stopped(stopped)) => {
-                if is_first {
-                    let saved = stopped.checkpoint.as_deref().unwrap_or(self.output);
-                    print_line(&format!("saved to {}", saved.display()));
-                    let num_steps = train.lr_schedule.num_steps;
-                    let is_alone = ranks.env.world_size() == 1;
-                    let place = (self.output, is_alone);
-                    print_line(&self.stop.describe(&stopped, num_steps, place));
-                }
-                Ok(self.stop.exit_code())
-            }
-            Some(End::Refused(err)) if is_first => Err(err),
-            Some(End::Refused(_)) => Ok(exit_code_of_refusal(&ranks.env)),
-            Some(End::Diverged(err)) => {
-                if is_first {
-                    exit_with(Err(err));
-                }
-                Ok(ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE))
+        match ends {
+            Err(err) if self.stop.has_begun() => Ok(exit_with(Err(err))),
+            ends => {
+                let end = ends?.into_iter().next().unwrap_or(End::Complete);
+                Ok(end.exit_code(&self.stop, &ranks.env))
             }
         }
     }

@@ -90,7 +90,7 @@ impl Gradients {
         if is_first {
             self.add_checksums(bucket, &whole)?;
         }
-        let sum = Sum::start(whole, params.groups(), params.meter())?;
+        let sum = Sum::start(whole, bucket, (params.groups(), params.meter()))?;
         self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
             true => self.finish_dividing(MAX_DIVIDING),
@@ -222,7 +222,7 @@ impl Gradients {
         };
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
         self.add_checksums(bucket, &whole)?;
-        let started = Sum::start(whole, groups, params.meter())?;
+        let started = Sum::start(whole, bucket, (groups, params.meter()))?;
         self.reductions.started[index] = Some(started);
         Ok(())
     }

@@ -5,23 +5,29 @@ use candle_core::{DType, Result, Tensor};
 use candle_ops::{dequantize_int8_sum_into, quantize_int8};
 
 use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
-use crate::params::{FlatBuffer, ReduceType, ReplicaGroups, in_dtype};
+use crate::params::{Bucket, FlatBuffer, ReduceType, ReplicaGroups, in_dtype};
 
 /// The sum of a bucket over the ranks that divide it, under way; without such ranks over those that hold the same.
 pub(super) struct Sum {
     whole: FlatBuffer,
     moved: Pending<Tensor>,
+    form: ReduceType,
     /// Counts the copy that moves, if it is one, and what comes of it.
     _copy: Option<Held>,
 }
 
 impl Sum {
-    /// Starts to sum `whole`, which must not be touched before [`Self::finish`].
-    pub fn start(whole: FlatBuffer, groups: &ReplicaGroups, meter: &MemoryMeter) -> Result<Self> {
+    /// Starts to sum `whole`, the values of `bucket`, which must not be touched before [`Self::finish`].
+    pub fn start(
+        whole: FlatBuffer,
+        bucket: &Bucket,
+        (groups, meter): (&ReplicaGroups, &MemoryMeter),
+    ) -> Result<Self> {
+        let form = groups.reduce_type(bucket);
         let shard = &groups.shard;
         let is_divided = shard.world_size() > 1;
         let flat = whole.tensor();
-        let copy = match groups.reduce_type() {
+        let copy = match form {
             ReduceType::F32 => None,
             ReduceType::Bf16 => Some(in_dtype(flat.clone(), DType::BF16)?),
             // A row for each rank (arXiv:2306.10209, section 4.3).
@@ -30,7 +36,7 @@ impl Sum {
                 Some(quantize_int8(&rows)?)
             }
         };
-        let moved = match (&copy, groups.reduce_type()) {
+        let moved = match (&copy, form) {
             (None, _) if is_divided => shard.start_reduce_scatter_in_place(flat, ReduceOp::Sum)?,
             (None, _) => groups
                 .copies
@@ -40,7 +46,7 @@ impl Sum {
             (Some(copy), _) => groups.copies.start_all_reduce(copy, ReduceOp::Sum)?,
         };
         // And its result, which is here before anybody waits for it.
-        let result = |copy: &Tensor| match groups.reduce_type() {
+        let result = |copy: &Tensor| match form {
             ReduceType::Int8 => num_bytes(copy),
             _ => num_bytes(copy) / shard.world_size(),
         };
@@ -52,6 +58,7 @@ impl Sum {
             _copy: copy.as_ref().map(hold),
             whole,
             moved,
+            form,
         })
     }
 
@@ -60,7 +67,7 @@ impl Sum {
         let moved = self.moved.wait()?;
         let own = groups.own_range(self.whole.tensor().elem_count());
         let own = FlatBuffer::new(self.whole.view(own.start, own.len())?)?;
-        match groups.reduce_type() {
+        match self.form {
             ReduceType::F32 => {}
             ReduceType::Bf16 => own.write(0, &moved)?,
             ReduceType::Int8 => dequantize_int8_sum_into(own.tensor(), false, &moved)?,

@@ -6,6 +6,8 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use super::layout::Bucket;
+
 /// What data-parallel ranks divide between them (ZeRO, arXiv:1910.02054). Each stage divides what the one before it does, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ZeroStage {
@@ -183,11 +185,12 @@ impl ReplicaGroups {
         self.config.zero == ZeroStage::Three && self.shard.world_size() > 1
     }
 
-    /// In what form gradients move; without replicas they do not.
-    pub fn reduce_type(&self) -> ReduceType {
+    /// In what form the gradients of a bucket move; without replicas they do not.
+    pub fn reduce_type(&self, bucket: &Bucket) -> ReduceType {
         let is_single = self.shard.world_size() == 1;
         match self.config.reduce {
             _ if is_single && self.copies.world_size() == 1 => ReduceType::F32,
+            ReduceType::Int8 if bucket.is_exact => ReduceType::F32,
             reduce => reduce,
         }
     }

@@ -36,6 +36,9 @@ pub(crate) struct Bucket {
     pub dtype: DType,
     /// Whether its weights, if replicas divide them, are gathered tile by tile, and not with their block.
     pub is_tiled: bool,
+    /// Whether its values move between replicas as they are, whatever form others take: those that several tensor-parallel ranks hold
+    /// would come out differently on each, as blocks of quantized values share a scale with what lies beside them.
+    pub is_exact: bool,
     /// Its parameters, the one with the largest global shape first, equal ones in name order: the same order on every rank.
     pub slots: Vec<Slot>,
 }
@@ -57,14 +60,22 @@ struct Key {
     block: Option<Reverse<usize>>,
     dtype: &'static str,
     is_tiled: bool,
+    is_exact: bool,
 }
 
 impl ParamLayout {
-    /// Buckets whose lengths `num_slices` ranks divide.
-    pub fn new(params: &[Param], ties: &[Tie], num_slices: usize) -> Self {
+    /// Buckets whose lengths `num_slices` ranks divide; `is_exact` tells which parameters are to [move as they are](Bucket::is_exact).
+    pub fn new(
+        params: &[Param],
+        ties: &[Tie],
+        num_slices: usize,
+        is_exact: impl Fn(usize) -> bool,
+    ) -> Self {
         let (trainable, frozen): (Vec<usize>, Vec<usize>) =
             (0..params.len()).partition(|&index| params[index].trainable);
-        let buckets = buckets(params, &trainable, ties, num_slices);
+        let buckets_of =
+            |members: &[usize]| buckets(params, members, ties, (num_slices, &is_exact));
+        let buckets = buckets_of(&trainable);
         let mut places = vec![None; params.len()];
         for (index, bucket) in buckets.iter().enumerate() {
             for slot in &bucket.slots {
@@ -73,7 +84,7 @@ impl ParamLayout {
         }
         Self {
             buckets,
-            frozen: self::buckets(params, &frozen, ties, num_slices),
+            frozen: buckets_of(&frozen),
             places,
         }
     }
@@ -105,7 +116,12 @@ impl ParamLayout {
 }
 
 /// The buckets of some parameters, given by their indices.
-fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize) -> Vec<Bucket> {
+fn buckets(
+    params: &[Param],
+    members: &[usize],
+    ties: &[Tie],
+    (num_slices, is_exact): (usize, &impl Fn(usize) -> bool),
+) -> Vec<Bucket> {
     let first_block = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
     let key = |&index: &usize| {
         let tie = ties.iter().position(|tie| tie.params.contains(&index));
@@ -114,6 +130,7 @@ fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize)
             block: tie.is_none().then(|| Reverse(first_block(index))),
             dtype: params[index].dtype().as_str(),
             is_tiled: params[index].is_tiled,
+            is_exact: is_exact(index),
         }
     };
     let mut keys: Vec<Key> = members.iter().map(key).collect();
@@ -139,6 +156,7 @@ fn buckets(params: &[Param], members: &[usize], ties: &[Tie], num_slices: usize)
             len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
             dtype: first.unwrap_or(DType::F32),
             is_tiled: wanted.is_tiled,
+            is_exact: wanted.is_exact,
             slots,
         }
     };

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
 use super::changes::{Changes, ValuesFrom};
-use super::data_parallel::{DataParallel, ReplicaGroups};
+use super::data_parallel::{DataParallel, ReduceType, ReplicaGroups};
 use super::layout::{ParamLayout, Slot};
 use super::param::Param;
 use super::pending_weights::PendingWeights;
@@ -99,8 +99,12 @@ impl Parameters {
         let overlaps = params
             .iter()
             .map(|param| ranks.overlaps(&param.name, stage));
-        let (owned, overlaps) = (owned.collect(), overlaps.collect());
-        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size());
+        let owned = owned.collect();
+        let overlaps: Vec<Vec<Overlap>> = overlaps.collect();
+        let quantizes = replicas.quantize_weights || replicas.reduce == ReduceType::Int8;
+        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size(), |index| {
+            quantizes && !overlaps[index].is_empty()
+        });
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;

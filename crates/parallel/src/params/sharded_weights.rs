@@ -21,7 +21,6 @@ pub(crate) struct ShardedWeights {
     shard: ProcessGroup,
     /// The same ranks, for what is not to wait until sums of gradients are over.
     tiles: ProcessGroup,
-    is_quantized: bool,
     overlap: bool,
     num_tiles: usize,
     /// In the order of [`ParamLayout::all`].
@@ -38,6 +37,8 @@ struct ShardedBucket {
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
     state: Mutex<State>,
+    /// Whether its weights are gathered in 8 bits.
+    is_quantized: bool,
     meter: MemoryMeter,
     _held: Held,
 }
@@ -72,7 +73,9 @@ impl ShardedWeights {
             }
             let slots = bucket.slots.iter().cloned();
             let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
+            let quantize_weights = groups.config.quantize_weights;
             Ok(ShardedBucket {
+                is_quantized: quantize_weights && !bucket.is_exact && is_float(&slice),
                 _held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
                 meter: meter.clone(),
                 slice,
@@ -102,7 +105,6 @@ impl ShardedWeights {
         Ok(Self {
             shard: groups.shard.clone(),
             tiles: groups.tiles.clone(),
-            is_quantized: groups.config.quantize_weights,
             overlap: groups.config.overlap,
             num_tiles: groups.config.tile_linears,
             tiled,
@@ -147,7 +149,7 @@ impl ShardedWeights {
             &bucket.slices,
             &bucket.slice,
             &self.tiles,
-            self.is_quantized && is_float(&bucket.slice),
+            bucket.is_quantized,
         )?;
         let bytes = values.num_bytes();
         Ok(TileGather {
@@ -163,7 +165,7 @@ impl ShardedWeights {
             let bucket = &self.buckets[index];
             let mut state = bucket.lock();
             if let State::Absent = *state {
-                let sent = match self.is_quantized && is_float(&bucket.slice) {
+                let sent = match bucket.is_quantized {
                     true => quantize_int8(&bucket.slice)?,
                     false => bucket.slice.clone(),
                 };

@@ -76,9 +76,11 @@ fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
         tokens,
         targets: Some(targets),
         documents: None,
+        past: None,
     };
     let step = |_| {
-        let passes = pipeline.forward_backward(stage, &[batch.clone()], &mut gradients)?;
+        let passes =
+            pipeline.forward_backward(stage, std::slice::from_ref(&batch), &mut gradients)?;
         let report = optimizer.step(&mut gradients, &passes, 3e-2, Some(1.0))?;
         Ok((report.loss.mean, report.grad_norm))
     };

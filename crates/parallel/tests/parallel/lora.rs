@@ -92,6 +92,7 @@ fn batch(sequences: &[&[u32]], len: usize) -> Result<MicroBatch> {
         tokens: Tensor::from_vec(tokens, shape, &Device::Cpu)?,
         targets: Some(Tensor::from_vec(targets, shape, &Device::Cpu)?),
         documents: None,
+        past: None,
     })
 }
 
