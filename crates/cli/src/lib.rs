@@ -21,6 +21,7 @@ mod finetune;
 mod fingerprint;
 mod flags;
 mod freeze;
+mod generate;
 mod inspect;
 mod launch;
 mod log_args;

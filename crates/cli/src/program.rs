@@ -16,6 +16,7 @@ use crate::env::print_env;
 use crate::export::Export;
 use crate::finetune::Finetune;
 use crate::flags::{Flags, parse_command};
+use crate::generate::Generate;
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
@@ -32,6 +33,7 @@ enum CandleTrain {
     Pretrain(Box<Pretrain>),
     Preview(Box<Preview>),
     Merge(Merge),
+    Generate(Box<Generate>),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
     Inspect(Inspect),
@@ -85,6 +87,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Pretrain(args) => train(&*args, flags),
         CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run(&flags))),
         CandleTrain::Merge(args) => args.run(),
+        CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),

@@ -25,6 +25,8 @@ use crate::rank_args::RankArgs;
 use crate::save_args::SaveArgs;
 use crate::sequence_args::SequenceArgs;
 
+/// Part of the steps in which the rate of a WSD schedule falls.
+const WSD_DECAY_RATIO: f64 = 0.2;
 /// More ranks than this are a slip of the keyboard.
 const MAX_RANKS: usize = 1024;
 
@@ -159,9 +161,9 @@ pub(crate) struct OptimizerArgs {
         value_name = "SCHEDULE"
     )]
     pub lr_schedule: LrScheduleChoice,
-    /// Last part of the steps in which the rate of --lr-schedule wsd falls
-    #[arg(long, default_value_t = 0.2, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
-    pub lr_decay_ratio: f64,
+    /// Last part of the steps, in which the rate of --lr-schedule wsd falls [default: 0.2]
+    #[arg(long, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
+    pub lr_decay_ratio: Option<f64>,
     /// Learning rate at the end, as a fraction of --lr; nothing to --lr-schedule constant
     #[arg(long, default_value_t = 0.1, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
     pub min_lr_ratio: f64,
@@ -239,13 +241,16 @@ impl OptimizerArgs {
         self.warmup_steps.unwrap_or(steps)
     }
 
-    fn decay(&self) -> LrDecay {
-        match self.lr_schedule {
+    fn decay(&self) -> Result<LrDecay> {
+        if self.lr_decay_ratio.is_some() && !matches!(self.lr_schedule, LrScheduleChoice::Wsd) {
+            bail!("--lr-decay-ratio is given without --lr-schedule wsd, whose it is");
+        }
+        Ok(match self.lr_schedule {
             LrScheduleChoice::Cosine => LrDecay::Cosine,
             LrScheduleChoice::Linear => LrDecay::Linear,
             LrScheduleChoice::Constant => LrDecay::Constant,
-            LrScheduleChoice::Wsd => LrDecay::Wsd(self.lr_decay_ratio),
-        }
+            LrScheduleChoice::Wsd => LrDecay::Wsd(self.lr_decay_ratio.unwrap_or(WSD_DECAY_RATIO)),
+        })
     }
 }
 
@@ -328,7 +333,7 @@ impl TrainingArgs {
                 min_lr_ratio: args.min_lr_ratio,
                 warmup_steps: args.warmup_steps(num_steps),
                 num_steps,
-                decay: args.decay(),
+                decay: args.decay()?,
             },
             adamw: AdamWConfig {
                 beta1: args.adam_beta1,

@@ -10,6 +10,7 @@ mod cli {
     mod export;
     mod flags;
     mod folder;
+    mod generate;
     mod help;
     mod hub;
     #[path = "../../../train/tests/train/hub_server.rs"]

@@ -200,7 +200,6 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         ("--min-lr-ratio", "1"),
         ("--warmup-steps", "2"),
         ("--lr-schedule", "linear"),
-        ("--lr-schedule", "wsd"),
     ] {
         let changed = weights(&[flag]);
         assert!(
@@ -209,8 +208,12 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         );
         all.push(changed);
     }
-    // Of three steps a fifth is the last one, whose rate is the highest still; the rate never falls either.
-    assert!(weights(&[("--lr-schedule", "constant")]) == weights(&[("--min-lr-ratio", "1")]));
+    let wsd = ("--lr-schedule", "wsd");
+    assert!(!all.contains(&weights(&[wsd, ("--lr-decay-ratio", "0.7")])));
+    // Of three steps a fifth is the last one, whose rate is the highest still.
+    let never_falls = weights(&[("--min-lr-ratio", "1")]);
+    assert!(weights(&[wsd]) == never_falls);
+    assert!(weights(&[("--lr-schedule", "constant")]) == never_falls);
     // 0 is no limit at all, where as large a one as there is scales nothing.
     assert!(weights(&[("--max-grad-norm", "0")]) == weights(&[("--max-grad-norm", "1e300")]));
 }

@@ -2,6 +2,7 @@
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
+use serde::Deserialize;
 
 /// Names under which data sets keep what the assistant thought; the first is the one that templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
@@ -41,6 +42,16 @@ impl Chat {
             messages: messages.collect::<Result<_, _>>()?,
             tools: tools.filter(Value::is_true),
         })
+    }
+
+    /// As [`Self::new`], of JSON objects and without tools.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn from_json(messages: &[serde_json::Value]) -> Result<Self, String> {
+        let values = messages.iter().map(Value::deserialize);
+        let values = values.collect::<Result<_, _>>();
+        Self::new(values.map_err(|err| err.to_string())?, None)
     }
 
     /// The messages, in order.

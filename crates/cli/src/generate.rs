@@ -1,0 +1,283 @@
+//! `candle-train generate`
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::ops::Bound::{Excluded, Included};
+use std::path::{Path, PathBuf};
+
+use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
+use candle_core::{Error, Result, bail};
+use candle_parallel::{Adapter, ParamStore, Stage};
+use candle_train::hub::resolve_model;
+use candle_train::{
+    Chat, ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate,
+};
+use candle_train_models::{CausalLm, ModelConfig};
+use clap::Parser;
+use serde_json::{Value, json};
+
+use crate::choices::DTypeChoice;
+use crate::number::{real, whole};
+use crate::rank_args::RankArgs;
+
+/// Let a model continue a text, or answer in a chat
+#[derive(Parser, Debug)]
+pub(crate) struct Generate {
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    #[arg(long, value_name = "DIR|REPO")]
+    model: String,
+    /// Folder of low-rank adapters that go with it [default: none]
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Text to continue
+    #[arg(long, value_name = "TEXT", required_unless_present = "chat")]
+    prompt: Option<String>,
+    /// Answer the lines of stdin, one after the other, as turns of a conversation in the model's chat template; with --prompt that is the first
+    #[arg(long)]
+    chat: bool,
+    /// What the conversation begins with, as the system's message [default: nothing]
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+    /// Longest continuation or answer
+    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    max_new_tokens: usize,
+    /// Randomness; 0: always the most likely token [default: that of generation_config.json, else 0]
+    #[arg(long, value_parser = real(0.0..))]
+    temperature: Option<f64>,
+    /// Take the most likely tokens that together have this probability [default: that of generation_config.json, else 1]
+    #[arg(long, value_name = "PROBABILITY", value_parser = real((Excluded(0.0), Included(1.0))))]
+    top_p: Option<f64>,
+    /// Seed of the choice
+    #[arg(long, default_value_t = 0, value_parser = whole::<u64>(0..))]
+    seed: u64,
+    /// Tensor-parallel degree: ranks that share each layer
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    tp: usize,
+    /// Type of weights and activations
+    #[arg(long, default_value = "f32")]
+    dtype: DTypeChoice,
+    #[command(flatten, next_help_heading = "Ranks")]
+    ranks: RankArgs,
+}
+
+/// What the ranks share.
+struct Model {
+    dir: PathBuf,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    /// Of a conversation.
+    template: Option<ChatTemplate>,
+    limits: GenerateConfig,
+    sampling: SamplingConfig,
+}
+
+/// One rank's model, with which texts are written.
+struct Writer<'a> {
+    model: &'a Model,
+    mesh: Mesh,
+    stage: Stage,
+    sampler: Sampler,
+}
+
+impl Generate {
+    /// Writes to stdout.
+    pub fn run(&self) -> Result<()> {
+        let degrees = Degrees {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: self.tp,
+        };
+        let ranks = self.ranks.config(degrees)?;
+        let model = self.model()?;
+        CausalLm::check_degrees(&model.config, &degrees)?;
+        launch::run(&ranks, |world| {
+            let mut writer = self.writer(&model, Mesh::new(world, degrees)?)?;
+            match &model.template {
+                None => {
+                    let prompt = self.prompt.as_deref().unwrap_or_default();
+                    let ids = model.tokenizer.encode_prompt(prompt)?;
+                    writer.say(prompt)?;
+                    writer.write(&ids).map(drop)
+                }
+                Some(template) => self.chat(template, &mut writer),
+            }
+        })?;
+        Ok(())
+    }
+
+    fn model(&self) -> Result<Model> {
+        let dir = resolve_model(&self.model)?;
+        let config = ModelConfig::from_file(dir.join("config.json"))?;
+        let tokenizer = Tokenizer::from_dir(&dir)?;
+        let generation = generation_config(&dir)?;
+        let template = match self.chat {
+            false => None,
+            true => {
+                let special_tokens = tokenizer.named_special_tokens().clone();
+                match ChatTemplate::from_dir(&dir, special_tokens)? {
+                    Some(template) => Some(template),
+                    None => bail!(
+                        "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone",
+                        dir.display()
+                    ),
+                }
+            }
+        };
+        let ends = &generation["eos_token_id"];
+        let ends = ends
+            .as_array()
+            .map_or(std::slice::from_ref(ends), Vec::as_slice);
+        let ends = ends.iter().filter_map(Value::as_u64);
+        let ends = ends.filter_map(|id| u32::try_from(id).ok());
+        let eos_ids = ends
+            .chain([tokenizer.eos_id()])
+            .chain(config.eos_token_ids.clone());
+        let samples = generation["do_sample"] == true;
+        let default = |name: &str| generation[name].as_f64().filter(|_| samples);
+        let temperature = default("temperature").unwrap_or(if samples { 1.0 } else { 0.0 });
+        Ok(Model {
+            limits: GenerateConfig {
+                vocab_size: config.vocab_size,
+                max_context: config.max_seq_len(),
+                max_new_tokens: self.max_new_tokens,
+                eos_ids: eos_ids.collect(),
+                use_cache: true,
+            },
+            sampling: SamplingConfig {
+                temperature: self.temperature.unwrap_or(temperature),
+                top_p: self.top_p.or(default("top_p")).unwrap_or(1.0),
+                seed: self.seed,
+            },
+            dir,
+            config,
+            tokenizer,
+            template,
+        })
+    }
+
+    fn writer<'a>(&self, model: &'a Model, mesh: Mesh) -> Result<Writer<'a>> {
+        let store = ParamStore::from_pretrained(&model.dir)?;
+        let store = match &self.adapter {
+            Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
+            None => store,
+        };
+        let vb = store.builder(self.dtype.into(), mesh.world.device());
+        Ok(Writer {
+            stage: CausalLm::stage(&model.config, &mesh, &vb)?,
+            sampler: Sampler::new(model.sampling.clone())?,
+            model,
+            mesh,
+        })
+    }
+
+    fn chat(&self, template: &ChatTemplate, writer: &mut Writer<'_>) -> Result<()> {
+        let message = |role: &str, content: &str| json!({"role": role, "content": content});
+        let system = self.system.iter();
+        let mut messages: Vec<Value> = system.map(|text| message("system", text)).collect();
+        let mut first = self.prompt.clone();
+        loop {
+            let turn = match first.take() {
+                Some(turn) => Some(turn),
+                None => read_turn(&writer.mesh.world)?,
+            };
+            let Some(turn) = turn else {
+                return Ok(());
+            };
+            messages.push(message("user", &turn));
+            let chat = Chat::from_json(&messages).map_err(Error::msg)?;
+            let ids = writer
+                .model
+                .tokenizer
+                .encode(&template.generation_prompt(&chat)?)?;
+            let answer = writer.write(&ids)?;
+            messages.push(message("assistant", answer.trim()));
+        }
+    }
+}
+
+impl Writer<'_> {
+    /// Writes what comes after these tokens, as it comes, and returns it.
+    fn write(&mut self, prompt: &[u32]) -> Result<String> {
+        let (model, is_first) = (self.model, self.mesh.world.rank() == 0);
+        let tokenizer = &model.tokenizer;
+        tokenizer.check_vocab(prompt, model.config.vocab_size)?;
+        if prompt.is_empty() {
+            bail!("the prompt has no tokens; expected some text");
+        }
+        let mut num_written = 0;
+        let mut show = |ids: &[u32]| -> Result<()> {
+            let text = tokenizer.decode(ids)?;
+            // Of a character in several tokens the first ones are no text yet.
+            if let Some(new) = text
+                .get(num_written..)
+                .filter(|_| !text.ends_with('\u{fffd}'))
+            {
+                write_out(new)?;
+                num_written = text.len();
+            }
+            Ok(())
+        };
+        let ids = generate(
+            &self.stage,
+            &self.mesh.pp,
+            prompt,
+            &model.limits,
+            &mut self.sampler,
+            |ids| if is_first { show(ids) } else { Ok(()) },
+        )?;
+        let text = tokenizer.decode(&ids)?;
+        if is_first {
+            write_out(text.get(num_written..).unwrap_or_default())?;
+            write_out("\n")?;
+        }
+        Ok(text)
+    }
+
+    fn say(&self, text: &str) -> Result<()> {
+        match self.mesh.world.rank() {
+            0 => write_out(text),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn write_out(text: &str) -> Result<()> {
+    let mut out = std::io::stdout();
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}
+
+/// The next line of the first rank's stdin that says something, for all ranks.
+fn read_turn(world: &ProcessGroup) -> Result<Option<String>> {
+    let mut line = String::new();
+    if world.rank() == 0 {
+        let stdin = std::io::stdin();
+        while line.trim().is_empty() {
+            if stdin.is_terminal() {
+                eprint!("> ");
+            }
+            line.clear();
+            if stdin.lock().read_line(&mut line)? == 0 {
+                break;
+            }
+        }
+    }
+    let lines = world.all_gather_bytes(line.trim().as_bytes())?;
+    let line = lines.into_iter().next().unwrap_or_default();
+    let line = String::from_utf8(line).map_err(Error::wrap)?;
+    Ok(Some(line).filter(|line| !line.is_empty()))
+}
+
+/// The model's `generation_config.json`; null if it has none.
+fn generation_config(dir: &Path) -> Result<Value> {
+    let path = dir.join("generation_config.json");
+    let text = match std::fs::read(&path) {
+        Ok(text) => text,
+        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Value::Null),
+        Err(err) => bail!("cannot read {}: {err}", path.display()),
+    };
+    match serde_json::from_slice(&text) {
+        Ok(value) => Ok(value),
+        Err(err) => bail!("{} is not valid JSON: {err}", path.display()),
+    }
+}
