@@ -29,13 +29,13 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// Text to continue
-    #[arg(long, value_name = "TEXT", required_unless_present = "chat")]
+    #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     /// Answer the lines of stdin, one after the other, as turns of a conversation in the model's chat template; with --prompt that is the first
     #[arg(long)]
     chat: bool,
     /// What the conversation begins with, as the system's message [default: nothing]
-    #[arg(long, value_name = "TEXT", requires = "chat")]
+    #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Longest continuation or answer
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
@@ -87,6 +87,12 @@ impl Generate {
             cp: 1,
             tp: self.tp,
         };
+        if self.prompt.is_none() && !self.chat {
+            bail!("there is nothing to continue: neither --prompt nor --chat is given");
+        }
+        if self.system.is_some() && !self.chat {
+            bail!("--system is given without --chat: a text has no system's message");
+        }
         let ranks = self.ranks.config(degrees)?;
         let model = self.model()?;
         CausalLm::check_degrees(&model.config, &degrees)?;

@@ -41,6 +41,10 @@ fn a_text_goes_on_the_same_way_on_any_number_of_ranks() {
 #[test]
 fn a_conversation_is_answered_in_the_models_template() {
     let workspace = Workspace::new();
+    let _ = fs::remove_file(workspace.model("chat_template.jinja"));
+    edit_json(&workspace.model("tokenizer_config.json"), |config| {
+        config.as_object_mut().unwrap().remove("chat_template");
+    });
     let chat = || {
         generate(&workspace)
             .switch("--chat")
@@ -80,7 +84,9 @@ fn an_adapter_changes_what_is_written() {
 #[test]
 fn what_cannot_be_generated_is_said() {
     let workspace = Workspace::new();
-    generate(&workspace).run().assert_error(&["--prompt"]);
+    generate(&workspace)
+        .run()
+        .assert_error(&["neither --prompt nor --chat"]);
     let empty = generate(&workspace).flag("--prompt", "");
     empty.run().assert_error(&["the prompt has no tokens"]);
     let system = generate(&workspace)
@@ -93,5 +99,7 @@ fn what_cannot_be_generated_is_said() {
         config["vocab_size"] = 5.into()
     });
     let other = generate(&workspace).flag("--prompt", "The Queen");
-    other.run().assert_error(&["vocab"]);
+    other
+        .run()
+        .assert_error(&["embed_tokens", "[307, 32]", "expected [5, 32]"]);
 }
