@@ -196,6 +196,10 @@ pub(crate) fn text_of(mut flags: Table, taken: &[String]) -> Result<String> {
         let number = whole.or_else(|| value.parse().ok().map(Value::Float));
         let value = number.unwrap_or_else(|| Value::String(value.to_string()));
         flags.insert(name.to_string(), value);
+        if name == "global-batch-size" {
+            // Another way to say it, which is refused beside it.
+            flags.remove("gradient-accumulation-steps");
+        }
     }
     toml::to_string(&flags).map_err(Error::wrap)
 }

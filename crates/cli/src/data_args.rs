@@ -54,6 +54,15 @@ impl DataArgs {
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
         let seed = batches.seed;
+        let is_repeated = |spec: &DataSpec| spec.weight > 1.0;
+        if let (Some(_), Some(spec)) = (
+            evaluation.eval_fraction,
+            self.data.iter().find(|spec| is_repeated(spec)),
+        ) {
+            bail!(
+                "--eval-fraction and --data {spec}: what is held out of it would be trained on, as it is there more than once\nhint: name other files with --eval-data, or take a weight of at most 1"
+            );
+        }
         let mut read = self.samples((tokenizer, model), &batches.sequences, seed)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
@@ -113,6 +122,12 @@ impl Reader<'_> {
             let count = samples.num_overlong();
             warnings.push(format!(
                 "{count} records are longer than {seq_len} tokens and {became}"
+            ));
+        }
+        if samples.num_cut_off() > 0 {
+            let count = samples.num_cut_off();
+            warnings.push(format!(
+                "{count} of them have nothing to learn within {seq_len} tokens and were left out"
             ));
         }
         let named = data.specs().iter().map(|spec| spec.path.as_path());

@@ -31,21 +31,23 @@ impl TrainingArgs {
         self.run_config()
     }
 
-    /// Takes what fits the model and the ranks where no flag says: what was taken, as flags.
+    /// Takes what fits the ranks, and the checkpoint that is fine-tuned, if one is, where no flag says: what was taken, as flags.
     pub(crate) fn fill(
         &mut self,
         flags: &Flags,
-        config: &ModelConfig,
+        config: Option<&ModelConfig>,
         run: &RunConfig,
     ) -> Vec<String> {
         let mut taken = Vec::new();
-        let is_chosen = |name| flags.is_given("--model") && !flags.is_given(name);
+        // A program's own model comes with its own defaults.
+        let is_free = config.is_none() || flags.is_given("--model");
+        let is_chosen = |name| is_free && !flags.is_given(name);
         if is_chosen("--dp") {
             taken.push(format!("--dp {}", self.layout.degrees().dp));
         }
-        if is_chosen("--seq-len") {
+        if config.is_some() && is_chosen("--seq-len") {
             let sequences = &mut self.batches.sequences;
-            sequences.seq_len = default_seq_len(Some(config));
+            sequences.seq_len = default_seq_len(config);
             taken.push(format!("--seq-len {}", sequences.seq_len));
         }
         let is_typed = ["--dtype", "--bf16", "--fp16"].map(is_chosen);
@@ -64,7 +66,7 @@ impl TrainingArgs {
             batches.global_batch_size = batches.global_batch_size.next_multiple_of(unit);
             taken.push(format!("--global-batch-size {}", batches.global_batch_size));
         }
-        if is_chosen("--lr") {
+        if config.is_some() && is_chosen("--lr") {
             if flags.is_given("--lora-rank") || flags.is_given("--adapter") {
                 self.optimizer.lr = LORA_LR;
             }

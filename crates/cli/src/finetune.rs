@@ -60,7 +60,7 @@ impl TrainingCommand for Finetune {
         let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
-        let taken = training.fill(&flags, &config, &ranks);
+        let taken = training.fill(&flags, Some(&config), &ranks);
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         let data = self.data.read(&tokenizer, Some(&model), &training)?;

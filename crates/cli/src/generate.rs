@@ -3,6 +3,7 @@
 use std::io::{BufRead, IsTerminal, Write};
 use std::ops::Bound::{Excluded, Included};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{Error, Result, bail};
@@ -18,6 +19,8 @@ use serde_json::{Value, json};
 use crate::choices::DTypeChoice;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
+
+const A_WEEK: Duration = Duration::from_secs(604_800);
 
 /// Let a model continue a text, or answer in a chat
 #[derive(Parser, Debug)]
@@ -93,7 +96,11 @@ impl Generate {
         if self.system.is_some() && !self.chat {
             bail!("--system is given without --chat: a text has no system's message");
         }
-        let ranks = self.ranks.config(degrees)?;
+        let mut ranks = self.ranks.config(degrees)?;
+        if self.chat {
+            // The other ranks wait for the first one, which waits for a person.
+            ranks.deadline = ranks.deadline.max(A_WEEK);
+        }
         let model = self.model()?;
         CausalLm::check_degrees(&model.config, &degrees)?;
         launch::run(&ranks, |world| {
@@ -102,8 +109,7 @@ impl Generate {
                 None => {
                     let prompt = self.prompt.as_deref().unwrap_or_default();
                     let ids = model.tokenizer.encode_prompt(prompt)?;
-                    writer.say(prompt)?;
-                    writer.write(&ids).map(drop)
+                    writer.write(&ids, true).map(drop)
                 }
                 Some(template) => self.chat(template, &mut writer),
             }
@@ -195,15 +201,16 @@ impl Generate {
                 .model
                 .tokenizer
                 .encode(&template.generation_prompt(&chat)?)?;
-            let answer = writer.write(&ids)?;
+            let answer = writer.write(&ids, false)?;
             messages.push(message("assistant", answer.trim()));
         }
     }
 }
 
 impl Writer<'_> {
-    /// Writes what comes after these tokens, as it comes, and returns it.
-    fn write(&mut self, prompt: &[u32]) -> Result<String> {
+    /// Writes what comes after these tokens, as it comes, and returns it, in both cases after the prompt if that `is_shown`: a decoder may
+    /// leave out the space with which a text of its own would begin.
+    fn write(&mut self, prompt: &[u32], is_shown: bool) -> Result<String> {
         let (model, is_first) = (self.model, self.mesh.world.rank() == 0);
         let tokenizer = &model.tokenizer;
         tokenizer.check_vocab(prompt, model.config.vocab_size)?;
@@ -211,8 +218,12 @@ impl Writer<'_> {
             bail!("the prompt has no tokens; expected some text");
         }
         let mut num_written = 0;
+        let decode = |ids: &[u32]| match is_shown {
+            true => tokenizer.decode(&[prompt, ids].concat()),
+            false => tokenizer.decode(ids),
+        };
         let mut show = |ids: &[u32]| -> Result<()> {
-            let text = tokenizer.decode(ids)?;
+            let text = decode(ids)?;
             // Of a character in several tokens the first ones are no text yet.
             if let Some(new) = text
                 .get(num_written..)
@@ -231,19 +242,12 @@ impl Writer<'_> {
             &mut self.sampler,
             |ids| if is_first { show(ids) } else { Ok(()) },
         )?;
-        let text = tokenizer.decode(&ids)?;
+        let text = decode(&ids)?;
         if is_first {
             write_out(text.get(num_written..).unwrap_or_default())?;
             write_out("\n")?;
         }
         Ok(text)
-    }
-
-    fn say(&self, text: &str) -> Result<()> {
-        match self.mesh.world.rank() {
-            0 => write_out(text),
-            _ => Ok(()),
-        }
     }
 }
 

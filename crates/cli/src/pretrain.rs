@@ -101,7 +101,9 @@ impl Pretrain {
 impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
-        let ranks = self.training.run_config()?;
+        let mut training = self.training.clone();
+        let ranks = training.run_config_with_defaults()?;
+        let taken = training.fill(&flags, None, &ranks);
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => {
@@ -112,15 +114,15 @@ impl TrainingCommand for Pretrain {
                 Tokenizer::train_bpe(texts, self.model.vocab_size)?
             }
         };
-        let seq_len = self.training.batches.sequences.seq_len;
+        let seq_len = training.batches.sequences.seq_len;
         let config = self.model.config(&tokenizer, seq_len)?;
-        self.training.check_model(&config)?;
+        training.check_model(&config)?;
         let model = self.tokenizer.as_deref();
-        let data = self.data.read(&tokenizer, model, &self.training)?;
+        let data = self.data.read(&tokenizer, model, &training)?;
         let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
         TrainingRun {
-            training: &self.training,
-            taken: Vec::new(),
+            training: &training,
+            taken,
             samples: &self.samples,
             stop,
             title: format!("{}, vocabulary {}", self.data, config.vocab_size),

@@ -29,6 +29,9 @@ use crate::saving::{leave, save_model};
 use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 
+/// Fewer updates than this hardly change a model.
+const FEW_STEPS: usize = 10;
+
 /// Everything that the ranks of this process need, read once.
 pub(crate) struct TrainingRun<'a> {
     pub training: &'a TrainingArgs,
@@ -139,6 +142,12 @@ impl TrainingRun<'_> {
             for warning in &self.data.warnings {
                 eprintln!("warning: {warning}");
             }
+            let is_counted = self.training.batches.steps.is_none();
+            if is_counted && (1..FEW_STEPS).contains(&num_steps) {
+                eprintln!(
+                    "warning: that is {num_steps} updates of the weights only\nhint: a smaller --global-batch-size or more --epochs make more"
+                );
+            }
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
             }
@@ -244,7 +253,11 @@ impl TrainingRun<'_> {
             }
         };
         let flops = self.flops(ranks, &stage, mesh.world.device())?;
-        let mut trainer = Trainer::new(train.clone(), &mesh, stage)?.with_flops(flops);
+        let mut train = train.clone();
+        if let Some(resumed) = &resumed {
+            train.lr_schedule.num_steps = self.num_steps(&train, resumed)?;
+        }
+        let mut trainer = Trainer::new(train, &mesh, stage)?.with_flops(flops);
         let history = resumed.as_ref().map(|resumed| resumed.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
@@ -342,6 +355,23 @@ impl TrainingRun<'_> {
             evaluation: earlier.evaluation,
             checkpoint,
         }))
+    }
+
+    /// Steps of the whole run when it goes on: those of before may have been of other sizes.
+    fn num_steps(&self, train: &TrainConfig, resumed: &Resumed) -> Result<usize> {
+        let batches = &self.training.batches;
+        if batches.steps.is_some() {
+            return Ok(train.lr_schedule.num_steps);
+        }
+        let step = resumed.checkpoint.step();
+        let rest = self.training.training_batches(&self.data.samples, 0)?;
+        let rest = rest.continued(step, resumed.position.total);
+        let end = batches.epochs.saturating_mul(rest.num_samples());
+        let mut num_steps = step;
+        while rest.position(num_steps)? < end {
+            num_steps += 1;
+        }
+        Ok(num_steps)
     }
 
     /// Trains; the first rank shows progress and writes metrics. What it trained on.

@@ -33,6 +33,7 @@ pub struct Samples {
     starts: Arc<[usize]>,
     num_overlong: usize,
     num_without_target: usize,
+    num_cut_off: usize,
 }
 
 /// A sequence, as the model gets it and as a person may read it.
@@ -67,6 +68,7 @@ impl Samples {
             starts: Arc::default(),
             num_overlong: 0,
             num_without_target: 0,
+            num_cut_off: 0,
         };
         let pieces = samples.cut()?;
         if pieces.is_empty() {
@@ -111,6 +113,7 @@ impl Samples {
             };
             if first_target.max(1) >= used {
                 self.num_without_target += 1;
+                self.num_cut_off += usize::from(first_target.max(1) < len);
                 continue;
             }
             let mut start = 0;
@@ -280,6 +283,11 @@ impl Samples {
     /// The tokens that they were made of.
     pub fn tokens(&self) -> &Tokens {
         &self.tokens
+    }
+
+    /// Records that were truncated and have nothing to learn in what is left of them; they are not among the samples.
+    pub fn num_cut_off(&self) -> usize {
+        self.num_cut_off
     }
 
     /// Records that are longer than a sequence and no plain text.

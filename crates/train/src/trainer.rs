@@ -179,6 +179,11 @@ impl Trainer {
         mut observe: impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let num_steps = self.num_steps();
+        if num_steps == 0
+            && let Some(metrics) = self.evaluate()?
+        {
+            observe(TrainEvent::Evaluation(&metrics))?;
+        }
         while self.step < num_steps && !self.is_stopped && self.stopped_early().is_none() {
             let metrics = self.train_step(&batches.batch(self.step)?);
             let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;

@@ -16,7 +16,7 @@ pub struct Chat {
 
 impl Chat {
     /// Checks that each of `messages` is an object with a `role`. Content of several parts that are all text becomes one text, and
-    /// tools or arguments of tool calls that are JSON in a text become what the JSON says, as templates expect them.
+    /// tools that are JSON in a text become what the JSON says, as templates expect them.
     ///
     /// # Errors
     /// What is wrong with a message, as a part of a sentence.
