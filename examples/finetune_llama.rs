@@ -8,14 +8,16 @@ use std::process::ExitCode;
 use candle_train_cli::{Finetune, FlagDefault, run_with_defaults};
 
 /// The bundled model and text, and, for that model only, a run of a minute that shows everything.
-const DEFAULTS: [FlagDefault; 12] = [
+const DEFAULTS: [FlagDefault; 11] = [
     bundled(
         "model",
         concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama"),
+        "the bundled model",
     ),
     bundled(
         "data",
         concat!(env!("CARGO_MANIFEST_DIR"), "/assets/alice.txt"),
+        "the bundled text",
     ),
     of_bundled("tp", "2"),
     of_bundled("pp", "2"),
@@ -25,15 +27,18 @@ const DEFAULTS: [FlagDefault; 12] = [
     of_bundled("lr", "1e-3"),
     of_bundled("warmup-steps", "5"),
     of_bundled("weight-decay", "0.1"),
-    of_bundled("dtype", "f32"),
     of_bundled("prompt", "The Queen"),
 ];
 
-const fn bundled(flag: &'static str, value: &'static str) -> FlagDefault {
+const fn bundled(
+    flag: &'static str,
+    value: &'static str,
+    description: &'static str,
+) -> FlagDefault {
     FlagDefault {
         flag,
         value,
-        description: "a bundled one",
+        description,
         unless: None,
     }
 }

@@ -8,11 +8,27 @@ use candle_core::{Error, Result, bail};
 use clap::{Arg, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::program::FlagDefault;
+
 /// The file in a model's folder that says how the model was made.
 pub(crate) const CONFIG_FILE: &str = "candle_train.toml";
 
 /// Flags that say nothing about a run, or something that is over when it is run again.
-const NOT_STORED: [&str; 5] = ["config", "resume", "resume-anyway", "help", "version"];
+const NOT_STORED: [&str; 10] = [
+    "help",
+    "version",
+    "config",
+    "resume",
+    "resume-anyway",
+    "save-every",
+    "save-dir",
+    "keep",
+    "overwrite",
+    "rescue-dir",
+];
+
+/// Flags of which the first wins over the second.
+const WINS_OVER: [(&str, &str); 2] = [("steps", "epochs"), ("warmup-steps", "warmup-ratio")];
 
 /// The words of a command line, and before its flags those of the file that its `--config` names. A flag that is given on the command line is
 /// not taken from the file.
@@ -20,16 +36,8 @@ const NOT_STORED: [&str; 5] = ["config", "resume", "resume-anyway", "help", "ver
 /// # Errors
 /// A file that cannot be read, a key that is no flag, a value that no flag has.
 pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<OsString>> {
-    let subcommand = words.get(1).and_then(|word| command.find_subcommand(word));
-    let (command, place) = match subcommand {
-        Some(subcommand) => (subcommand, 2),
-        None => (command, 1),
-    };
-    let given = |name: &str| {
-        let flag = format!("--{name}");
-        let mut flags = words.iter().skip(place).map(|word| word.to_string_lossy());
-        flags.any(|word| word == flag || word.starts_with(&format!("{flag}=")))
-    };
+    let (command, place) = meant(command, &words);
+    let given = |name: &str| is_given(name, &words[place..]);
     if !command
         .get_arguments()
         .any(|arg| arg.get_long() == Some("config"))
@@ -45,10 +53,10 @@ pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result
     for (key, value) in &table {
         let fail = |what: String| -> Result<()> { bail!("{}: {what}", Path::new(&path).display()) };
         let Some(arg) = find(command, key) else {
-            let names = command.get_arguments().filter_map(Arg::get_long);
-            let names = names.filter(|name| !NOT_STORED[3..].contains(name));
+            let names = command.get_arguments().flat_map(names);
+            let names = names.filter(|name| !NOT_STORED[..3].contains(&name.as_str()));
             let nearest = names.max_by(|a, b| {
-                let similar = |name| strsim::jaro_winkler(name, &key.replace('_', "-"));
+                let similar = |name: &str| strsim::jaro_winkler(name, &key.replace('_', "-"));
                 similar(a).total_cmp(&similar(b))
             });
             fail(format!(
@@ -58,7 +66,13 @@ pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result
             ))?;
             continue;
         };
-        if names(arg).into_iter().any(|name| given(&name)) {
+        let is_typed = |arg: &Arg| names(arg).iter().any(|name| given(name));
+        let others = command.get_arguments().filter(|other| is_typed(other));
+        let is_overruled = |other: &Arg| {
+            let pair = arg.get_long().zip(other.get_long());
+            contradict(command, arg, other) || pair.is_some_and(|pair| WINS_OVER.contains(&pair))
+        };
+        if is_typed(arg) || others.into_iter().any(is_overruled) {
             continue;
         }
         match words_of(arg, value) {
@@ -68,6 +82,50 @@ pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result
     }
     words.splice(place..place, flags);
     Ok(words)
+}
+
+/// The words with those of `defaults` that hold unless another flag is given, where neither it nor the flag itself is.
+pub(crate) fn with_free_defaults(
+    command: &Command,
+    mut words: Vec<OsString>,
+    defaults: &[FlagDefault],
+) -> Vec<OsString> {
+    let (command, place) = meant(command, &words);
+    let given = |name: &str| is_given(name, &words[place..]);
+    let is_free = |default: &&FlagDefault| {
+        let flag = find(command, default.flag);
+        let is_typed = flag.is_some_and(|arg| names(arg).iter().any(|name| given(name)));
+        default.unless.is_some_and(|other| !given(other)) && !is_typed
+    };
+    let free = defaults.iter().filter(is_free);
+    let free = free.map(|default| format!("--{}={}", default.flag, default.value).into());
+    let free: Vec<OsString> = free.collect();
+    words.splice(place..place, free);
+    words
+}
+
+/// The subcommand that is meant, or the command itself, and where its words begin.
+fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
+    match words.get(1).and_then(|word| command.find_subcommand(word)) {
+        Some(subcommand) => (subcommand, 2),
+        None => (command, 1.min(words.len())),
+    }
+}
+
+/// Whether a flag is among the words.
+fn is_given(name: &str, words: &[OsString]) -> bool {
+    let flag = format!("--{name}");
+    let mut words = words.iter().map(|word| word.to_string_lossy());
+    words.any(|word| word == flag || word.starts_with(&format!("{flag}=")))
+}
+
+/// Whether one of the two flags may not be given beside the other.
+fn contradict(command: &Command, one: &Arg, other: &Arg) -> bool {
+    let names = |one: &Arg, other: &Arg| {
+        let others = command.get_arg_conflicts_with(one);
+        others.iter().any(|named| named.get_id() == other.get_id())
+    };
+    names(one, other) || names(other, one)
 }
 
 fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
@@ -162,15 +220,10 @@ pub(crate) fn effective(
         let Ok(Some(values)) = matches.try_get_raw(id) else {
             continue;
         };
-        // One of the two names the other.
-        let names = |one: &Arg, other: &Arg| {
-            let others = command.get_arg_conflicts_with(one);
-            others.iter().any(|named| named.get_id() == other.get_id())
-        };
         let mut given = command
             .get_arguments()
             .filter(|other| is_given(other.get_id().as_str()));
-        let is_ruled_out = given.any(|given| names(given, arg) || names(arg, given));
+        let is_ruled_out = given.any(|given| contradict(command, given, arg));
         if NOT_STORED.contains(&name) || is_ruled_out && !is_given(id) {
             continue;
         }

@@ -6,8 +6,9 @@ use candle_core::Error;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
-use crate::config_file::{effective, with_config};
+use crate::config_file::{effective, with_config, with_free_defaults};
 use crate::output::print_error;
+use crate::program::FlagDefault;
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
 const LOCAL: &[&str] = &[
@@ -49,17 +50,20 @@ impl Flags {
 /// Parses the command line, and ends the program with clap's message if it is wrong. The flags, of the subcommand if there is one, come
 /// along.
 pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
-    parse_command(T::command())
+    parse_command(T::command(), &[])
 }
 
-/// As [`parse`], for a command of one's own.
-pub(crate) fn parse_command<T: FromArgMatches>(command: Command) -> (T, Flags) {
+/// As [`parse`], for a command of one's own, with those of `defaults` that [depend on another flag](FlagDefault::unless).
+pub(crate) fn parse_command<T: FromArgMatches>(
+    command: Command,
+    defaults: &[FlagDefault],
+) -> (T, Flags) {
     let command = command.version(env!("CARGO_PKG_VERSION"));
     let mut command = numbers_may_be_negative(command).mut_subcommands(numbers_may_be_negative);
     // Defaults of arguments that are not built have no text.
     command.build();
     let words = match with_config(&command, std::env::args_os().collect()) {
-        Ok(words) => words,
+        Ok(words) => with_free_defaults(&command, words, defaults),
         Err(err) => exit_at_once(&err),
     };
     let matches = command

@@ -259,22 +259,22 @@ fn write_out(text: &str) -> Result<()> {
 
 /// The next line of the first rank's stdin that says something, for all ranks.
 fn read_turn(world: &ProcessGroup) -> Result<Option<String>> {
-    let mut line = String::new();
+    let mut line = Vec::new();
     if world.rank() == 0 {
         let stdin = std::io::stdin();
-        while line.trim().is_empty() {
+        while line.trim_ascii().is_empty() {
             if stdin.is_terminal() {
                 eprint!("> ");
             }
             line.clear();
-            if stdin.lock().read_line(&mut line)? == 0 {
+            if stdin.lock().read_until(b'\n', &mut line)? == 0 {
                 break;
             }
         }
     }
-    let lines = world.all_gather_bytes(line.trim().as_bytes())?;
+    let lines = world.all_gather_bytes(line.trim_ascii())?;
     let line = lines.into_iter().next().unwrap_or_default();
-    let line = String::from_utf8(line).map_err(Error::wrap)?;
+    let line = String::from_utf8_lossy(&line).into_owned();
     Ok(Some(line).filter(|line| !line.is_empty()))
 }
 

@@ -125,6 +125,18 @@ impl LoraArgs {
             record
                 .model
                 .insert("the weights of --adapter".into(), digest.into());
+            let adapter = Adapter::open(dir)?;
+            let LoraConfig {
+                rank,
+                alpha,
+                dropout,
+                use_rslora,
+                ..
+            } = adapter.config();
+            let own = format!("rank {rank}, alpha {alpha}, dropout {dropout}, rsLoRA {use_rslora}");
+            record
+                .model
+                .insert("the configuration of --adapter".into(), own.into());
         }
         if let Some(format) = self.base_dtype {
             let format = format!("{format:?}").to_lowercase();

@@ -11,6 +11,7 @@ use clap::Args;
 
 use crate::choices::StorageChoice;
 use crate::config_dtype::with_config_dtype;
+use crate::config_file::CONFIG_FILE;
 use crate::output::{exit_with, print_line};
 
 /// Fold a low-rank adapter into the model that it was trained on
@@ -42,7 +43,8 @@ impl Merge {
     fn merge(&self) -> Result<()> {
         let model = resolve_model(&self.model)?;
         let dtype = self.save_dtype.map(Into::into);
-        let sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
+        let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
+        sidecars.retain(|(name, _)| name != CONFIG_FILE);
         let save = HfSave {
             dtype,
             overwrite: self.overwrite,

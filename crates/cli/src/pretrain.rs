@@ -92,7 +92,7 @@ impl Pretrain {
             flag,
             value,
             description: value,
-            unless: None,
+            unless: (flag == "warmup-steps").then_some("warmup-ratio"),
         };
         values.map(default).into()
     }

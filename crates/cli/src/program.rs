@@ -6,7 +6,6 @@ use std::process::ExitCode;
 use candle_core::{Result, bail};
 use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
-use clap::builder::{ArgPredicate, Resettable};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -78,10 +77,14 @@ pub struct FlagDefault {
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
     let command = CandleTrain::command();
-    let command = command.mut_subcommand("pretrain", |pretrain| {
-        with_defaults(pretrain, &Pretrain::defaults())
-    });
-    let (command, flags) = parse_command::<CandleTrain>(command);
+    let of_pretrain = Pretrain::defaults();
+    let command =
+        command.mut_subcommand("pretrain", |pretrain| with_defaults(pretrain, &of_pretrain));
+    let is_pretrain = std::env::args_os()
+        .nth(1)
+        .is_some_and(|word| word == "pretrain");
+    let defaults = if is_pretrain { &of_pretrain[..] } else { &[] };
+    let (command, flags) = parse_command::<CandleTrain>(command, defaults);
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),
@@ -111,7 +114,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
     defaults: &[FlagDefault],
 ) -> ExitCode {
     let command = with_defaults(T::command().name(name), defaults);
-    let (args, flags) = parse_command::<T>(command);
+    let (args, flags) = parse_command::<T>(command, defaults);
     train(&args, flags)
 }
 
@@ -119,7 +122,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
 pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
     defaults: &[FlagDefault],
 ) -> (T, Flags) {
-    parse_command(with_defaults(T::command(), defaults))
+    parse_command(with_defaults(T::command(), defaults), defaults)
 }
 
 fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
@@ -133,20 +136,12 @@ fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
                 Some((help, _)) => help,
                 None => &help,
             };
-            let ordinary = arg.get_default_values().first().cloned();
-            let arg = arg
-                .help(format!("{help} [default: {}]", default.description))
-                .required(false)
-                .default_value(default.value)
-                .hide_default_value(true);
-            match (default.unless, ordinary) {
-                (None, _) => arg,
-                (Some(flag), Some(ordinary)) => {
-                    arg.default_value_if(flag, ArgPredicate::IsPresent, ordinary)
-                }
-                (Some(flag), None) => {
-                    arg.default_value_if(flag, ArgPredicate::IsPresent, Resettable::Reset)
-                }
+            let arg = arg.help(format!("{help} [default: {}]", default.description));
+            let arg = arg.hide_default_value(true);
+            match default.unless {
+                None => arg.required(false).default_value(default.value),
+                // What else is given is known when the words are.
+                Some(_) => arg,
             }
         })
     })

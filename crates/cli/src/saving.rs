@@ -33,7 +33,11 @@ pub(crate) fn leave(
             None
         }
     };
-    Ok(Stopped { step, checkpoint })
+    Ok(Stopped {
+        step,
+        checkpoint,
+        output_flag: "--model",
+    })
 }
 
 /// Saves the model. Every rank must call it.

@@ -13,6 +13,8 @@ pub(crate) struct Stopped {
     pub step: usize,
     /// What it left, if not the model.
     pub checkpoint: Option<PathBuf>,
+    /// The flag that takes what is in the output folder.
+    pub output_flag: &'static str,
 }
 
 /// The command line of this process, in a shell's words, with the flag that resumes.
@@ -92,7 +94,8 @@ impl Stop {
             Some(_) if is_alone => format!("to go on: {}", command_that_resumes()),
             Some(_) => "to go on, start the ranks as before, with --resume latest".to_string(),
             None => format!(
-                "--model {} trains this model further, from its own step 1",
+                "{} {} trains this further, from its own step 1",
+                stopped.output_flag,
                 output.display()
             ),
         };
@@ -108,7 +111,8 @@ impl Stop {
     pub fn exit_code(&self) -> ExitCode {
         match self.signal() {
             Some((_, number)) => ExitCode::from(128 + number),
-            None if self.is_time_over() => ExitCode::SUCCESS,
+            // The clock of another rank may have been the first.
+            None if self.max_secs.is_some() => ExitCode::SUCCESS,
             None => ExitCode::from(128 + 15),
         }
     }

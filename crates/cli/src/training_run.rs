@@ -26,7 +26,7 @@ use crate::lora_args::LoraArgs;
 use crate::output::{exit_with, print_line};
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
-use crate::stop::Stop;
+use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
 
 /// Fewer updates than this hardly change a model.
@@ -114,11 +114,12 @@ impl TrainingRun<'_> {
             ..self.training.record(&train, samples, config, model)?
         };
         self.lora.add_to(&mut record)?;
-        let mut sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         if self.lora.is_given() {
             // What describes the model is in the model's folder.
+            let sidecars = &mut self.sidecars;
             sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
         }
+        let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
             dtype: self.save_dtype,
@@ -292,7 +293,16 @@ impl TrainingRun<'_> {
             Err(err) => return Err(err),
         };
         if trainer.is_stopped() {
-            return leave(&mut trainer, &batches, save, is_first).map(End::Stopped);
+            let stopped = leave(&mut trainer, &batches, save, is_first)?;
+            let output_flag = if self.lora.is_given() {
+                "--adapter"
+            } else {
+                "--model"
+            };
+            return Ok(End::Stopped(Stopped {
+                output_flag,
+                ..stopped
+            }));
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
         save_model(&trainer, save, is_first)?;
@@ -342,7 +352,7 @@ impl TrainingRun<'_> {
             return Ok(None);
         };
         let earlier = TrainingRecord::of(&checkpoint)?;
-        let changed = record.check(&earlier, args.resume_anyway)?;
+        let changed = record.check(&earlier, args.resume_anyway || is_restart)?;
         for change in changed.iter().filter(|_| is_first) {
             eprintln!("warning: {change}");
         }

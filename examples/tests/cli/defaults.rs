@@ -14,6 +14,33 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
         assert!(help.contains(default), "{default} is not in {help}");
     }
     assert!(help.contains("Usage: finetune_llama [OPTIONS]"), "{help}");
+    // Its own run is on 2 x 2 x 2 ranks in f32; of another model, as candle-train finetune has it.
+    let output = tempfile::tempdir().unwrap();
+    let out = output.path().join("out");
+    let finetune_bundled = example("finetune_llama").flag("--steps", 0);
+    let said = finetune_bundled
+        .clone()
+        .flag("--output", out.display())
+        .succeeds()
+        .stdout;
+    for part in [
+        "sequences of 128 tokens; 8 ranks as threads: pp 2 x dp 2 x tp 2",
+        "--- before\nThe Queen",
+    ] {
+        assert!(said.contains(part), "{part} is not in {said}");
+    }
+    let again = finetune_bundled.flag("--model", out.display());
+    let said = again
+        .flag("--output", output.path().join("again").display())
+        .succeeds()
+        .stdout;
+    for part in [
+        "1 ranks as threads: pp 1 x dp 1 x tp 1",
+        "chosen for you: --dp 1 --seq-len 512",
+    ] {
+        assert!(said.contains(part), "{part} is not in {said}");
+    }
+    assert!(!said.contains("--- before"), "{said}");
     // The folder of the output is in the way, so nothing is written: here.
     let in_the_way = finetune.flag("--output", "/dev/null");
     in_the_way.run().assert_error(&["/dev/null"]);

@@ -109,3 +109,68 @@ fn keys_may_have_underscores_and_switches_may_be_off() {
     with_file(&workspace, &file).without("--lr").succeeds();
     assert_eq!(metrics(&path)[0]["learning_rate"], 0.125);
 }
+
+/// `candle-train finetune` with the file that a run has left in `output`.
+fn again(output: &std::path::Path, to: &std::path::Path) -> Program {
+    let file = output.join("candle_train.toml");
+    let program = candle_train("finetune").flag("--config", file.display());
+    program.flag("--output", to.display())
+}
+
+#[test]
+fn a_run_with_checkpoints_and_accumulated_gradients_can_be_done_again() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .without("--global-batch-size")
+        .flag("--gradient-accumulation-steps", 3)
+        .flag("--save-every", 1)
+        .flag("--save-dir", workspace.path("saves").display());
+    program.succeeds();
+    let [first, second] = [workspace.output(), workspace.path("second")];
+    again(&first, &second).succeeds();
+    let weights = |dir: &std::path::Path| std::fs::read(dir.join("model.safetensors")).unwrap();
+    assert!(weights(&first) == weights(&second));
+}
+
+#[test]
+fn flags_win_over_what_contradicts_them_in_the_file() {
+    let workspace = Workspace::new();
+    workspace.finetune().succeeds();
+    let said = |flag: &str, value: Option<&str>| {
+        let program = again(&workspace.output(), &workspace.path(flag));
+        let program = match value {
+            Some(value) => program.flag(flag, value),
+            None => program.switch(flag),
+        };
+        program.succeeds().stdout
+    };
+    said("--bf16", None);
+    let out = said("--gradient-accumulation-steps", Some("5"));
+    assert!(out.contains("2 steps of 10 sequences"), "{out}");
+    let out = said("--epochs", Some("1"));
+    assert!(!out.contains(" 2 steps"), "the file's steps: {out}");
+}
+
+#[test]
+fn pretrain_takes_accumulated_gradients_and_a_warm_up_in_parts() {
+    let workspace = Workspace::new();
+    let metrics = workspace.path("metrics.jsonl");
+    let program = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("new").display())
+        .flag("--vocab-size", 300)
+        .flag("--seq-len", 16)
+        .flag("--steps", 4)
+        .flag("--gradient-accumulation-steps", 2)
+        .flag("--warmup-ratio", 1)
+        .flag("--metrics", metrics.display());
+    let out = program.succeeds().stdout;
+    assert!(out.contains("4 steps of 8 sequences"), "{out}");
+    let text = std::fs::read_to_string(metrics).unwrap();
+    let rates = text.lines().map(|line| {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        line["learning_rate"].as_f64().unwrap()
+    });
+    assert_eq!(rates.collect::<Vec<_>>(), [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]);
+}

@@ -34,6 +34,9 @@ const KNOWN: [&str; 23] = [
     "eva_config",
 ];
 
+/// Ways to begin with which peft subtracts the first adapter from the model's weights.
+const CHANGE_THE_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
+
 /// Whether a value asks for nothing.
 fn is_nothing(value: &Value) -> bool {
     match value {
@@ -57,6 +60,16 @@ pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraCo
     if let Some((field, value)) = file.iter().find(is_unknown) {
         bail!(
             "{field} is {value}, which is not supported; expected an adapter of linear layers without it"
+        );
+    }
+    let init = file.get("init_lora_weights").and_then(Value::as_str);
+    let changes_base = |init: &&str| {
+        let init = init.to_lowercase();
+        CHANGE_THE_BASE.iter().any(|kind| init.starts_with(kind))
+    };
+    if let Some(init) = init.filter(changes_base) {
+        bail!(
+            "init_lora_weights is {init:?}, which changes the model's own weights; expected an adapter of the model as it is\nhint: peft's save_pretrained converts it, with path_initial_model_for_weight_conversion"
         );
     }
     let number = |field: &str| match file.get(field).and_then(Value::as_f64) {

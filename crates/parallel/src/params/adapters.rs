@@ -38,7 +38,11 @@ impl Parameters {
             return Ok(());
         };
         let adapted = self.adapted_layers();
-        let unmatched = lora.config().targets.unmatched(&adapted);
+        // An adapter that was trained elsewhere may name layers of other models, too.
+        let unmatched = match lora {
+            LoraSource::Init(config) => config.targets.unmatched(&adapted),
+            LoraSource::Trained(_) => None,
+        };
         if unmatched.is_some() || adapted.is_empty() {
             let last = |name: &String| name.rsplit('.').next().unwrap_or_default().to_string();
             let names: BTreeSet<String> = linears.iter().map(last).collect();
