@@ -89,7 +89,8 @@ fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
 
 /// What these values become in a form of their own.
 fn rounded(values: &Tensor, form: GgmlDType) -> Result<Tensor> {
-    QTensor::quantize(values, form)?.dequantize(&Device::Cpu)
+    let blocks = QTensor::quantize(&values.to_device(&Device::Cpu)?, form)?;
+    blocks.dequantize(&Device::Cpu)?.to_device(values.device())
 }
 
 #[test]

@@ -12,6 +12,7 @@ use candle_parallel::{
 };
 
 use crate::check::{assert_close, assert_says, grads, message, random, single_mesh, var};
+use crate::device::device;
 
 const WIDTH: usize = 64;
 
@@ -21,7 +22,7 @@ struct Ones;
 impl PlainBlock for Ones {
     fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
         let (b, t) = tokens.dims2()?;
-        Tensor::ones((b, t, WIDTH), DType::F32, &Device::Cpu)
+        Tensor::ones((b, t, WIDTH), DType::F32, &device())
     }
 }
 
@@ -55,7 +56,7 @@ fn dropping(mesh: &Mesh, dropout: f64) -> Result<(Stage, Arc<Mutex<Vec<Tensor>>>
     let seen = Arc::<Mutex<Vec<Tensor>>>::default();
     let vb = ParamStore::init(0)
         .with_lora(lora)?
-        .builder(DType::F32, &Device::Cpu);
+        .builder(DType::F32, &device());
     let stage = Stage::build(mesh, &vb, 3, WIDTH, |index, vb| {
         Ok(match index {
             0 => plain_block(Ones),
@@ -69,8 +70,8 @@ fn dropping(mesh: &Mesh, dropout: f64) -> Result<(Stage, Arc<Mutex<Vec<Tensor>>>
     let params = stage.params();
     for (index, param) in params.iter().enumerate() {
         let values = match param.is_adapter {
-            true => Tensor::eye(WIDTH, DType::F32, &Device::Cpu)?,
-            false => Tensor::zeros((WIDTH, WIDTH), DType::F32, &Device::Cpu)?,
+            true => Tensor::eye(WIDTH, DType::F32, &device())?,
+            false => Tensor::zeros((WIDTH, WIDTH), DType::F32, &device())?,
         };
         params.refill(index, &values)?;
     }
@@ -168,7 +169,7 @@ fn a_layer_with_an_adapter_has_the_gradients_of_its_formula() {
         ..LoraConfig::default()
     };
     let store = ParamStore::init(1).with_lora(lora).unwrap();
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let tp = single_mesh().tp;
     let layer = column_parallel_linear(num_in, num_out, true, &tp, vb.pp("a.layer")).unwrap();
     let [weight, bias, a, b] = candle_parallel::Layer::weights(&layer)[..] else {
@@ -262,7 +263,7 @@ fn adapters_that_cannot_be_made_are_refused() {
         &["asked for twice", "hint"],
     );
     let store = ParamStore::init(0);
-    let _vb = store.builder(DType::F32, &Device::Cpu);
+    let _vb = store.builder(DType::F32, &device());
     assert_says(
         &message(store.with_lora(default()).map(drop)),
         &["in use", "hint"],
@@ -274,7 +275,7 @@ fn a_weight_in_fewer_bits_is_not_handed_out_whole() {
     let store = ParamStore::init(0)
         .freeze(|_| true)
         .with_frozen_format(WeightFormat::BF16);
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let shard = Shard {
         dim: 0,
         range: 0..4,
@@ -298,7 +299,7 @@ fn a_layer_of_ones_own_takes_an_adapter_from_the_builder() {
         ..LoraConfig::default()
     };
     let store = ParamStore::init(0).with_lora(lora).unwrap();
-    let vb = store.builder(DType::F32, &Device::Cpu);
+    let vb = store.builder(DType::F32, &device());
     let all = Shard {
         dim: 0,
         range: 0..6,
