@@ -118,7 +118,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
     train(&args, flags)
 }
 
-/// As [`parse`], where the flags in `defaults` have these defaults.
+/// As [`crate::parse`], where the flags in `defaults` have these defaults.
 pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
     defaults: &[FlagDefault],
 ) -> (T, Flags) {
