@@ -253,7 +253,9 @@ fn without_activities(stderr: &str) -> String {
     let is_activity = |line: &str| {
         let secs = line.trim_end().strip_suffix(" s");
         let secs = secs.and_then(|line| line.rsplit(' ').next());
-        line.contains(": ") && secs.is_some_and(|secs| secs.parse::<u64>().is_ok())
+        let doing = line.split([' ', ':']).next().unwrap_or_default();
+        let is_doing = doing.ends_with("ing") && doing != "warning";
+        is_doing && secs.is_some_and(|secs| secs.parse::<u64>().is_ok())
     };
     let lines = stderr.split_inclusive('\n');
     lines.filter(|line| !is_activity(line)).collect()
