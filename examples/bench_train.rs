@@ -294,7 +294,7 @@ fn bench(
         let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
         let is_first = mesh.world.rank() == 0;
         let record = TrainingRecord::default();
-        let checkpoints = Checkpoints::new(saver, SAVE_EVERY, record, is_first);
+        let checkpoints = Checkpoints::new(saver, Some(SAVE_EVERY), record, is_first);
         trainer = trainer.with_checkpoints(checkpoints);
     }
     let mut measured = Measured {

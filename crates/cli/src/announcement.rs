@@ -2,7 +2,7 @@
 
 use candle_comm::{Degrees, Mesh};
 use candle_parallel::Schedule;
-use candle_train::{Trainer, held_in_words};
+use candle_train::{Trainer, counted, held_in_words};
 use candle_train_models::CausalLm;
 
 use crate::lora_args::adapters_in_words;
@@ -23,17 +23,19 @@ impl TrainingRun<'_> {
         let (trained, frozen) = (num_values(true), num_values(false));
         let num_frozen = catalog.iter().filter(|entry| !entry.trainable).count();
         let said = match num_frozen {
-            0 => format!("{trained} parameters"),
+            0 => counted(trained, "parameter"),
             _ => format!(
-                "{trained} of {} parameters are trained ({:.2}%){}; frozen are {num_frozen} tensors of {frozen} values",
+                "{trained} of {} parameters are trained ({:.2}%){}; frozen: {} of {}",
                 trained + frozen,
                 100.0 * trained as f64 / (trained + frozen) as f64,
-                adapters_in_words(params)
+                adapters_in_words(params),
+                counted(num_frozen, "tensor"),
+                counted(frozen, "value")
             ),
         };
         print_line(&format!(
-            "{said}; {} tokens per step",
-            self.training.batches.num_tokens()
+            "{said}; {} per step",
+            counted(self.training.batches.num_tokens(), "token")
         ));
         let activations = self.expected_activations(trainer, mesh);
         print_line(&format!(

@@ -12,13 +12,14 @@ use crate::number::whole;
 /// Saving a run while it goes on, and going on with one.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CheckpointArgs {
-    /// Save a checkpoint to resume from after every so many steps, in --save-dir, while training goes on [default: never]
+    /// Save a checkpoint to resume from after every so many steps, in --save-dir, while training goes on; in any case where the run is stopped,
+    /// and after an evaluation with the least loss so far [default: never]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub save_every: Option<usize>,
     /// Folder of the run's checkpoints, the one after 15 steps being step-000015; on several hosts one that all of them have [default: none]
     #[arg(long, value_name = "DIR")]
     pub save_dir: Option<PathBuf>,
-    /// Checkpoints that are kept, the newest ones
+    /// Checkpoints that are kept, the newest ones; with evaluations the one with the least loss, too
     #[arg(long, default_value_t = 2, value_name = "CHECKPOINTS", value_parser = whole::<usize>(1..))]
     pub keep: usize,
     /// Go on from a checkpoint, with any layout: its folder, or latest, the newest valid one in --save-dir; if there is none yet the run
@@ -31,13 +32,14 @@ pub(crate) struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`.
-    pub fn validate(&self, output: &Path) -> Result<()> {
+    /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`. The run may have
+    /// checkpoints for another reason than `--save-every`: `saves_otherwise`.
+    pub fn validate(&self, output: &Path, saves_otherwise: bool) -> Result<()> {
         match (self.save_every, &self.save_dir) {
             (Some(every), None) => bail!(
                 "--save-every {every} is given without --save-dir\nhint: --save-dir names the folder of the checkpoints"
             ),
-            (None, Some(dir)) if !self.resumes_latest() => bail!(
+            (None, Some(dir)) if !self.resumes_latest() && !saves_otherwise => bail!(
                 "--save-dir {} is given without --save-every: nothing would be saved there\nhint: --save-every tells after how many \
                  steps a checkpoint is due",
                 dir.display()
@@ -97,16 +99,26 @@ impl CheckpointArgs {
         }
     }
 
-    /// What writes checkpoints, if the run is to. Every rank must call it.
+    /// Folders in which checkpoints of the run may be: its own, and that of the one which it goes on from.
+    pub fn folders(&self) -> impl Iterator<Item = &Path> {
+        let resumed = self.resume.as_deref().and_then(Path::parent);
+        self.save_dir.as_deref().into_iter().chain(resumed)
+    }
+
+    /// What writes checkpoints, if the run is to, and after how many steps each time: to --save-dir, or to the folder `of_best`, which has the
+    /// best and no others. Every rank must call it.
     pub fn saver(
         &self,
         world: &ProcessGroup,
         resumed: Option<&TrainingCheckpoint>,
-    ) -> Result<Option<(CheckpointSaver, usize)>> {
-        let (Some(every), Some(dir)) = (self.save_every, &self.save_dir) else {
-            return Ok(None);
+        of_best: Option<&Path>,
+    ) -> Result<Option<(CheckpointSaver, Option<usize>)>> {
+        let (folder, every) = match (&self.save_dir, of_best) {
+            (Some(dir), _) => ((dir.as_path(), self.keep), self.save_every),
+            (None, Some(dir)) => ((dir, 1), None),
+            (None, None) => return Ok(None),
         };
-        let saver = CheckpointSaver::new(world, (dir, self.keep), resumed)?;
+        let saver = CheckpointSaver::new(world, folder, resumed)?;
         Ok(Some((saver, every)))
     }
 }

@@ -8,6 +8,7 @@ use candle_core::{Error, Result, bail};
 use clap::{Arg, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::idle_flags::{is_idle, is_idled_by};
 use crate::program::FlagDefault;
 
 /// The file in a model's folder that says how the model was made.
@@ -27,16 +28,13 @@ const NOT_STORED: [&str; 10] = [
     "rescue-dir",
 ];
 
-/// Flags of which the first wins over the second.
-const WINS_OVER: [(&str, &str); 2] = [("steps", "epochs"), ("warmup-steps", "warmup-ratio")];
-
 /// The words of a command line, and before its flags those of the file that its `--config` names. A flag that is given on the command line is
-/// not taken from the file.
+/// not taken from the file, nor is one that contradicts it or does nothing beside it.
 ///
 /// # Errors
 /// A file that cannot be read, a key that is no flag, a value that no flag has.
-pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<OsString>> {
-    let (command, place) = meant(command, &words);
+pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<OsString>> {
+    let (command, place) = meant(whole, &words);
     let given = |name: &str| is_given(name, &words[place..]);
     if !command
         .get_arguments()
@@ -66,25 +64,35 @@ pub(crate) fn with_config(command: &Command, mut words: Vec<OsString>) -> Result
             ))?;
             continue;
         };
-        let is_typed = |arg: &Arg| names(arg).iter().any(|name| given(name));
-        let others = command.get_arguments().filter(|other| is_typed(other));
-        let is_overruled = |other: &Arg| {
-            let pair = arg.get_long().zip(other.get_long());
-            contradict(command, arg, other) || pair.is_some_and(|pair| WINS_OVER.contains(&pair))
-        };
-        if is_typed(arg) || others.into_iter().any(is_overruled) {
+        let others = command.get_arguments();
+        let others = others.filter(|other| is_typed(other, &given));
+        let is_overruled = |other: &Arg| contradict(command, arg, other);
+        if is_typed(arg, &given) || others.into_iter().any(is_overruled) {
             continue;
         }
         match words_of(arg, value) {
-            Ok(words) => flags.extend(words),
+            Ok(words) => flags.push((arg.get_long().unwrap_or_default(), words)),
             Err(expected) => fail(format!("{key} is {value}; expected {expected}"))?,
         }
     }
-    words.splice(place..place, flags);
-    Ok(words)
+    let with = |flags: Vec<(&str, Vec<OsString>)>| {
+        let mut all = words.clone();
+        all.splice(place..place, flags.into_iter().flat_map(|(_, words)| words));
+        all
+    };
+    let is_typed = |flag: &str| find(command, flag).is_some_and(|arg| is_typed(arg, &given));
+    // What is wrong with the words is said later.
+    if let Ok(matches) = whole.clone().try_get_matches_from(with(flags.clone())) {
+        let matches = matches
+            .subcommand()
+            .map_or(&matches, |(_, matches)| matches);
+        flags.retain(|(flag, _)| !is_idled_by(command, matches, flag, is_typed));
+    }
+    Ok(with(flags))
 }
 
-/// The words with those of `defaults` that hold unless another flag is given, where neither it nor the flag itself is.
+/// The words with those of `defaults` that hold unless another flag is given, where neither it nor the flag itself is, nor one that contradicts
+/// that.
 pub(crate) fn with_free_defaults(
     command: &Command,
     mut words: Vec<OsString>,
@@ -93,9 +101,14 @@ pub(crate) fn with_free_defaults(
     let (command, place) = meant(command, &words);
     let given = |name: &str| is_given(name, &words[place..]);
     let is_free = |default: &&FlagDefault| {
+        let typed = command.get_arguments().filter(|arg| is_typed(arg, given));
+        let rules_out = |arg: &Arg, typed: &Arg| {
+            arg.get_id() == typed.get_id() || contradict(command, arg, typed)
+        };
         let flag = find(command, default.flag);
-        let is_typed = flag.is_some_and(|arg| names(arg).iter().any(|name| given(name)));
-        default.unless.is_some_and(|other| !given(other)) && !is_typed
+        let is_ruled_out =
+            flag.is_some_and(|arg| typed.into_iter().any(|typed| rules_out(arg, typed)));
+        default.unless.is_some_and(|other| !given(other)) && !is_ruled_out
     };
     let free = defaults.iter().filter(is_free);
     let free = free.map(|default| format!("--{}={}", default.flag, default.value).into());
@@ -117,6 +130,11 @@ fn is_given(name: &str, words: &[OsString]) -> bool {
     let flag = format!("--{name}");
     let mut words = words.iter().map(|word| word.to_string_lossy());
     words.any(|word| word == flag || word.starts_with(&format!("{flag}=")))
+}
+
+/// Whether one of a flag's names is among those that are `given`.
+fn is_typed(arg: &Arg, given: impl Fn(&str) -> bool) -> bool {
+    names(arg).iter().any(|name| given(name))
 }
 
 /// Whether one of the two flags may not be given beside the other.
@@ -206,7 +224,7 @@ fn words_of(arg: &Arg, value: &Value) -> std::result::Result<Vec<OsString>, &'st
 }
 
 /// The flags of a command with their values, those that were not given with their defaults, as a file for `--config`. A default that a flag which
-/// was given rules out is not among them.
+/// was given rules out, or that does nothing, is not among them.
 pub(crate) fn effective(
     command: &Command,
     matches: &ArgMatches,
@@ -223,7 +241,8 @@ pub(crate) fn effective(
         let mut given = command
             .get_arguments()
             .filter(|other| is_given(other.get_id().as_str()));
-        let is_ruled_out = given.any(|given| contradict(command, given, arg));
+        let is_ruled_out =
+            given.any(|given| contradict(command, given, arg)) || is_idle(command, matches, name);
         if NOT_STORED.contains(&name) || is_ruled_out && !is_given(id) {
             continue;
         }

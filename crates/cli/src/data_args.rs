@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
-use candle_train::{Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out};
+use candle_train::{
+    Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, counted, held_out,
+};
 use clap::Args;
 
 use crate::sequence_args::SequenceArgs;
@@ -116,18 +118,16 @@ impl Reader<'_> {
         let mut warnings = tokens.report().warnings(data);
         if samples.num_overlong() > 0 {
             let became = match overlong {
-                Overlong::Truncate => "were truncated",
-                Overlong::Drop | Overlong::Error => "were dropped",
+                Overlong::Truncate => "truncated",
+                Overlong::Drop | Overlong::Error => "dropped",
             };
-            let count = samples.num_overlong();
-            warnings.push(format!(
-                "{count} records are longer than {seq_len} tokens and {became}"
-            ));
+            let records = counted(samples.num_overlong(), "record");
+            warnings.push(format!("{became} {records} longer than {seq_len} tokens"));
         }
         if samples.num_cut_off() > 0 {
-            let count = samples.num_cut_off();
+            let records = counted(samples.num_cut_off(), "record");
             warnings.push(format!(
-                "{count} of them have nothing to learn within {seq_len} tokens and were left out"
+                "of these left out {records} with nothing to learn within {seq_len} tokens"
             ));
         }
         let named = data.specs().iter().map(|spec| spec.path.as_path());

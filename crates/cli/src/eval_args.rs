@@ -20,20 +20,26 @@ pub(crate) struct EvalArgs {
     /// Evaluate after every so many steps, too [default: after the last step only]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub eval_every: Option<usize>,
-    /// End training when so many evaluations in a row bring no smaller loss than the best before [default: never]
+    /// End training when so many evaluations in a row bring no smaller loss than the best before; --output then gets the weights with the
+    /// least loss, also of a run that ends with its last step. They are kept in --save-dir, or without it beside --output until the end
+    /// [default: never]
     #[arg(long, value_name = "EVALUATIONS", value_parser = whole::<usize>(1..))]
     pub patience: Option<usize>,
 }
 
 impl EvalArgs {
-    /// An error if these flags contradict each other, or `save_every`.
-    pub fn validate(&self, save_every: Option<usize>) -> Result<()> {
-        let has_data = !self.eval_data.is_empty() || self.eval_fraction.is_some();
+    /// Whether there are evaluations.
+    pub fn has_data(&self) -> bool {
+        !self.eval_data.is_empty() || self.eval_fraction.is_some()
+    }
+
+    /// An error if one of these flags is given without that which it needs.
+    pub fn validate(&self) -> Result<()> {
         for (flag, is_given) in [
             ("--eval-every", self.eval_every.is_some()),
             ("--patience", self.patience.is_some()),
         ] {
-            if is_given && !has_data {
+            if is_given && !self.has_data() {
                 bail!(
                     "{flag} is given without samples to evaluate on\nhint: --eval-data names them, or --eval-fraction holds out some of --data"
                 );
@@ -42,15 +48,6 @@ impl EvalArgs {
         if let (Some(_), None) = (self.patience, self.eval_every) {
             bail!(
                 "--patience is given without --eval-every, which tells how often the model is evaluated"
-            );
-        }
-        if let (Some(eval), Some(save)) = (self.eval_every, save_every)
-            && !eval.is_multiple_of(save)
-            && !save.is_multiple_of(eval)
-        {
-            bail!(
-                "--eval-every {eval} and --save-every {save}: few checkpoints would have an evaluation loss, and the best could not be \
-                 kept\nhint: make one a multiple of the other"
             );
         }
         Ok(())

@@ -33,7 +33,7 @@ pub(crate) struct Export {
     #[arg(long)]
     overwrite: bool,
     /// Where the checkpoint folder with which the run began is now, or org/name[@revision] on the hub; it has the weights that were not
-    /// trained [default: where it was]
+    /// trained. Only for a checkpoint that lacks these [default: where it was]
     #[arg(long, value_name = "DIR|REPO")]
     model: Option<String>,
 }
@@ -84,8 +84,13 @@ impl Export {
         checkpoint: &TrainingCheckpoint,
         record: &TrainingRecord,
     ) -> Result<Option<Checkpoint>> {
-        if !checkpoint.needs_source() {
-            return Ok(None);
+        match (&self.model, checkpoint.needs_source()) {
+            (Some(model), false) => bail!(
+                "--model {model} is given, and the checkpoint {} has all weights itself\nhint: leave it out",
+                checkpoint.dir().display()
+            ),
+            (None, false) => return Ok(None),
+            (_, true) => {}
         }
         let hint = "hint: --model names the folder where the model with which the run began is now";
         let dir = match (&self.model, &checkpoint.manifest().source) {

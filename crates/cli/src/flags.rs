@@ -2,11 +2,12 @@
 
 use std::any::TypeId;
 
-use candle_core::Error;
+use candle_core::{Error, Result};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use crate::config_file::{effective, with_config, with_free_defaults};
+use crate::idle_flags::check;
 use crate::output::print_error;
 use crate::program::FlagDefault;
 
@@ -73,8 +74,9 @@ pub(crate) fn parse_command<T: FromArgMatches>(
         None => flags(&command, &matches),
         Some((name, matches)) => command
             .find_subcommand(name)
-            .map_or_else(Flags::default, |command| flags(command, matches)),
+            .map_or_else(|| Ok(Flags::default()), |command| flags(command, matches)),
     };
+    let flags = flags.unwrap_or_else(|err| exit_at_once(&err));
     match T::from_arg_matches(&matches) {
         Ok(args) => (args, flags),
         Err(error) => error.exit(),
@@ -100,7 +102,9 @@ fn exit_at_once(err: &Error) -> ! {
     std::process::exit(2)
 }
 
-fn flags(command: &Command, matches: &ArgMatches) -> Flags {
+/// # Errors
+/// A flag that does nothing beside the others.
+fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
     let value = |id: &str| -> String {
         let values = matches.try_get_raw(id).ok().flatten();
         let values = values.into_iter().flatten();
@@ -117,13 +121,14 @@ fn flags(command: &Command, matches: &ArgMatches) -> Flags {
             .and_then(|_| matches.value_source(id));
         source.is_some_and(|source| source != ValueSource::DefaultValue)
     };
+    check(command, matches, is_given)?;
     let given = names.iter().filter(|(id, _)| is_given(id));
     let shared = names.iter().filter(|(_, long)| !LOCAL.contains(long));
-    Flags {
+    Ok(Flags {
         values: shared
             .map(|(id, long)| (format!("--{long}"), value(id)))
             .collect(),
         given: given.map(|(_, long)| format!("--{long}")).collect(),
         config: effective(command, matches, is_given),
-    }
+    })
 }

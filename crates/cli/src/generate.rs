@@ -1,8 +1,8 @@
 //! `candle-train generate`
 
-use std::io::{BufRead, IsTerminal, Write};
-use std::ops::Bound::{Excluded, Included};
-use std::path::{Path, PathBuf};
+use std::io::{BufRead, ErrorKind, IsTerminal, Write};
+use std::ops::Bound::{Excluded, Included, Unbounded};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
@@ -17,6 +17,7 @@ use clap::Parser;
 use serde_json::{Value, json};
 
 use crate::choices::DTypeChoice;
+use crate::generation_config::GenerationFile;
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 
@@ -46,9 +47,16 @@ pub(crate) struct Generate {
     /// Randomness; 0: always the most likely token [default: that of generation_config.json, else 0]
     #[arg(long, value_parser = real(0.0..))]
     temperature: Option<f64>,
-    /// Take the most likely tokens that together have this probability [default: that of generation_config.json, else 1]
+    /// Take one of so many most likely tokens; 0: of all [default: that of generation_config.json, else 50]
+    #[arg(long, value_name = "TOKENS", value_parser = whole::<usize>(0..))]
+    top_k: Option<usize>,
+    /// Of these the most likely tokens that together have this probability [default: that of generation_config.json, else 1]
     #[arg(long, value_name = "PROBABILITY", value_parser = real((Excluded(0.0), Included(1.0))))]
     top_p: Option<f64>,
+    /// Divide the logits of tokens that are there already by this, or multiply those below 0; 1: leave them [default: that of
+    /// generation_config.json, else 1]
+    #[arg(long, value_name = "FACTOR", value_parser = real((Excluded(0.0), Unbounded)))]
+    repetition_penalty: Option<f64>,
     /// Seed of the choice
     #[arg(long, default_value_t = 0, value_parser = whole::<u64>(0..))]
     seed: u64,
@@ -71,6 +79,8 @@ struct Model {
     template: Option<ChatTemplate>,
     limits: GenerateConfig,
     sampling: SamplingConfig,
+    /// Whether its files say how its texts are made.
+    has_own_settings: bool,
 }
 
 /// One rank's model, with which texts are written.
@@ -79,6 +89,32 @@ struct Writer<'a> {
     mesh: Mesh,
     stage: Stage,
     sampler: Sampler,
+    /// Whether it has been said how texts are made.
+    has_told: bool,
+}
+
+impl Model {
+    /// Whether texts are made in another way than by the most likely token.
+    fn is_special(&self) -> bool {
+        self.sampling.temperature > 0.0 || self.has_own_settings
+    }
+
+    /// How texts are made, for people.
+    fn in_words(&self) -> String {
+        let SamplingConfig {
+            temperature,
+            top_k,
+            top_p,
+            repetition_penalty,
+            ..
+        } = self.sampling;
+        let choice = match temperature > 0.0 {
+            true => format!("temperature {temperature}, top_k {top_k}, top_p {top_p}"),
+            false => "the most likely token".to_string(),
+        };
+        let ends = &self.limits.eos_ids;
+        format!("{choice}, repetition_penalty {repetition_penalty}, ends {ends:?}")
+    }
 }
 
 impl Generate {
@@ -121,7 +157,7 @@ impl Generate {
         let dir = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(dir.join("config.json"))?;
         let tokenizer = Tokenizer::from_dir(&dir)?;
-        let generation = generation_config(&dir)?;
+        let generation = GenerationFile::read(&dir)?;
         let template = match self.chat {
             false => None,
             true => {
@@ -135,36 +171,58 @@ impl Generate {
                 }
             }
         };
-        let ends = &generation["eos_token_id"];
-        let ends = ends
-            .as_array()
-            .map_or(std::slice::from_ref(ends), Vec::as_slice);
-        let ends = ends.iter().filter_map(Value::as_u64);
-        let ends = ends.filter_map(|id| u32::try_from(id).ok());
-        let eos_ids = ends
-            .chain([tokenizer.eos_id()])
-            .chain(config.eos_token_ids.clone());
-        let samples = generation["do_sample"] == true;
-        let default = |name: &str| generation[name].as_f64().filter(|_| samples);
-        let temperature = default("temperature").unwrap_or(if samples { 1.0 } else { 0.0 });
+        let mut eos_ids = match generation.eos_ids.as_slice() {
+            [] => config.eos_token_ids.clone(),
+            ids => ids.to_vec(),
+        };
+        // Of a base model the file may not know how a turn of a conversation ends.
+        let eos_id = tokenizer.eos_id();
+        if (self.chat || eos_ids.is_empty()) && !eos_ids.contains(&eos_id) {
+            eos_ids.push(eos_id);
+        }
         Ok(Model {
             limits: GenerateConfig {
                 vocab_size: config.vocab_size,
                 max_context: config.max_seq_len(),
                 max_new_tokens: self.max_new_tokens,
-                eos_ids: eos_ids.collect(),
+                eos_ids,
                 use_cache: true,
             },
-            sampling: SamplingConfig {
-                temperature: self.temperature.unwrap_or(temperature),
-                top_p: self.top_p.or(default("top_p")).unwrap_or(1.0),
-                seed: self.seed,
-            },
+            sampling: self.sampling(&generation)?,
+            has_own_settings: generation != GenerationFile::default(),
             dir,
             config,
             tokenizer,
             template,
         })
+    }
+
+    /// How tokens are chosen: as the flags say, else the model's file.
+    fn sampling(&self, file: &GenerationFile) -> Result<SamplingConfig> {
+        let penalty = self.repetition_penalty.or(file.repetition_penalty);
+        let greedy = SamplingConfig {
+            temperature: self.temperature.unwrap_or(file.temperature()),
+            repetition_penalty: penalty.unwrap_or(1.0),
+            seed: self.seed,
+            ..SamplingConfig::default()
+        };
+        if greedy.temperature > 0.0 {
+            return Ok(SamplingConfig {
+                top_k: self.top_k.unwrap_or(file.top_k()),
+                top_p: self.top_p.or(file.top_p).unwrap_or(1.0),
+                ..greedy
+            });
+        }
+        let flags = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+        ];
+        match flags.iter().find(|(_, is_given)| *is_given) {
+            None => Ok(greedy),
+            Some((flag, _)) => bail!(
+                "{flag} is given, and the most likely token is taken always, as the temperature is 0\nhint: give --temperature too, such as 0.7"
+            ),
+        }
     }
 
     fn writer<'a>(&self, model: &'a Model, mesh: Mesh) -> Result<Writer<'a>> {
@@ -177,6 +235,7 @@ impl Generate {
         Ok(Writer {
             stage: CausalLm::stage(&model.config, &mesh, &vb)?,
             sampler: Sampler::new(model.sampling.clone())?,
+            has_told: false,
             model,
             mesh,
         })
@@ -187,14 +246,22 @@ impl Generate {
         let system = self.system.iter();
         let mut messages: Vec<Value> = system.map(|text| message("system", text)).collect();
         let mut first = self.prompt.clone();
+        let mut num_turns = 0;
         loop {
             let turn = match first.take() {
                 Some(turn) => Some(turn),
                 None => read_turn(&writer.mesh.world)?,
             };
             let Some(turn) = turn else {
+                if num_turns == 0 {
+                    bail!(
+                        "--chat: stdin ended before a line that says something\nhint: ranks that candle-train launch starts have no stdin: \
+                         without it --tp N runs them as threads; or give the first turn as --prompt"
+                    );
+                }
                 return Ok(());
             };
+            num_turns += 1;
             messages.push(message("user", &turn));
             let chat = Chat::from_json(&messages).map_err(Error::msg)?;
             let ids = writer
@@ -216,6 +283,9 @@ impl Writer<'_> {
         tokenizer.check_vocab(prompt, model.config.vocab_size)?;
         if prompt.is_empty() {
             bail!("the prompt has no tokens; expected some text");
+        }
+        if is_first && !std::mem::replace(&mut self.has_told, true) && model.is_special() {
+            eprintln!("{}", model.in_words());
         }
         let mut num_written = 0;
         let decode = |ids: &[u32]| match is_shown {
@@ -253,8 +323,11 @@ impl Writer<'_> {
 
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // Who reads has enough, as `head` has: nothing else is left to do.
+        Err(err) if err.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        written => Ok(written?),
+    }
 }
 
 /// The next line of the first rank's stdin that says something, for all ranks.
@@ -276,18 +349,4 @@ fn read_turn(world: &ProcessGroup) -> Result<Option<String>> {
     let line = lines.into_iter().next().unwrap_or_default();
     let line = String::from_utf8_lossy(&line).into_owned();
     Ok(Some(line).filter(|line| !line.is_empty()))
-}
-
-/// The model's `generation_config.json`; null if it has none.
-fn generation_config(dir: &Path) -> Result<Value> {
-    let path = dir.join("generation_config.json");
-    let text = match std::fs::read(&path) {
-        Ok(text) => text,
-        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Value::Null),
-        Err(err) => bail!("cannot read {}: {err}", path.display()),
-    };
-    match serde_json::from_slice(&text) {
-        Ok(value) => Ok(value),
-        Err(err) => bail!("{} is not valid JSON: {err}", path.display()),
-    }
 }

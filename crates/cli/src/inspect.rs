@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 use candle_comm::message_of;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{CheckpointManifest, FileRecord, checkpoints_in, size_in_words};
-use candle_train::{Activity, TrainingRecord};
+use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 
+use crate::inspect_model::{inspect_model, lora_in_words};
 use crate::output::print_line;
 use crate::utc_time::utc;
 
-/// Print what a checkpoint of a run holds, or which checkpoints a folder has
+/// Print what a checkpoint of a run holds, or which checkpoints a folder has; of a model or an adapter what that is
 #[derive(Args, Debug)]
 pub(crate) struct Inspect {
     /// Checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
@@ -35,9 +36,11 @@ impl Inspect {
             Ok(_) => Vec::new(),
             Err(_) => checkpoints_in(dir)?,
         };
+        let is_checkpoint = CheckpointManifest::is_in(dir) || is_named_as_checkpoint(dir);
         match (manifest, inside.is_empty()) {
             (Ok(manifest), _) => self.checkpoint(&manifest),
-            (Err(err), true) => Err(err),
+            (Err(err), true) if is_checkpoint => Err(err),
+            (Err(_), true) => inspect_model(dir),
             (Err(_), false) => self.list(&inside),
         }
     }
@@ -53,6 +56,7 @@ impl Inspect {
             program,
             run,
             source,
+            lora,
             params,
             files,
             ..
@@ -65,6 +69,9 @@ impl Inspect {
         print_line(&format!(
             "run {run}, candle-train {program}, pp {pp} x dp {dp} x tp {tp}, {zero}"
         ));
+        if let Some(lora) = lora {
+            print_line(&format!("low-rank adapters: {}", lora_in_words(lora)));
+        }
         if let Ok(record) = serde_json::from_value::<TrainingRecord>(manifest.record.clone()) {
             print_record(&record);
         }
@@ -78,8 +85,8 @@ impl Inspect {
                 .sum::<usize>()
         };
         print_line(&format!(
-            "{} parameters, {} values trained, {} frozen:",
-            params.len(),
+            "{}, {} values trained, {} frozen:",
+            counted(params.len(), "parameter"),
             num_values(true),
             num_values(false)
         ));
@@ -92,8 +99,8 @@ impl Inspect {
         }
         let num_bytes = files.iter().map(|file| file.num_bytes).sum();
         print_line(&format!(
-            "{} files, {}:",
-            files.len(),
+            "{}, {}:",
+            counted(files.len(), "file"),
             size_in_words(num_bytes)
         ));
         let damages: Vec<Option<String>> = files
@@ -149,12 +156,20 @@ impl Inspect {
         match num_damaged {
             0 => Ok(()),
             _ => bail!(
-                "{num_damaged} of {} checkpoints in {} are not valid",
-                checkpoints.len(),
-                self.checkpoint.display()
+                "{num_damaged} of {} in {} {} not valid",
+                counted(checkpoints.len(), "checkpoint"),
+                self.checkpoint.display(),
+                if num_damaged == 1 { "is" } else { "are" }
             ),
         }
     }
+}
+
+/// Whether a folder has the name of a checkpoint, which may be damaged then.
+fn is_named_as_checkpoint(dir: &Path) -> bool {
+    let name = dir.file_name().unwrap_or_default().to_string_lossy();
+    let step = name.strip_prefix("step-");
+    step.is_some_and(|step| step.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 fn summary(manifest: &CheckpointManifest) -> String {
@@ -179,6 +194,16 @@ fn print_record(record: &TrainingRecord) {
         position.epoch + 1,
         position.total
     ));
+    let EvalHistory {
+        best,
+        num_without_improvement: num_worse,
+    } = record.evaluation;
+    if let Some((loss, step)) = best {
+        print_line(&format!(
+            "least evaluation loss so far: {loss:.4} after step {step}, {} since then",
+            counted(num_worse, "evaluation")
+        ));
+    }
     let settings = record.settings.iter();
     let settings = settings.map(|(name, value)| format!("{name} {value}"));
     print_line(&format!(

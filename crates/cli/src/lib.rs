@@ -6,6 +6,7 @@
 
 mod allocator;
 mod announcement;
+mod best_weights;
 mod checkpoint_args;
 mod choices;
 mod config_dtype;
@@ -22,7 +23,10 @@ mod fingerprint;
 mod flags;
 mod freeze;
 mod generate;
+mod generation_config;
+mod idle_flags;
 mod inspect;
+mod inspect_model;
 mod launch;
 mod log_args;
 mod lora_args;
@@ -36,6 +40,7 @@ mod preview;
 mod preview_text;
 mod program;
 mod rank_args;
+mod resuming;
 mod run_record;
 mod samples;
 mod save_args;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
-use candle_train::TrainingRecord;
+use candle_train::{TrainingRecord, counted};
 use clap::Args;
 
 use crate::choices::BaseChoice;
@@ -173,10 +173,10 @@ impl LoraArgs {
 pub(crate) fn adapters_in_words(params: &Parameters) -> String {
     let of_lora = |lora: &LoraConfig| {
         format!(
-            ", adapters of rank {} and scale {} beside {} layers",
+            ", adapters of rank {} and scale {} beside {}",
             lora.rank,
             (lora.scale() * 1e4).round() / 1e4,
-            params.adapted_layers().len()
+            counted(params.adapted_layers().len(), "layer")
         )
     };
     params.lora().map_or(String::new(), of_lora)

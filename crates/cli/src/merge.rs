@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 use candle_core::Result;
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{Checkpoint, HfSave, merge_adapter, sidecar_files};
 use candle_train::hub::resolve_model;
+use candle_train::{Activity, counted};
 use clap::Args;
 
 use crate::choices::StorageChoice;
@@ -52,9 +54,14 @@ impl Merge {
             ..HfSave::new(&self.output, sidecars)
         };
         let adapter = Adapter::open(&self.adapter)?;
+        let written = save.num_written_bytes.clone();
+        let done = move || written.load(Ordering::Relaxed);
+        let writing = Activity::of_bytes("folding the adapter in", None, done);
         let num_layers = merge_adapter(&Checkpoint::open(&model)?, &adapter, &save)?;
+        drop(writing);
         print_line(&format!(
-            "{num_layers} layers of {} with their adapters folded in\nsaved to {}",
+            "{} of {} with adapters folded in\nsaved to {}",
+            counted(num_layers, "layer"),
             model.display(),
             self.output.display()
         ));

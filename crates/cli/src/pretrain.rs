@@ -21,6 +21,9 @@ use crate::stop::Stop;
 use crate::training_args::TrainingArgs;
 use crate::training_run::{InitialWeights, TrainingRun};
 
+/// Longest sequence that a new model may see where no flag says.
+const MAX_POSITIONS: usize = 512;
+
 /// Train a small Llama, and its tokenizer, from nothing on text
 #[derive(Parser, Debug)]
 pub struct Pretrain {
@@ -51,8 +54,8 @@ pub struct Pretrain {
 /// Sizes of the model.
 #[derive(clap::Args, Debug)]
 struct ModelArgs {
-    /// Tokens of the trained tokenizer
-    #[arg(long, default_value_t = 1024, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    /// Tokens of the trained tokenizer; not for --tokenizer, which has its own
+    #[arg(long, default_value_t = 1024, value_name = "TOKENS", conflicts_with = "tokenizer", value_parser = whole::<usize>(1..))]
     vocab_size: usize,
     /// Width of the residual stream
     #[arg(long, default_value_t = 192, value_parser = whole::<usize>(1..))]
@@ -69,9 +72,9 @@ struct ModelArgs {
     /// Number of key/value heads
     #[arg(long, default_value_t = 2, value_parser = whole::<usize>(1..))]
     kv_heads: usize,
-    /// Longest sequence the model may see, in tokens
-    #[arg(long, default_value_t = 512, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
-    max_positions: usize,
+    /// Longest sequence the model may see, in tokens [default: 512, or --seq-len if that is more]
+    #[arg(long, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    max_positions: Option<usize>,
     /// Give the head its own weight instead of the embedding's
     #[arg(long)]
     untied: bool,
@@ -181,7 +184,7 @@ impl ModelArgs {
             "num_attention_heads": heads,
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": 1e-5,
-            "max_position_embeddings": self.max_positions.max(seq_len),
+            "max_position_embeddings": self.max_positions.unwrap_or(MAX_POSITIONS.max(seq_len)),
             "tie_word_embeddings": !self.untied,
             "bos_token_id": tokenizer.bos_id(),
             "eos_token_id": tokenizer.eos_id(),

@@ -2,7 +2,7 @@
 
 use candle_core::{Error, Result};
 use candle_train::hub::resolve_tokenizer;
-use candle_train::{Sample, Tokenizer};
+use candle_train::{Sample, Tokenizer, counted};
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
@@ -58,9 +58,11 @@ impl Preview {
         let text = PreviewText::new(&tokenizer);
         if !self.json {
             let (tokens, num_samples) = (samples.tokens(), samples.len());
-            let (found, num_tokens) = (tokens.report().summary(), tokens.len());
+            let found = tokens.report().summary();
+            let num_tokens = counted(tokens.len(), "token");
+            let num_samples = counted(num_samples, "sequence");
             print_line(&format!(
-                "{found}: {num_tokens} tokens in {num_samples} sequences; {}",
+                "{found}: {num_tokens} in {num_samples}; {}",
                 text.legend()
             ));
         }

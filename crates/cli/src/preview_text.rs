@@ -3,7 +3,7 @@
 use std::io::IsTerminal;
 
 use candle_core::Result;
-use candle_train::{Sample, Tokenizer};
+use candle_train::{Sample, Tokenizer, counted};
 
 /// What shows which tokens have loss: (before, after) them.
 type Marks = (&'static str, &'static str);
@@ -38,12 +38,18 @@ impl<'a> PreviewText<'a> {
     pub fn describe(&self, index: usize, sample: &Sample) -> Result<String> {
         let (num_tokens, num_pieces) = (sample.input_ids.len(), sample.piece_lens.len());
         let num_learned = sample.has_loss.iter().filter(|&&has_loss| has_loss).count();
-        let mut text =
-            format!("--- sequence {index}: {num_tokens} tokens, {num_learned} with loss");
+        let mut text = format!(
+            "--- sequence {index}: {}, {num_learned} with loss",
+            counted(num_tokens, "token")
+        );
         let mut start = 0;
         for (piece, len) in sample.piece_lens.iter().enumerate() {
             if num_pieces > 1 {
-                text += &format!("\n--- record {} of {num_pieces}: {len} tokens", piece + 1);
+                text += &format!(
+                    "\n--- record {} of {num_pieces}: {}",
+                    piece + 1,
+                    counted(*len, "token")
+                );
             }
             let end = start + len;
             text += "\n";

@@ -71,6 +71,16 @@ impl RankArgs {
                 "the backend nccl works on GPUs, and this rank is on the CPU\nhint: --device cuda, or --backend mpi"
             );
         }
+        if self.check_collectives && backend == Backend::Local {
+            bail!(
+                "--check-collectives is given for ranks that are threads, which find what it looks for without it\nhint: leave it out"
+            );
+        }
+        if self.half_sums == HalfSums::Native && backend != Backend::Nccl {
+            bail!(
+                "--half-sums native is given with the backend {backend}, which adds bf16 and f16 in f32 always\nhint: leave it out, or use --backend nccl"
+            );
+        }
         let config = RunConfig::new(backend, env, degrees, devices)?;
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {

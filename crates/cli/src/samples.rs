@@ -69,6 +69,7 @@ impl TrainingRun<'_> {
             temperature: args.temperature,
             top_p: args.top_p,
             seed: self.training.batches.seed,
+            ..SamplingConfig::default()
         })?;
         let is_first = mesh.world.rank() == 0;
         let sampling = is_first.then(|| Activity::start("writing a sample"));

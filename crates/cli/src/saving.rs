@@ -8,16 +8,20 @@ use candle_train::{Activity, Batches, Trainer};
 
 use crate::stop::Stopped;
 
-/// Leaves what a run that was stopped can be gone on with: a checkpoint, or without those the model. Every rank must call it.
+/// Leaves what a run that was stopped can be gone on with: a checkpoint, with the place in its `batches`, or without those the model. Every
+/// rank must call it.
 pub(crate) fn leave(
     trainer: &mut Trainer,
-    batches: &Batches,
+    batches: Option<&Batches>,
     save: &HfSave,
     is_first: bool,
 ) -> Result<Stopped> {
     let step = trainer.step();
     let saving = is_first.then(|| Activity::start("saving a checkpoint"));
-    let outcome = trainer.save_checkpoint(batches)?;
+    let outcome = match batches {
+        Some(batches) => trainer.save_checkpoint(batches)?,
+        None => None,
+    };
     drop(saving);
     let checkpoint = match outcome {
         Some(SaveOutcome {

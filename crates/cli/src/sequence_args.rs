@@ -19,8 +19,8 @@ pub(crate) struct SequenceArgs {
     /// into a sequence
     #[arg(long)]
     pub no_packing: bool,
-    /// Let tokens see all that come before them in a sequence, those of other records too
-    #[arg(long)]
+    /// Let tokens see all that come before them in a sequence, those of other records too; not with --no-packing, where there are none
+    #[arg(long, conflicts_with = "no_packing")]
     pub no_document_mask: bool,
     /// Learn to write prompts too, not only completions and what the assistant says
     #[arg(long)]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Samples, TrainConfig};
+use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Samples, TrainConfig, counted};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
@@ -128,8 +128,8 @@ pub(crate) struct BatchArgs {
     pub gradient_accumulation_steps: Option<usize>,
     #[command(flatten)]
     pub sequences: SequenceArgs,
-    /// Optimizer steps; wins over --epochs. 0: save the model as it is [default: as many as --epochs takes]
-    #[arg(long, visible_alias = "max-steps", value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    /// Optimizer steps, in place of --epochs. 0: save the model as it is [default: as many as --epochs takes]
+    #[arg(long, visible_alias = "max-steps", value_name = "STEPS", conflicts_with = "epochs", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
     /// Stop after the step in which so many seconds have passed since the start, and save [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = whole::<u64>(1..))]
@@ -164,14 +164,14 @@ pub(crate) struct OptimizerArgs {
     /// Last part of the steps, in which the rate of --lr-schedule wsd falls [default: 0.2]
     #[arg(long, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
     pub lr_decay_ratio: Option<f64>,
-    /// Learning rate at the end, as a fraction of --lr; nothing to --lr-schedule constant
+    /// Learning rate at the end, as a fraction of --lr; not for --lr-schedule constant
     #[arg(long, default_value_t = 0.1, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
     pub min_lr_ratio: f64,
     /// First part of the steps, over which the learning rate rises linearly
     #[arg(long, default_value_t = 0.03, value_name = "FRACTION", value_parser = real(0.0..=1.0))]
     pub warmup_ratio: f64,
-    /// The same as a number of steps; wins over --warmup-ratio
-    #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    /// The same as a number of steps, in place of --warmup-ratio
+    #[arg(long, value_name = "STEPS", conflicts_with = "warmup_ratio", value_parser = whole::<usize>(0..))]
     pub warmup_steps: Option<usize>,
     /// Decoupled weight decay of AdamW per step and unit of learning rate, for tensors of two or more dims
     #[arg(long, default_value_t = 0.01, value_name = "RATE", value_parser = real(0.0..))]
@@ -241,16 +241,13 @@ impl OptimizerArgs {
         self.warmup_steps.unwrap_or(steps)
     }
 
-    fn decay(&self) -> Result<LrDecay> {
-        if self.lr_decay_ratio.is_some() && !matches!(self.lr_schedule, LrScheduleChoice::Wsd) {
-            bail!("--lr-decay-ratio is given without --lr-schedule wsd, whose it is");
-        }
-        Ok(match self.lr_schedule {
+    fn decay(&self) -> LrDecay {
+        match self.lr_schedule {
             LrScheduleChoice::Cosine => LrDecay::Cosine,
             LrScheduleChoice::Linear => LrDecay::Linear,
             LrScheduleChoice::Constant => LrDecay::Constant,
             LrScheduleChoice::Wsd => LrDecay::Wsd(self.lr_decay_ratio.unwrap_or(WSD_DECAY_RATIO)),
-        })
+        }
     }
 }
 
@@ -302,13 +299,14 @@ impl TrainingArgs {
     pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
         let Degrees { pp, dp, tp, .. } = self.layout.degrees();
         format!(
-            "{}, {} tokens in {} sequences, {num_steps} steps of {} sequences of {} tokens; {} ranks {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
+            "{}, {} in {}, {} of {} of {}; {} {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
             samples.tokens().report().summary(),
-            samples.tokens().len(),
-            samples.len(),
-            self.batches.global_batch_size,
-            samples.config().seq_len,
-            pp * dp * tp,
+            counted(samples.tokens().len(), "token"),
+            counted(samples.len(), "sequence"),
+            counted(num_steps, "step"),
+            counted(self.batches.global_batch_size, "sequence"),
+            counted(samples.config().seq_len, "token"),
+            counted(pp * dp * tp, "rank"),
             run.describe(),
             self.layout.zero
         )
@@ -333,7 +331,7 @@ impl TrainingArgs {
                 min_lr_ratio: args.min_lr_ratio,
                 warmup_steps: args.warmup_steps(num_steps),
                 num_steps,
-                decay: args.decay()?,
+                decay: args.decay(),
             },
             adamw: AdamWConfig {
                 beta1: args.adam_beta1,

@@ -7,15 +7,16 @@ use std::sync::atomic::Ordering;
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_ops::GpuState;
-use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
+use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Activity, Batches, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation,
     MetricsLine, ModelFlops, Progress, Tokenizer, TrainConfig, TrainEvent, Trainer, TrainingRecord,
-    explain_out_of_memory, peaks_in_words,
+    counted, explain_out_of_memory, peaks_in_words,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
+use crate::best_weights::{remove_best, take_best, tell_if_early};
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::data_args::TrainingData;
@@ -70,15 +71,6 @@ pub(crate) enum InitialWeights {
 /// Files that tell what a model is, and not what an adapter is.
 const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
 
-/// What a run goes on from.
-struct Resumed {
-    checkpoint: TrainingCheckpoint,
-    /// The place of its next step in the data.
-    position: DataPosition,
-    /// What its evaluations gave.
-    evaluation: EvalHistory,
-}
-
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
     pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
@@ -98,8 +90,10 @@ impl TrainingRun<'_> {
         }
         let train = self.training.train_config(samples)?;
         let checkpoints = &self.training.checkpoints;
-        checkpoints.validate(self.output)?;
-        self.training.evaluation.validate(checkpoints.save_every)?;
+        let is_evaluated = self.training.evaluation.has_data();
+        let max_secs = self.training.batches.max_secs;
+        checkpoints.validate(self.output, is_evaluated || max_secs.is_some())?;
+        self.training.evaluation.validate()?;
         let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
         self.lora.check()?;
@@ -134,6 +128,7 @@ impl TrainingRun<'_> {
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
             self.training.logs.check(claimed.place())?;
+            remove_best(self.output)?;
             let num_steps = train.lr_schedule.num_steps;
             let run = self.training.describe(samples, num_steps, &ranks);
             if let Some(config) = &self.training.config {
@@ -146,7 +141,8 @@ impl TrainingRun<'_> {
             let is_counted = self.training.batches.steps.is_none();
             if is_counted && (1..FEW_STEPS).contains(&num_steps) {
                 eprintln!(
-                    "warning: that is {num_steps} updates of the weights only\nhint: a smaller --global-batch-size or more --epochs make more"
+                    "warning: that is {} of the weights only\nhint: a smaller --global-batch-size or more --epochs make more",
+                    counted(num_steps, "update")
                 );
             }
             if !self.taken.is_empty() {
@@ -155,7 +151,8 @@ impl TrainingRun<'_> {
             if let Some(evaluation) = evaluation {
                 let num_samples = evaluation.batches.num_samples();
                 print_line(&format!(
-                    "evaluation on {num_samples} sequences that are not trained on"
+                    "evaluation on {} not trained on",
+                    counted(num_samples, "sequence")
                 ));
             }
         }
@@ -181,7 +178,11 @@ impl TrainingRun<'_> {
         match ends {
             Err(err) if self.stop.has_begun() => Ok(exit_with(Err(err))),
             ends => {
-                let end = ends?.into_iter().next().unwrap_or(End::Complete);
+                let ends = ends?;
+                if claimed.is_some() {
+                    remove_best(self.output)?;
+                }
+                let end = ends.into_iter().next().unwrap_or(End::Complete);
                 Ok(end.exit_code(&self.stop, &ranks.env))
             }
         }
@@ -217,7 +218,10 @@ impl TrainingRun<'_> {
         let checkpoints = self.resumed(record, is_restart, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
-            let saver = training.checkpoints.saver(&mesh.world, checkpoint)?;
+            let best = training.folder_of_best(self.output)?;
+            let saver = training
+                .checkpoints
+                .saver(&mesh.world, checkpoint, best.as_deref())?;
             Ok((resumed, saver))
         });
         let (resumed, saver) = match checkpoints {
@@ -293,7 +297,9 @@ impl TrainingRun<'_> {
             Err(err) => return Err(err),
         };
         if trainer.is_stopped() {
-            let stopped = leave(&mut trainer, &batches, save, is_first)?;
+            let goes_on = training.checkpoints.save_dir.is_some();
+            let batches = goes_on.then_some(&batches);
+            let stopped = leave(&mut trainer, batches, save, is_first)?;
             let output_flag = if self.lora.is_given() {
                 "--adapter"
             } else {
@@ -303,6 +309,12 @@ impl TrainingRun<'_> {
                 output_flag,
                 ..stopped
             }));
+        }
+        if training.evaluation.patience.is_some() {
+            let best = training.folder_of_best(self.output)?;
+            let folders = best.as_deref().into_iter();
+            let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
+            take_best(&mut trainer, &mesh, &folders)?;
         }
         self.print_sample(last_title, &mesh, trainer.stage())?;
         save_model(&trainer, save, is_first)?;
@@ -326,62 +338,6 @@ impl TrainingRun<'_> {
             ),
             peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
         })
-    }
-
-    /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
-    fn resumed(
-        &self,
-        record: &TrainingRecord,
-        is_restart: bool,
-        world: &ProcessGroup,
-    ) -> Result<Option<Resumed>> {
-        let args = &self.training.checkpoints;
-        let is_first = world.rank() == 0;
-        let is_asked = is_restart || args.resume.is_some();
-        let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
-        let opened = args.open(world, is_restart)?;
-        drop(reading);
-        let Some(checkpoint) = opened else {
-            if is_first && is_asked {
-                let place = args.save_dir.as_ref().map(|dir| dir.display());
-                let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
-                    format!("in {dir}")
-                });
-                print_line(&format!("no checkpoint {where_not}: the run begins"));
-            }
-            return Ok(None);
-        };
-        let earlier = TrainingRecord::of(&checkpoint)?;
-        let changed = record.check(&earlier, args.resume_anyway || is_restart)?;
-        for change in changed.iter().filter(|_| is_first) {
-            eprintln!("warning: {change}");
-        }
-        if is_first {
-            let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
-            print_line(&format!("resumed after step {step} from {dir}"));
-        }
-        Ok(Some(Resumed {
-            position: earlier.position,
-            evaluation: earlier.evaluation,
-            checkpoint,
-        }))
-    }
-
-    /// Steps of the whole run when it goes on: those of before may have been of other sizes.
-    fn num_steps(&self, train: &TrainConfig, resumed: &Resumed) -> Result<usize> {
-        let batches = &self.training.batches;
-        if batches.steps.is_some() {
-            return Ok(train.lr_schedule.num_steps);
-        }
-        let step = resumed.checkpoint.step();
-        let rest = self.training.training_batches(&self.data.samples, 0)?;
-        let rest = rest.continued(step, resumed.position.total);
-        let end = batches.epochs.saturating_mul(rest.num_samples());
-        let mut num_steps = step;
-        while rest.position(num_steps)? < end {
-            num_steps += 1;
-        }
-        Ok(num_steps)
     }
 
     /// Trains; the first rank shows progress and writes metrics. What it trained on.
@@ -431,19 +387,8 @@ impl TrainingRun<'_> {
         if let Some((progress, _)) = &mut shown {
             progress.finish();
         }
-        if let (Some(history), true) = (trainer.stopped_early(), is_first) {
-            let (step, num_steps) = (trainer.step(), trainer.num_steps());
-            let EvalHistory {
-                best,
-                num_without_improvement,
-            } = history;
-            let best = best.map(|(loss, step)| {
-                format!("; the least loss, {loss:.4}, was that after step {step}")
-            });
-            print_line(&format!(
-                "stopped after step {step} of {num_steps}: {num_without_improvement} evaluations without improvement{}",
-                best.unwrap_or_default()
-            ));
+        if is_first {
+            tell_if_early(trainer);
         }
         mesh.world.set_step(trainer.step(), "after training");
         let memory = trainer.memory_of_largest_rank()?;

@@ -76,9 +76,12 @@ impl RunConfig {
 
     /// How the ranks run, in words.
     pub fn describe(&self) -> String {
-        match self.backend {
-            Backend::Local => "as threads".to_string(),
-            backend => format!("as processes over {backend}"),
+        let is_one = self.degrees.world_size() == Some(1);
+        match (self.backend, is_one) {
+            (Backend::Local, true) => "as a thread".to_string(),
+            (Backend::Local, false) => "as threads".to_string(),
+            (backend, true) => format!("as a process over {backend}"),
+            (backend, false) => format!("as processes over {backend}"),
         }
     }
 

@@ -16,7 +16,7 @@ use crate::training_record::{DataPosition, TrainingRecord};
 /// fails is a warning on rank 0, and training goes on.
 pub struct Checkpoints {
     saver: CheckpointSaver,
-    every: usize,
+    every: Option<usize>,
     record: TrainingRecord,
     is_first: bool,
     /// No step comes after it.
@@ -28,16 +28,17 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// A checkpoint after every `every` steps, with `record` and the place in the data. Only the rank that `is_first` tells about them.
+    /// A checkpoint after every `every` steps, if it is given, and after each evaluation with a smaller loss than all before; with `record` and
+    /// the place in the data. Only the rank that `is_first` tells about them.
     pub fn new(
         saver: CheckpointSaver,
-        every: usize,
+        every: Option<usize>,
         record: TrainingRecord,
         is_first: bool,
     ) -> Self {
         Self {
             saver,
-            every: every.max(1),
+            every,
             record,
             is_first,
             is_ending: false,
@@ -64,7 +65,12 @@ impl Checkpoints {
         step: usize,
         batches: &Batches,
     ) -> Result<()> {
-        if step.is_multiple_of(self.every) {
+        let is_best = self
+            .record
+            .evaluation
+            .best
+            .is_some_and(|(_, at)| at == step);
+        if is_best || self.every.is_some_and(|every| step.is_multiple_of(every)) {
             return self.start(optimizer, step, batches);
         }
         let outcome = self.saver.poll()?;

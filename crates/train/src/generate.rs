@@ -60,7 +60,7 @@ pub fn generate(
         let last_position = |logits: Tensor| logits.get(0)?.get(last);
         let logits = Pipeline::infer(pp, stage, &batch, config.vocab_size, last_position)?;
         num_cached = ids.len();
-        let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?)?;
+        let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?, &ids)?;
         if config.eos_ids.contains(&id) {
             break;
         }

@@ -11,6 +11,7 @@ mod activity;
 mod batches;
 mod chat;
 mod checkpoints;
+mod counted;
 mod data;
 mod eval_batches;
 mod evaluation;
@@ -43,6 +44,7 @@ pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
 pub use chat::{Chat, ChatTemplate, Rendered};
 pub use checkpoints::Checkpoints;
+pub use counted::counted;
 pub use data::{
     Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
     RecordKind, SkippedRecord, Tokens,

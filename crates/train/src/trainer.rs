@@ -133,11 +133,17 @@ impl Trainer {
         self
     }
 
-    /// What evaluations gave if they have ended [`Self::train`] before the last step: see [`Evaluation::patience`].
-    pub fn stopped_early(&self) -> Option<EvalHistory> {
-        let evaluation = self.evaluation.as_ref()?;
-        let is_early = evaluation.is_out_of_patience() && self.step < self.num_steps();
-        is_early.then_some(evaluation.history)
+    /// What evaluations gave so far; `None` without them.
+    pub fn evaluations(&self) -> Option<EvalHistory> {
+        self.evaluation
+            .as_ref()
+            .map(|evaluation| evaluation.history)
+    }
+
+    /// Whether evaluations have ended [`Self::train`] before the last step: see [`Evaluation::patience`].
+    pub fn is_stopped_early(&self) -> bool {
+        let evaluation = self.evaluation.as_ref();
+        evaluation.is_some_and(Evaluation::is_out_of_patience) && self.step < self.num_steps()
     }
 
     /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
@@ -184,7 +190,7 @@ impl Trainer {
         {
             observe(TrainEvent::Evaluation(&metrics))?;
         }
-        while self.step < num_steps && !self.is_stopped && self.stopped_early().is_none() {
+        while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
             let metrics = self.train_step(&batches.batch(self.step)?);
             let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;
             metrics.padding = batches.padding(metrics.step)?;

@@ -35,7 +35,7 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
         .succeeds()
         .stdout;
     for part in [
-        "1 ranks as threads: pp 1 x dp 1 x tp 1",
+        "1 rank as a thread: pp 1 x dp 1 x tp 1",
         "chosen for you: --dp 1 --seq-len 512",
     ] {
         assert!(said.contains(part), "{part} is not in {said}");

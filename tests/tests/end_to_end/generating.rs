@@ -32,8 +32,8 @@ fn text(
         // Hot, so that a small difference shows.
         let mut sampler = Sampler::new(SamplingConfig {
             temperature: 2.0,
-            top_p: 1.0,
             seed: 3,
+            ..SamplingConfig::default()
         })?;
         let mut seen = Vec::new();
         let ids = generate(&stage, &mesh.pp, &PROMPT, &config, &mut sampler, |ids| {

@@ -174,3 +174,55 @@ fn pretrain_takes_accumulated_gradients_and_a_warm_up_in_parts() {
     });
     assert_eq!(rates.collect::<Vec<_>>(), [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]);
 }
+
+#[test]
+fn the_file_of_a_run_says_nothing_that_would_be_refused() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .without("--sample-tokens")
+        .flag("--lr-schedule", "constant")
+        .flag("--eval-fraction", 0.1)
+        .flag("--eval-every", 1)
+        .flag("--patience", 1);
+    program.succeeds();
+    let [first, second] = [workspace.output(), workspace.path("second")];
+    let text = fs::read_to_string(first.join("candle_train.toml")).unwrap();
+    for flag in [
+        "temperature",
+        "top-p",
+        "sample-tokens",
+        "min-lr-ratio",
+        "epochs",
+    ] {
+        assert!(!text.contains(&format!("{flag} =")), "{flag} is in {text}");
+    }
+    let run = again(&first, &second);
+    run.succeeds();
+    assert!(read_checkpoint(&second) == read_checkpoint(&first));
+    // What a flag makes idle in the file is left out.
+    let sampled = again(&first, &workspace.path("sampled")).flag("--prompt", "The Queen");
+    let file = workspace.path("sampled/candle_train.toml");
+    sampled
+        .flag("--temperature", 0.3)
+        .flag("--sample-tokens", 2)
+        .succeeds();
+    assert!(
+        fs::read_to_string(&file)
+            .unwrap()
+            .contains("temperature = 0.3")
+    );
+    let third = candle_train("finetune").flag("--config", file.display());
+    let third = third.flag("--output", workspace.path("third").display());
+    third.clone().flag("--sample-tokens", 0).succeeds();
+    let with_wsd = third.switch("--overwrite").flag("--lr-schedule", "wsd");
+    with_wsd.flag("--lr-decay-ratio", 0.5).succeeds();
+    let file = workspace.path("third/candle_train.toml");
+    let cosine = candle_train("finetune").flag("--config", file.display());
+    let cosine = cosine.flag("--output", workspace.path("fourth").display());
+    cosine.flag("--lr-schedule", "cosine").succeeds();
+    // In a file alone it is an error, as on a command line.
+    let idle = with_file(&workspace, "lr-decay-ratio = 0.5");
+    idle.run()
+        .assert_error(&["--lr-decay-ratio is given without --lr-schedule wsd"]);
+}

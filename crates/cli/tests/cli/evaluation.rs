@@ -38,9 +38,7 @@ fn evaluations_are_printed_and_logged_and_the_same_on_every_layout() {
     let run = evaluated(&workspace).flag("--eval-every", 4);
     let outcome = run.succeeds();
     assert!(
-        outcome
-            .stdout
-            .contains("sequences that are not trained on\n"),
+        outcome.stdout.contains(" sequences not trained on\n"),
         "{}",
         outcome.stdout
     );
@@ -136,6 +134,98 @@ fn training_ends_when_evaluations_do_not_improve_and_the_best_checkpoint_stays()
     assert_eq!(names(&saves), [step(best), step(best + 2)]);
 }
 
+/// Four steps of a rate at which the loss rises after some of them, and the number of steps after which it was the least.
+fn with_a_best_step(workspace: &Workspace) -> (Program, usize) {
+    let run = evaluated(workspace)
+        .flag("--steps", 4)
+        .flag("--lr", 0.05)
+        .flag("--lr-schedule", "constant")
+        .flag("--warmup-steps", 0);
+    run.succeeds();
+    let losses = losses(workspace);
+    let least = losses.iter().copied().fold(f64::INFINITY, f64::min);
+    let best = 1 + losses.iter().position(|loss| *loss == least).unwrap();
+    assert!(best < 4, "{losses:?}");
+    (run, best)
+}
+
+#[test]
+fn with_patience_the_output_gets_the_best_weights() {
+    let workspace = Workspace::new();
+    let (run, best) = with_a_best_step(&workspace);
+    let output = || read_checkpoint(&workspace.output());
+    let last = output();
+    for (flags, folder) in [
+        (vec![], None),
+        (vec![("--save-every", "5"), ("--keep", "1")], Some("saves")),
+    ] {
+        for (patience, steps, zero, lora) in [(1, 6, 1, false), (9, 4, 3, false), (9, 4, 2, true)] {
+            let run = run.clone().flag("--zero", zero);
+            let run = if lora {
+                run.flag("--lora-rank", 2)
+            } else {
+                run
+            };
+            let (run, best) = match lora {
+                false => (run, best),
+                true => {
+                    run.succeeds();
+                    let losses = losses(&workspace);
+                    let least = losses.iter().copied().fold(f64::INFINITY, f64::min);
+                    (
+                        run,
+                        1 + losses.iter().position(|loss| *loss == least).unwrap(),
+                    )
+                }
+            };
+            run.clone().flag("--steps", best).succeeds();
+            let want = output();
+            let flags = flags.iter();
+            let run = flags.fold(
+                run.flag("--patience", patience).flag("--steps", steps),
+                |run, (flag, value)| run.flag(flag, value),
+            );
+            let run = match folder {
+                Some(folder) => run.flag("--save-dir", workspace.path(folder).display()),
+                None => run,
+            };
+            let outcome = run.succeeds();
+            let said = format!("the weights after step {best}, with the least evaluation loss, ");
+            assert!(
+                outcome.stdout.contains(&said) || best == steps,
+                "{said}{}",
+                outcome.stdout
+            );
+            assert!(
+                output() == want,
+                "patience {patience}, ZeRO-{zero}, {folder:?}"
+            );
+            assert!(lora || want != last);
+            if let Some(folder) = folder {
+                let kept = names(&workspace.path(folder));
+                assert!(kept.contains(&format!("step-{best:06}")), "{kept:?}");
+                fs::remove_dir_all(workspace.path(folder)).unwrap();
+            }
+            assert!(!workspace.path(".output.best").exists());
+        }
+    }
+}
+
+#[test]
+fn the_best_checkpoint_is_kept_whatever_the_steps_between_saves() {
+    let workspace = Workspace::new();
+    let (run, best) = with_a_best_step(&workspace);
+    let saves = workspace.path("saves");
+    let run = run.flag("--save-dir", saves.display()).flag("--keep", 1);
+    run.clone().flag("--save-every", 4).succeeds();
+    let step = |step| format!("step-{step:06}");
+    assert_eq!(names(&saves), [step(best), step(4)]);
+    fs::remove_dir_all(&saves).unwrap();
+    // The same without any.
+    run.succeeds();
+    assert_eq!(names(&saves), [step(best)]);
+}
+
 #[test]
 fn flags_that_contradict_each_other_are_refused() {
     let workspace = Workspace::new();
@@ -168,13 +258,8 @@ fn flags_that_contradict_each_other_are_refused() {
             vec!["--eval-data", "cannot be used with"],
         ),
         (
-            vec![
-                ("--eval-fraction", "0.5"),
-                ("--eval-every", "2"),
-                ("--save-every", "3"),
-                ("--save-dir", &saves),
-            ],
-            vec!["--eval-every 2 and --save-every 3", "hint:"],
+            vec![("--save-dir", &saves)],
+            vec!["--save-dir", "without --save-every", "hint:"],
         ),
     ] {
         let run = flags

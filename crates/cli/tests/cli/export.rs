@@ -188,11 +188,22 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         "{}",
         list.stdout
     );
+    fs::create_dir(workspace.path("empty")).unwrap();
+    fs::create_dir(workspace.path("step-000009")).unwrap();
     for (argument, part) in [
         ("nowhere", "does not exist"),
-        ("model", "has no manifest.json"),
+        ("empty", "there is no checkpoint in"),
+        ("step-000009", "has no manifest.json"),
     ] {
         let inspect = candle_train("inspect").argument(workspace.path(argument).display());
         inspect.run().assert_error(&[part]);
+    }
+    let model = candle_train("inspect").argument(workspace.path("model").display());
+    let said = model.succeeds().stdout;
+    for part in [
+        "is a model as transformers has it, and no checkpoint of a run: 39 tensors of 53728 values:",
+        "  model.norm.weight [32] f32\n",
+    ] {
+        assert!(said.contains(part), "{part:?} is not in: {said}");
     }
 }

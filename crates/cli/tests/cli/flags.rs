@@ -217,3 +217,96 @@ fn a_number_of_the_optimizer_changes_the_weights() {
     // 0 is no limit at all, where as large a one as there is scales nothing.
     assert!(weights(&[("--max-grad-norm", "0")]) == weights(&[("--max-grad-norm", "1e300")]));
 }
+
+#[test]
+fn flags_that_would_do_nothing_are_refused() {
+    let workspace = Workspace::new();
+    let run = workspace.finetune().without("--sample-tokens");
+    let nothing = "is given where nothing is sampled";
+    for (flags, parts) in [
+        (
+            vec![("--temperature", "0.7")],
+            vec!["--temperature", nothing],
+        ),
+        (
+            vec![("--top-p", "0.7")],
+            vec!["--top-p", nothing, "hint: --prompt"],
+        ),
+        (
+            vec![("--sample-tokens", "7")],
+            vec!["--sample-tokens", nothing],
+        ),
+        (
+            vec![
+                ("--prompt", "a"),
+                ("--sample-tokens", "0"),
+                ("--top-p", "0.7"),
+            ],
+            vec!["--top-p", nothing],
+        ),
+        (
+            vec![
+                ("--prompt", "a"),
+                ("--temperature", "0"),
+                ("--top-p", "0.7"),
+            ],
+            vec!["--top-p is given beside --temperature 0"],
+        ),
+        (
+            vec![("--lr-schedule", "constant"), ("--min-lr-ratio", "0.2")],
+            vec!["--min-lr-ratio is given beside --lr-schedule constant"],
+        ),
+        (
+            vec![("--lr-decay-ratio", "0.2")],
+            vec!["--lr-decay-ratio is given without --lr-schedule wsd"],
+        ),
+        (
+            vec![("--keep", "3")],
+            vec!["--keep is given without --save-dir"],
+        ),
+        (
+            vec![("--epochs", "2")],
+            vec!["--steps", "cannot be used with"],
+        ),
+        (
+            vec![("--warmup-steps", "2"), ("--warmup-ratio", "0.5")],
+            vec!["--warmup-steps", "cannot be used with"],
+        ),
+        (
+            vec![("--half-sums", "native")],
+            vec!["--half-sums native", "backend local", "hint: "],
+        ),
+        (
+            vec![("--zero", "0"), ("--zero-group", "2")],
+            vec!["zero-group", "ZeRO stage 0"],
+        ),
+        (
+            vec![("--lora-alpha", "8")],
+            vec!["--lora-alpha is given without --lora-rank"],
+        ),
+    ] {
+        let flags = flags.iter();
+        let run = flags.fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        workspace.refuses(&run, &parts);
+    }
+    let run = workspace.finetune();
+    let both = run
+        .clone()
+        .switch("--no-packing")
+        .switch("--no-document-mask");
+    workspace.refuses(&both, &["--no-document-mask", "cannot be used with"]);
+    workspace.refuses(
+        &run.switch("--check-collectives"),
+        &["--check-collectives", "threads", "hint: "],
+    );
+    let pretrain = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("new").display())
+        .flag("--tokenizer", workspace.path("model").display());
+    workspace.refuses(
+        &pretrain.clone().flag("--vocab-size", 300),
+        &["--vocab-size", "cannot be used with", "--tokenizer"],
+    );
+    let short = pretrain.flag("--seq-len", 32).flag("--max-positions", 16);
+    workspace.refuses(&short, &["--seq-len 32", "16 tokens"]);
+}

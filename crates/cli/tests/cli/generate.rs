@@ -63,6 +63,10 @@ fn a_conversation_is_answered_in_the_models_template() {
         text.strip_prefix("<user>Who are you?<assistant>"),
         Some(answer.as_str())
     );
+    let silent = generate(&workspace).switch("--chat");
+    silent
+        .run()
+        .assert_error(&["--chat: stdin ended before", "hint: ", "--prompt"]);
     let system = chat().flag("--system", "Be brief.").succeeds().stdout;
     assert_ne!(system, answer);
 }
@@ -102,4 +106,63 @@ fn what_cannot_be_generated_is_said() {
     other
         .run()
         .assert_error(&["embed_tokens", "[307, 32]", "expected [5, 32]"]);
+}
+
+#[test]
+fn the_models_file_is_taken_as_transformers_takes_it_and_flags_win() {
+    let workspace = Workspace::new();
+    let config = workspace.model("generation_config.json");
+    let file = r#"{"do_sample": true, "temperature": 0.7, "top_k": 1, "top_p": 0.8, "repetition_penalty": 1.5,
+        "eos_token_id": [300, 301]}"#;
+    fs::write(&config, file).unwrap();
+    let run = |flags: &[(&str, &str)]| {
+        let program = generate(&workspace).flag("--prompt", "The Queen");
+        let flags = flags.iter();
+        flags
+            .fold(program, |program, (flag, value)| program.flag(flag, value))
+            .succeeds()
+    };
+    let of_file = run(&[("--seed", "1")]);
+    let said = "temperature 0.7, top_k 1, top_p 0.8, repetition_penalty 1.5, ends [300, 301]\n";
+    assert!(of_file.stderr.contains(said), "{}", of_file.stderr);
+    // One token is left to draw from.
+    let greedy = run(&[("--temperature", "0")]);
+    assert!(
+        greedy
+            .stderr
+            .contains("the most likely token, repetition_penalty 1.5"),
+        "{}",
+        greedy.stderr
+    );
+    assert_eq!(greedy.stdout, of_file.stdout);
+    let free = run(&[("--temperature", "0"), ("--repetition-penalty", "1")]);
+    assert_ne!(free.stdout, greedy.stdout);
+    assert_ne!(
+        run(&[("--temperature", "5"), ("--top-k", "0"), ("--top-p", "1")]).stdout,
+        of_file.stdout
+    );
+    fs::remove_file(&config).unwrap();
+    let hot = run(&[("--temperature", "2")]);
+    assert!(
+        hot.stderr.contains("temperature 2, top_k 50, top_p 1, "),
+        "{}",
+        hot.stderr
+    );
+    for flag in ["--top-p", "--top-k"] {
+        let idle = generate(&workspace).flag("--prompt", "a").flag(flag, 1);
+        idle.run()
+            .assert_error(&[flag, "the temperature is 0", "hint: "]);
+    }
+}
+
+#[test]
+fn a_reader_that_has_enough_ends_it_quietly() {
+    let workspace = Workspace::new();
+    for tp in [1, 2] {
+        let program = generate(&workspace)
+            .flag("--prompt", "The Queen")
+            .flag("--tp", tp);
+        let outcome = program.without_reader().succeeds();
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+    }
 }

@@ -86,7 +86,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--steps",
         &[
             "[default: as many as --epochs takes]",
-            "wins over --epochs",
+            "in place of --epochs",
             "0: ",
         ],
     ),
@@ -102,7 +102,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--lr-decay-ratio", &["[default: 0.2]", "wsd"]),
     ("--min-lr-ratio", &["[default: 0.1]", "FRACTION"]),
     ("--warmup-ratio", &["[default: 0.03]", "FRACTION"]),
-    ("--warmup-steps", &["STEPS", "wins over --warmup-ratio"]),
+    ("--warmup-steps", &["STEPS", "in place of --warmup-ratio"]),
     ("--weight-decay", &["[default: "]),
     (
         "--adam-beta1",
@@ -234,7 +234,7 @@ fn pretrain_explains_its_flags() {
     assert_says(&help, "--layers", &["[default: 4]"]);
     assert_says(&help, "--heads", &["[default: 6]"]);
     assert_says(&help, "--kv-heads", &["[default: 2]"]);
-    assert_says(&help, "--max-positions", &["[default: 512]", "TOKENS"]);
+    assert_says(&help, "--max-positions", &["[default: 512,", "TOKENS"]);
     assert_says(&help, "--untied", &["own weight"]);
     assert_says(&help, "--save-dtype", &["[default: f32]"]);
 }

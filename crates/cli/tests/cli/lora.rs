@@ -6,7 +6,7 @@ use safetensors::Dtype;
 use serde_json::json;
 
 use super::folder::{
-    copy_folder, edit_json, fixture, names, read_checkpoint, read_json, read_tensors,
+    copy_folder, edit_json, edit_tensors, fixture, names, read_checkpoint, read_json, read_tensors,
 };
 use super::program::Program;
 use super::training::metrics;
@@ -36,7 +36,7 @@ fn the_output_is_an_adapter_which_training_goes_on_with() {
     let workspace = Workspace::new();
     let program = lora(&workspace).without("--lr");
     let outcome = program.switch("--rslora").succeeds();
-    let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen are 39 \
+    let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen: 39 \
                 tensors of 53728 values";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(outcome.stdout.contains("--lr 0.0002"), "{}", outcome.stdout);
@@ -295,4 +295,87 @@ fn adapters_that_do_not_fit_are_refused() {
         });
         workspace.refuses(&program, &["adapter_config.json", field]);
     }
+}
+
+#[test]
+fn merge_blames_the_file_with_a_nan_and_leaves_constants_as_they_are() {
+    let workspace = Workspace::new();
+    lora(&workspace)
+        .flag("--output", workspace.path("adapter").display())
+        .succeeds();
+    let constant = "model.layers.0.self_attn.rotary_emb.inv_freq";
+    workspace.edit_weights(|tensors| {
+        let values: Vec<u8> = [1.0f32, 0.1]
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        tensors.insert(constant.into(), (Dtype::F32, vec![2], values));
+    });
+    merge(&workspace, "adapter")
+        .flag("--save-dtype", "bf16")
+        .succeeds();
+    let merged = read_checkpoint(&workspace.path("merged"));
+    assert!(merged[constant] == read_tensors(&workspace.model("model.safetensors"))[constant]);
+    assert_eq!(merged["model.norm.weight"].0, Dtype::BF16);
+    let nan = |path: &std::path::Path, part: &str| {
+        let mut name = String::new();
+        edit_tensors(path, |tensors| {
+            let (found, tensor) = tensors
+                .iter_mut()
+                .find(|(name, _)| name.contains(part))
+                .unwrap();
+            tensor.2[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+            name = found.clone();
+        });
+        name
+    };
+    fs::remove_dir_all(workspace.path("merged")).unwrap();
+    let weight = workspace.model("model.safetensors");
+    let file = workspace.path("adapter/adapter_model.safetensors");
+    let before = fs::read(&file).unwrap();
+    for part in ["lora_A", "lora_B"] {
+        let name = nan(&file, part);
+        let adapter = workspace.path("adapter").display().to_string();
+        let parts = [name.as_str(), &adapter, "NaN or infinite"];
+        merge(&workspace, "adapter").run().assert_error(&parts);
+        fs::write(&file, &before).unwrap();
+    }
+    let name = nan(&weight, "mlp.up_proj");
+    let model = workspace.path("model").display().to_string();
+    let parts = [name.as_str(), &model, "NaN or infinite"];
+    merge(&workspace, "adapter").run().assert_error(&parts);
+    assert!(!workspace.path("merged").exists());
+}
+
+#[test]
+fn inspect_tells_of_adapters_and_of_blocks() {
+    let workspace = Workspace::new();
+    let program = lora(&workspace)
+        .flag("--tp", 1)
+        .flag("--base-dtype", "q8_0")
+        .flag("--eval-fraction", 0.2)
+        .flag("--save-every", 2)
+        .flag("--save-dir", workspace.path("saves").display());
+    program.succeeds();
+    let inspect = |name: &str| {
+        let inspect = candle_train("inspect").argument(workspace.path(name).display());
+        inspect.succeeds().stdout
+    };
+    let said = inspect("saves/step-000002");
+    for part in [
+        "low-rank adapters: rank 2, alpha 16, dropout 0, beside all linear layers, of the model ",
+        "least evaluation loss so far: ",
+        " after step 2, 0 evaluations since then",
+        "model.layers.1.self_attn.q_proj.weight [32, 32] q8_0 frozen",
+        "model.embed_tokens.weight [307, 32] bf16 frozen",
+        "lora_A.weight [2, 32] f32\n",
+    ] {
+        assert!(said.contains(part), "{part:?} is not in: {said}");
+    }
+    let adapter = inspect("output");
+    assert!(
+        adapter.contains("is an adapter as peft has it"),
+        "{adapter}"
+    );
+    assert!(adapter.contains("rank 2, alpha 16"), "{adapter}");
 }

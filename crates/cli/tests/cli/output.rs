@@ -51,7 +51,10 @@ fn metrics_that_cannot_be_written_are_an_error_before_any_step() {
         workspace.path("model"),
     ] {
         let program = workspace.finetune().flag("--metrics", metrics.display());
-        let outcome = program.flag("--sample-tokens", 1).run();
+        let outcome = program
+            .flag("--prompt", "a")
+            .flag("--sample-tokens", 1)
+            .run();
         outcome.assert_error(&["cannot write the metrics file", metrics.to_str().unwrap()]);
         assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
         workspace.assert_output_is_untouched();
@@ -110,7 +113,10 @@ fn a_folder_that_must_not_be_replaced_is_refused_before_any_step() {
         spoil(&output);
         let before = snapshot(&output);
         let program = workspace.finetune().flag("--output", output.display());
-        let outcome = program.flag("--sample-tokens", 1).run();
+        let outcome = program
+            .flag("--prompt", "a")
+            .flag("--sample-tokens", 1)
+            .run();
         outcome.assert_error(&["cannot write to the output folder", "odd"]);
         outcome.assert_error(parts);
         assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
@@ -186,7 +192,11 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
     program.succeeds();
     assert_eq!(made(), first);
     // What does not change the weights may be another.
-    program.clone().flag("--sample-tokens", 2).succeeds();
+    program
+        .clone()
+        .flag("--prompt", "a")
+        .flag("--sample-tokens", 2)
+        .succeeds();
     assert_eq!(made(), first);
     let refused = |program: &Program| {
         program

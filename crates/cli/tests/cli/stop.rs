@@ -66,7 +66,7 @@ fn a_signal_ends_the_run_after_a_step_with_its_model() {
         let workspace = Workspace::new();
         let path = workspace.path("metrics.jsonl");
         let program = long(&workspace).flag("--metrics", path.display());
-        let program = program.flag("--sample-tokens", 2);
+        let program = program.flag("--prompt", "a").flag("--sample-tokens", 2);
         let delay = Duration::from_millis(37 * index as u64);
         let outcome = signalled(&program, signal, delay);
         assert_eq!(outcome.code, Some(code), "{}", outcome.stderr);
@@ -236,4 +236,24 @@ fn a_stopped_run_does_not_replace_the_model_of_a_whole_one() {
     assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
     assert!(read_checkpoint(&rescued) != whole);
     assert!(read_checkpoint(&workspace.path("model-2")) == whole);
+}
+
+#[test]
+fn a_run_that_resumes_the_latest_leaves_a_checkpoint_though_no_steps_between_them_are_given() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = long(&workspace).flag("--save-dir", saves.display());
+    let program = program.flag("--resume", "latest");
+    let stopped = |outcome: &Outcome| {
+        let (_, rest) = outcome.stdout.split_once("stopped after step ").unwrap();
+        rest.split(' ').next().unwrap().parse::<usize>().unwrap()
+    };
+    let timed = program.clone().flag("--max-secs", 1).succeeds();
+    let step = stopped(&timed);
+    assert!(timed.stdout.contains("; to go on: "), "{}", timed.stdout);
+    assert_eq!(names(&saves), [format!("step-{step:06}")]);
+    let outcome = program.flag("--max-secs", 1).succeeds();
+    let said = format!("resumed after step {step} from ");
+    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    assert!(stopped(&outcome) > step, "{}", outcome.stdout);
 }

@@ -26,9 +26,10 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
         let entry = model.entry(name)?;
         let layer = name.strip_suffix(WEIGHT);
         let layer = layer.and_then(|layer| modules.binary_search(&layer).ok());
-        // Constants that are no weights are never converted.
+        // Constants that are no weights, as inv_freq, are never converted.
         let stored = model.dtype(name).ok();
-        let dtype = save.dtype.or(stored).filter(|_| stored.is_some());
+        let asked = save.dtype.filter(|_| is_weight(name));
+        let dtype = asked.or(stored).filter(|_| stored.is_some());
         Ok(PlannedTensor {
             name: name.clone(),
             shape: entry.shape.clone(),
@@ -69,6 +70,12 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
 }
 
 const WEIGHT: &str = ".weight";
+const BIAS: &str = ".bias";
+
+/// Whether a tensor is a parameter of a layer by its name.
+fn is_weight(name: &str) -> bool {
+    name.ends_with(WEIGHT) || name.ends_with(BIAS)
+}
 
 /// An error if the model lacks a layer of the adapter.
 fn check_layers(model: &Checkpoint, adapter: &Adapter, modules: &BTreeSet<String>) -> Result<()> {
@@ -92,7 +99,14 @@ fn merged(model: &Checkpoint, adapter: &Adapter, module: &str, dtype: DType) -> 
     };
     let (file, rank) = (adapter.weights(), adapter.config().rank);
     let read = |from: &Checkpoint, name: &str, shape: [usize; 2]| {
-        Tensor::from_vec(from.read(name, &shape, None)?, &shape, &Device::Cpu)
+        let values = from.read(name, &shape, None)?;
+        if !values.iter().all(|value| value.is_finite()) {
+            bail!(
+                "tensor {name} in {} has values that are NaN or infinite: nothing was saved",
+                from.dir().display()
+            );
+        }
+        Tensor::from_vec(values, &shape, &Device::Cpu)
     };
     let a = read(
         file,

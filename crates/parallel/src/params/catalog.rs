@@ -17,8 +17,8 @@ pub struct CatalogEntry {
     pub name: String,
     /// Global shape.
     pub shape: Vec<usize>,
-    /// Type of the values that the model computes with.
-    pub dtype: DType,
+    /// Form in which ranks hold its values: the name of a type, or `q8_0` or `q4k`.
+    pub form: String,
     /// Type in the source checkpoint.
     pub stored_dtype: DType,
     /// Whether it gets a gradient and an update.
@@ -52,7 +52,7 @@ pub struct Holder {
 struct Announcement {
     name: String,
     shape: Vec<usize>,
-    dtype: String,
+    form: String,
     stored_dtype: String,
     dim: usize,
     held: Range<usize>,
@@ -93,7 +93,7 @@ impl Announcements {
             Announcement {
                 name: param.name.clone(),
                 shape: param.global_shape.dims().to_vec(),
-                dtype: param.dtype().as_str().to_string(),
+                form: param.form().to_string(),
                 stored_dtype: param.stored_dtype.as_str().to_string(),
                 dim,
                 held,
@@ -267,7 +267,7 @@ impl Announcements {
         Ok(CatalogEntry {
             name: param.name.clone(),
             shape: param.shape.clone(),
-            dtype: param.dtype.parse().unwrap_or(DType::F32),
+            form: param.form.clone(),
             stored_dtype: param.stored_dtype.parse().unwrap_or(DType::F32),
             trainable: param.trainable,
             is_adapter: param.is_adapter,

@@ -107,6 +107,24 @@ impl Param {
         self.var.dtype()
     }
 
+    /// What the form is called in which they are held: a type, or that of blocks.
+    pub fn form(&self) -> &'static str {
+        let packing = self.packing.as_ref();
+        packing.map_or(self.dtype().as_str(), Packing::name)
+    }
+
+    /// Whether what is held is not the values as they are, and is never written.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.packing.is_some()
+    }
+
+    /// Whether bytes are held here that stand for blocks of values.
+    pub(crate) fn is_in_blocks(&self) -> bool {
+        self.packing
+            .as_ref()
+            .is_some_and(|packing| !packing.is_float())
+    }
+
     /// The part held here; `None`: all of it.
     pub fn shard(&self) -> Option<&Shard> {
         self.placement.shard()

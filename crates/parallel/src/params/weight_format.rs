@@ -100,6 +100,15 @@ impl Packing {
         }
     }
 
+    /// What the form is called.
+    pub fn name(&self) -> &'static str {
+        match self.form {
+            Form::Floats(dtype) => dtype.as_str(),
+            Form::Blocks(GgmlDType::Q4K) => "q4k",
+            Form::Blocks(_) => "q8_0",
+        }
+    }
+
     /// Shape of what is held.
     pub fn held_dims(&self) -> [usize; 2] {
         let [rows, columns] = self.dims;

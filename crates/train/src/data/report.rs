@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::data_files::Data;
 use super::record::RecordFormat;
 use super::record_location::RecordLocation;
+use crate::counted::counted;
 
 /// A record from which nothing is learned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,10 +38,8 @@ impl DataReport {
     pub fn summary(&self) -> String {
         let formats = self.formats.iter();
         let formats = formats.map(|(format, count)| match (format, count) {
-            (RecordFormat::Text, 1) => "1 text".to_string(),
-            (RecordFormat::Text, count) => format!("{count} texts"),
-            (format, 1) => format!("1 record of {format}"),
-            (format, count) => format!("{count} records of {format}"),
+            (RecordFormat::Text, &count) => counted(count, "text"),
+            (format, &count) => format!("{} of {format}", counted(count, "record")),
         });
         formats.collect::<Vec<_>>().join(", ")
     }
@@ -55,8 +54,8 @@ impl DataReport {
                 .map(|path| path.display().to_string())
                 .collect();
             lines.push(format!(
-                "skipped {} files whose endings are not known: {}",
-                names.len(),
+                "skipped {} of endings that are not known: {}",
+                counted(names.len(), "file"),
                 names.join(", ")
             ));
         }
@@ -69,14 +68,14 @@ impl DataReport {
         }
         if self.num_malformed > self.malformed.len() {
             lines.push(format!(
-                "skipped {} malformed records in all",
-                self.num_malformed
+                "skipped {} in all",
+                counted(self.num_malformed, "malformed record")
             ));
         }
         if self.num_without_target > 0 {
             lines.push(format!(
-                "skipped {} records without a token to learn",
-                self.num_without_target
+                "skipped {} without a token to learn",
+                counted(self.num_without_target, "record")
             ));
         }
         lines

@@ -141,7 +141,7 @@ impl<'a> Fetch<'a> {
             .blob_path(metadata.etag());
         if blob.exists() {
             // Another commit has the same file: nothing to transfer.
-            if file_len(&blob) == Some(size) && link(&blob, path).is_ok() {
+            if file_len(&blob) == Some(size) && link(&blob, path, file).is_ok() {
                 return Ok(());
             }
             remove(&blob)?;
@@ -312,9 +312,9 @@ fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
     }
 }
 
-/// Links the snapshot's `path` to `blob`, which is two folders up in `blobs`.
+/// Links the snapshot's `path`, that of `file`, to `blob`: two folders up from the snapshot's own, in `blobs`.
 #[cfg(unix)]
-fn link(blob: &Path, path: &Path) -> io::Result<()> {
+fn link(blob: &Path, path: &Path, file: &str) -> io::Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), blob.file_name()) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
@@ -322,11 +322,12 @@ fn link(blob: &Path, path: &Path) -> io::Result<()> {
     if path.symlink_metadata().is_ok() {
         fs::remove_file(path)?;
     }
-    std::os::unix::fs::symlink(Path::new("../../blobs").join(name), path)
+    let up = "../".repeat(1 + Path::new(file).components().count());
+    std::os::unix::fs::symlink(Path::new(&up).join("blobs").join(name), path)
 }
 
 /// Links need special rights on this system: the file is fetched once per commit.
 #[cfg(not(unix))]
-fn link(_blob: &Path, _path: &Path) -> io::Result<()> {
+fn link(_blob: &Path, _path: &Path, _file: &str) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }

@@ -4,9 +4,13 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 
-use super::fetch::Fetch;
+use super::fetch::{Failure, Fetch};
 use super::fetch_lock::FetchLock;
-use super::snapshot::{Needs, OPTIONAL_FILES, REQUIRED_FILES, Snapshots, WEIGHT_INDEX, WEIGHTS};
+use super::repo_spec::is_name;
+use super::snapshot::{
+    CHAT_TEMPLATE, MORE_CHAT_TEMPLATES, Needs, OPTIONAL_FILES, REQUIRED_FILES, Snapshots,
+    WEIGHT_INDEX, WEIGHTS,
+};
 use super::weight_index::read_shard_names;
 use super::{HubConfig, RepoSpec};
 
@@ -37,7 +41,7 @@ pub fn resolve_model(spec: &str) -> Result<PathBuf> {
 ///
 /// Fetched are `config.json`, `tokenizer.json`, the weights (`model.safetensors`, or `model.safetensors.index.json` and
 /// the files it names) and, where the model has them, `tokenizer_config.json`, `generation_config.json`,
-/// `special_tokens_map.json` and `chat_template.jinja`. Blocks until everything is there. Of
+/// `special_tokens_map.json` and `chat_template.jinja` with the templates in `additional_chat_templates`. Blocks until everything is there. Of
 /// several processes one fetches and the others wait for it.
 ///
 /// # Errors
@@ -100,7 +104,7 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig, needs: Needs) -> Result<Path
         }
         (Err(failure), _) => return Err(fetch.error(REQUIRED_FILES[0], failure)),
     };
-    fetch_snapshot(&fetch, spec, &commit, needs)?;
+    fetch_snapshot(&fetch, (spec, &snapshots), &commit, needs)?;
     if snapshots.commit(spec).as_ref() != Some(&commit) {
         fetch.set_commit(&commit)?;
     }
@@ -109,7 +113,12 @@ fn fetch_model(spec: &RepoSpec, config: &HubConfig, needs: Needs) -> Result<Path
 
 /// Fetches what the snapshot of `commit` lacks, small files first: a model that cannot be used is found out before
 /// gigabytes have been moved.
-fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str, needs: Needs) -> Result<()> {
+fn fetch_snapshot(
+    fetch: &Fetch<'_>,
+    (spec, snapshots): (&RepoSpec, &Snapshots),
+    commit: &str,
+    needs: Needs,
+) -> Result<()> {
     for file in REQUIRED_FILES {
         if fetch.file(commit, file)?.is_none() {
             bail!(
@@ -119,6 +128,9 @@ fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str, needs: Needs
     }
     for file in OPTIONAL_FILES {
         fetch.file(commit, file)?;
+    }
+    if snapshots.dir(commit).join(CHAT_TEMPLATE).exists() {
+        fetch_more_templates(fetch, (spec, snapshots), commit)?;
     }
     if needs == Needs::Tokenizer || fetch.file(commit, WEIGHTS)?.is_some() {
         return Ok(());
@@ -131,6 +143,41 @@ fn fetch_snapshot(fetch: &Fetch<'_>, spec: &RepoSpec, commit: &str, needs: Needs
     for shard in read_shard_names(&index)? {
         if fetch.file(commit, &shard)?.is_none() {
             bail!("model {spec} has no {shard}, which its {WEIGHT_INDEX} names");
+        }
+    }
+    Ok(())
+}
+
+/// Fetches the chat templates beside the first one, of which only the hub's list of the files tells the names.
+fn fetch_more_templates(
+    fetch: &Fetch<'_>,
+    (spec, snapshots): (&RepoSpec, &Snapshots),
+    commit: &str,
+) -> Result<()> {
+    let files = match snapshots.listed(commit) {
+        Some(files) => files,
+        None => match fetch.list() {
+            Ok((of_commit, files)) if of_commit == commit => {
+                snapshots.set_listed(commit, &files);
+                files
+            }
+            Ok((of_commit, _)) => bail!(
+                "the revision of model {spec} moved from commit {commit} to {of_commit} meanwhile\nhint: run again"
+            ),
+            Err(Failure::Status(404)) => {
+                // A mirror with files alone.
+                tracing::warn!(
+                    "{spec}: there is no list of its files, so its additional chat templates are not fetched"
+                );
+                return Ok(());
+            }
+            Err(failure) => return Err(fetch.error("the list of files", failure)),
+        },
+    };
+    for file in files {
+        let name = file.strip_prefix(MORE_CHAT_TEMPLATES);
+        if name.is_some_and(|name| is_name(name) && name.ends_with(".jinja")) {
+            fetch.file(commit, &file)?;
         }
     }
     Ok(())

@@ -11,9 +11,13 @@ use super::weight_index::read_shard_names;
 
 /// Files without which a model cannot be trained, fetched before the weights.
 pub(super) const REQUIRED_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
+/// The chat template.
+pub(super) const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// Folder of further ones, which a model with that may have.
+pub(super) const MORE_CHAT_TEMPLATES: &str = "additional_chat_templates/";
 /// Files that a model may lack.
 pub(super) const OPTIONAL_FILES: [&str; 8] = [
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "LICENSE",
     "LICENSE.txt",

@@ -251,7 +251,7 @@ fn malformed_records_are_counted_and_placed() {
         "a.jsonl line 2: it is not valid JSON",
         "a.jsonl line 4: its fields are [\"no\"]",
         "b.json record 2: it is number",
-        "skipped 1 records without",
+        "skipped 1 record without",
     ] {
         assert!(warnings.contains(part), "{part:?} is not in: {warnings}");
     }

@@ -109,6 +109,8 @@ fn shards_and_optional_files_come_along() {
         ("generation_config.json", b"{} "),
         ("special_tokens_map.json", b" {}"),
         ("chat_template.jinja", b"{{ bos_token }}"),
+        ("additional_chat_templates/tool_use.jinja", b"{{ tools }}"),
+        ("additional_chat_templates/notes.txt", b"no template"),
     ]);
     let Setup {
         server,
@@ -116,7 +118,15 @@ fn shards_and_optional_files_come_along() {
         _cache,
     } = setup(&files);
     let dir = resolve(&config).unwrap();
-    assert_eq!(names(&dir).len(), 9);
+    assert_eq!(names(&dir).len(), 10);
+    assert_eq!(
+        names(&dir.join("additional_chat_templates")),
+        ["tool_use.jinja"]
+    );
+    assert_eq!(
+        fs::read(dir.join("additional_chat_templates/tool_use.jinja")).unwrap(),
+        b"{{ tools }}"
+    );
     assert_eq!(
         fs::read(dir.join("chat_template.jinja")).unwrap(),
         b"{{ bos_token }}"
@@ -125,7 +135,8 @@ fn shards_and_optional_files_come_along() {
         fs::read(dir.join("model-00002-of-00002.safetensors")).unwrap(),
         b"two"
     );
-    assert_eq!(server.take_downloads().len(), 9);
+    // And the list of the files.
+    assert_eq!(server.take_downloads().len(), 11);
 
     // Offline, a missing shard is noticed.
     let offline = HubConfig {
@@ -370,4 +381,26 @@ fn of_several_that_want_a_model_one_fetches_it() {
         .iter()
         .filter(|file| file.contains("model.safetensors"));
     assert_eq!(of_weights.count(), 1, "{downloads:?}");
+}
+
+#[test]
+fn a_file_in_a_folder_that_another_commit_has_too_is_linked() {
+    let weights = weights();
+    let mut files = model(&weights);
+    files.push(("chat_template.jinja", b"{{ bos_token }}"));
+    files.push(("additional_chat_templates/rag.jinja", b"{{ documents }}"));
+    let Setup {
+        server,
+        config,
+        _cache,
+    } = setup(&files);
+    resolve(&config).unwrap();
+    files[0].1 = b"{}";
+    server.publish("org/model", "main", NEXT_COMMIT, &files);
+    let dir = resolve(&config).unwrap();
+    assert!(dir.ends_with(NEXT_COMMIT));
+    assert_eq!(
+        fs::read(dir.join("additional_chat_templates/rag.jinja")).unwrap(),
+        b"{{ documents }}"
+    );
 }

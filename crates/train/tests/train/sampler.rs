@@ -7,6 +7,7 @@ fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
         temperature,
         top_p,
         seed,
+        ..SamplingConfig::default()
     })
     .unwrap()
 }
@@ -15,7 +16,7 @@ fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
 fn counts(mut sampler: Sampler, logits: &[f32], num_draws: usize) -> Vec<usize> {
     let mut counts = vec![0; logits.len()];
     for _ in 0..num_draws {
-        counts[sampler.sample(logits).unwrap() as usize] += 1;
+        counts[sampler.sample(logits, &[]).unwrap() as usize] += 1;
     }
     counts
 }
@@ -23,8 +24,8 @@ fn counts(mut sampler: Sampler, logits: &[f32], num_draws: usize) -> Vec<usize> 
 #[test]
 fn temperature_zero_takes_the_first_of_the_best() {
     let mut greedy = sampler(0.0, 1.0, 0);
-    assert_eq!(greedy.sample(&[0.0, 3.0, -1.0, 3.0]).unwrap(), 1);
-    assert_eq!(greedy.sample(&[f32::NEG_INFINITY, -5.0]).unwrap(), 1);
+    assert_eq!(greedy.sample(&[0.0, 3.0, -1.0, 3.0], &[]).unwrap(), 1);
+    assert_eq!(greedy.sample(&[f32::NEG_INFINITY, -5.0], &[]).unwrap(), 1);
 }
 
 #[test]
@@ -59,13 +60,63 @@ fn top_p_keeps_the_smallest_set_that_reaches_it() {
     assert_eq!(drawn(1e-9), [false, true, false]);
 }
 
+/// As in transformers: top-k first, with those that are as likely as the last, and top-p of what is left.
+#[test]
+fn top_k_keeps_the_most_likely_and_top_p_is_of_these() {
+    let drawn = |probabilities: [f32; 4], top_k, top_p| {
+        let sampler = Sampler::new(SamplingConfig {
+            temperature: 1.0,
+            top_k,
+            top_p,
+            seed: 2,
+            ..SamplingConfig::default()
+        });
+        let counts = counts(sampler.unwrap(), &probabilities.map(f32::ln), 500);
+        counts.iter().map(|c| *c > 0).collect::<Vec<_>>()
+    };
+    let falling = [0.1, 0.2, 0.4, 0.3];
+    assert_eq!(drawn(falling, 1, 1.0), [false, false, true, false]);
+    assert_eq!(drawn(falling, 3, 1.0), [false, true, true, true]);
+    assert_eq!(drawn(falling, 0, 1.0), [true; 4]);
+    assert_eq!(drawn(falling, 9, 1.0), [true; 4]);
+    // Of two tokens 4/7 and 3/7.
+    assert_eq!(drawn(falling, 2, 0.55), [false, false, true, false]);
+    assert_eq!(drawn(falling, 2, 0.6), [false, false, true, true]);
+    assert_eq!(
+        drawn([0.1, 0.4, 0.4, 0.1], 1, 1.0),
+        [false, true, true, false]
+    );
+}
+
+#[test]
+fn tokens_that_were_there_are_penalized_once() {
+    let mut sampler = Sampler::new(SamplingConfig {
+        repetition_penalty: 2.0,
+        ..SamplingConfig::default()
+    })
+    .unwrap();
+    for (logits, earlier, chosen) in [
+        ([2.0, 1.5], &[][..], 0),
+        ([2.0, 1.5], &[0], 1),
+        ([2.0, 0.9], &[0, 0, 0], 0),
+        ([-1.0, -1.5], &[0], 1),
+        ([2.0, 1.5], &[0, 1, 7], 0),
+    ] {
+        assert_eq!(
+            sampler.sample(&logits, earlier).unwrap(),
+            chosen,
+            "{logits:?} {earlier:?}"
+        );
+    }
+}
+
 #[test]
 fn a_seed_determines_the_tokens() {
     let logits: Vec<f32> = (0..50).map(|i| (i % 7) as f32 * 0.3).collect();
     let tokens = |seed| {
         let mut sampler = sampler(0.8, 0.9, seed);
         (0..40)
-            .map(|_| sampler.sample(&logits).unwrap())
+            .map(|_| sampler.sample(&logits, &[]).unwrap())
             .collect::<Vec<_>>()
     };
     assert_eq!(tokens(5), tokens(5));
@@ -77,27 +128,32 @@ fn bad_numbers_are_refused() {
     for temperature in [0.0, 1.0] {
         let mut sampler = sampler(temperature, 1.0, 0);
         assert_error(
-            sampler.sample(&[0.0, f32::NAN]),
+            sampler.sample(&[0.0, f32::NAN], &[]),
             &["token 1 is NaN", "hint:"],
         );
-        assert_error(sampler.sample(&[f32::INFINITY]), &["token 0 is inf"]);
+        assert_error(sampler.sample(&[f32::INFINITY], &[]), &["token 0 is inf"]);
         assert_error(
-            sampler.sample(&[f32::NEG_INFINITY; 3]),
+            sampler.sample(&[f32::NEG_INFINITY; 3], &[]),
             &["none of the 3 tokens"],
         );
-        assert_error(sampler.sample(&[]), &["none of the 0 tokens"]);
+        assert_error(sampler.sample(&[], &[]), &["none of the 0 tokens"]);
         // The smallest numbers there are still give a token.
-        assert_eq!(sampler.sample(&[-1e30, -2e30]).unwrap(), 0);
+        assert_eq!(sampler.sample(&[-1e30, -2e30], &[]).unwrap(), 0);
     }
     let new = |temperature, top_p| {
         Sampler::new(SamplingConfig {
             temperature,
             top_p,
-            seed: 0,
+            ..SamplingConfig::default()
         })
     };
     assert_error(new(-1.0, 1.0), &["temperature is -1"]);
     assert_error(new(f64::NAN, 1.0), &["temperature is NaN"]);
     assert_error(new(1.0, 0.0), &["top_p is 0"]);
     assert_error(new(1.0, 1.1), &["top_p is 1.1"]);
+    let penalized = Sampler::new(SamplingConfig {
+        repetition_penalty: 0.0,
+        ..SamplingConfig::default()
+    });
+    assert_error(penalized, &["repetition_penalty is 0"]);
 }

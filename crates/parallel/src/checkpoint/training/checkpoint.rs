@@ -27,6 +27,11 @@ pub struct TrainingCheckpoint {
 }
 
 impl TrainingCheckpoint {
+    /// Where the checkpoint after `step` steps is in a folder of checkpoints, if it is there.
+    pub fn path(save_dir: &Path, step: usize) -> PathBuf {
+        CheckpointFolder::new(save_dir).path(step)
+    }
+
     /// Opens the checkpoint in folder `dir`. The ranks divide its files between them and compare their checksums, so each file is read
     /// once. Every rank of `world` must call it.
     ///

@@ -148,6 +148,15 @@ impl TrainingCheckpoint {
             Some(kind) => self.read(kind, piece)?,
             None => return Ok(None),
         };
+        if param.is_in_blocks() {
+            bail!(
+                "the checkpoint {} has values of the frozen parameter {}, which the model holds in blocks ({}): these cannot be read into \
+                 blocks\nhint: resume without a format of frozen weights, or with one of 16 bits",
+                self.dir().display(),
+                param.name,
+                param.form()
+            );
+        }
         let values = Tensor::from_vec(values, piece.len(), &Device::Cpu)?;
         let values = values.to_dtype(param.dtype())?;
         Ok(Some(values.to_device(param.var().device())?))

@@ -82,7 +82,7 @@ pub struct ParamRecord {
     pub name: String,
     /// Global shape.
     pub shape: Vec<usize>,
-    /// Type in which the model computed.
+    /// Form in which the ranks held it: the name of a type, or `q8_0` or `q4k`.
     pub dtype: String,
     /// Type in the source.
     pub stored_dtype: String,
@@ -148,7 +148,7 @@ impl CheckpointManifest {
         let entries = entries.map(|(entry, &values_from)| ParamRecord {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
-            dtype: entry.dtype.as_str().to_string(),
+            dtype: entry.form.clone(),
             stored_dtype: entry.stored_dtype.as_str().to_string(),
             trainable: entry.trainable,
             values_from,
@@ -214,6 +214,11 @@ impl CheckpointManifest {
         let sum = XxHash64::oneshot(0, content.as_bytes());
         let [before, between, after] = PARTS;
         Ok(format!("{before}{sum:016x}{between}{content}{after}"))
+    }
+
+    /// Whether the folder `dir` has a file of the name of a manifest.
+    pub fn is_in(dir: &Path) -> bool {
+        dir.join(MANIFEST_FILE).exists()
     }
 
     /// The manifest of the folder `dir`.

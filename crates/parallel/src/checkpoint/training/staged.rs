@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::own_values::{OwnValues, written_values};
 use super::piece::Piece;
@@ -39,10 +39,20 @@ impl Staged {
     /// What this rank writes. `has_weights` tells of each local parameter whether its weights are written in their own type.
     ///
     /// # Errors
-    /// Memory that is missing, and what reading from devices and the optimizer's file returns.
+    /// A weight that is to be written and is packed, memory that is missing, and what reading from devices and the optimizer's file returns.
     pub fn new(optimizer: &DistributedOptimizer, has_weights: &[bool]) -> Result<Self> {
         let params = optimizer.params();
         params.wait_for_updates()?;
+        for (param, _) in params.iter().zip(has_weights).filter(|(_, has)| **has) {
+            if param.is_packed() {
+                bail!(
+                    "the frozen parameter {} is held as {}, and no file has its values: a checkpoint could not give them back\nhint: \
+                     leave the format of frozen weights out, or begin with a model from files",
+                    param.name,
+                    param.form()
+                );
+            }
+        }
         let mut staged = Self {
             tensors: Vec::new(),
             pieces: Vec::new(),
