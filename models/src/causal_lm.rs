@@ -86,7 +86,8 @@ impl CausalLm {
             _ if index <= config.num_hidden_layers => layer,
             _ => 2 * value * hidden,
         };
-        stage.block_indices().map(of_block).sum()
+        let recorded = stage.block_indices().skip(stage.num_frozen_blocks());
+        recorded.map(of_block).sum()
     }
 
     /// An error with the numbers if these degrees do not fit the model.

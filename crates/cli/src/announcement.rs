@@ -1,8 +1,9 @@
 //! What a run says of itself before its first step.
 
 use candle_comm::{Degrees, Mesh};
+use candle_core::Result;
 use candle_parallel::Schedule;
-use candle_train::{Trainer, counted, held_in_words};
+use candle_train::{Trainer, counted, peaks_in_words};
 use candle_train_models::CausalLm;
 
 use crate::lora_args::adapters_in_words;
@@ -10,9 +11,14 @@ use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
 impl TrainingRun<'_> {
-    /// Says what is trained and what memory it takes; for the first rank.
-    pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) {
+    /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
+    pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
         let params = trainer.stage().params();
+        let expected = params.expected_memory(self.expected_activations(trainer, mesh));
+        let expected = trainer.memory_of_largest_rank(expected)?;
+        if mesh.world.rank() != 0 {
+            return Ok(());
+        }
         let catalog = params.catalog();
         let num_values = |trainable| -> usize {
             let entries = catalog.iter().filter(|entry| entry.trainable == trainable);
@@ -37,11 +43,11 @@ impl TrainingRun<'_> {
             "{said}; {} per step",
             counted(self.training.batches.num_tokens(), "token")
         ));
-        let activations = self.expected_activations(trainer, mesh);
         print_line(&format!(
-            "memory of a rank, expected: {}",
-            held_in_words(&trainer.memory(), activations)
+            "memory of the largest rank, expected: {}",
+            peaks_in_words(&expected)
         ));
+        Ok(())
     }
 
     /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank.

@@ -266,9 +266,7 @@ impl TrainingRun<'_> {
         let history = resumed.as_ref().map(|resumed| resumed.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
-        if is_first {
-            self.announce(&trainer, &mesh);
-        }
+        self.announce(&trainer, &mesh)?;
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
@@ -391,7 +389,7 @@ impl TrainingRun<'_> {
             tell_if_early(trainer);
         }
         mesh.world.set_step(trainer.step(), "after training");
-        let memory = trainer.memory_of_largest_rank()?;
+        let memory = trainer.memory_of_largest_rank(trainer.memory())?;
         if is_first {
             let memory = peaks_in_words(&memory);
             print_line(&format!("memory of the largest rank: {memory}"));

@@ -29,6 +29,7 @@ mod cli {
     }
     mod layout;
     mod lora;
+    mod memory;
     mod offload;
     mod output;
     mod plot;

@@ -54,7 +54,7 @@ pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
 pub use held_out::held_out;
 pub use lr_schedule::{LrDecay, LrSchedule};
-pub use memory_report::{explain_out_of_memory, held_in_words, peaks_in_words};
+pub use memory_report::{explain_out_of_memory, peaks_in_words};
 pub use metrics::{Metrics, MetricsLine};
 pub use model_flops::ModelFlops;
 pub use progress::Progress;

@@ -66,14 +66,6 @@ pub fn peaks_in_words(memory: &MemoryReport) -> String {
     in_words(|category| memory.of(category).peak)
 }
 
-/// What is held now, and so many bytes of activations in place of those that were counted.
-pub fn held_in_words(memory: &MemoryReport, activations: usize) -> String {
-    in_words(|category| match category {
-        MemoryCategory::Activations => activations as u64,
-        _ => memory.of(category).now,
-    })
-}
-
 fn in_words(bytes_of: impl Fn(MemoryCategory) -> u64) -> String {
     let bytes = MemoryCategory::ALL.map(|category| (category, bytes_of(category)));
     let bytes = bytes.iter().filter(|(_, bytes)| *bytes > 0);

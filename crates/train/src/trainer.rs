@@ -422,13 +422,12 @@ impl Trainer {
         self.stage.params().meter().report()
     }
 
-    /// The most bytes that any rank holds, of each category. Every rank must call it.
+    /// The most bytes of each category in what the ranks say of theirs, as [`Self::memory`]. Every rank must call it.
     ///
     /// # Errors
     /// Failures of ranks.
-    pub fn memory_of_largest_rank(&self) -> Result<MemoryReport> {
-        let own = serde_json::to_vec(&self.memory()).map_err(Error::wrap)?;
-        let mut largest = self.memory();
+    pub fn memory_of_largest_rank(&self, mut largest: MemoryReport) -> Result<MemoryReport> {
+        let own = serde_json::to_vec(&largest).map_err(Error::wrap)?;
         for of_rank in self.world.all_gather_bytes(&own)? {
             let of_rank = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
             largest = largest.max(&of_rank);

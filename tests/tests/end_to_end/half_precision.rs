@@ -19,6 +19,7 @@ const fn of(dtype: DType) -> Variant {
         is_frozen: |_| false,
         recompute: Recompute::None,
         adapters: Adapters::None,
+        frozen_format: None,
     }
 }
 

@@ -1,12 +1,16 @@
 //! Low-rank adapters: losses, gradients and trained matrices equal those of peft, on every layout.
 
+use candle_comm::Mesh;
 use candle_core::DType;
-use candle_parallel::{Recompute, ZeroStage};
+use candle_parallel::{Offload, Recompute, Schedule, WeightFormat, ZeroStage};
+use candle_train::Trainer;
 
 use crate::determinism::bits;
 use crate::fixture::Fixture;
 use crate::layouts::{assert_same, kinds};
-use crate::run::{Adapters, Layout, Outcome, Variant, train_variant};
+use crate::run::{
+    Adapters, Layout, Outcome, Variant, batches, gather, launch, load_variant, train_variant,
+};
 use crate::tensors::{Tensors, assert_close};
 
 fn train(fixture: &Fixture, layout: Layout, adapters: Adapters, recompute: Recompute) -> Outcome {
@@ -114,5 +118,123 @@ fn the_base_stays_in_16_bits_too() {
     }
     for (ours, expected) in after.metrics.iter().zip(&fixture.metrics()) {
         expected.assert_matches(ours, 2e-2, "bf16");
+    }
+}
+
+#[test]
+fn groups_of_replicas_divide_adapters_too() {
+    let fixture = Fixture::adapter("qwen3");
+    let mut weights = named(fixture.final_weights());
+    weights.retain(|name, _| is_adapter(name));
+    for (zero, schedule, tile_linears) in [
+        (ZeroStage::One, Schedule::GPipe, 1),
+        (ZeroStage::Two, Schedule::OneForwardOneBackward, 1),
+        (ZeroStage::Three, Schedule::OneForwardOneBackward, 1),
+        (ZeroStage::Three, Schedule::GPipe, 2),
+    ] {
+        for (pp, dp, tp) in [(1, 4, 1), (2, 4, 1), (1, 4, 2)] {
+            let layout = Layout {
+                zero,
+                schedule,
+                tile_linears,
+                zero_group: Some(2),
+                ..Layout::new(pp, dp, tp)
+            };
+            let mut ours = train(&fixture, layout, Adapters::Trained, Recompute::None);
+            let what = format!("{layout:?}");
+            for (ours, expected) in ours.metrics.iter().zip(&fixture.metrics()) {
+                expected.assert_matches(ours, 1e-5, &what);
+            }
+            ours.final_weights.retain(|name, _| is_adapter(name));
+            assert_close(&ours.final_weights, &weights, 1e-4, &what);
+        }
+    }
+}
+
+#[test]
+fn where_the_optimizers_state_of_adapters_is_changes_no_bit() {
+    let fixture = Fixture::adapter("qwen3");
+    let folder = tempfile::tempdir().unwrap();
+    let on_disk = format!("nvme:{}", folder.path().display());
+    for (zero, (pp, dp, tp)) in [
+        (ZeroStage::One, (1, 2, 1)),
+        (ZeroStage::Two, (2, 2, 1)),
+        (ZeroStage::Three, (1, 2, 2)),
+    ] {
+        let layout = Layout {
+            zero,
+            ..Layout::new(pp, dp, tp)
+        };
+        let trained = |offload: Offload| {
+            let all = std::sync::Mutex::new(Tensors::new());
+            launch(layout, |world| {
+                let mesh = Mesh::new(world, layout.degrees())?;
+                let variant = Variant {
+                    adapters: Adapters::Trained,
+                    ..Variant::default()
+                };
+                let stage = load_variant(&fixture, &mesh, (layout, variant))?;
+                let mut config = fixture.run.train_config(layout);
+                config.offload = offload.clone();
+                let mut trainer = Trainer::new(config, &mesh, stage)?;
+                trainer.train(&batches(&fixture, &fixture.run, &mesh)?, |_| Ok(()))?;
+                let stage = trainer.stage();
+                let weights = gather(stage, &mesh, |index| stage.params().values(index))?;
+                if mesh.world.rank() == 0 {
+                    *all.lock().unwrap() = weights;
+                }
+                Ok(())
+            })
+            .unwrap();
+            all.into_inner().unwrap()
+        };
+        let want = trained(Offload::None);
+        assert!(want.keys().any(|name| is_adapter(name)));
+        for offload in ["optimizer", on_disk.as_str()] {
+            let ours = trained(offload.parse().unwrap());
+            assert!(ours == want, "{layout:?} {offload}");
+        }
+    }
+}
+
+#[test]
+fn a_base_in_blocks_trains_alike_on_every_layout() {
+    let mut fixture = Fixture::new("gqa");
+    (fixture.run.steps, fixture.run.lr) = (3, 1e-2);
+    let train = |layout, format| {
+        let variant = Variant {
+            adapters: Adapters::New(0.0),
+            frozen_format: format,
+            ..Variant::default()
+        };
+        train_variant(&fixture, &fixture.run, layout, variant).unwrap()
+    };
+    let format = Some(WeightFormat::Q8_0);
+    let one_rank = train(Layout::new(1, 1, 1), format);
+    let whole = train(Layout::new(1, 1, 1), None);
+    assert!(one_rank.metrics[0].loss != whole.metrics[0].loss);
+    for (layout, zero_group) in [
+        (Layout::new(2, 1, 1), None),
+        (Layout::new(1, 4, 1), Some(2)),
+        (Layout::new(2, 2, 1), None),
+    ] {
+        let mut kinds: Vec<Layout> = kinds(layout).collect();
+        kinds.retain(|layout| layout.zero > ZeroStage::Zero || zero_group.is_none());
+        for layout in kinds {
+            let layout = Layout {
+                zero_group,
+                ..layout
+            };
+            let mut ours = train(layout, format);
+            let mut want = one_rank.final_weights.clone();
+            // The base is what its blocks stand for, on all of them.
+            for (ours, expected) in ours.metrics.iter().zip(&one_rank.metrics) {
+                let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+                assert!(close(ours.loss, expected.loss), "{layout:?}");
+            }
+            ours.final_weights.retain(|name, _| is_adapter(name));
+            want.retain(|name, _| is_adapter(name));
+            assert_close(&ours.final_weights, &want, 1e-4, &format!("{layout:?}"));
+        }
     }
 }

@@ -9,7 +9,7 @@ use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
     Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
-    Schedule, Stage, ZeroStage,
+    Schedule, Stage, WeightFormat, ZeroStage,
 };
 use candle_train::{
     Batches, Data, DataSpec, RecordEncoder, SampleConfig, Samples, StepMetrics, Tokenizer, Tokens,
@@ -81,6 +81,8 @@ pub struct Variant {
     pub is_frozen: fn(&str) -> bool,
     pub recompute: Recompute,
     pub adapters: Adapters,
+    /// Form of frozen weights.
+    pub frozen_format: Option<WeightFormat>,
 }
 
 /// Which low-rank adapters the model has.
@@ -100,6 +102,7 @@ impl Default for Variant {
             is_frozen: |_| false,
             recompute: Recompute::None,
             adapters: Adapters::None,
+            frozen_format: None,
         }
     }
 }
@@ -256,6 +259,10 @@ pub fn load_variant(
     let store = ParamStore::from_pretrained(fixture.model_dir())?
         .with_data_parallel(layout.data_parallel())
         .freeze(variant.is_frozen);
+    let store = match variant.frozen_format {
+        Some(format) => store.with_frozen_format(format),
+        None => store,
+    };
     let store = match variant.adapters {
         Adapters::None => store,
         Adapters::Trained => store.with_adapter(Adapter::open(fixture.adapter_dir())?)?,
@@ -282,14 +289,17 @@ pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
     Batches::new(&samples, run.batch_config(), rank, world_size, &Device::Cpu)
 }
 
-/// Whole tensors by name, on rank 0.
+/// Whole tensors by name, on rank 0, but for those in blocks.
 pub fn gather(
     stage: &Stage,
     mesh: &Mesh,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Tensors> {
     let mut tensors = Tensors::new();
-    for entry in stage.params().catalog() {
+    let is_in_blocks = |form: &str| ["q8_0", "q4k"].contains(&form);
+    let catalog = stage.params().catalog().iter();
+    // Blocks are no values, and never written.
+    for entry in catalog.filter(|entry| !is_in_blocks(&entry.form)) {
         let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
         if let Some(whole) = whole {
             assert_eq!(whole.dims(), entry.shape);

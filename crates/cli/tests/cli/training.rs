@@ -48,7 +48,7 @@ fn default_flags_fit_the_model_and_the_machine() {
         }
     }
     assert!(
-        out.contains("memory of a rank, expected: weights "),
+        out.contains("memory of the largest rank, expected: weights "),
         "{out}"
     );
     assert!(!out.contains("--- before"), "{out}");

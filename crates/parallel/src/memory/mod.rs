@@ -2,6 +2,7 @@
 
 mod allocated;
 mod category;
+mod expected;
 mod meter;
 mod report;
 

@@ -46,6 +46,11 @@ struct ShardedBucket {
 /// A buffer becomes the storage of its first parameter if the others are at most one part in so many of it: they exist twice then.
 const ADOPTED: usize = 16;
 
+/// Whether the first parameter of a bucket takes the buffer over, if the others have so many bytes.
+pub(crate) fn is_adopted(others: usize, whole: usize) -> bool {
+    ADOPTED * others <= whole
+}
+
 /// Where a bucket's whole weights are.
 enum State {
     Absent,
@@ -259,7 +264,7 @@ impl ShardedBucket {
         };
         // A parameter that is nearly all of its bucket, as an embedding, takes the buffer over.
         let (adopting, copied) = match self.params.split_first() {
-            Some((first, others)) if ADOPTED * bytes_of(others) <= whole_bytes => {
+            Some((first, others)) if is_adopted(bytes_of(others), whole_bytes) => {
                 (Some(first), others)
             }
             _ => (None, self.params.as_slice()),

@@ -191,8 +191,8 @@ impl Stage {
     }
 
     /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
-    /// to reach them. A later stage passes gradients on, as it does not know what the stages before it train.
-    fn num_frozen_blocks(&self) -> usize {
+    /// to reach them, and the tape has nothing of them. A later stage passes gradients on, as it does not know what the stages before it train.
+    pub fn num_frozen_blocks(&self) -> usize {
         let is_trained = |block: &StageBlock| {
             let mut params = block.params.iter();
             params.any(|&index| self.params.get(index).trainable)

@@ -1,0 +1,95 @@
+//! The memory that a run says it will need, beside what it then held.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
+
+/// How far apart they may be, and how many KiB: what is too small to matter.
+const TOLERANCE: f64 = 0.15;
+const NEGLIGIBLE_KIB: f64 = 200.0;
+
+/// The numbers of a line, in KiB.
+fn numbers(stdout: &str, beginning: &str) -> BTreeMap<String, f64> {
+    let line = stdout.lines().find_map(|line| line.strip_prefix(beginning));
+    let line = line.unwrap_or_else(|| panic!("{beginning:?} is not in {stdout}"));
+    let number = |part: &str| {
+        let words: Vec<&str> = part.split(' ').collect();
+        let unit = match words[2] {
+            "bytes" => 1.0 / 1024.0,
+            "KiB" => 1.0,
+            "MiB" => 1024.0,
+            unit => panic!("{unit}"),
+        };
+        (
+            words[0].to_string(),
+            words[1].parse::<f64>().unwrap() * unit,
+        )
+    };
+    line.split(", ").map(number).collect()
+}
+
+fn run(workspace: &Workspace) -> Program {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/assets");
+    candle_train("finetune")
+        .flag("--model", assets.join("shakespeare-llama").display())
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("new").display())
+        .flag("--steps", 1)
+        .flag("--seq-len", 64)
+        .flag("--micro-batch-size", 1)
+        .flag("--global-batch-size", 8)
+}
+
+#[test]
+fn the_memory_that_is_expected_is_what_is_held() {
+    let workspace = Workspace::new();
+    let mut wrong = Vec::new();
+    for flags in [
+        "",
+        "--recompute full",
+        "--pp 2 --tp 2",
+        "--pp 2 --schedule gpipe",
+        "--dp 2 --zero 0",
+        "--dp 2 --zero 1",
+        "--dp 2 --zero 2",
+        "--dp 2 --zero 3",
+        "--dp 2 --zero 3 --pp 2 --recompute full",
+        "--dp 2 --zero 3 --tile-linears 4",
+        "--dp 4 --zero 3 --zero-group 2",
+        "--dp 2 --zero 1 --bf16",
+        "--dp 2 --zero 3 --bf16 --tp 2",
+        "--dp 2 --zero 2 --quantize-gradients int8",
+        "--dp 2 --zero 2 --no-overlap",
+        "--freeze embed_tokens|layers.[01]",
+        "--lora-rank 8",
+        "--lora-rank 8 --lora-targets layers.3.self_attn.q_proj",
+        "--lora-rank 8 --dp 2 --zero 3 --base-dtype bf16",
+        "--lora-rank 8 --base-dtype q8_0",
+    ] {
+        let mut words = flags.split(' ').filter(|word| !word.is_empty()).peekable();
+        let mut program = run(&workspace);
+        while let Some(flag) = words.next() {
+            program = match words.next_if(|word| !word.starts_with("--")) {
+                Some(value) => program.flag(flag, value),
+                None => program.switch(flag),
+            };
+        }
+        let stdout = program.switch("--overwrite").succeeds().stdout;
+        let expected = numbers(&stdout, "memory of the largest rank, expected: ");
+        let held = numbers(&stdout, "memory of the largest rank: ");
+        for name in expected.keys().chain(held.keys()) {
+            let [expected, held] =
+                [&expected, &held].map(|all| all.get(name).copied().unwrap_or(0.0));
+            let difference = (expected - held).abs();
+            if difference > TOLERANCE * held && difference > NEGLIGIBLE_KIB {
+                wrong.push(format!(
+                    "{flags}: {name} {expected:.0} KiB are expected, {held:.0} were held"
+                ));
+            }
+        }
+    }
+    wrong.dedup();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
