@@ -14,26 +14,41 @@ use crate::control::wire;
 /// How long a rank that cannot start waits for others that may say the same.
 const SAME_WORDS: Duration = Duration::from_secs(1);
 
-/// What somebody who is not let in is told.
-pub(super) struct Refusal(pub ToRank);
+/// Why somebody is not let in.
+pub(super) struct Refusal {
+    message: String,
+    /// It may have come to the wrong run, whose server is about to end.
+    retry: bool,
+    /// Nobody is let in.
+    all: bool,
+}
 
 impl Refusal {
-    /// `retry`: it may have come to the wrong run, whose server is about to end.
     fn new(message: String, retry: bool) -> Self {
         let all = false;
-        Self(ToRank::Refused {
+        Self {
             message,
             retry,
             all,
-        })
+        }
+    }
+
+    fn of_all(message: String) -> Self {
+        Self {
+            message,
+            retry: false,
+            all: true,
+        }
     }
 }
 
-fn of_all(message: String) -> ToRank {
-    ToRank::Refused {
-        message,
-        retry: false,
-        all: true,
+impl From<Refusal> for ToRank {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused {
+            message: refusal.message,
+            retry: refusal.retry,
+            all: refusal.all,
+        }
     }
 }
 
@@ -69,7 +84,7 @@ impl Hub {
                 state.told.insert(hello.rank);
             }
             self.notify();
-            return Err(Refusal(of_all(message)));
+            return Err(Refusal::of_all(message));
         }
         let (rank, cannot_start) = (hello.rank, hello.cannot_start.clone());
         let peer = self.peer(hello, stream).map_err(|error| {
@@ -154,7 +169,7 @@ impl Hub {
 
     /// The run does not start, for all that are here and all that come.
     fn refuse_with(&self, state: &mut State, message: String) {
-        state.broadcast(&of_all(message.clone()));
+        state.broadcast(&Refusal::of_all(message.clone()).into());
         let present: Vec<usize> = state.present().map(|(rank, _)| rank).collect();
         state.told.extend(present);
         state.refusal = Some(message);
