@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, P2p, ProcessGroup};
 use candle_core::{Result, Shape, Tensor, bail};
 use candle_ops::Stopwatch;
@@ -72,14 +73,20 @@ impl Pipeline {
         Ok([take(&stopwatches[FORWARD])?, take(&stopwatches[BACKWARD])?])
     }
 
-    fn timed<T>(&self, pass: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let Some(stopwatches) = &self.stopwatches else {
-            return work();
-        };
-        let mut stopwatch = stopwatches[pass]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        stopwatch.time(self.pp.device(), work)
+    fn timed<T>(
+        &self,
+        (pass, kind): (usize, SpanKind),
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let device = self.pp.device();
+        trace::record(kind, device, || match &self.stopwatches {
+            None => work(),
+            Some(stopwatches) => {
+                let stopwatch = stopwatches[pass].lock();
+                let mut stopwatch = stopwatch.unwrap_or_else(PoisonError::into_inner);
+                stopwatch.time(device, work)
+            }
+        })
     }
 
     /// Forward and backward passes of all micro-batches of a step: adds to `gradients` those of the sum of the losses over
@@ -125,7 +132,8 @@ impl Pipeline {
                 Instruction::Forward(index) => {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
-                    let (output, tape) = self.timed(FORWARD, || {
+                    let kind = SpanKind::Forward { micro_batch: index };
+                    let (output, tape) = self.timed((FORWARD, kind), || {
                         stage.forward(input, &micro_batches[index], gradients)
                     })?;
                     flight.tapes.insert(index, tape);
@@ -146,7 +154,8 @@ impl Pipeline {
                     };
                     num_backwards += 1;
                     let is_last = num_backwards == micro_batches.len();
-                    let input_grad = self.timed(BACKWARD, || {
+                    let kind = SpanKind::Backward { micro_batch: index };
+                    let input_grad = self.timed((BACKWARD, kind), || {
                         stage.backward(tape, upstream, gradients, is_last)
                     })?;
                     if let Some(grad) = input_grad {
