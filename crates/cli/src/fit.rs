@@ -65,7 +65,7 @@ impl TrainingRun<'_> {
         // Otherwise a rank is gone, and nobody can ask the others what they did.
         let is_together = trained.is_ok() || trainer.has_diverged();
         let traced = match tracer.filter(|_| is_together) {
-            Some(mut tracer) => tracer.finish(trainer.step())?,
+            Some(mut tracer) => tracer.finish()?,
             None => None,
         };
         if let (Some(traced), Some((progress, _))) = (traced, &mut shown) {

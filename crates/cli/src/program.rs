@@ -23,6 +23,7 @@ use crate::output::{exit_code_of_refusal, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
+use crate::timeline::TimelineArgs;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
@@ -35,6 +36,7 @@ enum CandleTrain {
     Generate(Box<Generate>),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
+    Timeline(TimelineArgs),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -93,6 +95,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
+        CandleTrain::Timeline(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),

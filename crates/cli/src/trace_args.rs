@@ -15,7 +15,7 @@ const NUM_STEPS: usize = 10;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TraceArgs {
     /// Record what every rank does when (forward and backward pass, communication, optimizer, waiting) and write it to this file, which
-    /// https://ui.perfetto.dev opens and `candle-train timeline` draws [default: none]
+    /// Perfetto (https://ui.perfetto.dev) opens and `candle-train timeline` draws [default: none]
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Steps that --trace records, counted from 0 as in --metrics, the last one not among them; the file is written after them [default: the first

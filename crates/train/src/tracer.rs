@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use candle_comm::{Mesh, P2p, ProcessGroup, message_of, trace};
+use candle_comm::trace::{self, SpanKind};
+use candle_comm::{Mesh, P2p, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +36,8 @@ pub struct Tracer {
     path: PathBuf,
     steps: Range<usize>,
     mesh: Mesh,
-    since: Option<(usize, Instant)>,
+    /// When the recording began, while it goes on.
+    since: Option<Instant>,
 }
 
 /// What rank 0 must know of a rank's part.
@@ -90,7 +92,7 @@ impl Tracer {
     fn begin_if_due(&mut self, next_step: usize) {
         if self.since.is_none() && self.steps.contains(&next_step) {
             trace::start(MAX_SPANS / self.mesh.world.world_size());
-            self.since = Some((next_step, Instant::now()));
+            self.since = Some(Instant::now());
         }
     }
 
@@ -102,7 +104,7 @@ impl Tracer {
     pub fn after_step(&mut self, step: usize) -> Result<Option<String>> {
         let next_step = step + 1;
         if next_step >= self.steps.end {
-            return self.finish(next_step);
+            return self.finish();
         }
         self.begin_if_due(next_step);
         Ok(None)
@@ -112,8 +114,8 @@ impl Tracer {
     ///
     /// # Errors
     /// As [`Self::after_step`].
-    pub fn finish(&mut self, next_step: usize) -> Result<Option<String>> {
-        let Some((first, zero)) = self.since.take() else {
+    pub fn finish(&mut self) -> Result<Option<String>> {
+        let Some(zero) = self.since.take() else {
             return Ok(None);
         };
         let recording = trace::stop();
@@ -141,15 +143,14 @@ impl Tracer {
                 message_of(&err)
             ),
             Ok(()) => {
+                let steps = recording.spans.iter();
+                let steps = steps.filter(|span| span.kind == SpanKind::Step).count();
                 let num_dropped: usize = parts.iter().map(|part| part.num_dropped).sum();
                 let missing = match num_dropped {
                     0 => String::new(),
                     _ => format!("; {num_dropped} spans had no room: trace fewer steps"),
                 };
-                format!(
-                    "steps {first} to {} are in the trace {path}{missing}",
-                    next_step.max(1) - 1
-                )
+                format!("the trace of {steps} steps is in {path}{missing}")
             }
         }))
     }
@@ -160,7 +161,7 @@ impl Tracer {
         let error = error.unwrap_or(0) as f64 / 1e3;
         let version = env!("CARGO_PKG_VERSION");
         let head = format!(
-            "{BEGINNING},\"version\":\"{version}\",\"num_ranks\":{},\"clock_error_us\":{error}}},\n\"displayTimeUnit\":\"ms\",\n\"traceEvents\":[\n{events}",
+            "{BEGINNING},\"version\":\"{version}\",\"num_ranks\":{},\"clock_error_us\":{error}}},\n\"traceEvents\":[\n{events}",
             parts.len()
         );
         // A file may have come there since the beginning.

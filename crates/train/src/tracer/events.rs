@@ -37,14 +37,15 @@ struct OpArgs<'a> {
     bytes: u64,
 }
 
-/// Track of what a rank computes; those of communication follow.
-const COMPUTING: usize = 0;
+/// Perfetto knows threads by numbers that are unique, takes 0 for the kernel, and shows the thread first whose number is that of its
+/// process: here what a rank computes. Tracks of communication have numbers from this times the process's on.
+const TRACKS: usize = 10_000;
 
 /// A rank's events, one a line, each but the last with a comma at its end; first what the rank and its tracks are called.
 ///
-/// A process of the trace is a rank. On its first track events lie within each other or apart; operations in flight are on as many more as it takes for them to lie apart.
+/// A process of the trace is a rank, whose number is one less. On its first track events lie within each other or apart; operations in flight are on as many more as it takes for them to lie apart.
 pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<String> {
-    let pid = mesh.world.rank();
+    let pid = mesh.world.rank() + 1;
     let mut placed: Vec<_> = spans
         .iter()
         .map(|span| (clock.nanos(span.start), clock.nanos(span.end), span))
@@ -55,8 +56,8 @@ pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<Strin
     let mut lines = Vec::with_capacity(placed.len() + 8);
     for (start, end, span) in placed {
         let tid = match span.kind {
-            SpanKind::Communication(_) => COMPUTING + 1 + free_track(&mut tracks, start, end),
-            _ => COMPUTING,
+            SpanKind::Communication(_) => TRACKS * pid + free_track(&mut tracks, start, end),
+            _ => pid,
         };
         let (cat, name, micro_batch) = category(&span.kind);
         let event = Event {
@@ -75,18 +76,18 @@ pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<Strin
         };
         lines.push(serde_json::to_string(&event).map_err(Error::wrap)?);
     }
+    let name = |tid: usize, what: &str, name: &str| json!({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}});
     let mut names = vec![
-        json!({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": rank_name(mesh)}}),
-        json!({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}),
+        name(pid, "process_name", &rank_name(mesh)),
+        name(pid, "thread_name", "computing"),
     ];
-    for tid in 0..=tracks.len() {
-        let name = match tid {
-            COMPUTING => "computing".to_string(),
-            1 => "communication".to_string(),
-            _ => format!("communication {tid}"),
+    for track in 0..tracks.len() {
+        let number = match track {
+            0 => String::new(),
+            _ => format!(" {}", track + 1),
         };
-        names.push(json!({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}));
-        names.push(json!({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}));
+        let tid = TRACKS * pid + track;
+        names.push(name(tid, "thread_name", &format!("communication{number}")));
     }
     let names = names.iter().map(ToString::to_string);
     Ok(names.chain(lines).collect::<Vec<_>>().join(",\n"))
