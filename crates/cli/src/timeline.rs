@@ -22,7 +22,7 @@ pub(crate) struct TimelineArgs {
     /// The picture, which ends with .png or .svg
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Which step, counted from 0 [default: the one that took the median time]
+    /// Which step, counted from 0 [default: of all but the first the one that took the median time]
     #[arg(long, value_name = "STEP")]
     step: Option<usize>,
 }

@@ -1,11 +1,12 @@
-//! The picture: a row for each rank, above what it computes, below it a line for operations in flight, beside it shares of its time.
+//! The picture: a row for each rank, above what it computes, below it a line for operations in flight, pale where the rank does not wait for them,
+//! beside it shares of its time.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::segments::{Segment, Shares, segments, union};
-use super::style::{Category, GREY, GRID, IN_FLIGHT};
+use super::segments::{Segment, Shares, overlap, segments, union};
+use super::style::{Category, GREY, GRID, HIDDEN, IN_FLIGHT};
 use super::trace_file::{Rank, TraceFile};
 use crate::picture::{Drawing, Drawn, FONT};
 
@@ -72,17 +73,12 @@ fn percent(share: f64) -> String {
 impl<'a> Chart<'a> {
     /// The step `step`, which every rank has.
     pub fn new(trace: &'a TraceFile, step: usize) -> Self {
-        let spans = trace.ranks.iter().map(|rank| rank.steps.get(&step));
         let window = trace.window(step);
-        let shares: Vec<_> = trace
-            .ranks
-            .iter()
-            .zip(spans)
-            .map(|(rank, span)| Shares::new(rank, span.copied().unwrap_or(window)))
-            .collect();
+        let ranks = trace.ranks.iter();
+        let shares: Vec<_> = ranks.map(|rank| Shares::new(rank, window)).collect();
         let mean = Shares::mean(&shares);
-        // The first four are always there.
-        let is_shown = |index: &usize| *index < 4 || mean.of[*index] > 0.0;
+        // The first four are always there, the others if they are not 0.0%.
+        let is_shown = |index: &usize| *index < 4 || mean.of[*index] >= 0.0005;
         let columns = (0..Category::ALL.len()).filter(is_shown).map(Column::Of);
         let others = [Column::Rest, Column::InFlight, Column::Hidden];
         Self {
@@ -145,7 +141,7 @@ impl<'a> Chart<'a> {
             Column::Of(index) => Category::ALL[index].color().filled(),
             Column::Rest => GREY.stroke_width(1),
             Column::InFlight => IN_FLIGHT.filled(),
-            Column::Hidden => IN_FLIGHT.mix(0.5).filled(),
+            Column::Hidden => HIDDEN.filled(),
         }
     }
 
@@ -185,12 +181,21 @@ impl<'a> Chart<'a> {
             self.draw_segment(area, segment, (top, bottom))?;
         }
         self.draw_numbers(area, &segments, (top + bottom) / 2)?;
-        for (start, end) in union(&rank.in_flight, self.window) {
+        let in_flight = union(&rank.in_flight, self.window);
+        let draw_line = |(start, end), color: RGBColor| {
             let (from, to) = (self.x(start), self.x(end));
-            if to > from {
-                let corners = [(from, bottom + 1), (to, bottom + 1 + line)];
-                area.draw(&Rectangle::new(corners, IN_FLIGHT.filled()))?;
+            let corners = [(from, bottom + 1), (to, bottom + 1 + line)];
+            match to > from {
+                true => area.draw(&Rectangle::new(corners, color.filled())),
+                false => Ok(()),
             }
+        };
+        for span in &in_flight {
+            draw_line(*span, HIDDEN)?;
+        }
+        let idle = segments.iter().filter(|it| it.category == Category::Idle);
+        for span in idle.flat_map(|idle| overlap(&in_flight, (idle.start, idle.end))) {
+            draw_line(span, IN_FLIGHT)?;
         }
         if !index.is_multiple_of(self.text_rows()) {
             return Ok(());

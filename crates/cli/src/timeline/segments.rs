@@ -49,7 +49,7 @@ pub(super) fn segments(events: &[Event], (start, end): (f64, f64)) -> Vec<Segmen
     segments
 }
 
-/// What fractions of a step's time a rank spent.
+/// What fractions of a time a rank spent.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shares {
     /// On each of [`Category::ALL`].
@@ -61,7 +61,7 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Those of a rank from the beginning of a step to its end.
+    /// Those of a rank from `start` to `end`.
     pub fn new(rank: &Rank, (start, end): (f64, f64)) -> Self {
         let segments = segments(&rank.computing, (start, end));
         let whole = end - start;
@@ -78,10 +78,8 @@ impl Shares {
                 *share += (segment.end - segment.start) / whole;
             }
             if segment.category == Category::Idle {
-                let both = in_flight
-                    .iter()
-                    .map(|span| (span.1.min(segment.end) - span.0.max(segment.start)).max(0.0));
-                shares.hidden -= both.sum::<f64>() / whole;
+                let both = overlap(&in_flight, (segment.start, segment.end));
+                shares.hidden -= both.map(|(from, to)| to - from).sum::<f64>() / whole;
             }
         }
         shares
@@ -118,6 +116,16 @@ pub(super) fn union(spans: &[(f64, f64)], (start, end): (f64, f64)) -> Vec<(f64,
         }
     }
     union
+}
+
+/// What spans, which lie apart and in order, have between `start` and `end`.
+pub(super) fn overlap(
+    spans: &[(f64, f64)],
+    (start, end): (f64, f64),
+) -> impl Iterator<Item = (f64, f64)> {
+    let first = spans.partition_point(|span| span.1 <= start);
+    let spans = spans[first..].iter().take_while(move |span| span.0 < end);
+    spans.map(move |span| (span.0.max(start), span.1.min(end)))
 }
 
 #[cfg(test)]

@@ -17,6 +17,8 @@ pub(super) enum Category {
 
 /// Of operations in flight.
 pub(super) const IN_FLIGHT: RGBColor = RGBColor(0xe0, 0x7b, 0x1f);
+/// Of operations in flight while the rank is not idle.
+pub(super) const HIDDEN: RGBColor = RGBColor(0xf5, 0xc2, 0x8a);
 /// Of text that explains.
 pub(super) const GREY: RGBColor = RGBColor(0x6b, 0x72, 0x80);
 /// Of lines behind.

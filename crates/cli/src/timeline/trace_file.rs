@@ -21,7 +21,7 @@ pub(super) struct TraceFile {
 pub(super) struct Rank {
     /// Such as `rank 3 (pp 1, dp 0, tp 1)`.
     pub name: String,
-    /// Start and end of each step, in milliseconds.
+    /// Start and end of each step, in milliseconds, which are not the same.
     pub steps: BTreeMap<usize, (f64, f64)>,
     /// All but operations in flight; they lie within each other or apart.
     pub computing: Vec<Event>,
@@ -119,7 +119,7 @@ impl TraceFile {
         })
     }
 
-    /// The step that is asked for, or else the one that took the median time.
+    /// The step that is asked for, or else of all but the first the one that took the median time.
     ///
     /// # Errors
     /// A step that is not there, and a trace without a step.
@@ -141,6 +141,10 @@ impl TraceFile {
             let (start, end) = self.window(*step);
             end - start
         };
+        if steps.len() > 1 {
+            // A run's first step checks what later ones need not.
+            steps.remove(0);
+        }
         steps.sort_by(|a, b| time(a).total_cmp(&time(b)));
         match steps.get(steps.len() / 2) {
             Some(median) => Ok(*median),
@@ -174,7 +178,7 @@ impl Rank {
         let Some(category) = Category::named(&record.cat) else {
             return Err(format!("its category {:?} is unknown", record.cat));
         };
-        if let (Category::Step, Some(step)) = (category, record.args.step) {
+        if let (Category::Step, Some(step), true) = (category, record.args.step, end > start) {
             self.steps.insert(step, (start, end));
         }
         self.computing.push(Event {

@@ -7,13 +7,13 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// A trace of two ranks and steps 5 to 7, the last of which rank 1 has not done; times are in milliseconds.
+/// A trace of two ranks and steps 4 to 7, the last of which rank 1 has not done; times are in milliseconds.
 fn trace() -> Value {
     let mut events = Vec::new();
     for rank in 0..2 {
         let name = format!("rank {rank} (pp {rank}, dp 0, tp 0)");
         events.push(json!({"ph": "M", "pid": rank + 1, "tid": rank + 1, "name": "process_name", "args": {"name": name}}));
-        for step in 5..8 - rank {
+        for step in 4..8 - rank {
             let zero = 1000.0 * step as f64;
             let mut add = |cat: &str, start: f64, end: f64, args: Value| {
                 let (ts, dur) = ((zero + start) * 1e3, (end - start) * 1e3);
@@ -56,7 +56,7 @@ fn svg(dir: &TempDir, args: &[&str]) -> String {
 #[test]
 fn ranks_categories_shares_and_micro_batches_have_their_text() {
     let dir = folder(&trace());
-    // Of steps 5 and 6, which both ranks have done, the longer one.
+    // Of steps 5 and 6, which both ranks have done after the first one, the longer one.
     let picture = svg(&dir, &[]);
     for text in [
         "Step 6: 96 ms",
@@ -133,7 +133,7 @@ fn what_cannot_be_drawn() {
         (&["nowhere", "-o", "step.png"], &["nowhere", "No such file"]),
         (
             &["trace.json", "-o", "step.png", "--step", "7"],
-            &["trace.json has no step 7; it has steps 5 to 6"],
+            &["trace.json has no step 7; it has steps 4 to 6"],
         ),
         (
             &["metrics.jsonl", "-o", "step.png"],
