@@ -65,13 +65,13 @@ impl TrainingRun<'_> {
         // Otherwise a rank is gone, and nobody can ask the others what they did.
         let is_together = trained.is_ok() || trainer.has_diverged();
         let traced = match tracer.filter(|_| is_together) {
-            Some(mut tracer) => tracer.finish()?,
-            None => None,
+            Some(mut tracer) => tracer.finish(),
+            None => Ok(None),
         };
-        if let (Some(traced), Some((progress, _))) = (traced, &mut shown) {
-            progress.println(&traced);
+        if let (Ok(Some(traced)), Some((progress, _))) = (&traced, &mut shown) {
+            progress.println(traced);
         }
-        trained?;
+        trained.and(traced)?;
         if let Some((progress, _)) = &mut shown {
             progress.finish();
         }
