@@ -3,9 +3,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use candle_comm::RunConfig;
 use candle_core::{Result, bail};
-use candle_train::{Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out};
+use candle_train::{
+    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out,
+};
 use clap::Args;
+use jiff::civil::Date;
 
 use crate::sequence_args::SequenceArgs;
 use crate::training_args::TrainingArgs;
@@ -18,6 +22,9 @@ pub(crate) struct DataArgs {
     /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
     data: Vec<DataSpec>,
+    /// What a chat template that asks for the date takes for today [default: today, and of a run that is resumed the date of its checkpoint]
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    date: Option<Date>,
 }
 
 /// What was read.
@@ -30,6 +37,8 @@ pub(crate) struct TrainingData {
     pub warnings: Vec<String>,
     /// Files and folders that were read.
     pub inputs: Vec<PathBuf>,
+    /// The date in the conversations, if the chat template prints it.
+    pub date: Option<Date>,
 }
 
 /// How records are read.
@@ -45,12 +54,12 @@ impl DataArgs {
         Data::find(&self.data)
     }
 
-    /// The samples of a run; `model` has the chat template.
+    /// The samples of a run; `model` has the chat template, whose date is that of the checkpoint from which the run goes on, if it does.
     pub fn read(
         &self,
         tokenizer: &Tokenizer,
         model: Option<&Path>,
-        training: &TrainingArgs,
+        (training, ranks): (&TrainingArgs, &RunConfig),
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
         let seed = batches.seed;
@@ -63,7 +72,11 @@ impl DataArgs {
                 "--eval-fraction and --data {spec}: what is held out of it would be trained on, as it is there more than once\nhint: name other files with --eval-data, or take a weight of at most 1"
             );
         }
-        let mut read = self.samples((tokenizer, model), &batches.sequences, seed)?;
+        let is_restart = ranks.env.num_restarts() > 0;
+        let noted = || training.checkpoints.noted_date(is_restart);
+        let date = self.date.or_else(noted);
+        let sequences = &batches.sequences;
+        let mut read = self.samples((tokenizer, model), (sequences, seed), date)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
             read.eval_samples = Some(read.samples.only(&held_out)?);
@@ -71,25 +84,52 @@ impl DataArgs {
         } else if !evaluation.eval_data.is_empty() {
             let data = Self {
                 data: evaluation.eval_data.clone(),
+                date,
             };
-            let of_evaluation = data.samples((tokenizer, model), &batches.sequences, seed)?;
+            let of_evaluation = data.samples((tokenizer, model), (sequences, seed), date)?;
+            read.date = read.date.or(of_evaluation.date);
             read.eval_samples = Some(of_evaluation.samples);
             read.warnings.extend(of_evaluation.warnings);
             read.inputs.extend(of_evaluation.inputs);
         }
+        self.check_date(&read)?;
         Ok(read)
     }
 
+    /// The samples that are shown where nothing is trained.
+    pub fn preview(
+        &self,
+        model: (&Tokenizer, Option<&Path>),
+        sequences: (&SequenceArgs, u64),
+    ) -> Result<TrainingData> {
+        let read = self.samples(model, sequences, self.date)?;
+        self.check_date(&read)?;
+        Ok(read)
+    }
+
+    fn check_date(&self, read: &TrainingData) -> Result<()> {
+        match (self.date, read.date) {
+            (Some(date), None) => bail!(
+                "--date {date} is given, and nothing asks for the date: the data has no conversations, or the chat template prints none"
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// The samples that `sequences` ask for.
-    pub fn samples(
+    fn samples(
         &self,
         (tokenizer, model): (&Tokenizer, Option<&Path>),
-        sequences: &SequenceArgs,
-        seed: u64,
+        (sequences, seed): (&SequenceArgs, u64),
+        date: Option<Date>,
     ) -> Result<TrainingData> {
         let data = self.find()?;
+        let encoder = RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?;
         let reader = Reader {
-            encoder: RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?,
+            encoder: match date {
+                Some(date) => encoder.with_date(date),
+                None => encoder,
+            },
             sequences,
             seed,
         };
@@ -130,6 +170,8 @@ impl Reader<'_> {
                 "{count} of them have nothing to learn within {seq_len} tokens and were left out"
             ));
         }
+        let template = self.encoder.template();
+        let date = template.filter(|_| tokens.report().has_conversations());
         let named = data.specs().iter().map(|spec| spec.path.as_path());
         let inputs = named.chain(data.files()).filter(|path| path.exists());
         Ok(TrainingData {
@@ -137,6 +179,7 @@ impl Reader<'_> {
             samples,
             eval_samples: None,
             warnings,
+            date: date.and_then(ChatTemplate::date),
         })
     }
 }

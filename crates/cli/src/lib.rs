@@ -44,7 +44,6 @@ mod sequence_args;
 mod stop;
 mod training_args;
 mod training_run;
-mod utc_time;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};

@@ -45,6 +45,12 @@ impl DataReport {
         formats.collect::<Vec<_>>().join(", ")
     }
 
+    /// Whether there are conversations, or records that a chat template may make one of.
+    pub fn has_conversations(&self) -> bool {
+        let mut formats = self.formats.keys();
+        formats.any(|format| !matches!(format, RecordFormat::Text | RecordFormat::Completion))
+    }
+
     /// What is left out, a line each: files, malformed records, records without a target.
     pub fn warnings(&self, data: &Data) -> Vec<String> {
         let mut lines = Vec::new();
