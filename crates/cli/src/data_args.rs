@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::RunConfig;
 use candle_core::{Result, bail};
+use candle_train::hub::DataUse;
 use candle_train::{
-    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, held_out,
+    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer, Tokens,
+    held_out,
 };
 use clap::Args;
 use jiff::civil::Date;
@@ -17,7 +19,8 @@ use crate::training_args::TrainingArgs;
 /// What a run learns from.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
-    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path]. A number after a colon is how
+    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
+    /// split train, or those that the path names. A number after a colon is how
     /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
     /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
@@ -51,7 +54,7 @@ struct Reader<'a> {
 impl DataArgs {
     /// The files.
     pub fn find(&self) -> Result<Data> {
-        Data::find(&self.data)
+        Data::find(&self.data, DataUse::Training)
     }
 
     /// The samples of a run; `model` has the chat template, whose date is that of the checkpoint from which the run goes on, if it does.
@@ -75,18 +78,14 @@ impl DataArgs {
         let is_restart = ranks.env.num_restarts() > 0;
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);
-        let sequences = &batches.sequences;
-        let mut read = self.samples((tokenizer, model), (sequences, seed), date)?;
+        let reader = Reader::new((tokenizer, model), (&batches.sequences, seed), date)?;
+        let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
             read.eval_samples = Some(read.samples.only(&held_out)?);
             read.samples = read.samples.only(&trained)?;
         } else if !evaluation.eval_data.is_empty() {
-            let data = Self {
-                data: evaluation.eval_data.clone(),
-                date,
-            };
-            let of_evaluation = data.samples((tokenizer, model), (sequences, seed), date)?;
+            let of_evaluation = reader.read(&evaluation.eval_data, DataUse::Evaluation)?;
             read.date = read.date.or(of_evaluation.date);
             read.eval_samples = Some(of_evaluation.samples);
             read.warnings.extend(of_evaluation.warnings);
@@ -102,7 +101,8 @@ impl DataArgs {
         model: (&Tokenizer, Option<&Path>),
         sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
-        let read = self.samples(model, sequences, self.date)?;
+        let reader = Reader::new(model, sequences, self.date)?;
+        let read = reader.read(&self.data, DataUse::Training)?;
         self.check_date(&read)?;
         Ok(read)
     }
@@ -115,33 +115,35 @@ impl DataArgs {
             _ => Ok(()),
         }
     }
+}
 
-    /// The samples that `sequences` ask for.
-    fn samples(
-        &self,
-        (tokenizer, model): (&Tokenizer, Option<&Path>),
-        (sequences, seed): (&SequenceArgs, u64),
+impl<'a> Reader<'a> {
+    fn new(
+        (tokenizer, model): (&'a Tokenizer, Option<&Path>),
+        (sequences, seed): (&'a SequenceArgs, u64),
         date: Option<Date>,
-    ) -> Result<TrainingData> {
-        let data = self.find()?;
+    ) -> Result<Self> {
         let encoder = RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?;
-        let reader = Reader {
+        Ok(Self {
             encoder: match date {
                 Some(date) => encoder.with_date(date),
                 None => encoder,
             },
             sequences,
             seed,
-        };
-        reader
-            .read(&data)
-            .map_err(|err| err.context(format!("the data {self}")))
+        })
     }
-}
 
-impl Reader<'_> {
-    fn read(&self, data: &Data) -> Result<TrainingData> {
-        let tokens = Tokens::encode(data, &self.encoder)?;
+    /// The samples of what is named.
+    fn read(&self, specs: &[DataSpec], usage: DataUse) -> Result<TrainingData> {
+        let data = Data::find(specs, usage)?;
+        self.samples(&data)
+            .map_err(|err| err.context(format!("the data {}", in_words(specs))))
+    }
+
+    fn samples(&self, data: &Data) -> Result<TrainingData> {
+        let cache = TokenCache::from_env();
+        let tokens = Tokens::encode(data, &self.encoder, cache.as_ref())?;
         let SequenceArgs {
             seq_len, overlong, ..
         } = *self.sequences;
@@ -186,7 +188,11 @@ impl Reader<'_> {
 
 impl fmt::Display for DataArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let specs: Vec<String> = self.data.iter().map(ToString::to_string).collect();
-        f.write_str(&specs.join(" "))
+        f.write_str(&in_words(&self.data))
     }
+}
+
+fn in_words(specs: &[DataSpec]) -> String {
+    let specs: Vec<String> = specs.iter().map(ToString::to_string).collect();
+    specs.join(" ")
 }

@@ -36,7 +36,6 @@ fn preview(workspace: &Workspace) -> Program {
     candle_train("preview")
         .flag("--model", workspace.path("model").display())
         .flag("--data", workspace.path("chat.jsonl").display())
-        .variable("CANDLE_TRAIN_CACHE", "")
 }
 
 #[test]
@@ -67,7 +66,6 @@ fn the_date_of_a_run_is_kept_with_its_flags() {
         candle_train("finetune")
             .flag("--config", file.display())
             .flag("--output", again.display())
-            .variable("CANDLE_TRAIN_CACHE", "")
     };
     with_config(&file).succeeds();
     assert!(read_checkpoint(&again) == want);

@@ -9,7 +9,8 @@ use candle_core::{Error, Result, bail};
 use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
 use super::record::Record;
-use crate::hub::resolve_dataset;
+use crate::few::few;
+use crate::hub::{DataUse, resolve_dataset};
 
 /// How a file holds records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,37 +40,53 @@ pub struct Data {
     pub(crate) files: Vec<DataFile>,
     specs: Vec<DataSpec>,
     skipped: Vec<PathBuf>,
+    /// What was taken and what was left of data sets on a hub, in words.
+    choices: Vec<String>,
 }
 
 const HINT: &str = "hint: give a file that ends in .txt, .jsonl, .json or .parquet, a folder of such files, or a glob in quotes";
 
 impl Data {
-    /// Finds the files of `specs`, in their order, those of a folder or glob by name. A dataset on a hub is fetched.
+    /// Finds the files of `specs`, in their order, those of a folder or glob by name. Of a dataset on a hub those for this `usage` are fetched.
     ///
     /// # Errors
     /// A path that is missing or a file with another ending; a folder or glob without a file that can be read; what the hub says.
-    pub fn find(specs: &[DataSpec]) -> Result<Self> {
+    pub fn find(specs: &[DataSpec], usage: DataUse) -> Result<Self> {
         let mut data = Self {
             files: Vec::new(),
             specs: specs.to_vec(),
             skipped: Vec::new(),
+            choices: Vec::new(),
         };
         for (source, spec) in specs.iter().enumerate() {
-            let path = match spec
-                .path
-                .to_str()
-                .and_then(|path| path.strip_prefix("hub://"))
-            {
-                Some(name) => resolve_dataset(name)?,
-                None => spec.path.clone(),
-            };
+            let path = &spec.path;
+            if let Some(name) = path.to_str().and_then(|path| path.strip_prefix("hub://")) {
+                data.add_of_hub(source, name, usage)?;
+                continue;
+            }
             let num_files = data.files.len();
-            data.add(source, &path)?;
+            data.add(source, path)?;
             if data.files.len() == num_files {
                 bail!("the data {path:?} has no file that ends in .txt, .jsonl, .json or .parquet");
             }
         }
         Ok(data)
+    }
+
+    fn add_of_hub(&mut self, source: usize, name: &str, usage: DataUse) -> Result<()> {
+        let found = resolve_dataset(name, usage)?;
+        for path in &found.files {
+            self.add(source, path)?;
+        }
+        if !found.left.is_empty() {
+            let (taken, left) = (found.taken.len(), found.left.len());
+            self.choices.push(format!(
+                "{taken} of the files of hub://{name} are read ({}), and {left} are left ({})",
+                few(&found.taken),
+                few(&found.left)
+            ));
+        }
+        Ok(())
     }
 
     fn add(&mut self, source: usize, path: &Path) -> Result<()> {
@@ -193,6 +210,11 @@ impl Data {
     /// Files in folders whose endings are not known.
     pub fn skipped(&self) -> &[PathBuf] {
         &self.skipped
+    }
+
+    /// What was taken and what was left where a data set on a hub has more than one split, a line each.
+    pub fn choices(&self) -> &[String] {
+        &self.choices
     }
 
     /// Sizes in bytes and times of the last change.

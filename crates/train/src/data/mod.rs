@@ -23,6 +23,7 @@ pub use overlong::Overlong;
 pub use record::{Record, RecordFormat};
 pub use record_encoder::{EncodedRecord, RecordEncoder};
 pub use report::{DataReport, SkippedRecord};
+pub use token_cache::TokenCache;
 pub(crate) use token_index::IndexEntry;
 pub use token_index::RecordKind;
 pub use tokens::Tokens;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::data_files::Data;
 use super::record::RecordFormat;
 use super::record_location::RecordLocation;
+use crate::few::few;
 
 /// A record from which nothing is learned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,7 +54,7 @@ impl DataReport {
 
     /// What is left out, a line each: files, malformed records, records without a target.
     pub fn warnings(&self, data: &Data) -> Vec<String> {
-        let mut lines = Vec::new();
+        let mut lines = data.choices().to_vec();
         if !data.skipped().is_empty() {
             let names: Vec<String> = data
                 .skipped()
@@ -63,7 +64,7 @@ impl DataReport {
             lines.push(format!(
                 "skipped {} files whose endings are not known: {}",
                 names.len(),
-                names.join(", ")
+                few(&names)
             ));
         }
         for record in &self.malformed {

@@ -155,7 +155,7 @@ impl Tokens {
         Self::open(writer.finish(DataReport::default())?)
     }
 
-    /// What [`TokensWriter`] has written.
+    /// What [`TokensWriter`] has written. All of it is read and its checksums are compared.
     ///
     /// # Errors
     /// Anything else.
@@ -184,6 +184,9 @@ impl Tokens {
         let (index, found) = meta.split_at(index_len as usize);
         let found: Found = serde_json::from_slice(found).map_err(Error::wrap)?;
         if found.num_tokens.checked_mul(4) != Some(footer_start - meta_len) {
+            return Err(damaged());
+        }
+        if digest_of(&mut source, found.num_tokens, index)? != found.digest {
             return Err(damaged());
         }
         let index = index
@@ -218,9 +221,14 @@ impl Tokens {
         let start = self.index[index].start + range.start as u64;
         let mut bytes = vec![0; range.len() * 4];
         let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
-        source.seek(SeekFrom::Start(start * 4))?;
-        source.read_exact(&mut bytes)?;
+        let found = source.seek(SeekFrom::Start(start * 4));
+        let found = found.and_then(|_| source.read_exact(&mut bytes));
         drop(source);
+        if let Err(err) = found {
+            bail!(
+                "cannot read record {index} of the cached tokens: {err}\nhint: was their file changed since the run began?"
+            );
+        }
         let words = bytes
             .chunks_exact(4)
             .filter_map(|word| word.try_into().ok());
@@ -281,6 +289,22 @@ impl Tokens {
     pub fn report(&self) -> &DataReport {
         &self.found.report
     }
+}
+
+/// The checksum of the first `num_tokens` tokens and of how they are cut into records.
+fn digest_of(source: &mut (impl Read + Seek), num_tokens: u64, index: &[u8]) -> Result<String> {
+    let mut hash = XxHash3_128::new();
+    let mut block = vec![0; 1 << 20];
+    let mut left = num_tokens * 4;
+    source.seek(SeekFrom::Start(0))?;
+    while left > 0 {
+        let len = left.min(block.len() as u64) as usize;
+        source.read_exact(&mut block[..len])?;
+        hash.write(&block[..len]);
+        left -= len as u64;
+    }
+    hash.write(&XxHash3_128::oneshot(index).to_le_bytes());
+    Ok(format!("{:032x}", hash.finish_128()))
 }
 
 impl std::fmt::Debug for Tokens {
