@@ -272,17 +272,6 @@ fn malformed_records_are_counted_and_placed() {
     assert_eq!(tokenizer.decode(&first.ids).unwrap(), "the cat");
 }
 
-#[cfg(not(feature = "parquet"))]
-#[test]
-fn a_build_without_parquet_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), "a.parquet", "PAR1");
-    assert_error(
-        texts(dir.path(), &["a.parquet"]),
-        &["a.parquet", "--features parquet"],
-    );
-}
-
 /// A cache with the tokens of a few texts, and what makes them again.
 struct Cached {
     dir: tempfile::TempDir,
