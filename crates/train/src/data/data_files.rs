@@ -1,5 +1,6 @@
 //! The files of a data set: of folders, globs and datasets on a hub those with a known ending.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -109,10 +110,16 @@ impl Data {
     }
 
     fn add_glob(&mut self, source: usize, pattern: &str) -> Result<()> {
-        let paths = match glob::glob(pattern) {
+        // As in a shell.
+        let options = glob::MatchOptions {
+            require_literal_leading_dot: true,
+            ..glob::MatchOptions::new()
+        };
+        let paths = match glob::glob_with(pattern, options) {
             Ok(paths) => paths,
             Err(err) => bail!("the data {pattern:?} is no glob: {err}"),
         };
+        let (num_files, num_skipped) = (self.files.len(), self.skipped.len());
         let mut is_empty = true;
         for path in paths {
             let path = path.map_err(Error::wrap)?;
@@ -122,10 +129,11 @@ impl Data {
                 false => self.add_found(source, &path),
             }
         }
-        match is_empty {
-            true => bail!("no file matches the data {pattern:?}\n{HINT}"),
-            false => Ok(()),
+        if is_empty {
+            bail!("no file matches the data {pattern:?}\n{HINT}");
         }
+        self.leave_once(num_files, num_skipped);
+        Ok(())
     }
 
     fn add_folder(&mut self, source: usize, dir: &Path) -> Result<()> {
@@ -143,6 +151,12 @@ impl Data {
         };
         entries.sort();
         for (path, is_dir) in entries {
+            let name = path.file_name().unwrap_or_default();
+            if name.to_string_lossy().starts_with('.') {
+                // What programs keep for themselves.
+                self.skipped.push(path);
+                continue;
+            }
             match is_dir {
                 true => self.add_folder(source, &path)?,
                 false => self.add_found(source, &path),
@@ -156,6 +170,23 @@ impl Data {
             Some(format) if path.is_file() => self.push(source, path, format),
             _ => self.skipped.push(path.to_path_buf()),
         }
+    }
+
+    /// Leaves each file that was found more than once, by links to folders, once.
+    fn leave_once(&mut self, num_files: usize, num_skipped: usize) {
+        let mut seen = BTreeSet::new();
+        let mut is_new = |path: &Path| {
+            let name = path.file_name().unwrap_or_default();
+            let folder = path.parent().unwrap_or(Path::new(""));
+            let real = folder.canonicalize().unwrap_or(folder.to_path_buf());
+            seen.insert(real.join(name))
+        };
+        let found = self.files.split_off(num_files);
+        let found = found.into_iter().filter(|file| is_new(&file.path));
+        self.files.extend(found);
+        let skipped = self.skipped.split_off(num_skipped);
+        self.skipped
+            .extend(skipped.into_iter().filter(|path| is_new(path)));
     }
 
     fn push(&mut self, source: usize, path: &Path, format: FileFormat) {
@@ -207,7 +238,7 @@ impl Data {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// Files in folders whose endings are not known.
+    /// What is in folders and no file that can be read, by its ending; hidden files and folders.
     pub fn skipped(&self) -> &[PathBuf] {
         &self.skipped
     }

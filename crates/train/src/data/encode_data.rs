@@ -14,7 +14,8 @@ use super::record_encoder::{EncodedRecord, RecordEncoder};
 use super::record_location::RecordLocation;
 use super::report::{DataReport, NUM_TOLD, SkippedRecord};
 use super::token_cache::TokenCache;
-use super::tokens::{Tokens, TokensWriter};
+use super::tokens::Tokens;
+use super::tokens_writer::TokensWriter;
 use crate::Activity;
 
 /// Records and bytes of them that are in memory at a time.

@@ -16,6 +16,7 @@ mod report;
 mod token_cache;
 mod token_index;
 mod tokens;
+mod tokens_writer;
 
 pub use data_files::Data;
 pub use data_spec::DataSpec;

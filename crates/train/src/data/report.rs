@@ -62,7 +62,7 @@ impl DataReport {
                 .map(|path| path.display().to_string())
                 .collect();
             lines.push(format!(
-                "skipped {} files whose endings are not known: {}",
+                "skipped {} files that are hidden or no .txt, .jsonl, .json or .parquet files: {}",
                 names.len(),
                 few(&names)
             ));

@@ -195,6 +195,27 @@ fn files_folders_and_globs_are_read_in_order() {
     let data = found(dir);
     assert_eq!(data.skipped(), [dir.join("in/notes.md")]);
 
+    // Hidden files, and what a glob finds more than once by a link to a folder.
+    write(dir, "in/.ipynb_checkpoints/d.json", r#"{"text": "hidden"}"#);
+    std::os::unix::fs::symlink("..", dir.join("in/deep/loop")).unwrap();
+    assert_eq!(texts(dir, &["in"]).unwrap().len(), inner.len());
+    assert_eq!(
+        texts(dir, &["in/**/[de].json"]).unwrap(),
+        ["one record", "lines", "of records"]
+    );
+    assert_eq!(texts(dir, &["*"]).unwrap().len(), 3 + inner.len());
+
+    // Of programs for Windows.
+    write(dir, "bom.txt", "\u{feff}text\r\n");
+    assert_eq!(texts(dir, &["bom.txt"]).unwrap(), ["text\n"]);
+    for name in ["wide.txt", "wide.jsonl", "wide.json"] {
+        let words = "\u{feff}{\"text\": 1}\n".encode_utf16();
+        let bytes: Vec<u8> = words.flat_map(u16::to_le_bytes).collect();
+        fs::write(dir.join(name), bytes).unwrap();
+        assert_error(texts(dir, &[name]), &[name, "is in UTF-16", "hint: "]);
+        fs::remove_file(dir.join(name)).unwrap();
+    }
+
     write(dir, "bad/f.json", "{\"text\"");
     assert_error(texts(dir, &["bad"]), &["f.json", "is not valid JSON"]);
     write(dir, "empty/notes.md", "");
