@@ -53,7 +53,7 @@ pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;
 pub use loss_scale::LossScaleArgs;
-pub use output::exit_with;
+pub use output::{exit_as_rank, exit_with};
 pub use pretrain::Pretrain;
 pub use program::{
     FlagDefault, TrainingCommand, candle_train, parse_with_defaults, run_with_defaults,

@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
-use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
@@ -19,7 +18,7 @@ use crate::generate::Generate;
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
-use crate::output::{exit_code_of_refusal, exit_with};
+use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
@@ -165,11 +164,5 @@ fn log_to_stderr() -> Result<()> {
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
     keep_freed_memory();
-    match log_to_stderr().and_then(|()| command.run(flags)) {
-        Ok(code) => code,
-        Err(err) => {
-            let code = exit_with(Err(err));
-            RankEnv::from_env().map_or(code, |env| exit_code_of_refusal(&env))
-        }
-    }
+    exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)))
 }
