@@ -19,6 +19,7 @@ mod first_fit;
 mod generate;
 mod held_out;
 mod json_file;
+mod line_borders;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
