@@ -63,10 +63,8 @@ pub(crate) fn parts(text: &str, num_bytes: usize) -> Vec<&str> {
 
 /// The first such place in `text` that is not before `num_bytes`.
 fn border(text: &str, num_bytes: usize) -> Option<usize> {
-    let from = text.ceil_char_boundary(num_bytes.max(1));
-    let is_dark = |c: Option<char>| c.is_some_and(|c| !c.is_whitespace());
-    let breaks = text.get(from..)?.match_indices('\n');
-    let mut breaks = breaks.map(|(at, _)| from + at);
+    let bytes = text.bytes().enumerate().skip(num_bytes.max(1));
+    let mut breaks = bytes.filter_map(|(at, byte)| (byte == b'\n').then_some(at));
     let at = breaks.find(|&at| {
         is_dark(text[..at].chars().next_back()) && is_dark(text[at + 1..].chars().next())
     });
