@@ -88,11 +88,6 @@ impl Checkpoints {
         Ok(self.last.clone())
     }
 
-    /// The checkpoint of the newest save that ended, if that went well.
-    pub(crate) fn last_saved(&self) -> Option<&Path> {
-        self.last.as_ref()?.saved.as_deref().ok()
-    }
-
     /// Waits for a save that is under way when no step comes any more. Every rank must call it.
     pub(crate) fn end(&mut self) -> Result<()> {
         self.is_ending = true;

@@ -186,7 +186,7 @@ impl Trainer {
         }
         while self.step < num_steps && !self.is_stopped && self.stopped_early().is_none() {
             let metrics = self.train_step(&batches.batch(self.step)?);
-            let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            let mut metrics = metrics.map_err(|err| self.after_failed_step(err, batches))?;
             metrics.padding = batches.padding(metrics.step)?;
             observe(TrainEvent::Step(&metrics))?;
             let evaluation = self.evaluation.as_ref();
@@ -245,22 +245,25 @@ impl Trainer {
         }))
     }
 
-    /// The error of a step, with the checkpoint from before it if training has diverged: all ranks know it then, and none is lost.
-    fn after_failed_step(&mut self, err: Error) -> Error {
+    /// The error of a step. If training has diverged all ranks know it, and none is lost: what there was before it is saved and named.
+    fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
         let Some(checkpoints) = &mut self.checkpoints else {
             return err;
         };
-        if !self.optimizer.has_diverged() || checkpoints.finish().is_err() {
+        if !self.optimizer.has_diverged() || self.step == 0 {
             return err;
         }
-        match checkpoints.last_saved() {
-            None => err,
-            Some(path) => Error::msg(format!(
-                "{}\nhint: {} has the run as it was then",
-                message_of(&err),
-                path.display()
-            )),
-        }
+        let saved = checkpoints.save_now(&self.optimizer, self.step, batches);
+        let said = match saved.map(|outcome| outcome.map(|outcome| outcome.saved)) {
+            Ok(Some(Ok(path))) => format!("hint: {} has the run as it was then", path.display()),
+            Ok(Some(Err(why))) => format!("the run as it was then could not be saved: {why}"),
+            Ok(None) => return err,
+            Err(why) => format!(
+                "the run as it was then could not be saved: {}",
+                message_of(&why)
+            ),
+        };
+        Error::msg(format!("{}\n{said}", message_of(&err)))
     }
 
     /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
