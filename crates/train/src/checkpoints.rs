@@ -1,7 +1,5 @@
 //! When a trainer saves, and what becomes of it.
 
-use std::path::Path;
-
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
 use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SpaceNeed};

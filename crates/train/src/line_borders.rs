@@ -63,6 +63,7 @@ pub(crate) fn parts(text: &str, num_bytes: usize) -> Vec<&str> {
 
 /// The first such place in `text` that is not before `num_bytes`.
 fn border(text: &str, num_bytes: usize) -> Option<usize> {
+    let is_dark = |c: Option<char>| c.is_some_and(|c| !c.is_whitespace());
     let bytes = text.bytes().enumerate().skip(num_bytes.max(1));
     let mut breaks = bytes.filter_map(|(at, byte)| (byte == b'\n').then_some(at));
     let at = breaks.find(|&at| {
