@@ -22,6 +22,7 @@ use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
+use crate::timeline::TimelineArgs;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
@@ -34,6 +35,7 @@ enum CandleTrain {
     Generate(Box<Generate>),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
+    Timeline(TimelineArgs),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -92,6 +94,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
+        CandleTrain::Timeline(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),

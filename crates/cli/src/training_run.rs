@@ -10,9 +10,8 @@ use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, TrainingCheckpoint};
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Activity, Batches, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation,
-    MetricsLine, ModelFlops, Progress, Tokenizer, TrainConfig, TrainEvent, Trainer, TrainingRecord,
-    explain_out_of_memory, peaks_in_words,
+    Activity, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation, ModelFlops,
+    Tokenizer, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
@@ -137,8 +136,8 @@ impl TrainingRun<'_> {
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            self.training.logs.check(claimed.place())?;
             let num_steps = train.lr_schedule.num_steps;
+            self.training.logs.check(claimed.place(), num_steps)?;
             let run = self.training.describe(samples, num_steps, &ranks);
             if let Some(config) = &self.training.config {
                 print_line(&format!("flags of {}", config.display()));
@@ -386,75 +385,5 @@ impl TrainingRun<'_> {
             num_steps += 1;
         }
         Ok(num_steps)
-    }
-
-    /// Trains; the first rank shows progress and writes metrics. What it trained on.
-    fn fit(
-        &self,
-        trainer: &mut Trainer,
-        mesh: &Mesh,
-        position: Option<DataPosition>,
-    ) -> Result<Batches> {
-        let mut batches = self
-            .training
-            .training_batches(&self.data.samples, mesh.dp.rank())?;
-        if let Some(position) = &position {
-            batches = batches.continued(trainer.step(), position.total);
-        }
-        let is_first = mesh.world.rank() == 0;
-        let resumed_at = position.map(|_| trainer.step());
-        let mut shown = match is_first {
-            true => Some((
-                Progress::new(trainer.num_steps()),
-                self.training.logs.open(resumed_at)?,
-            )),
-            false => None,
-        };
-        trainer.train_observed(&batches, |event| {
-            if let Some((progress, logs)) = &mut shown {
-                let line: Option<MetricsLine> = match event {
-                    TrainEvent::Step(step) => {
-                        progress.update(step);
-                        Some(step.into())
-                    }
-                    TrainEvent::Begin(what) => {
-                        progress.between_steps(what);
-                        None
-                    }
-                    TrainEvent::Evaluation(evaluation) => {
-                        progress.println(&evaluation.in_words());
-                        Some(evaluation.into())
-                    }
-                };
-                if let Some(line) = line {
-                    logs.log(&line, |warning| progress.println(warning));
-                }
-            }
-            Ok(())
-        })?;
-        if let Some((progress, _)) = &mut shown {
-            progress.finish();
-        }
-        if let (Some(history), true) = (trainer.stopped_early(), is_first) {
-            let (step, num_steps) = (trainer.step(), trainer.num_steps());
-            let EvalHistory {
-                best,
-                num_without_improvement,
-            } = history;
-            let best = best.map(|(loss, step)| {
-                format!("; the least loss, {loss:.4}, was that after step {step}")
-            });
-            print_line(&format!(
-                "stopped after step {step} of {num_steps}: {num_without_improvement} evaluations without improvement{}",
-                best.unwrap_or_default()
-            ));
-        }
-        mesh.world.set_step(trainer.step(), "after training");
-        let memory = trainer.memory_of_largest_rank()?;
-        if is_first {
-            let memory = peaks_in_words(&memory);
-            print_line(&format!("memory of the largest rank: {memory}"));
-        }
-        Ok(batches)
     }
 }

@@ -39,7 +39,9 @@ mod cli {
     mod restart;
     mod resume;
     mod stop;
+    mod timeline;
     mod tokenizer;
+    mod trace;
     mod training;
     #[cfg(feature = "mpi")]
     mod two_hosts;

@@ -41,7 +41,7 @@ fn mpirun(num_ranks: usize) -> Option<Vec<String>> {
 }
 
 /// `program` as these processes; `None` as above.
-fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Option<Program> {
+pub fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Option<Program> {
     let words = mpirun(pp * dp * tp)?;
     let program = layout(program, (pp, dp, tp));
     Some(program.under(words).flag("--backend", "mpi"))

@@ -77,7 +77,6 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         token: "secret".into(),
         fingerprint: Vec::new(),
         cannot_start: None,
-        cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(20),
         ends_process: false,
