@@ -48,7 +48,6 @@ mod timeline;
 mod trace_args;
 mod training_args;
 mod training_run;
-mod utc_time;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};

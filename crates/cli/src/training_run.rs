@@ -23,6 +23,7 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::output::{exit_with, print_line};
+use crate::run_record::DATE;
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
@@ -83,6 +84,9 @@ impl TrainingRun<'_> {
     pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         // Of this run, not of that which made the model.
         self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        if let Some(date) = self.data.date.filter(|_| !flags.is_given(DATE)) {
+            self.taken.push(format!("{DATE} {date}"));
+        }
         let own = text_of(flags.config.clone(), &self.taken)?;
         self.sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
@@ -110,7 +114,7 @@ impl TrainingRun<'_> {
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
             save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
-            ..self.training.record(&train, samples, config, model)?
+            ..self.training.record(&train, &self.data, config, model)?
         };
         self.lora.add_to(&mut record)?;
         if self.lora.is_given() {

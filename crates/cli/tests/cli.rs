@@ -4,6 +4,7 @@ mod cli {
     mod config;
     mod config_file;
     mod data;
+    mod date;
     mod disk_full;
     mod divergence;
     mod evaluation;

@@ -14,10 +14,12 @@ mod checkpoints;
 mod data;
 mod eval_batches;
 mod evaluation;
+mod few;
 mod first_fit;
 mod generate;
 mod held_out;
 mod json_file;
+mod line_borders;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
@@ -47,7 +49,7 @@ pub use chat::{Chat, ChatTemplate, Rendered};
 pub use checkpoints::Checkpoints;
 pub use data::{
     Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
-    RecordKind, SkippedRecord, Tokens,
+    RecordKind, SkippedRecord, TokenCache, Tokens,
 };
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};

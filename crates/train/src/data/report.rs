@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::data_files::Data;
 use super::record::RecordFormat;
 use super::record_location::RecordLocation;
+use crate::few::few;
 
 /// A record from which nothing is learned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,9 +46,15 @@ impl DataReport {
         formats.collect::<Vec<_>>().join(", ")
     }
 
+    /// Whether there are conversations, or records that a chat template may make one of.
+    pub fn has_conversations(&self) -> bool {
+        let mut formats = self.formats.keys();
+        formats.any(|format| !matches!(format, RecordFormat::Text | RecordFormat::Completion))
+    }
+
     /// What is left out, a line each: files, malformed records, records without a target.
     pub fn warnings(&self, data: &Data) -> Vec<String> {
-        let mut lines = Vec::new();
+        let mut lines = data.choices().to_vec();
         if !data.skipped().is_empty() {
             let names: Vec<String> = data
                 .skipped()
@@ -55,9 +62,9 @@ impl DataReport {
                 .map(|path| path.display().to_string())
                 .collect();
             lines.push(format!(
-                "skipped {} files whose endings are not known: {}",
+                "skipped {} files that are hidden or no .txt, .jsonl, .json or .parquet files: {}",
                 names.len(),
-                names.join(", ")
+                few(&names)
             ));
         }
         for record in &self.malformed {
