@@ -53,7 +53,7 @@ use candle_train::{
     Tokens, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
-    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_with,
+    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
     fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
 use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
@@ -168,7 +168,7 @@ fn main() -> ExitCode {
         description: "1",
         unless: None,
     }));
-    exit_with(run(&args, &flags))
+    exit_as_rank(run(&args, &flags).map(|()| ExitCode::SUCCESS))
 }
 
 fn run(args: &Args, flags: &Flags) -> Result<()> {

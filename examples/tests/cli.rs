@@ -7,6 +7,8 @@ mod defaults;
 #[cfg(feature = "cuda")]
 #[path = "cli/gpu.rs"]
 mod gpu;
+#[path = "cli/inference.rs"]
+mod inference;
 #[allow(dead_code, reason = "the tests of the command use all of it")]
 #[path = "../../crates/cli/tests/cli/program.rs"]
 mod program;

@@ -4,10 +4,15 @@ use std::path::{Path, PathBuf, absolute};
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
+use candle_parallel::checkpoint::{
+    CheckpointManifest, CheckpointSaver, TrainingCheckpoint, checkpoints_in,
+};
+use candle_train::TrainingRecord;
 use clap::Args;
+use jiff::civil::Date;
 
 use crate::number::whole;
+use crate::run_record::DATE;
 
 /// Saving a run while it goes on, and going on with one.
 #[derive(Args, Clone, Debug)]
@@ -103,6 +108,23 @@ impl CheckpointArgs {
     pub fn folders(&self) -> impl Iterator<Item = &Path> {
         let resumed = self.resume.as_deref().and_then(Path::parent);
         self.save_dir.as_deref().into_iter().chain(resumed)
+    }
+
+    /// The date of the chat template in the run that this one goes on, if it has one. What is wrong with its checkpoint [`Self::open`] tells.
+    pub fn noted_date(&self, is_restart: bool) -> Option<Date> {
+        let resumes_latest = self.resumes_latest();
+        let saved = self
+            .save_dir
+            .iter()
+            .filter(|_| is_restart || resumes_latest);
+        let saved = saved.filter_map(|dir| checkpoints_in(dir).ok());
+        let named = self.resume.iter().filter(|_| !resumes_latest).cloned();
+        let manifest = saved.flatten().chain(named);
+        let manifest = manifest
+            .filter_map(|dir| CheckpointManifest::read(&dir).ok())
+            .next()?;
+        let record: TrainingRecord = serde_json::from_value(manifest.record).ok()?;
+        record.settings.get(DATE)?.parse().ok()
     }
 
     /// What writes checkpoints, if the run is to, and after how many steps each time: to --save-dir, or to the folder `of_best`, which has the

@@ -213,6 +213,7 @@ fn words_of(arg: &Arg, value: &Value) -> std::result::Result<Vec<OsString>, &'st
             Value::String(text) => text.clone(),
             Value::Integer(number) => number.to_string(),
             Value::Float(number) => number.to_string(),
+            Value::Datetime(date) => date.to_string(),
             _ => return Err("a number or a text"),
         };
         Ok(format!("--{name}={value}").into())

@@ -3,11 +3,15 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use candle_comm::RunConfig;
 use candle_core::{Result, bail};
+use candle_train::hub::DataUse;
 use candle_train::{
-    Data, DataSpec, Overlong, RecordEncoder, Samples, Tokenizer, Tokens, counted, held_out,
+    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer, Tokens,
+    counted, held_out,
 };
 use clap::Args;
+use jiff::civil::Date;
 
 use crate::sequence_args::SequenceArgs;
 use crate::training_args::TrainingArgs;
@@ -15,11 +19,15 @@ use crate::training_args::TrainingArgs;
 /// What a run learns from.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
-    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path]. A number after a colon is how
+    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
+    /// split train, or those that the path names. A number after a colon is how
     /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
     /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
     data: Vec<DataSpec>,
+    /// What a chat template that asks for the date takes for today [default: today, and of a run that is resumed the date of its checkpoint]
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    date: Option<Date>,
 }
 
 /// What was read.
@@ -32,6 +40,8 @@ pub(crate) struct TrainingData {
     pub warnings: Vec<String>,
     /// Files and folders that were read.
     pub inputs: Vec<PathBuf>,
+    /// The date in the conversations, if the chat template prints it.
+    pub date: Option<Date>,
 }
 
 /// How records are read.
@@ -44,15 +54,15 @@ struct Reader<'a> {
 impl DataArgs {
     /// The files.
     pub fn find(&self) -> Result<Data> {
-        Data::find(&self.data)
+        Data::find(&self.data, DataUse::Training)
     }
 
-    /// The samples of a run; `model` has the chat template.
+    /// The samples of a run; `model` has the chat template, whose date is that of the checkpoint from which the run goes on, if it does.
     pub fn read(
         &self,
         tokenizer: &Tokenizer,
         model: Option<&Path>,
-        training: &TrainingArgs,
+        (training, ranks): (&TrainingArgs, &RunConfig),
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
         let seed = batches.seed;
@@ -65,45 +75,75 @@ impl DataArgs {
                 "--eval-fraction and --data {spec}: what is held out of it would be trained on, as it is there more than once\nhint: name other files with --eval-data, or take a weight of at most 1"
             );
         }
-        let mut read = self.samples((tokenizer, model), &batches.sequences, seed)?;
+        let is_restart = ranks.env.num_restarts() > 0;
+        let noted = || training.checkpoints.noted_date(is_restart);
+        let date = self.date.or_else(noted);
+        let reader = Reader::new((tokenizer, model), (&batches.sequences, seed), date)?;
+        let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
             read.eval_samples = Some(read.samples.only(&held_out)?);
             read.samples = read.samples.only(&trained)?;
         } else if !evaluation.eval_data.is_empty() {
-            let data = Self {
-                data: evaluation.eval_data.clone(),
-            };
-            let of_evaluation = data.samples((tokenizer, model), &batches.sequences, seed)?;
+            let of_evaluation = reader.read(&evaluation.eval_data, DataUse::Evaluation)?;
+            read.date = read.date.or(of_evaluation.date);
             read.eval_samples = Some(of_evaluation.samples);
             read.warnings.extend(of_evaluation.warnings);
             read.inputs.extend(of_evaluation.inputs);
         }
+        self.check_date(&read)?;
         Ok(read)
     }
 
-    /// The samples that `sequences` ask for.
-    pub fn samples(
+    /// The samples that are shown where nothing is trained.
+    pub fn preview(
         &self,
-        (tokenizer, model): (&Tokenizer, Option<&Path>),
-        sequences: &SequenceArgs,
-        seed: u64,
+        model: (&Tokenizer, Option<&Path>),
+        sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
-        let data = self.find()?;
-        let reader = Reader {
-            encoder: RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?,
-            sequences,
-            seed,
-        };
-        reader
-            .read(&data)
-            .map_err(|err| err.context(format!("the data {self}")))
+        let reader = Reader::new(model, sequences, self.date)?;
+        let read = reader.read(&self.data, DataUse::Training)?;
+        self.check_date(&read)?;
+        Ok(read)
+    }
+
+    fn check_date(&self, read: &TrainingData) -> Result<()> {
+        match (self.date, read.date) {
+            (Some(date), None) => bail!(
+                "--date {date} is given, and nothing asks for the date: the data has no conversations, or the chat template prints none"
+            ),
+            _ => Ok(()),
+        }
     }
 }
 
-impl Reader<'_> {
-    fn read(&self, data: &Data) -> Result<TrainingData> {
-        let tokens = Tokens::encode(data, &self.encoder)?;
+impl<'a> Reader<'a> {
+    fn new(
+        (tokenizer, model): (&'a Tokenizer, Option<&Path>),
+        (sequences, seed): (&'a SequenceArgs, u64),
+        date: Option<Date>,
+    ) -> Result<Self> {
+        let encoder = RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?;
+        Ok(Self {
+            encoder: match date {
+                Some(date) => encoder.with_date(date),
+                None => encoder,
+            },
+            sequences,
+            seed,
+        })
+    }
+
+    /// The samples of what is named.
+    fn read(&self, specs: &[DataSpec], usage: DataUse) -> Result<TrainingData> {
+        let data = Data::find(specs, usage)?;
+        self.samples(&data)
+            .map_err(|err| err.context(format!("the data {}", in_words(specs))))
+    }
+
+    fn samples(&self, data: &Data) -> Result<TrainingData> {
+        let cache = TokenCache::from_env();
+        let tokens = Tokens::encode(data, &self.encoder, cache.as_ref())?;
         let SequenceArgs {
             seq_len, overlong, ..
         } = *self.sequences;
@@ -130,6 +170,8 @@ impl Reader<'_> {
                 "of these left out {records} with nothing to learn within {seq_len} tokens"
             ));
         }
+        let template = self.encoder.template();
+        let date = template.filter(|_| tokens.report().has_conversations());
         let named = data.specs().iter().map(|spec| spec.path.as_path());
         let inputs = named.chain(data.files()).filter(|path| path.exists());
         Ok(TrainingData {
@@ -137,13 +179,18 @@ impl Reader<'_> {
             samples,
             eval_samples: None,
             warnings,
+            date: date.and_then(ChatTemplate::date),
         })
     }
 }
 
 impl fmt::Display for DataArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let specs: Vec<String> = self.data.iter().map(ToString::to_string).collect();
-        f.write_str(&specs.join(" "))
+        f.write_str(&in_words(&self.data))
     }
+}
+
+fn in_words(specs: &[DataSpec]) -> String {
+    let specs: Vec<String> = specs.iter().map(ToString::to_string).collect();
+    specs.join(" ")
 }

@@ -11,7 +11,7 @@ use crate::number::{real, whole};
 /// Loss, perplexity and accuracy on samples that are not trained on.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EvalArgs {
-    /// Evaluate on these files, which are read as those of --data [default: no evaluation]
+    /// Evaluate on these files, which are read as those of --data; of hub://datasets/.. come the files of the split validation, else of test [default: no evaluation]
     #[arg(long, num_args = 1.., value_name = "PATH[:WEIGHT]", conflicts_with = "eval_fraction")]
     pub eval_data: Vec<DataSpec>,
     /// Evaluate on this part of the samples of --data, chosen by --seed, and train on the others [default: no evaluation]

@@ -63,7 +63,9 @@ impl TrainingCommand for Finetune {
         let taken = training.fill(&flags, Some(&config), &ranks);
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
-        let data = self.data.read(&tokenizer, Some(&model), &training)?;
+        let data = self
+            .data
+            .read(&tokenizer, Some(&model), (&training, &ranks))?;
         let inputs = std::iter::once(&model).chain(&self.lora.adapter);
         let inputs = inputs.chain(&data.inputs).cloned();
         TrainingRun {

@@ -2,13 +2,14 @@
 
 use std::any::TypeId;
 
-use candle_core::{Error, Result};
+use candle_core::Result;
+use candle_launch::RankEnv;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use crate::config_file::{effective, with_config, with_free_defaults};
 use crate::idle_flags::check;
-use crate::output::print_error;
+use crate::output::{in_words, print_for_all, print_message};
 use crate::program::FlagDefault;
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
@@ -65,21 +66,22 @@ pub(crate) fn parse_command<T: FromArgMatches>(
     command.build();
     let words = match with_config(&command, std::env::args_os().collect()) {
         Ok(words) => with_free_defaults(&command, words, defaults),
-        Err(err) => exit_at_once(&err),
+        Err(err) => exit_with_message(&in_words(&err), is_training(&command)),
     };
     let matches = command
         .try_get_matches_from_mut(words)
-        .unwrap_or_else(|err| err.exit());
+        .unwrap_or_else(|err| exit_with_usage(&err, is_training(&command)));
     let flags = match matches.subcommand() {
         None => flags(&command, &matches),
         Some((name, matches)) => command
             .find_subcommand(name)
             .map_or_else(|| Ok(Flags::default()), |command| flags(command, matches)),
     };
-    let flags = flags.unwrap_or_else(|err| exit_at_once(&err));
+    let flags =
+        flags.unwrap_or_else(|err| exit_with_message(&in_words(&err), is_training(&command)));
     match T::from_arg_matches(&matches) {
         Ok(args) => (args, flags),
-        Err(error) => error.exit(),
+        Err(error) => exit_with_usage(&error, is_training(&command)),
     }
 }
 
@@ -96,9 +98,28 @@ fn numbers_may_be_negative(command: Command) -> Command {
     })
 }
 
-/// As clap does with what is wrong on a command line.
-fn exit_at_once(err: &Error) -> ! {
-    print_error(err);
+/// Whether the processes that run the command may be ranks of one run.
+fn is_training(command: &Command) -> bool {
+    let first = std::env::args().nth(1);
+    !command.has_subcommands() || matches!(first.as_deref(), Some("finetune" | "pretrain"))
+}
+
+/// As clap does with what is wrong on a command line, but once for all ranks.
+fn exit_with_usage(err: &clap::Error, is_training: bool) -> ! {
+    let is_one_of_several = RankEnv::from_env().is_ok_and(|env| env.world_size() > 1);
+    if !(err.use_stderr() && is_training && is_one_of_several) {
+        err.exit()
+    }
+    let message = err.render().to_string();
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    exit_with_message(message.trim_end(), true)
+}
+
+fn exit_with_message(message: &str, is_training: bool) -> ! {
+    match is_training {
+        true => print_for_all(message),
+        false => print_message(message),
+    }
     std::process::exit(2)
 }
 

@@ -14,6 +14,7 @@ use candle_train::{
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Parser;
+use jiff::civil::Date;
 use serde_json::{Value, json};
 
 use crate::choices::DTypeChoice;
@@ -41,6 +42,9 @@ pub(crate) struct Generate {
     /// What the conversation begins with, as the system's message [default: nothing]
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// What a chat template that asks for the date takes for today [default: today]
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    date: Option<Date>,
     /// Longest continuation or answer
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
     max_new_tokens: usize,
@@ -132,6 +136,9 @@ impl Generate {
         if self.system.is_some() && !self.chat {
             bail!("--system is given without --chat: a text has no system's message");
         }
+        if self.date.is_some() && !self.chat {
+            bail!("--date is given without --chat: only a chat template asks for the date");
+        }
         let mut ranks = self.ranks.config(degrees)?;
         if self.chat {
             // The other ranks wait for the first one, which waits for a person.
@@ -163,7 +170,7 @@ impl Generate {
             true => {
                 let special_tokens = tokenizer.named_special_tokens().clone();
                 match ChatTemplate::from_dir(&dir, special_tokens)? {
-                    Some(template) => Some(template),
+                    Some(template) => Some(self.dated(template)?),
                     None => bail!(
                         "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone",
                         dir.display()
@@ -222,6 +229,16 @@ impl Generate {
             Some((flag, _)) => bail!(
                 "{flag} is given, and the most likely token is taken always, as the temperature is 0\nhint: give --temperature too, such as 0.7"
             ),
+        }
+    }
+
+    fn dated(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+        match (self.date, template.date()) {
+            (Some(date), None) => {
+                bail!("--date {date} is given, and the model's chat template prints no date")
+            }
+            (Some(date), Some(_)) => Ok(template.with_date(date)),
+            (None, _) => Ok(template),
         }
     }
 

@@ -7,10 +7,10 @@ use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{CheckpointManifest, FileRecord, checkpoints_in, size_in_words};
 use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
+use jiff::Timestamp;
 
 use crate::inspect_model::{inspect_model, lora_in_words};
 use crate::output::print_line;
-use crate::utc_time::utc;
 
 /// Print what a checkpoint of a run holds, or which checkpoints a folder has; of a model or an adapter what that is
 #[derive(Args, Debug)]
@@ -174,10 +174,13 @@ fn is_named_as_checkpoint(dir: &Path) -> bool {
 
 fn summary(manifest: &CheckpointManifest) -> String {
     let num_bytes = manifest.files.iter().map(|file| file.num_bytes).sum();
+    let saved_at = i64::try_from(manifest.saved_at_secs).unwrap_or_default();
+    let saved_at = Timestamp::from_second(saved_at).unwrap_or_default();
+    let saved_at = saved_at.strftime("%F %T UTC");
     let mut summary = format!(
         "after step {}, {}, {}",
         manifest.step,
-        utc(manifest.saved_at_secs),
+        saved_at,
         size_in_words(num_bytes)
     );
     if let Some(loss) = manifest.eval_loss {

@@ -20,6 +20,7 @@ mod eval_args;
 mod export;
 mod finetune;
 mod fingerprint;
+mod fit;
 mod flags;
 mod freeze;
 mod generate;
@@ -34,6 +35,7 @@ mod loss_scale;
 mod merge;
 mod number;
 mod output;
+mod picture;
 mod plot;
 mod pretrain;
 mod preview;
@@ -47,9 +49,10 @@ mod save_args;
 mod saving;
 mod sequence_args;
 mod stop;
+mod timeline;
+mod trace_args;
 mod training_args;
 mod training_run;
-mod utc_time;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};
@@ -59,7 +62,7 @@ pub use fingerprint::fingerprint_of_program;
 pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;
 pub use loss_scale::LossScaleArgs;
-pub use output::exit_with;
+pub use output::{exit_as_rank, exit_with};
 pub use pretrain::Pretrain;
 pub use program::{
     FlagDefault, TrainingCommand, candle_train, parse_with_defaults, run_with_defaults,

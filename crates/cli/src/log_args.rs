@@ -7,6 +7,8 @@ use candle_core::{Result, bail};
 use candle_train::{Metrics, MetricsLine, TensorBoard};
 use clap::Args;
 
+use crate::trace_args::TraceArgs;
+
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LogArgs {
@@ -17,6 +19,8 @@ pub(crate) struct LogArgs {
     /// [default: none]
     #[arg(long, value_name = "DIR")]
     tensorboard: Option<PathBuf>,
+    #[command(flatten)]
+    pub trace: TraceArgs,
 }
 
 type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
@@ -27,10 +31,11 @@ pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
 impl LogArgs {
     /// Checks what can be checked without changing anything; `output` is where the trained model will be. Metrics of a run that is
     /// resumed are looked at when its step is known.
-    pub fn check(&self, output: &Path) -> Result<()> {
+    pub fn check(&self, output: &Path, num_steps: usize) -> Result<()> {
         for (what, path) in [
             ("metrics file", &self.metrics),
             ("TensorBoard folder", &self.tensorboard),
+            ("trace", &self.trace.trace),
         ] {
             let Some(path) = path else { continue };
             let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
@@ -51,6 +56,7 @@ impl LogArgs {
         {
             bail!("--tensorboard {} is no folder", dir.display());
         }
+        self.trace.check(num_steps)?;
         self.metrics
             .iter()
             .try_for_each(|path| Metrics::create(path).map(drop))

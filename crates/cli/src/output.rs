@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::process::ExitCode;
 
+use candle_comm::launch::cannot_start;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
@@ -25,7 +26,30 @@ pub fn exit_with(result: Result<()>) -> ExitCode {
 
 /// Prints an error as a sentence, with its hints below.
 pub(crate) fn print_error(err: &Error) {
-    let _ = writeln!(std::io::stderr(), "error: {}", sentence(&message_of(err)));
+    print_message(&in_words(err));
+}
+
+/// As [`exit_with`] for a program whose processes may be ranks of one run: what keeps all of them from starting is printed once, and
+/// the exit code says that starting them again would not help.
+pub fn exit_as_rank(result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|err| {
+        print_for_all(&in_words(&err));
+        RankEnv::from_env().map_or(ExitCode::FAILURE, |env| exit_code_of_refusal(&env))
+    })
+}
+
+/// Prints what keeps this rank from starting, or has rank 0 print it.
+pub(crate) fn print_for_all(message: &str) {
+    let own = || Some(message.to_string());
+    let said = RankEnv::from_env().map_or_else(|_| own(), |env| cannot_start(&env, message));
+    if let Some(message) = said {
+        print_message(&message);
+    }
+}
+
+/// Prints what is wrong, a sentence with hints below.
+pub(crate) fn print_message(message: &str) {
+    let _ = writeln!(std::io::stderr(), "error: {message}");
 }
 
 /// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
@@ -34,6 +58,11 @@ pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
         0 => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
         _ => ExitCode::FAILURE,
     }
+}
+
+/// An error as a sentence, with its hints below.
+pub(crate) fn in_words(err: &Error) -> String {
+    sentence(&message_of(err))
 }
 
 /// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented

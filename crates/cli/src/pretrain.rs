@@ -121,7 +121,7 @@ impl TrainingCommand for Pretrain {
         let config = self.model.config(&tokenizer, seq_len)?;
         training.check_model(&config)?;
         let model = self.tokenizer.as_deref();
-        let data = self.data.read(&tokenizer, model, &training)?;
+        let data = self.data.read(&tokenizer, model, (&training, &ranks))?;
         let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
         TrainingRun {
             training: &training,

@@ -50,7 +50,7 @@ impl Preview {
         }
         let data = self
             .data
-            .samples((&tokenizer, Some(&model)), &sequences, self.seed)?;
+            .preview((&tokenizer, Some(&model)), (&sequences, self.seed))?;
         for warning in &data.warnings {
             eprintln!("warning: {warning}");
         }

@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
-use candle_launch::RankEnv;
 use candle_launch::launcher::{become_rank, launch, run_agent};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
@@ -19,10 +18,11 @@ use crate::generate::Generate;
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
-use crate::output::{exit_code_of_refusal, exit_with};
+use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
+use crate::timeline::TimelineArgs;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
@@ -35,6 +35,7 @@ enum CandleTrain {
     Generate(Box<Generate>),
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
+    Timeline(TimelineArgs),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -93,6 +94,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
+        CandleTrain::Timeline(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
@@ -165,11 +167,5 @@ fn log_to_stderr() -> Result<()> {
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
     keep_freed_memory();
-    match log_to_stderr().and_then(|()| command.run(flags)) {
-        Ok(code) => code,
-        Err(err) => {
-            let code = exit_with(Err(err));
-            RankEnv::from_env().map_or(code, |env| exit_code_of_refusal(&env))
-        }
-    }
+    exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)))
 }

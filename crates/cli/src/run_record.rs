@@ -11,6 +11,7 @@ use candle_train::{DataPosition, EvalHistory, Samples, TrainConfig, TrainingReco
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
+use crate::data_args::TrainingData;
 use crate::training_args::TrainingArgs;
 
 /// Bytes of a weights file that are read at a time, and how often, evenly spread.
@@ -19,6 +20,9 @@ const NUM_BLOCKS: u64 = 256;
 
 /// Name of the digest of the weights with which a run begins.
 pub(crate) const WEIGHTS: &str = "the weights of --model";
+
+/// Name of the date in the conversations.
+pub(crate) const DATE: &str = "--date";
 
 /// What is said of a model's files and not of the model.
 const NOT_THE_MODEL: [&str; 4] = [
@@ -29,12 +33,12 @@ const NOT_THE_MODEL: [&str; 4] = [
 ];
 
 impl TrainingArgs {
-    /// The record of a run on `samples` that begins with the weights in folder `weights`, if there is one, of a model with this
+    /// The record of a run on `data` that begins with the weights in folder `weights`, if there is one, of a model with this
     /// `config.json`.
     pub(crate) fn record(
         &self,
         train: &TrainConfig,
-        samples: &Samples,
+        data: &TrainingData,
         config: Option<&[u8]>,
         weights: Option<&Path>,
     ) -> Result<TrainingRecord> {
@@ -45,8 +49,10 @@ impl TrainingArgs {
             let digest = digest_of_weights(weights)?;
             model.insert(WEIGHTS.into(), digest.into());
         }
+        let mut settings = self.settings(train, &data.samples);
+        settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
-            settings: self.settings(train, samples),
+            settings,
             model,
             position: DataPosition::default(),
             save_dtype: None,

@@ -10,13 +10,12 @@ use candle_ops::GpuState;
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Activity, Batches, Checkpoints, DataPosition, EvalBatches, EvalHistory, Evaluation,
-    MetricsLine, ModelFlops, Progress, Tokenizer, TrainConfig, TrainEvent, Trainer, TrainingRecord,
-    counted, explain_out_of_memory, peaks_in_words,
+    Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, Tokenizer,
+    TrainConfig, Trainer, TrainingRecord, counted, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
-use crate::best_weights::{remove_best, take_best, tell_if_early};
+use crate::best_weights::{remove_best, take_best};
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::data_args::TrainingData;
@@ -25,6 +24,7 @@ use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::output::{exit_with, print_line};
+use crate::run_record::DATE;
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
@@ -76,6 +76,9 @@ impl TrainingRun<'_> {
     pub(crate) fn run(mut self, mut ranks: RunConfig, flags: Flags) -> Result<ExitCode> {
         // Of this run, not of that which made the model.
         self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        if let Some(date) = self.data.date.filter(|_| !flags.is_given(DATE)) {
+            self.taken.push(format!("{DATE} {date}"));
+        }
         let own = text_of(flags.config.clone(), &self.taken)?;
         self.sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
@@ -105,7 +108,7 @@ impl TrainingRun<'_> {
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
             save_dtype: self.save_dtype.map(|dtype| dtype.as_str().to_string()),
-            ..self.training.record(&train, samples, config, model)?
+            ..self.training.record(&train, &self.data, config, model)?
         };
         self.lora.add_to(&mut record)?;
         if self.lora.is_given() {
@@ -127,9 +130,9 @@ impl TrainingRun<'_> {
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            self.training.logs.check(claimed.place())?;
             remove_best(self.output)?;
             let num_steps = train.lr_schedule.num_steps;
+            self.training.logs.check(claimed.place(), num_steps)?;
             let run = self.training.describe(samples, num_steps, &ranks);
             if let Some(config) = &self.training.config {
                 print_line(&format!("flags of {}", config.display()));
@@ -179,10 +182,11 @@ impl TrainingRun<'_> {
             Err(err) if self.stop.has_begun() => Ok(exit_with(Err(err))),
             ends => {
                 let ends = ends?;
-                if claimed.is_some() {
+                let end = ends.into_iter().next().unwrap_or(End::Complete);
+                // A run that failed may have nothing else.
+                if claimed.is_some() && matches!(end, End::Complete | End::Stopped(_)) {
                     remove_best(self.output)?;
                 }
-                let end = ends.into_iter().next().unwrap_or(End::Complete);
                 Ok(end.exit_code(&self.stop, &ranks.env))
             }
         }
@@ -336,64 +340,5 @@ impl TrainingRun<'_> {
             ),
             peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
         })
-    }
-
-    /// Trains; the first rank shows progress and writes metrics. What it trained on.
-    fn fit(
-        &self,
-        trainer: &mut Trainer,
-        mesh: &Mesh,
-        position: Option<DataPosition>,
-    ) -> Result<Batches> {
-        let mut batches = self
-            .training
-            .training_batches(&self.data.samples, mesh.dp.rank())?;
-        if let Some(position) = &position {
-            batches = batches.continued(trainer.step(), position.total);
-        }
-        let is_first = mesh.world.rank() == 0;
-        let resumed_at = position.map(|_| trainer.step());
-        let mut shown = match is_first {
-            true => Some((
-                Progress::new(trainer.num_steps()),
-                self.training.logs.open(resumed_at)?,
-            )),
-            false => None,
-        };
-        trainer.train_observed(&batches, |event| {
-            if let Some((progress, logs)) = &mut shown {
-                let line: Option<MetricsLine> = match event {
-                    TrainEvent::Step(step) => {
-                        progress.update(step);
-                        Some(step.into())
-                    }
-                    TrainEvent::Begin(what) => {
-                        progress.between_steps(what);
-                        None
-                    }
-                    TrainEvent::Evaluation(evaluation) => {
-                        progress.println(&evaluation.in_words());
-                        Some(evaluation.into())
-                    }
-                };
-                if let Some(line) = line {
-                    logs.log(&line, |warning| progress.println(warning));
-                }
-            }
-            Ok(())
-        })?;
-        if let Some((progress, _)) = &mut shown {
-            progress.finish();
-        }
-        if is_first {
-            tell_if_early(trainer);
-        }
-        mesh.world.set_step(trainer.step(), "after training");
-        let memory = trainer.memory_of_largest_rank(trainer.memory())?;
-        if is_first {
-            let memory = peaks_in_words(&memory);
-            print_line(&format!("memory of the largest rank: {memory}"));
-        }
-        Ok(batches)
     }
 }

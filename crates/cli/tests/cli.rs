@@ -4,6 +4,7 @@ mod cli {
     mod config;
     mod config_file;
     mod data;
+    mod date;
     mod disk_full;
     mod divergence;
     mod evaluation;
@@ -39,7 +40,9 @@ mod cli {
     mod restart;
     mod resume;
     mod stop;
+    mod timeline;
     mod tokenizer;
+    mod trace;
     mod training;
     #[cfg(feature = "mpi")]
     mod two_hosts;

@@ -1,5 +1,6 @@
 //! Starting ranks.
 
+mod cannot_start;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod process;
 
@@ -12,6 +13,10 @@ use candle_core::{Device, Result};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::local::{LocalCommunicator, World};
 use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
+
+pub use cannot_start::cannot_start;
+#[cfg(feature = "mpi")]
+pub(crate) use cannot_start::words_of_failed;
 
 #[cfg(feature = "mpi")]
 pub use crate::mpi::mpi;

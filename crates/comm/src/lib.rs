@@ -47,6 +47,7 @@ mod plan;
 mod process_group;
 mod run_config;
 mod single;
+pub mod trace;
 mod watched;
 
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};

@@ -110,10 +110,10 @@ impl Mesh {
             )));
         }
         Ok(Self {
-            pp: axis(&world, pp, dp * cp * tp)?,
-            dp: axis(&world, dp, cp * tp)?,
-            cp: axis(&world, cp, tp)?,
-            tp: axis(&world, tp, 1)?,
+            pp: axis(&world, pp, dp * cp * tp)?.along("pp"),
+            dp: axis(&world, dp, cp * tp)?.along("dp"),
+            cp: axis(&world, cp, tp)?.along("cp"),
+            tp: axis(&world, tp, 1)?.along("tp"),
             world,
             degrees,
         })

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::Result;
 
+use crate::trace::{self, TracedOp};
+
 /// What a backend keeps for an operation in flight.
 pub(crate) trait Work<T>: Send {
     /// When the operation was complete; `None` if it is not, or if nobody knows.
@@ -33,6 +35,8 @@ pub(crate) trait Work<T>: Send {
 #[must_use = "an operation in flight must be waited for"]
 pub struct Pending<T> {
     work: Option<Inner<T>>,
+    /// What it is in a trace, while one is recorded.
+    traced: Option<Box<TracedOp>>,
 }
 
 enum Inner<T> {
@@ -46,6 +50,7 @@ impl<T> Pending<T> {
     pub fn ready(value: T) -> Self {
         Self {
             work: Some(Inner::Ready(Ok(value))),
+            traced: None,
         }
     }
 
@@ -60,7 +65,14 @@ impl<T> Pending<T> {
     pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
         Self {
             work: Some(Inner::Working(work, Instant::now())),
+            traced: None,
         }
+    }
+
+    /// The operation, which the trace that is being recorded calls what `op` returns.
+    pub(crate) fn traced(mut self, op: impl FnOnce() -> TracedOp) -> Self {
+        self.traced = trace::is_on().then(|| Box::new(op()));
+        self
     }
 
     /// When the operation was complete, if it is and the backend knows.
@@ -76,11 +88,26 @@ impl<T> Pending<T> {
     /// # Errors
     /// All that can go wrong with an operation: it does not match those of the other ranks, a rank failed, panicked or
     /// left, or the deadline passed.
-    pub fn wait(self) -> Result<T> {
-        if let Some(Inner::Working(work, started)) = &self.work {
-            count_hidden(*started, work.completed());
+    pub fn wait(mut self) -> Result<T> {
+        let Some(Inner::Working(work, started)) = &self.work else {
+            return self.wait_uncounted();
+        };
+        let (started, completed) = (*started, work.completed());
+        count_hidden(started, completed);
+        let traced = self.traced.take();
+        let start = Instant::now();
+        let mut result = self.wait_uncounted();
+        if let (Ok(_), Some(traced)) = (&result, &traced)
+            && let Err(err) = traced.device.synchronize()
+        {
+            result = Err(err);
         }
-        counted(|| self.wait_uncounted())
+        let end = Instant::now();
+        count_waited(start, end);
+        if let Some(traced) = traced {
+            traced.waited(started, completed, (start, end));
+        }
+        result
     }
 
     /// As [`wait`](Self::wait), for a wait inside another one.
@@ -138,14 +165,10 @@ pub fn hidden() -> Duration {
     HIDDEN.get()
 }
 
-/// Runs `wait` and counts its time.
-fn counted<T>(wait: impl FnOnce() -> T) -> T {
-    let start = Instant::now();
-    let value = wait();
-    let end = Instant::now();
+/// Counts a wait.
+fn count_waited(start: Instant, end: Instant) {
     WAITED.set(WAITED.get() + (end - start));
     COVERED.with_borrow_mut(|covered| covered.add(start, end));
-    value
 }
 
 /// Counts what an operation that is about to be waited for has hidden since it was started.

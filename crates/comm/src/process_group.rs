@@ -5,13 +5,16 @@ mod dims;
 mod in_place;
 mod started;
 
+use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
+use crate::call_site::scope;
 use crate::single::Single;
-use crate::{Communicator, Counters, Error, ReduceOp, Watched};
+use crate::trace::{self, OpSpan, TracedOp};
+use crate::{Communicator, Counters, Error, Pending, ReduceOp, Watched};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -27,6 +30,8 @@ use crate::{Communicator, Counters, Error, ReduceOp, Watched};
 pub struct ProcessGroup {
     comm: Arc<dyn Communicator>,
     counters: Arc<Mutex<Counters>>,
+    /// The axis of the mesh along which it lies.
+    axis: &'static str,
 }
 
 impl std::fmt::Debug for ProcessGroup {
@@ -44,7 +49,13 @@ impl ProcessGroup {
         Self {
             comm: Arc::from(comm),
             counters: Arc::default(),
+            axis: "world",
         }
+    }
+
+    /// The same group, which lies along this axis of the mesh, as do those that are split off it.
+    pub(crate) fn along(self, axis: &'static str) -> Self {
+        Self { axis, ..self }
     }
 
     /// The same group of all ranks, whose operations the run's control plane knows from now on; see
@@ -54,7 +65,7 @@ impl ProcessGroup {
     /// The control plane counts the ranks otherwise.
     pub fn watched(&self, control: &Arc<Control>, checks_collectives: bool) -> Result<Self> {
         let watched = Watched::new(self.comm.clone(), control.clone(), checks_collectives)?;
-        Ok(Self::new(Box::new(watched)))
+        Ok(Self::new(Box::new(watched)).along(self.axis))
     }
 
     /// A world of one rank.
@@ -94,15 +105,15 @@ impl ProcessGroup {
     /// As for every operation: see [`Pending::wait`](crate::Pending::wait).
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
-        let site = std::panic::Location::caller();
-        Ok(Self::new(crate::call_site::scope(site, || {
-            self.comm.split(color, key)
-        })?))
+        let site = Location::caller();
+        let comm = scope(site, || self.comm.split(color, key))?;
+        Ok(Self::new(comm).along(self.axis))
     }
 
     /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'
-    /// messages say so.
+    /// messages say so, and so does a [trace].
     pub fn set_step(&self, step: usize, phase: &'static str) {
+        trace::set_step(step);
         self.comm.set_step(step as u64, phase);
     }
 
@@ -123,12 +134,37 @@ impl ProcessGroup {
         self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts `numerator * (N-1)/N * size_in_bytes` for one call.
-    fn count(&self, operation: &'static str, numerator: usize, size_in_bytes: usize) {
+    /// Bytes that a ring moves per rank: `numerator * (N-1)/N * size_in_bytes`.
+    fn ring_bytes(&self, numerator: usize, size_in_bytes: usize) -> u64 {
         let n = self.world_size() as u128;
         let bytes = numerator as u128 * (n - 1) * size_in_bytes as u128 / n;
-        self.lock_counters()
-            .add(operation, u64::try_from(bytes).unwrap_or(u64::MAX));
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+
+    /// Counts a call that sends so many bytes, and starts it.
+    #[track_caller]
+    fn start<T>(
+        &self,
+        (operation, bytes): (&'static str, u64),
+        start: impl FnOnce() -> Result<Pending<T>>,
+    ) -> Result<Pending<T>> {
+        self.lock_counters().add(operation, bytes);
+        let pending = scope(Location::caller(), start)?;
+        Ok(pending.traced(|| self.traced(operation, bytes)))
+    }
+
+    /// An operation as a trace shows it.
+    fn traced(&self, operation: &'static str, bytes: u64) -> TracedOp {
+        let op = OpSpan {
+            operation,
+            group: self.axis,
+            num_ranks: self.world_size(),
+            bytes,
+        };
+        TracedOp {
+            op,
+            device: self.device().clone(),
+        }
     }
 
     /// Bytes of `xs` as a reduction sends them.

@@ -40,5 +40,7 @@ mod nccl_ranks;
 mod reference;
 #[path = "comm/threads.rs"]
 mod threads;
+#[path = "comm/trace.rs"]
+mod trace;
 #[path = "comm/watched.rs"]
 mod watched;

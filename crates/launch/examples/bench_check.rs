@@ -49,6 +49,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         is_one_host: true,
         token: "bench".into(),
         fingerprint: Vec::new(),
+        cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(60),
         ends_process: false,

@@ -15,6 +15,10 @@ pub enum Error {
     #[error("{0}")]
     Join(String),
 
+    /// The run cannot start, on any rank. All ranks have this error; it is enough if rank 0 shows it.
+    #[error("{0}")]
+    CannotStart(String),
+
     /// The run ended because a rank died, failed or was late; see [`Control::failure`](crate::Control::failure).
     #[error("{}", .0.message)]
     RunFailed(crate::Failure),

@@ -1,7 +1,5 @@
 //! When a trainer saves, and what becomes of it.
 
-use std::path::Path;
-
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
 use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SpaceNeed};
@@ -92,11 +90,6 @@ impl Checkpoints {
             self.finish()?;
         }
         Ok(self.last.clone())
-    }
-
-    /// The checkpoint of the newest save that ended, if that went well.
-    pub(crate) fn last_saved(&self) -> Option<&Path> {
-        self.last.as_ref()?.saved.as_deref().ok()
     }
 
     /// Waits for a save that is under way when no step comes any more. Every rank must call it.

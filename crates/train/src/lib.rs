@@ -1,7 +1,7 @@
 //! Configuration, data, schedules, metrics and the trainer.
 //!
 //! Data flows one way: [`Data`] -> [`Tokens`] -> [`Samples`] -> [`Batches`] -> micro-batches. Beside it stand what a
-//! run needs around its steps: [`hub`], [`Tokenizer`], [`ChatTemplate`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Progress`] and [`Sampler`].
+//! run needs around its steps: [`hub`], [`Tokenizer`], [`ChatTemplate`], [`LrSchedule`], [`Metrics`], [`TensorBoard`], [`Tracer`], [`Progress`] and [`Sampler`].
 
 #![forbid(unsafe_code)]
 
@@ -15,10 +15,12 @@ mod counted;
 mod data;
 mod eval_batches;
 mod evaluation;
+mod few;
 mod first_fit;
 mod generate;
 mod held_out;
 mod json_file;
+mod line_borders;
 mod lr_schedule;
 mod memory_report;
 mod metrics;
@@ -35,10 +37,12 @@ mod step_times;
 mod tensorboard;
 mod tokenizer;
 mod tokenizer_config;
+mod tracer;
 mod train_bpe;
 mod train_config;
 mod trainer;
 mod training_record;
+mod whole_file;
 
 pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
@@ -47,7 +51,7 @@ pub use checkpoints::Checkpoints;
 pub use counted::counted;
 pub use data::{
     Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
-    RecordKind, SkippedRecord, Tokens,
+    RecordKind, SkippedRecord, TokenCache, Tokens,
 };
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
@@ -65,6 +69,8 @@ pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
 pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;
+pub use tracer::Tracer;
 pub use train_config::TrainConfig;
 pub use trainer::{TrainEvent, Trainer};
 pub use training_record::{DataPosition, TrainingRecord};
+pub use whole_file::WholeFile;

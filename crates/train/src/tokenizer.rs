@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use rayon::prelude::*;
 
+use crate::line_borders::{PART_BYTES, has_line_borders, parts};
 use crate::special_tokens::{SpecialTokens, read_special_tokens};
 use crate::tokenizer_config::TokenizerConfig;
 
@@ -17,6 +19,8 @@ pub struct Tokenizer {
     /// Spellings of special tokens, by name.
     named: BTreeMap<String, String>,
     max_id: u32,
+    /// Whether long texts may be encoded in parts.
+    has_line_borders: bool,
 }
 
 impl Tokenizer {
@@ -74,6 +78,7 @@ impl Tokenizer {
             .filter_map(|(name, id)| Some((name.to_string(), tokenizer.id_to_token(id?)?)));
         Ok(Self {
             named: named.collect(),
+            has_line_borders: has_line_borders(&tokenizer),
             tokenizer,
             special,
             max_id,
@@ -115,10 +120,36 @@ impl Tokenizer {
     }
 
     fn encode_with(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
+        if self.has_line_borders
+            && text.len() >= 2 * PART_BYTES
+            && let Some([before, after]) = self.added_ids(special_tokens)?
+        {
+            let parts = parts(text, PART_BYTES).into_par_iter();
+            let parts = parts.map(|part| self.encode_whole(part, false));
+            let parts: Vec<Vec<u32>> = parts.collect::<Result<_>>()?;
+            return Ok([before, parts.concat(), after].concat());
+        }
+        self.encode_whole(text, special_tokens)
+    }
+
+    fn encode_whole(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
         match self.tokenizer.encode_fast(text, special_tokens) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(e) => bail!("cannot encode a text of {} bytes: {e}", text.len()),
         }
+    }
+
+    /// The ids that the post-processor puts before and after those of a text; `None` if it does something else.
+    fn added_ids(&self, special_tokens: bool) -> Result<Option<[Vec<u32>; 2]>> {
+        let alone = self.encode_whole("a", false)?;
+        let with = self.encode_whole("a", special_tokens)?;
+        let place = with
+            .windows(alone.len().max(1))
+            .position(|ids| ids == alone);
+        Ok(place.map(|place| {
+            let end = place + alone.len();
+            [with[..place].to_vec(), with[end..].to_vec()]
+        }))
     }
 
     /// Token ids of `text`, and which of them have anything of `spans`, bytes of it. Between the first and the last token of a span

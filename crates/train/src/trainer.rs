@@ -1,14 +1,17 @@
 //! One train step for all layouts: schedule and tape, loss, gradients, optimizer.
 
+mod evaluate;
+
 use std::time::Instant;
 
+use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup, message_of};
 use candle_core::{DType, Device, Error, Result};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
-    AdamW, DistributedOptimizer, EvalSums, Gradients, MemoryReport, MicroBatch, Parameters,
-    Pipeline, Stage, StepReport,
+    AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
+    StepReport,
 };
 
 use crate::batches::Batches;
@@ -191,8 +194,11 @@ impl Trainer {
             observe(TrainEvent::Evaluation(&metrics))?;
         }
         while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
-            let metrics = self.train_step(&batches.batch(self.step)?);
-            let mut metrics = metrics.map_err(|err| self.after_failed_step(err))?;
+            self.world.set_step(self.step, "data");
+            let device = self.world.device();
+            let batch = trace::record(SpanKind::Data, device, || batches.batch(self.step))?;
+            let metrics = self.train_step(&batch);
+            let mut metrics = metrics.map_err(|err| self.after_failed_step(err, batches))?;
             metrics.padding = batches.padding(metrics.step)?;
             observe(TrainEvent::Step(&metrics))?;
             let evaluation = self.evaluation.as_ref();
@@ -213,60 +219,25 @@ impl Trainer {
         }
     }
 
-    /// Evaluates the model as it is: loss, perplexity and accuracy over all samples of the [evaluation](Self::with_evaluation), each of them once;
-    /// `None` without one. Nothing of the training changes. Every rank must call it, between steps.
-    ///
-    /// # Errors
-    /// Failures of ranks and devices.
-    pub fn evaluate(&mut self) -> Result<Option<EvalMetrics>> {
-        let Some(evaluation) = &mut self.evaluation else {
-            return Ok(None);
-        };
-        let start = Instant::now();
-        self.world.set_step(self.step, "evaluation");
-        let batches = evaluation.batches.iter();
-        let mut own = self.pipeline.evaluate(&self.stage, batches)?;
-        if !self.counts_losses {
-            own = EvalSums::default();
-        }
-        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
-        let mut all = EvalSums::default();
-        for of_rank in self.world.all_gather_bytes(&own)? {
-            let of_rank: EvalSums = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
-            all = all + of_rank;
-        }
-        let num_targets = all.num_targets as f64;
-        let loss = all.loss() / num_targets;
-        evaluation.history.add(loss, self.step);
-        if let Some(checkpoints) = &mut self.checkpoints {
-            checkpoints.note_evaluation(self.step, loss, evaluation.history);
-        }
-        Ok(Some(EvalMetrics {
-            step: self.step.saturating_sub(1),
-            eval_loss: loss,
-            eval_perplexity: loss.exp(),
-            eval_accuracy: all.num_right.map(|right| right / num_targets),
-            eval_num_tokens: all.num_targets,
-            eval_secs: start.elapsed().as_secs_f64(),
-        }))
-    }
-
-    /// The error of a step, with the checkpoint from before it if training has diverged: all ranks know it then, and none is lost.
-    fn after_failed_step(&mut self, err: Error) -> Error {
+    /// The error of a step. If training has diverged all ranks know it, and none is lost: what there was before it is saved and named.
+    fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
         let Some(checkpoints) = &mut self.checkpoints else {
             return err;
         };
-        if !self.optimizer.has_diverged() || checkpoints.finish().is_err() {
+        if !self.optimizer.has_diverged() || self.step == 0 {
             return err;
         }
-        match checkpoints.last_saved() {
-            None => err,
-            Some(path) => Error::msg(format!(
-                "{}\nhint: {} has the run as it was then",
-                message_of(&err),
-                path.display()
-            )),
-        }
+        let saved = checkpoints.save_now(&self.optimizer, self.step, batches);
+        let said = match saved.map(|outcome| outcome.map(|outcome| outcome.saved)) {
+            Ok(Some(Ok(path))) => format!("hint: {} has the run as it was then", path.display()),
+            Ok(Some(Err(why))) => format!("the run as it was then could not be saved: {why}"),
+            Ok(None) => return err,
+            Err(why) => format!(
+                "the run as it was then could not be saved: {}",
+                message_of(&why)
+            ),
+        };
+        Error::msg(format!("{}\n{said}", message_of(&err)))
     }
 
     /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
@@ -275,10 +246,12 @@ impl Trainer {
     /// # Errors
     /// Failures of ranks. A save that fails is a warning.
     pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
-        match &mut self.checkpoints {
-            Some(checkpoints) => checkpoints.after_step(&self.optimizer, self.step, batches),
-            None => Ok(()),
-        }
+        let Some(checkpoints) = &mut self.checkpoints else {
+            return Ok(());
+        };
+        trace::record(SpanKind::Checkpoint, self.world.device(), || {
+            checkpoints.after_step(&self.optimizer, self.step, batches)
+        })
     }
 
     /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
@@ -300,7 +273,9 @@ impl Trainer {
     /// can be halved: the next step takes the next micro-batches and their learning rate. An error of a GPU without memory tells what holds how much.
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;
-        self.run_step(micro_batches)
+        self.world.set_step(step, "forward and backward pass");
+        let device = self.world.device().clone();
+        trace::record(SpanKind::Step, &device, || self.run_step(micro_batches))
             .map_err(|err| explain(err, &self.stage))
             .map_err(|err| err.context(format!("step {step} failed")))
     }
@@ -313,7 +288,6 @@ impl Trainer {
         self.gradients.set_loss_scale(loss_scale);
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
-        self.world.set_step(self.step, "forward and backward pass");
         let mut passes =
             self.pipeline
                 .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
@@ -328,12 +302,14 @@ impl Trainer {
             is_asked_to_stop,
             ..
         } = timed(&mut stopwatch, self.world.device(), || {
-            self.optimizer.step(
-                &mut self.gradients,
-                &passes,
-                learning_rate,
-                self.config.max_grad_norm,
-            )
+            trace::record(SpanKind::Optimizer, self.world.device(), || {
+                self.optimizer.step(
+                    &mut self.gradients,
+                    &passes,
+                    learning_rate,
+                    self.config.max_grad_norm,
+                )
+            })
         })?;
         self.is_stopped |= is_asked_to_stop;
         let (optimizer_start, optimizer_waited) = optimizer_timer;

@@ -18,6 +18,8 @@ mod hub_server;
 mod lr_schedule;
 #[path = "train/metrics.rs"]
 mod metrics;
+#[path = "train/parquet.rs"]
+mod parquet;
 #[path = "train/progress.rs"]
 mod progress;
 #[path = "train/python_json.rs"]

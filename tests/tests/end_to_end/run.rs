@@ -11,6 +11,7 @@ use candle_parallel::{
     Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
     Schedule, Stage, WeightFormat, ZeroStage,
 };
+use candle_train::hub::DataUse;
 use candle_train::{
     Batches, Data, DataSpec, RecordEncoder, SampleConfig, Samples, StepMetrics, Tokenizer, Tokens,
     Trainer,
@@ -279,8 +280,8 @@ pub fn load_variant(
 /// The fixtures' text.
 pub fn tokens(fixture: &Fixture) -> Result<Tokens> {
     let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
-    let data = Data::find(&[DataSpec::new(text_file())])?;
-    Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?)
+    let data = Data::find(&[DataSpec::new(text_file())], DataUse::Training)?;
+    Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?, None)
 }
 
 pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {

@@ -259,8 +259,11 @@ fn a_cache_is_used_again_and_never_for_other_data() {
     // A damaged file is made anew.
     let content = fs::read(&cached[0]).unwrap();
     fs::write(&cached[0], &content[..content.len() - 1]).unwrap();
-    assert_eq!(sequences(&preview(&workspace)), first);
+    let outcome = preview(&workspace).succeeds_with_warnings();
+    let told = "are damaged and are made again";
+    assert!(outcome.stderr.contains(told), "{}", outcome.stderr);
     assert_eq!(fs::read(&cached[0]).unwrap(), content);
+    assert_eq!(sequences(&preview(&workspace)), first);
     // What is made of the data depends on template, tokenizer, flag and the data itself.
     sequences(&preview(&workspace).switch("--train-on-prompt"));
     assert_eq!(files().len(), 2);

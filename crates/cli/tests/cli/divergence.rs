@@ -1,6 +1,9 @@
 //! Numbers that are no longer numbers.
 
-use super::workspace::{Workspace, refuses_model};
+use std::fs;
+use std::path::Path;
+
+use super::workspace::{Workspace, candle_train, refuses_model};
 
 const NAN: [u8; 4] = f32::NAN.to_le_bytes();
 
@@ -32,14 +35,31 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
         "hint: a lower learning rate",
     ];
     workspace.refuses(&program, &parts);
-    // What was saved before is there, and named.
-    let saves = workspace.path("saves");
-    let saving = program.clone().flag("--save-every", 1);
-    let saving = saving.flag("--save-dir", saves.display());
-    let last = saves.join("step-000001");
-    let named = format!("{} has the run as it was then", last.display());
-    saving.run().assert_error(&[parts[0], parts[1], &named]);
-    assert!(last.join("manifest.json").is_file());
+    // What there was before is saved, and named.
+    for (every, zero) in [(1, 1), (100, 0), (100, 3)] {
+        let saves = workspace.path(&format!("saves-{every}-{zero}"));
+        let saving = program.clone().flag("--save-every", every);
+        let saving = saving.flag("--zero", zero);
+        let saving = saving
+            .flag("--lr-schedule", "constant")
+            .flag("--warmup-steps", 0);
+        let saving = saving.flag("--save-dir", saves.display());
+        let last = saves.join("step-000001");
+        let named = format!("{} has the run as it was then", last.display());
+        saving.run().assert_error(&[parts[0], parts[1], &named]);
+        // The weights after the first step, as a run has them that ends there.
+        let (out, one) = (workspace.path("exported"), workspace.path("one"));
+        let export = candle_train("export").argument(last.display());
+        export
+            .argument(out.display())
+            .switch("--overwrite")
+            .succeeds();
+        let short = saving.without("--save-every").without("--save-dir");
+        let short = short.flag("--steps", 1).flag("--output", one.display());
+        short.switch("--overwrite").succeeds();
+        let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
+        assert!(weights(&out) == weights(&one), "{every} {zero}");
+    }
     // Whatever the layout.
     let program = program
         .flag("--zero", 0)

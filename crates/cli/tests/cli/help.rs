@@ -130,6 +130,19 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--tensorboard",
         &["[default: none]", "DIR", "TensorBoard", "resumed"],
     ),
+    (
+        "--trace",
+        &[
+            "[default: none]",
+            "FILE",
+            "Perfetto",
+            "candle-train timeline",
+        ],
+    ),
+    (
+        "--trace-steps",
+        &["[default: the first 10 of the run]", "FIRST..END", "from 0"],
+    ),
     ("--overwrite", &["earlier run of the same command", "never"]),
     (
         "--rescue-dir",

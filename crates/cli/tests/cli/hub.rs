@@ -65,3 +65,38 @@ fn a_model_that_the_hub_does_not_have_is_an_error_with_its_name() {
     let revision = program.flag("--model", "someone/tiny@v2");
     workspace.refuses(&revision, &["someone/tiny", "revision v2", "status 404"]);
 }
+
+#[test]
+fn data_from_the_hub_is_trained_on_and_evaluated_on_by_split() {
+    let workspace = Workspace::new();
+    let server = HubServer::start();
+    let text = fs::read(workspace.path("text.txt")).unwrap();
+    let files: [(&str, &[u8]); 3] = [
+        ("data/train.txt", &text),
+        ("data/val.txt", &text[..text.len() / 2]),
+        ("data/test.txt", &text[..text.len() / 3]),
+    ];
+    server.publish("datasets/org/data", "main", COMMIT, &files);
+    let name = "hub://datasets/org/data";
+    let program = workspace
+        .finetune()
+        .flag("--data", name)
+        .flag("--eval-data", name)
+        .variable("HF_ENDPOINT", server.endpoint())
+        .variable("HF_HUB_OFFLINE", "");
+    let outcome = program.succeeds();
+    for line in [
+        "1 of the files of hub://datasets/org/data are read (data/train.txt), and 2 are left (data/test.txt, data/val.txt)\n",
+        "1 of the files of hub://datasets/org/data are read (data/val.txt), and 2 are left (data/test.txt, data/train.txt)\n",
+    ] {
+        assert!(
+            outcome.stderr.contains(line),
+            "{line:?} is not in {}",
+            outcome.stderr
+        );
+    }
+    let named = program.flag("--data", format!("{name}/data/t*.txt"));
+    let outcome = named.without("--eval-data").succeeds();
+    assert!(outcome.stdout.contains(": 2 texts, "), "{}", outcome.stdout);
+    assert!(!outcome.stderr.contains("are left"), "{}", outcome.stderr);
+}

@@ -77,7 +77,7 @@ fn metrics_do_not_overwrite_what_is_no_metrics_file() {
 fn metrics_in_the_folder_that_is_replaced_are_refused() {
     let workspace = Workspace::new();
     for output in ["output", "new"] {
-        for flag in ["--metrics", "--tensorboard"] {
+        for flag in ["--metrics", "--tensorboard", "--trace"] {
             let output = workspace.path(output);
             let inside = output.join("steps");
             let program = workspace.finetune().flag("--output", output.display());

@@ -41,7 +41,7 @@ fn mpirun(num_ranks: usize) -> Option<Vec<String>> {
 }
 
 /// `program` as these processes; `None` as above.
-fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Option<Program> {
+pub fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Option<Program> {
     let words = mpirun(pp * dp * tp)?;
     let program = layout(program, (pp, dp, tp));
     Some(program.under(words).flag("--backend", "mpi"))
@@ -234,6 +234,48 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
     workspace.finetune().succeeds();
     let left = super::folder::names(&workspace.path(""));
     assert_eq!(left, ["model", "output", "text.txt"]);
+}
+
+#[test]
+fn what_keeps_all_processes_from_starting_is_said_once() {
+    let workspace = Workspace::new();
+    for (program, error) in [
+        (
+            workspace.finetune().flag("--data", "nowhere.txt"),
+            "nowhere.txt",
+        ),
+        (workspace.finetune().flag("--lr", "x"), "--lr"),
+        (
+            workspace.finetune().flag("--global-batch-size", 7),
+            "global_batch_size(7)",
+        ),
+    ] {
+        let Some(program) = under_mpi(program, (1, 3, 1)) else {
+            return;
+        };
+        let stderr = program.run().stderr;
+        assert!(stderr.contains(error), "{stderr}");
+        assert_eq!(stderr.matches("error: ").count(), 1, "{stderr}");
+        for words in ["failed", "ranks 0", "stops: "] {
+            assert!(!stderr.contains(words), "{stderr}");
+        }
+    }
+}
+
+#[test]
+fn what_one_process_finds_before_they_meet_is_said_with_its_rank() {
+    let workspace = Workspace::new();
+    let layout_of = |program| layout(program, (1, 3, 1)).flag("--backend", "mpi");
+    let program = workspace.finetune().flag("--global-batch-size", 6);
+    let (right, wrong) = (program.clone(), program);
+    let wrong = layout_of(wrong.flag("--data", "nowhere.txt"));
+    let Some(mut words) = mpirun(1) else { return };
+    words.extend(layout_of(right).words());
+    words.extend([":", "-n", "2"].map(str::to_string));
+    let stderr = wrong.under(words).run().stderr;
+    let said = "error: the run cannot start: ranks 1, 2: cannot open data";
+    assert_eq!(stderr.matches(said).count(), 1, "{stderr}");
+    assert_eq!(stderr.matches("error: ").count(), 1, "{stderr}");
 }
 
 #[test]

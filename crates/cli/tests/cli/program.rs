@@ -211,6 +211,7 @@ impl Program {
             command.env_remove(name);
         }
         command.env("HF_HUB_OFFLINE", "1");
+        command.env("CANDLE_TRAIN_CACHE", "");
         // The error is one sentence all the same.
         command.env("RUST_BACKTRACE", "1");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));

@@ -132,6 +132,31 @@ fn the_checkpoint_that_was_named_counts_until_there_is_a_newer_one() {
 }
 
 #[test]
+fn what_keeps_all_ranks_from_starting_is_said_by_the_first() {
+    let workspace = Workspace::new();
+    for (flag, value) in [("--data", "nowhere.txt"), ("--lr", "x")] {
+        let program = workspace.finetune().flag("--dp", 3).flag(flag, value);
+        let launcher = [env!("CARGO_BIN_EXE_candle-train"), "launch"];
+        let words = launcher.iter().chain(&["--nproc-per-node", "3"]);
+        let outcome = program
+            .under(words.map(ToString::to_string).collect())
+            .run();
+        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+        let said = |words| outcome.stderr.matches(words).count();
+        assert_eq!(
+            (said("[rank 0] error: "), said("[rank")),
+            (1, said("[rank 0]"))
+        );
+        assert_eq!(
+            said("all 3 ranks failed: exit code 2\n"),
+            1,
+            "{}",
+            outcome.stderr
+        );
+    }
+}
+
+#[test]
 fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
     let workspace = Workspace::new();
     let (program, _) = run(&workspace);

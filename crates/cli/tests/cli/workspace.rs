@@ -82,7 +82,6 @@ impl Workspace {
             .flag("--output", self.output().display())
             .switch("--overwrite")
             .variable("HF_HOME", self.path("hub").display())
-            .variable("CANDLE_TRAIN_CACHE", "")
     }
 
     /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is and nothing beside it.

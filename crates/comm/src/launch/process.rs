@@ -3,8 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+#[cfg(feature = "mpi")]
+use candle_launch::RankEnv;
 use candle_launch::{Control, ControlConfig};
 
+use super::cannot_start::{known, meeting_begins, said_by_all};
 use crate::{ProcessGroup, RunConfig, message_of};
 
 /// Runs this rank over MPI, by which the ranks also learn where to meet if their launcher did not say it.
@@ -20,10 +23,15 @@ pub(super) fn mpi<T: Send>(
             .or_else(|| threads_of_stages(config)),
         ..crate::MpiConfig::default()
     };
+    meeting_begins();
+    // What all ranks know when they meet ends none of them by MPI_Abort.
     super::mpi(mpi, |world| {
-        let control = meet_over(&world, config)?;
-        watched(&control, &world, config, &run)
-    })
+        let master = |master| control_config(config, master);
+        Ok(match meet_over(&world, &config.env, master)? {
+            Ok(control) => Ok(watched(&control, &world, config, &run)?),
+            Err(cannot_start) => Err(known(&config.env, cannot_start)),
+        })
+    })?
 }
 
 /// Runs this rank over NCCL, on its GPU.
@@ -32,7 +40,8 @@ pub(super) fn nccl<T: Send>(
     config: &RunConfig,
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<T> {
-    let control = meet(config).map_err(candle_core::Error::wrap)?;
+    meeting_begins();
+    let control = meet(config).map_err(|error| known(&config.env, error))?;
     let exchange = {
         let control = control.clone();
         Arc::new(move |bytes: &[u8]| {
@@ -85,13 +94,17 @@ fn threads_of_stages(config: &RunConfig) -> Option<usize> {
 }
 
 /// Joins the control plane where rank 0 says, over `world`: at the meeting point of its environment, or else at a port of its own.
-/// What the environments of the others say does not count, as launchers do not give all ranks the same.
+/// What the environments of the others say does not count, as launchers do not give all ranks the same. The inner error is one that
+/// all ranks have.
 #[cfg(feature = "mpi")]
-fn meet_over(world: &ProcessGroup, config: &RunConfig) -> Result<Arc<Control>> {
+pub(super) fn meet_over(
+    world: &ProcessGroup,
+    env: &RankEnv,
+    config: impl FnOnce((String, u16)) -> ControlConfig,
+) -> Result<candle_launch::Result<Arc<Control>>> {
     use crate::Error;
     use std::net::{Ipv4Addr, TcpListener};
 
-    let env = &config.env;
     let (mut own, mut listener) = (String::new(), None);
     if world.rank() == 0 {
         let (host, port) = match env.master() {
@@ -121,12 +134,17 @@ fn meet_over(world: &ProcessGroup, config: &RunConfig) -> Result<Arc<Control>> {
     let Some(master) = master else {
         return Err(Error::Argument("rank 0 did not say where the ranks meet".into()).into());
     };
-    let control = control_config(config, master);
+    let config = config(master);
     let joined = match listener {
-        Some(listener) => Control::join_at(&control, listener),
-        None => Control::join(&control),
+        Some(listener) => Control::join_at(&config, listener),
+        None => Control::join(&config),
     };
-    joined.map_err(candle_core::Error::wrap)
+    match joined {
+        Err(error) if !matches!(error, candle_launch::Error::CannotStart(_)) => {
+            Err(candle_core::Error::wrap(error))
+        }
+        joined => Ok(joined),
+    }
 }
 
 fn control_config(config: &RunConfig, master: (String, u16)) -> ControlConfig {
@@ -151,7 +169,10 @@ fn watched<T>(
             Ok(value)
         }
         Err(error) => {
-            control.fail(&message_of(&error));
+            let failure = control.fail(&message_of(&error));
+            if failure.is_some_and(|failure| failure.is_of_all()) {
+                said_by_all(control.rank());
+            }
             Err(error)
         }
     }

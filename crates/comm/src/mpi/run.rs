@@ -21,6 +21,7 @@ use super::environment::{
 };
 use super::sys::Mpi;
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
+use crate::launch::words_of_failed;
 use crate::{Error, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
@@ -97,10 +98,11 @@ fn fail(rank: usize, message: &str, jobs: &Sender<Job>) -> ! {
     std::process::exit(1)
 }
 
-/// Prints why a rank failed. In one piece, as other processes write to the same terminal.
+/// Prints why a rank failed, unless another one does. In one piece, as other processes write to the same terminal.
 fn say_failed(rank: usize, message: &str) {
-    let line = format!("rank {rank} failed: {message}\n");
-    eprint!("{line}");
+    if let Some(words) = words_of_failed(rank, message) {
+        eprint!("{words}");
+    }
 }
 
 /// MPI's thread: at its end, the number of messages that nobody received.

@@ -3,8 +3,11 @@
 use candle_core::shape::Dim;
 use candle_core::{Result, Tensor};
 
-use super::{ProcessGroup, dims};
+use super::{ProcessGroup, dims, size_in_bytes};
 use crate::{Error, P2p, ReduceOp};
+
+/// What counters and traces call the exchange of byte strings.
+const GATHER_BYTES: &str = "all_gather_bytes";
 
 impl ProcessGroup {
     /// `(..) -> (..)`: the elementwise reduction over the ranks, on every rank.
@@ -102,11 +105,9 @@ impl ProcessGroup {
         let all = self.exchange(bytes)?;
         if !self.is_single() {
             let longest = all.iter().map(Vec::len).max().unwrap_or(0);
-            self.count(
-                "all_gather_bytes",
-                1,
-                self.world_size() * (longest + size_of::<i64>()),
-            );
+            let moved = self.world_size() * (longest + size_of::<i64>());
+            let moved = self.ring_bytes(1, moved);
+            self.lock_counters().add(GATHER_BYTES, moved);
         }
         Ok(all)
     }
@@ -120,7 +121,7 @@ impl ProcessGroup {
         }
         crate::call_site::scope(std::panic::Location::caller(), || {
             let length = Tensor::new(&[bytes.len() as i64], self.device())?;
-            let lengths = self.comm.all_gather(&length)?.wait()?.to_vec1::<i64>()?;
+            let lengths = self.gather_traced(&length)?.to_vec1::<i64>()?;
             self.comm.check()?;
             let longest = lengths.iter().max().map_or(0, |longest| *longest as usize);
             if longest == 0 {
@@ -129,7 +130,7 @@ impl ProcessGroup {
             let mut padded = bytes.to_vec();
             padded.resize(longest, 0);
             let padded = Tensor::from_vec(padded, longest, self.device())?;
-            let all = self.comm.all_gather(&padded)?.wait()?.to_vec1::<u8>()?;
+            let all = self.gather_traced(&padded)?.to_vec1::<u8>()?;
             self.comm.check()?;
             if all.len() != longest * lengths.len() {
                 return Err(Error::Argument(format!(
@@ -145,5 +146,12 @@ impl ProcessGroup {
                 .map(|(chunk, length)| chunk[..*length as usize].to_vec())
                 .collect())
         })
+    }
+
+    /// `(n) -> (world_size * n)`, without counting.
+    fn gather_traced(&self, xs: &Tensor) -> Result<Tensor> {
+        let pending = self.comm.all_gather(xs)?;
+        let bytes = self.ring_bytes(1, self.world_size() * size_in_bytes(xs));
+        pending.traced(|| self.traced(GATHER_BYTES, bytes)).wait()
     }
 }

@@ -3,12 +3,9 @@
 //! Until the wait nothing in the storage of the tensor may be read or written, its other views included; after a wait that ended
 //! in an error, what the storage holds may still change.
 
-use std::panic::Location;
-
 use candle_core::{Result, Tensor};
 
 use super::{ProcessGroup, dims, size_in_bytes};
-use crate::call_site::scope;
 use crate::communicator::own_slice;
 use crate::{Error, Pending, ReduceOp};
 
@@ -27,9 +24,9 @@ impl ProcessGroup {
         if self.is_single() || xs.elem_count() == 0 {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_reduce", 2, self.reduced_bytes(xs, op));
+        let bytes = self.ring_bytes(2, self.reduced_bytes(xs, op));
         let xs = xs.detach();
-        scope(Location::caller(), || {
+        self.start(("all_reduce", bytes), || {
             self.comm.all_reduce_in_place(&xs, op)
         })
     }
@@ -54,9 +51,9 @@ impl ProcessGroup {
         if self.is_single() || xs.elem_count() == 0 {
             return Ok(Pending::ready(own_slice(&*self.comm, &xs.detach())?));
         }
-        self.count("reduce_scatter", 1, self.reduced_bytes(xs, op));
+        let bytes = self.ring_bytes(1, self.reduced_bytes(xs, op));
         let xs = xs.detach();
-        scope(Location::caller(), || {
+        self.start(("reduce_scatter", bytes), || {
             self.comm.reduce_scatter_in_place(&xs, op)
         })
     }
@@ -77,9 +74,9 @@ impl ProcessGroup {
         if self.is_single() || xs.elem_count() == 0 {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_gather", 1, size_in_bytes(xs));
+        let bytes = self.ring_bytes(1, size_in_bytes(xs));
         let xs = xs.detach();
-        scope(Location::caller(), || self.comm.all_gather_in_place(&xs))
+        self.start(("all_gather", bytes), || self.comm.all_gather_in_place(&xs))
     }
 }
 

@@ -1,11 +1,8 @@
 //! Started forms: they return at once, and the result comes from `Pending::wait`. They act on dim 0.
 
-use std::panic::Location;
-
 use candle_core::{Result, Tensor};
 
 use super::{ProcessGroup, dims, size_in_bytes};
-use crate::call_site::scope;
 use crate::{Error, P2p, Pending, ReduceOp};
 
 impl ProcessGroup {
@@ -18,9 +15,9 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_reduce", 2, self.reduced_bytes(xs, op));
+        let bytes = self.ring_bytes(2, self.reduced_bytes(xs, op));
         let xs = dims::contiguous(xs)?;
-        scope(Location::caller(), || self.comm.all_reduce(&xs, op))
+        self.start(("all_reduce", bytes), || self.comm.all_reduce(&xs, op))
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0. `xs` must not be written to before the wait.
@@ -33,9 +30,9 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_gather", 1, self.world_size() * size_in_bytes(xs));
+        let bytes = self.ring_bytes(1, self.world_size() * size_in_bytes(xs));
         let xs = dims::contiguous(xs)?;
-        scope(Location::caller(), || self.comm.all_gather(&xs))
+        self.start(("all_gather", bytes), || self.comm.all_gather(&xs))
     }
 
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0. `xs` must not be written to before the wait.
@@ -48,9 +45,11 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("reduce_scatter", 1, self.reduced_bytes(xs, op));
+        let bytes = self.ring_bytes(1, self.reduced_bytes(xs, op));
         let xs = dims::contiguous(xs)?;
-        scope(Location::caller(), || self.comm.reduce_scatter(&xs, op))
+        self.start(("reduce_scatter", bytes), || {
+            self.comm.reduce_scatter(&xs, op)
+        })
     }
 
     /// Starts a [`broadcast`](Self::broadcast). `xs` must not be written to before the wait.
@@ -63,9 +62,9 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("broadcast", 1, size_in_bytes(xs));
+        let bytes = self.ring_bytes(1, size_in_bytes(xs));
         let xs = dims::contiguous(xs)?;
-        scope(Location::caller(), || self.comm.broadcast(&xs, root))
+        self.start(("broadcast", bytes), || self.comm.broadcast(&xs, root))
     }
 
     /// Starts an [`all_to_all`](Self::all_to_all) along dim 0. `xs` must not be written to before the wait.
@@ -78,9 +77,9 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        self.count("all_to_all", 1, size_in_bytes(xs));
+        let bytes = self.ring_bytes(1, size_in_bytes(xs));
         let xs = dims::contiguous(xs)?;
-        scope(Location::caller(), || self.comm.all_to_all(&xs))
+        self.start(("all_to_all", bytes), || self.comm.all_to_all(&xs))
     }
 
     /// Starts a [`batch_send_recv`](Self::batch_send_recv).
@@ -109,10 +108,7 @@ impl ProcessGroup {
         if ops.is_empty() {
             return Ok(Pending::ready(Vec::new()));
         }
-        self.lock_counters().add(
-            "batch_send_recv",
-            sends.iter().map(|xs| size_in_bytes(xs) as u64).sum(),
-        );
+        let bytes = sends.iter().map(|xs| size_in_bytes(xs) as u64).sum();
         let mut sends = sends.iter();
         let ops: Vec<P2p<'_>> = ops
             .iter()
@@ -128,7 +124,9 @@ impl ProcessGroup {
                 }
             })
             .collect();
-        scope(Location::caller(), || self.comm.batch_send_recv(&ops))
+        self.start(("batch_send_recv", bytes), || {
+            self.comm.batch_send_recv(&ops)
+        })
     }
 
     /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.
@@ -140,7 +138,6 @@ impl ProcessGroup {
         if self.is_single() {
             return Ok(Pending::ready(()));
         }
-        self.count("barrier", 1, 0);
-        scope(Location::caller(), || self.comm.barrier())
+        self.start(("barrier", 0), || self.comm.barrier())
     }
 }

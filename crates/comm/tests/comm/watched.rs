@@ -76,6 +76,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         is_one_host: true,
         token: "secret".into(),
         fingerprint: Vec::new(),
+        cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(20),
         ends_process: false,

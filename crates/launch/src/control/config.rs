@@ -21,6 +21,8 @@ pub struct ControlConfig {
     pub token: String,
     /// What must be the same on all ranks, by name: flags, data, code version. Default: nothing.
     pub fingerprint: Vec<(String, String)>,
+    /// Why this rank cannot start, if it comes only to say so: then the run starts on none. Default: it can.
+    pub cannot_start: Option<String>,
     /// How long ranks may take to come. Default: 5 minutes.
     pub join_timeout: Duration,
     /// How long a rank may be blocked in one operation before the run is given up. Default: 10 minutes.
@@ -49,6 +51,7 @@ impl ControlConfig {
             is_one_host: env.local_world_size() == env.world_size(),
             token: env.run_token().to_string(),
             fingerprint: Vec::new(),
+            cannot_start: None,
             join_timeout: Duration::from_secs(300),
             deadline: Duration::from_secs(600),
             ends_process: true,

@@ -10,10 +10,17 @@ use serde::{Deserialize, Serialize};
 pub struct Failure {
     /// What kind of end it is.
     pub kind: FailureKind,
-    /// The rank at fault, if it is one.
+    /// The rank at fault, if it is one: none if all failed by themselves, with the same words.
     pub rank: Option<usize>,
     /// What happened, to which rank on which host, and what it did last.
     pub message: String,
+}
+
+impl Failure {
+    /// Whether all ranks failed by themselves, with the same words: then it is enough if rank 0 shows them.
+    pub fn is_of_all(&self) -> bool {
+        self.kind == FailureKind::Failed && self.rank.is_none()
+    }
 }
 
 /// The ways in which a run ends early.
@@ -21,7 +28,7 @@ pub struct Failure {
 pub enum FailureKind {
     /// A rank's process is gone, or cannot be reached.
     Died,
-    /// A rank said that it failed.
+    /// A rank said that it failed, or all did.
     Failed,
     /// A rank was asked to end by a signal.
     Terminated,

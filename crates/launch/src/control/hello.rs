@@ -13,6 +13,9 @@ pub(super) struct Hello {
     pub host: String,
     pub pid: u32,
     pub fingerprint: Vec<(String, String)>,
+    /// Why it cannot start, if so.
+    #[serde(default)]
+    pub cannot_start: Option<String>,
 }
 
 impl Hello {
@@ -24,6 +27,7 @@ impl Hello {
             host: config.host.clone(),
             pid: std::process::id(),
             fingerprint: config.fingerprint.clone(),
+            cannot_start: config.cannot_start.clone(),
         }
     }
 
@@ -49,6 +53,10 @@ impl Hello {
                 "{who}: expected a rank below the world size, {}",
                 self.world_size
             ));
+        }
+        if self.cannot_start.is_some() || other.cannot_start.is_some() {
+            // It may not have come to what there is to compare.
+            return None;
         }
         let differences = self.differences(other);
         if differences.is_empty() {

@@ -63,6 +63,7 @@ fn persist<T>(
         let last = match run(&mut attempt) {
             Ok(done) => return Ok(done),
             Err(Refused::ForGood(message)) => return Err(Error::Join(message)),
+            Err(Refused::CannotStart(message)) => return Err(Error::CannotStart(message)),
             Err(Refused::OtherRun(message)) if begun.elapsed() > OTHER_RUN => {
                 return Err(not_this_run(config, &message));
             }
@@ -102,6 +103,8 @@ fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Re
 enum Refused {
     /// Not let in, and never will be.
     ForGood(String),
+    /// Nobody is let in.
+    CannotStart(String),
     /// By what seems to be another run.
     OtherRun(String),
     Io(io::Error),
@@ -135,10 +138,17 @@ impl Attempt<'_> {
                     reader.get_mut().lift()?;
                     return Ok(Link::start(self.config, hosts, reader, stream)?);
                 }
-                ToRank::Refused { message, retry } if retry => {
-                    return Err(Refused::OtherRun(message));
+                ToRank::Refused {
+                    message,
+                    retry,
+                    all,
+                } => {
+                    return Err(match (retry, all) {
+                        (true, _) => Refused::OtherRun(message),
+                        (false, true) => Refused::CannotStart(message),
+                        (false, false) => Refused::ForGood(message),
+                    });
                 }
-                ToRank::Refused { message, .. } => return Err(Refused::ForGood(message)),
                 other => {
                     let message = format!("unexpected in a rendezvous: {other:?}");
                     return Err(io::Error::new(ErrorKind::InvalidData, message).into());

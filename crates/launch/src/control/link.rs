@@ -327,7 +327,7 @@ impl Link {
         );
         let all_told_to_end = failure.kind == FailureKind::Terminated
             && state.failed == Some(FailureKind::Terminated);
-        let own = failure.rank == Some(self.rank);
+        let own = failure.rank == Some(self.rank) || failure.is_of_all();
         state.failure = Some(failure);
         if own || all_told_to_end {
             state.printed = true;

@@ -58,8 +58,13 @@ pub(super) enum ToRank {
     Waiting { missing: Vec<usize> },
     /// All ranks are there; their hosts.
     Welcome { hosts: Vec<String> },
-    /// The rank is not let in, or the run does not start. `retry`: it may be another run's server, about to end.
-    Refused { message: String, retry: bool },
+    /// The rank is not let in. `retry`: it may be another run's server, about to end; `all`: nobody is, the run does not start.
+    Refused {
+        message: String,
+        retry: bool,
+        #[serde(default)]
+        all: bool,
+    },
     /// "I am alive", and rank 0 is doing this.
     Beat(Snapshot),
     /// To the question with this id. The body belongs to it.

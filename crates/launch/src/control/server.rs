@@ -19,7 +19,6 @@ use super::hello::Hello;
 use super::message::{FromRank, ToRank};
 use super::wire::{self, Limits, Timed};
 use super::{ControlConfig, beat_interval};
-use admission::Refusal;
 use hub::Hub;
 
 /// How long a stranger may take to say who it is.
@@ -132,10 +131,11 @@ fn meet(hub: &Arc<Hub>, stream: TcpStream) -> io::Result<(usize, BufReader<Timed
     let version = wire::read_opening(&mut reader)?;
     let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;
     let rank = hello.rank;
-    if let Err(Refusal { message, retry }) = hub.admit(hello, version, &stream) {
-        let error = io::Error::other(message.clone());
+    if let Err(refusal) = hub.admit(hello, version, &stream) {
+        let told = ToRank::from(refusal);
+        let error = io::Error::other(format!("{told:?}"));
         stream.set_write_timeout(Some(HANDSHAKE))?;
-        (&stream).write_all(&wire::frame(&ToRank::Refused { message, retry }, &[])?)?;
+        (&stream).write_all(&wire::frame(&told, &[])?)?;
         stream.shutdown(Shutdown::Write)?;
         return Err(error);
     }

@@ -21,6 +21,13 @@ pub enum StartedBy {
     Slurm,
 }
 
+impl StartedBy {
+    /// Whether processes that it starts find each other by MPI.
+    pub fn speaks_mpi(self) -> bool {
+        matches!(self, Self::OpenMpi | Self::Pmi | Self::Slurm)
+    }
+}
+
 impl fmt::Display for StartedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

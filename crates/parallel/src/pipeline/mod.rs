@@ -2,6 +2,7 @@
 
 mod block;
 mod eval_sums;
+mod inference;
 mod input_check;
 mod key_value_cache;
 mod micro_batch;

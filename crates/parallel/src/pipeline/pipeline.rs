@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, P2p, ProcessGroup};
 use candle_core::{Result, Shape, Tensor, bail};
 use candle_ops::Stopwatch;
 
-use super::eval_sums::EvalSums;
 use super::input_check::InputCheck;
 use super::micro_batch::MicroBatch;
 use super::pass_report::{ComputeTimer, PassReport};
@@ -18,7 +18,7 @@ use crate::gradients::Gradients;
 /// Interprets a [`Schedule`] over the ranks of a pipeline group. Without a pipeline the group has one rank.
 pub struct Pipeline {
     schedule: Schedule,
-    pp: ProcessGroup,
+    pub(super) pp: ProcessGroup,
     /// Compares what the ranks of a replica are given, once.
     input_check: Option<InputCheck>,
     /// Of forward and backward passes on the device, if they are timed there.
@@ -72,14 +72,20 @@ impl Pipeline {
         Ok([take(&stopwatches[FORWARD])?, take(&stopwatches[BACKWARD])?])
     }
 
-    fn timed<T>(&self, pass: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let Some(stopwatches) = &self.stopwatches else {
-            return work();
-        };
-        let mut stopwatch = stopwatches[pass]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        stopwatch.time(self.pp.device(), work)
+    fn timed<T>(
+        &self,
+        (pass, kind): (usize, SpanKind),
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let device = self.pp.device();
+        trace::record(kind, device, || match &self.stopwatches {
+            None => work(),
+            Some(stopwatches) => {
+                let stopwatch = stopwatches[pass].lock();
+                let mut stopwatch = stopwatch.unwrap_or_else(PoisonError::into_inner);
+                stopwatch.time(device, work)
+            }
+        })
     }
 
     /// Forward and backward passes of all micro-batches of a step: adds to `gradients` those of the sum of the losses over
@@ -125,7 +131,8 @@ impl Pipeline {
                 Instruction::Forward(index) => {
                     let timer = ComputeTimer::start();
                     let input = flight.inputs.remove(&index);
-                    let (output, tape) = self.timed(FORWARD, || {
+                    let kind = SpanKind::Forward { micro_batch: index };
+                    let (output, tape) = self.timed((FORWARD, kind), || {
                         stage.forward(input, &micro_batches[index], gradients)
                     })?;
                     flight.tapes.insert(index, tape);
@@ -146,7 +153,8 @@ impl Pipeline {
                     };
                     num_backwards += 1;
                     let is_last = num_backwards == micro_batches.len();
-                    let input_grad = self.timed(BACKWARD, || {
+                    let kind = SpanKind::Backward { micro_batch: index };
+                    let input_grad = self.timed((BACKWARD, kind), || {
                         stage.backward(tape, upstream, gradients, is_last)
                     })?;
                     if let Some(grad) = input_grad {
@@ -228,70 +236,10 @@ impl Pipeline {
         }
         Ok(())
     }
-
-    /// Forward pass of one micro-batch over the stages of `pp` without a backward pass; the last stage applies `pick` to what the last block gives
-    /// and all stages return the result.
-    ///
-    /// `shape` is that of the result, which the other stages need to receive it.
-    ///
-    /// # Errors
-    /// What blocks return, and failures of ranks.
-    pub fn infer(
-        pp: &ProcessGroup,
-        stage: &Stage,
-        batch: &MicroBatch,
-        shape: impl Into<Shape>,
-        pick: impl Fn(Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let result = match infer_stage(pp, stage, batch)? {
-            Some(output) => pick(output)?.contiguous()?,
-            None => Tensor::zeros(shape, stage.dtype(), stage.device())?,
-        };
-        pp.broadcast(&result, pp.world_size() - 1)
-    }
-
-    /// Forward passes of micro-batches with targets, without backward passes: what the last block gives, added up on the ranks of the last
-    /// stage; zeros on the others. Every rank of a replica must be given the same micro-batches; with ZeRO-3 all replicas must be
-    /// given as many.
-    ///
-    /// # Errors
-    /// What `batches` and blocks return, and failures of ranks.
-    pub fn evaluate(
-        &self,
-        stage: &Stage,
-        batches: impl IntoIterator<Item = Result<MicroBatch>>,
-    ) -> Result<EvalSums> {
-        let mut sums = EvalSums::default();
-        for batch in batches {
-            let batch = batch?;
-            if let Some(output) = infer_stage(&self.pp, stage, &batch)? {
-                sums = sums + EvalSums::of(&output, batch.num_targets()?)?;
-            }
-        }
-        Ok(sums)
-    }
 }
 
-/// This stage's part of a forward pass; the output of the last one.
-fn infer_stage(pp: &ProcessGroup, stage: &Stage, batch: &MicroBatch) -> Result<Option<Tensor>> {
-    let (rank, num_stages) = (pp.rank(), pp.world_size());
-    let input = match rank {
-        0 => None,
-        _ => {
-            let ops = [recv(stage, batch, rank - 1)?];
-            pp.batch_send_recv(&ops)?.pop()
-        }
-    };
-    let output = stage.infer(input, batch)?.contiguous()?;
-    if rank + 1 == num_stages {
-        return Ok(Some(output));
-    }
-    let (xs, dst) = (&output, rank + 1);
-    pp.batch_send_recv(&[P2p::Send { xs, dst }])?;
-    Ok(None)
-}
-
-fn recv<'a>(stage: &Stage, batch: &MicroBatch, src: usize) -> Result<P2p<'a>> {
+/// What the stage `src` sends of a micro-batch.
+pub(super) fn recv<'a>(stage: &Stage, batch: &MicroBatch, src: usize) -> Result<P2p<'a>> {
     Ok(P2p::Recv {
         shape: Shape::from(stage.boundary_shape(batch)?),
         dtype: stage.dtype(),

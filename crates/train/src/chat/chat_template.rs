@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use jiff::civil::Date;
+use jiff::tz::TimeZone;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Rest;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
@@ -26,6 +28,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
     source: TemplateSource,
+    date: Date,
 }
 
 /// A conversation as text.
@@ -74,7 +77,6 @@ impl ChatTemplate {
         environment.set_formatter(write_as_python);
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", strftime_now);
         let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
         for (name, text) in [(DEFAULT, &source.default)].into_iter().chain(with_tools) {
             match replace_tags(text) {
@@ -89,7 +91,29 @@ impl ChatTemplate {
             environment,
             special_tokens,
             source,
-        })
+            date: Date::ZERO,
+        }
+        .with_date(jiff::Zoned::now().date()))
+    }
+
+    /// The template on this date, from midnight, whatever the clock says: the same conversation has the same text whenever it is rendered.
+    /// Without it the date is that of today.
+    pub fn with_date(mut self, date: Date) -> Self {
+        self.date = date;
+        self.environment
+            .add_function("strftime_now", move |format: &str| strftime(format, date));
+        self
+    }
+
+    /// The date of the texts, if the template asks for it.
+    pub fn date(&self) -> Option<Date> {
+        let TemplateSource {
+            default,
+            with_tools,
+        } = &self.source;
+        let mut texts = std::iter::once(default).chain(with_tools);
+        let asks = texts.any(|text| text.contains("strftime_now"));
+        asks.then_some(self.date)
     }
 
     /// Renders a conversation and finds the assistant's turns in it.
@@ -168,19 +192,10 @@ impl ChatTemplate {
         rendered.map_err(|err| format!("the chat template refuses it: {}", explain(&err)))
     }
 
-    /// What decides what is rendered, on this day if the day does.
+    /// What decides what is rendered.
     pub(crate) fn identity(&self) -> String {
-        let TemplateSource {
-            default,
-            with_tools,
-        } = &self.source;
-        let texts = [Some(default), with_tools.as_ref()];
-        let asks_for_time = texts
-            .iter()
-            .flatten()
-            .any(|text| text.contains("strftime_now"));
-        let day = asks_for_time.then(|| jiff::Zoned::now().date().to_string());
-        format!("{:?} {:?} {day:?}", self.special_tokens, self.source)
+        let date = self.date().map(|date| date.to_string());
+        format!("{:?} {:?} {date:?}", self.special_tokens, self.source)
     }
 }
 
@@ -215,7 +230,8 @@ fn raise_exception(message: Rest<Value>) -> std::result::Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.join(" ")))
 }
 
-fn strftime_now(format: &str) -> std::result::Result<String, Error> {
-    let now = jiff::fmt::strtime::format(format, &jiff::Zoned::now());
-    now.map_err(|err| Error::new(ErrorKind::InvalidOperation, err.to_string()))
+fn strftime(format: &str, date: Date) -> std::result::Result<String, Error> {
+    let midnight = date.to_zoned(TimeZone::UTC);
+    let text = midnight.and_then(|midnight| jiff::fmt::strtime::format(format, &midnight));
+    text.map_err(|err| Error::new(ErrorKind::InvalidOperation, err.to_string()))
 }

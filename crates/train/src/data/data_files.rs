@@ -1,5 +1,6 @@
 //! The files of a data set: of folders, globs and datasets on a hub those with a known ending.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -9,7 +10,8 @@ use candle_core::{Error, Result, bail};
 use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
 use super::record::Record;
-use crate::hub::resolve_dataset;
+use crate::few::few;
+use crate::hub::{DataUse, resolve_dataset};
 
 /// How a file holds records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,37 +41,53 @@ pub struct Data {
     pub(crate) files: Vec<DataFile>,
     specs: Vec<DataSpec>,
     skipped: Vec<PathBuf>,
+    /// What was taken and what was left of data sets on a hub, in words.
+    choices: Vec<String>,
 }
 
 const HINT: &str = "hint: give a file that ends in .txt, .jsonl, .json or .parquet, a folder of such files, or a glob in quotes";
 
 impl Data {
-    /// Finds the files of `specs`, in their order, those of a folder or glob by name. A dataset on a hub is fetched.
+    /// Finds the files of `specs`, in their order, those of a folder or glob by name. Of a dataset on a hub those for this `usage` are fetched.
     ///
     /// # Errors
     /// A path that is missing or a file with another ending; a folder or glob without a file that can be read; what the hub says.
-    pub fn find(specs: &[DataSpec]) -> Result<Self> {
+    pub fn find(specs: &[DataSpec], usage: DataUse) -> Result<Self> {
         let mut data = Self {
             files: Vec::new(),
             specs: specs.to_vec(),
             skipped: Vec::new(),
+            choices: Vec::new(),
         };
         for (source, spec) in specs.iter().enumerate() {
-            let path = match spec
-                .path
-                .to_str()
-                .and_then(|path| path.strip_prefix("hub://"))
-            {
-                Some(name) => resolve_dataset(name)?,
-                None => spec.path.clone(),
-            };
+            let path = &spec.path;
+            if let Some(name) = path.to_str().and_then(|path| path.strip_prefix("hub://")) {
+                data.add_of_hub(source, name, usage)?;
+                continue;
+            }
             let num_files = data.files.len();
-            data.add(source, &path)?;
+            data.add(source, path)?;
             if data.files.len() == num_files {
                 bail!("the data {path:?} has no file that ends in .txt, .jsonl, .json or .parquet");
             }
         }
         Ok(data)
+    }
+
+    fn add_of_hub(&mut self, source: usize, name: &str, usage: DataUse) -> Result<()> {
+        let found = resolve_dataset(name, usage)?;
+        for path in &found.files {
+            self.add(source, path)?;
+        }
+        if !found.left.is_empty() {
+            let (taken, left) = (found.taken.len(), found.left.len());
+            self.choices.push(format!(
+                "{taken} of the files of hub://{name} are read ({}), and {left} are left ({})",
+                few(&found.taken),
+                few(&found.left)
+            ));
+        }
+        Ok(())
     }
 
     fn add(&mut self, source: usize, path: &Path) -> Result<()> {
@@ -92,10 +110,16 @@ impl Data {
     }
 
     fn add_glob(&mut self, source: usize, pattern: &str) -> Result<()> {
-        let paths = match glob::glob(pattern) {
+        // As in a shell.
+        let options = glob::MatchOptions {
+            require_literal_leading_dot: true,
+            ..glob::MatchOptions::new()
+        };
+        let paths = match glob::glob_with(pattern, options) {
             Ok(paths) => paths,
             Err(err) => bail!("the data {pattern:?} is no glob: {err}"),
         };
+        let (num_files, num_skipped) = (self.files.len(), self.skipped.len());
         let mut is_empty = true;
         for path in paths {
             let path = path.map_err(Error::wrap)?;
@@ -105,10 +129,11 @@ impl Data {
                 false => self.add_found(source, &path),
             }
         }
-        match is_empty {
-            true => bail!("no file matches the data {pattern:?}\n{HINT}"),
-            false => Ok(()),
+        if is_empty {
+            bail!("no file matches the data {pattern:?}\n{HINT}");
         }
+        self.leave_once(num_files, num_skipped);
+        Ok(())
     }
 
     fn add_folder(&mut self, source: usize, dir: &Path) -> Result<()> {
@@ -126,6 +151,12 @@ impl Data {
         };
         entries.sort();
         for (path, is_dir) in entries {
+            let name = path.file_name().unwrap_or_default();
+            if name.to_string_lossy().starts_with('.') {
+                // What programs keep for themselves.
+                self.skipped.push(path);
+                continue;
+            }
             match is_dir {
                 true => self.add_folder(source, &path)?,
                 false => self.add_found(source, &path),
@@ -139,6 +170,23 @@ impl Data {
             Some(format) if path.is_file() => self.push(source, path, format),
             _ => self.skipped.push(path.to_path_buf()),
         }
+    }
+
+    /// Leaves each file that was found more than once, by links to folders, once.
+    fn leave_once(&mut self, num_files: usize, num_skipped: usize) {
+        let mut seen = BTreeSet::new();
+        let mut is_new = |path: &Path| {
+            let name = path.file_name().unwrap_or_default();
+            let folder = path.parent().unwrap_or(Path::new(""));
+            let real = folder.canonicalize().unwrap_or(folder.to_path_buf());
+            seen.insert(real.join(name))
+        };
+        let found = self.files.split_off(num_files);
+        let found = found.into_iter().filter(|file| is_new(&file.path));
+        self.files.extend(found);
+        let skipped = self.skipped.split_off(num_skipped);
+        self.skipped
+            .extend(skipped.into_iter().filter(|path| is_new(path)));
     }
 
     fn push(&mut self, source: usize, path: &Path, format: FileFormat) {
@@ -190,9 +238,14 @@ impl Data {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// Files in folders whose endings are not known.
+    /// What is in folders and no file that can be read, by its ending; hidden files and folders.
     pub fn skipped(&self) -> &[PathBuf] {
         &self.skipped
+    }
+
+    /// What was taken and what was left where a data set on a hub has more than one split, a line each.
+    pub fn choices(&self) -> &[String] {
+        &self.choices
     }
 
     /// Sizes in bytes and times of the last change.

@@ -14,7 +14,8 @@ use super::record_encoder::{EncodedRecord, RecordEncoder};
 use super::record_location::RecordLocation;
 use super::report::{DataReport, NUM_TOLD, SkippedRecord};
 use super::token_cache::TokenCache;
-use super::tokens::{Tokens, TokensWriter};
+use super::tokens::Tokens;
+use super::tokens_writer::TokensWriter;
 use crate::Activity;
 
 /// Records and bytes of them that are in memory at a time.
@@ -24,14 +25,17 @@ const CHUNK_BYTES: usize = 8 << 20;
 impl Tokens {
     /// The tokens that `encoder` makes of `data`.
     ///
-    /// They are kept in a cache: `CANDLE_TRAIN_CACHE`, else `candle-train` in `XDG_CACHE_HOME` or `~/.cache`. What the files, the
-    /// tokenizer and the template hold decides what is taken from there. Of several processes one makes them and the others wait for it. Where there is no
-    /// room the tokens are kept in memory.
+    /// They are kept in `cache`. What the files, the tokenizer and the template hold decides what is taken from there. Of several processes
+    /// one makes them and the others wait for it. Without a cache, or where there is no room, the tokens are kept in memory.
     ///
     /// # Errors
     /// A file that cannot be read or changes meanwhile; no record from which anything can be learned.
-    pub fn encode(data: &Data, encoder: &RecordEncoder<'_>) -> Result<Self> {
-        let tokens = Self::cached(data, encoder)?;
+    pub fn encode(
+        data: &Data,
+        encoder: &RecordEncoder<'_>,
+        cache: Option<&TokenCache>,
+    ) -> Result<Self> {
+        let tokens = Self::cached(data, encoder, cache)?;
         let report = tokens.report();
         if tokens
             .index()
@@ -49,7 +53,11 @@ impl Tokens {
         Ok(tokens)
     }
 
-    fn cached(data: &Data, encoder: &RecordEncoder<'_>) -> Result<Self> {
+    fn cached(
+        data: &Data,
+        encoder: &RecordEncoder<'_>,
+        cache: Option<&TokenCache>,
+    ) -> Result<Self> {
         let before = data.stamps()?;
         let unchanged = || match data.stamps()? == before {
             true => Ok(()),
@@ -57,7 +65,7 @@ impl Tokens {
                 "the data was changed while it was read\nhint: run again when the files are complete"
             ),
         };
-        if let Some(cache) = TokenCache::from_env() {
+        if let Some(cache) = cache {
             let key = TokenCache::key(data, encoder)?;
             if let Some(tokens) = cache.open(&key) {
                 return Ok(tokens);

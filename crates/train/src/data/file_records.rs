@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
@@ -157,10 +157,28 @@ fn open(file: &DataFile) -> Result<Records> {
 }
 
 fn lines(file: &DataFile) -> Result<BufReader<File>> {
-    match File::open(&file.path) {
-        Ok(file) => Ok(BufReader::new(file)),
+    let opened = File::open(&file.path).map(BufReader::new);
+    let opened = opened.and_then(|mut lines| {
+        let is_utf16 = is_utf16(lines.fill_buf()?);
+        Ok((lines, is_utf16))
+    });
+    match opened {
+        Ok((_, true)) => Err(utf16_error(file)),
+        Ok((lines, false)) => Ok(lines),
         Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
     }
+}
+
+/// Whether a file begins with the byte-order mark of UTF-16, as programs for Windows write it.
+fn is_utf16(bytes: &[u8]) -> bool {
+    matches!(bytes, [0xff, 0xfe, ..] | [0xfe, 0xff, ..])
+}
+
+fn utf16_error(file: &DataFile) -> Error {
+    Error::msg(format!(
+        "data file {:?} is in UTF-16, expected UTF-8\nhint: convert it, e.g. with iconv -f UTF-16 -t UTF-8",
+        file.path
+    ))
 }
 
 #[cfg(feature = "parquet")]
@@ -205,23 +223,27 @@ fn json(file: &DataFile) -> Result<Records> {
 
 fn read_bytes(file: &DataFile) -> Result<Vec<u8>> {
     match fs::read(&file.path) {
+        Ok(bytes) if is_utf16(&bytes) => Err(utf16_error(file)),
         Ok(bytes) => Ok(bytes),
         Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
     }
 }
 
 /// The text of a file. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the token ids
-/// are those that a Python script gets. Nothing else is changed, nothing is trimmed.
+/// are those that a Python script gets. A byte-order mark is left out. Nothing else is changed, nothing is trimmed.
 fn read_text(file: &DataFile) -> Result<String> {
     let bytes = read_bytes(file)?;
     let (path, num_bytes) = (&file.path, bytes.len());
-    let text = match String::from_utf8(bytes) {
+    let mut text = match String::from_utf8(bytes) {
         Ok(text) => text,
         Err(e) => bail!(
             "data file {path:?} is not UTF-8: invalid byte at offset {} of {num_bytes}\nhint: convert it, e.g. with iconv -t UTF-8",
             e.utf8_error().valid_up_to()
         ),
     };
+    if text.as_bytes().starts_with(BOM) {
+        text.drain(..BOM.len());
+    }
     if text.is_empty() {
         bail!("data file {path:?} is empty");
     }

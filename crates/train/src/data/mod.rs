@@ -16,6 +16,7 @@ mod report;
 mod token_cache;
 mod token_index;
 mod tokens;
+mod tokens_writer;
 
 pub use data_files::Data;
 pub use data_spec::DataSpec;
@@ -23,6 +24,7 @@ pub use overlong::Overlong;
 pub use record::{Record, RecordFormat};
 pub use record_encoder::{EncodedRecord, RecordEncoder};
 pub use report::{DataReport, SkippedRecord};
+pub use token_cache::TokenCache;
 pub(crate) use token_index::IndexEntry;
 pub use token_index::RecordKind;
 pub use tokens::Tokens;

@@ -1,12 +1,15 @@
 //! The rows of a Parquet file as records.
 
 use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
 use minijinja::Value;
-use parquet::file::reader::SerializedFileReader;
+use parquet::basic::Compression;
+use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
 use serde::Deserialize;
 
 /// The rows of a file, read group by group.
@@ -17,30 +20,70 @@ pub(crate) struct ParquetRows {
 
 impl ParquetRows {
     /// # Errors
-    /// The file is missing or not in Parquet.
+    /// The file is missing, not in Parquet or compressed in a way that is not built in.
     pub fn open(path: &Path) -> Result<Self> {
-        let reader = File::open(path).map_err(Error::wrap);
-        let reader = reader.and_then(|file| SerializedFileReader::new(file).map_err(Error::wrap));
-        match reader {
-            Ok(reader) => Ok(Self {
-                path: path.to_path_buf(),
-                rows: RowIter::from_file_into(Box::new(reader)),
-            }),
+        let reader = guarded(|| {
+            let file = File::open(path).map_err(Error::wrap)?;
+            SerializedFileReader::new(file).map_err(Error::wrap)
+        });
+        let reader = match reader {
+            Ok(reader) => reader,
             Err(err) => bail!("cannot read data file {path:?}: {err}"),
+        };
+        if let Some(codec) = unknown_codec(&reader) {
+            bail!(
+                "data file {path:?} is compressed with {codec}; expected snappy, gzip, brotli, lz4 or none\nhint: write it again, in Python: import pyarrow.parquet as pq; pq.write_table(pq.read_table({path:?}), \"snappy.parquet\")"
+            );
         }
+        Ok(Self {
+            path: path.to_path_buf(),
+            rows: RowIter::from_file_into(Box::new(reader)),
+        })
     }
 
     /// # Errors
-    /// The file is damaged, or compressed in a way that is not built in.
+    /// The file is damaged.
     pub fn next_row(&mut self) -> Result<Option<Value>> {
-        let row = self.rows.next().transpose();
-        let value = row.map_err(Error::wrap).and_then(|row| {
-            let value = row.map(|row| Value::deserialize(row.to_json_value()));
-            value.transpose().map_err(Error::wrap)
-        });
-        match value {
-            Ok(value) => Ok(value),
+        let row = guarded(|| self.rows.next().transpose().map_err(Error::wrap));
+        match row.and_then(|row| row.as_ref().map(value_of_row).transpose()) {
+            Ok(row) => Ok(row),
             Err(err) => bail!("cannot read data file {:?}: {err}", self.path),
         }
     }
+}
+
+/// What `read` gives. The reader's own assertions, which fail in files that are damaged, are errors too.
+fn guarded<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
+    // After an error nothing is read any more.
+    match catch_unwind(AssertUnwindSafe(read)) {
+        Ok(read) => read,
+        Err(_) => bail!("it is damaged"),
+    }
+}
+
+/// A row or struct. Its fields stay in their order, in which templates print them.
+fn value_of_row(row: &Row) -> Result<Value> {
+    let fields = row.get_column_iter();
+    let fields = fields.map(|(name, field)| Ok((name.as_str(), value_of(field)?)));
+    Ok(Value::from_pairs(fields.collect::<Result<Vec<_>>>()?))
+}
+
+fn value_of(field: &Field) -> Result<Value> {
+    match field {
+        Field::Group(row) => value_of_row(row),
+        Field::ListInternal(list) => list.elements().iter().map(value_of).collect(),
+        field => Value::deserialize(field.to_json_value()).map_err(Error::wrap),
+    }
+}
+
+/// A codec of the file without which it cannot be read: that of zstd is in C.
+fn unknown_codec(reader: &SerializedFileReader<File>) -> Option<&'static str> {
+    let groups = reader.metadata().row_groups().iter();
+    let mut codecs =
+        groups.flat_map(|group| group.columns().iter().map(|column| column.compression()));
+    codecs.find_map(|codec| match codec {
+        Compression::ZSTD(_) => Some("zstd"),
+        Compression::LZO => Some("lzo"),
+        _ => None,
+    })
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::Result;
+use jiff::civil::Date;
 
 use super::record::Record;
 use super::token_index::RecordKind;
@@ -48,6 +49,12 @@ impl<'a> RecordEncoder<'a> {
             special_tokens: tokenizer.special_tokens(),
             train_on_prompt,
         })
+    }
+
+    /// With the chat template [on this date](ChatTemplate::with_date).
+    pub fn with_date(mut self, date: Date) -> Self {
+        self.template = self.template.map(|template| template.with_date(date));
+        self
     }
 
     /// The ids of a record: of a text or completion those that the tokenizer gives with its own special tokens, and at the end that of the

@@ -8,6 +8,7 @@ use super::data_files::Data;
 use super::record::RecordFormat;
 use super::record_location::RecordLocation;
 use crate::counted::counted;
+use crate::few::few;
 
 /// A record from which nothing is learned.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,9 +45,15 @@ impl DataReport {
         formats.collect::<Vec<_>>().join(", ")
     }
 
+    /// Whether there are conversations, or records that a chat template may make one of.
+    pub fn has_conversations(&self) -> bool {
+        let mut formats = self.formats.keys();
+        formats.any(|format| !matches!(format, RecordFormat::Text | RecordFormat::Completion))
+    }
+
     /// What is left out, a line each: files, malformed records, records without a target.
     pub fn warnings(&self, data: &Data) -> Vec<String> {
-        let mut lines = Vec::new();
+        let mut lines = data.choices().to_vec();
         if !data.skipped().is_empty() {
             let names: Vec<String> = data
                 .skipped()
@@ -54,9 +61,9 @@ impl DataReport {
                 .map(|path| path.display().to_string())
                 .collect();
             lines.push(format!(
-                "skipped {} of endings that are not known: {}",
+                "skipped {} hidden or of other endings than .txt, .jsonl, .json and .parquet: {}",
                 counted(names.len(), "file"),
-                names.join(", ")
+                few(&names)
             ));
         }
         for record in &self.malformed {

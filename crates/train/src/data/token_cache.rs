@@ -1,9 +1,10 @@
 //! Files of tokens that were made before, by what they were made of.
 
-use std::fs::{self, File};
+use std::fs::{self, DirEntry, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use candle_core::{Result, bail};
 use twox_hash::XxHash3_128;
@@ -11,13 +12,17 @@ use twox_hash::XxHash3_128;
 use super::data_files::Data;
 use super::record_encoder::RecordEncoder;
 use super::tokens::Tokens;
+use crate::Activity;
 
 /// Counts the ways in which records were made tokens, so that none is taken for another.
 const VERSION: u32 = 1;
 
+/// Files that no run has used for so long are removed when another one is made.
+const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
 /// A folder of files of tokens.
 #[derive(Clone, Debug)]
-pub(crate) struct TokenCache {
+pub struct TokenCache {
     dir: PathBuf,
 }
 
@@ -27,6 +32,13 @@ pub(crate) struct CacheLock {
 }
 
 impl TokenCache {
+    /// In the folder `tokens` of `dir`, which need not be there.
+    pub fn new(dir: impl AsRef<Path>) -> Self {
+        Self {
+            dir: dir.as_ref().join("tokens"),
+        }
+    }
+
     /// In `CANDLE_TRAIN_CACHE`, else in `candle-train` of `XDG_CACHE_HOME`, else of `~/.cache`; `None` if none is set, or the first is empty.
     pub fn from_env() -> Option<Self> {
         let var = |name: &str| std::env::var_os(name);
@@ -41,13 +53,11 @@ impl TokenCache {
             Some(dir) => Some(PathBuf::from(dir)).filter(|dir| !dir.as_os_str().is_empty()),
             None => of_user(),
         };
-        dir.map(|dir| Self {
-            dir: dir.join("tokens"),
-        })
+        dir.map(Self::new)
     }
 
     /// The name of the tokens that `encoder` makes of `data`: a checksum of everything that decides them.
-    pub fn key(data: &Data, encoder: &RecordEncoder<'_>) -> Result<String> {
+    pub(crate) fn key(data: &Data, encoder: &RecordEncoder<'_>) -> Result<String> {
         let mut hash = XxHash3_128::new();
         let mut block = vec![0; 1 << 20];
         for file in &data.files {
@@ -77,14 +87,41 @@ impl TokenCache {
         self.dir.join(format!("{key}.tokens"))
     }
 
-    /// The tokens of this name, if they are there and whole.
-    pub fn open(&self, key: &str) -> Option<Tokens> {
-        Tokens::open(File::open(self.path(key)).ok()?).ok()
+    /// The tokens of this name, if they are there and whole. A file that is damaged is told and removed.
+    pub(crate) fn open(&self, key: &str) -> Option<Tokens> {
+        let path = self.path(key);
+        let file = File::open(&path).ok()?;
+        // How long it has not been used; whoever may not write this has another's cache.
+        let _ = file.set_modified(SystemTime::now());
+        let _checking = Activity::start("checking the cached tokens");
+        match Tokens::open(file) {
+            Ok(tokens) => Some(tokens),
+            Err(err) => {
+                tracing::warn!(
+                    "the cached tokens {} are damaged and are made again: {err}",
+                    path.display()
+                );
+                let _ = fs::remove_file(path);
+                None
+            }
+        }
+    }
+
+    /// Removes what has not been used for long, and what killed processes have left. What cannot be removed stays.
+    fn remove_unused(&self) {
+        let is_unused = |entry: &DirEntry| {
+            let modified = entry.metadata().and_then(|metadata| metadata.modified());
+            modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNUSED))
+        };
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        for entry in entries.filter(is_unused) {
+            let _ = fs::remove_file(entry.path());
+        }
     }
 
     /// Waits until no other process writes the file of this name. Where there can be no lock it goes on without: files get their
     /// names when they are whole.
-    pub fn lock(&self, key: &str) -> CacheLock {
+    pub(crate) fn lock(&self, key: &str) -> CacheLock {
         let file = fs::create_dir_all(&self.dir)
             .and_then(|()| File::create(self.dir.join(format!(".{key}.lock"))));
         let locked = file.and_then(|file| file.lock().map(|()| file));
@@ -95,7 +132,7 @@ impl TokenCache {
     ///
     /// # Errors
     /// Those of `write`.
-    pub fn create(
+    pub(crate) fn create(
         &self,
         key: &str,
         write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
@@ -119,7 +156,10 @@ impl TokenCache {
             Ok(())
         };
         match written {
-            Ok(()) if kept().is_ok() => Ok(self.open(key)),
+            Ok(()) if kept().is_ok() => {
+                self.remove_unused();
+                Ok(self.open(key))
+            }
             result => {
                 // What is left of the attempt is worth less than how it ended.
                 let _ = fs::remove_file(&partial);

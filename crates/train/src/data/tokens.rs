@@ -3,7 +3,7 @@
 //! The file has the ids as u32, with the highest bit where a token has no loss, then the index of the records, then what was found,
 //! as JSON, then lengths and checksums of these. Nothing but the index is held in memory, and processes share what they read.
 
-use std::io::{Cursor, Read, Seek, SeekFrom, Write};
+use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,11 +16,12 @@ use super::record_encoder::EncodedRecord;
 use super::record_location::RecordLocation;
 use super::report::DataReport;
 use super::token_index::{IndexEntry, RecordKind};
+use super::tokens_writer::TokensWriter;
 
 /// The bit of a token without loss.
-const NO_LOSS: u32 = 1 << 31;
+pub(super) const NO_LOSS: u32 = 1 << 31;
 /// The last bytes of a file.
-const MAGIC: &[u8; 8] = b"tokens-1";
+pub(super) const MAGIC: &[u8; 8] = b"tokens-1";
 /// Lengths of index and report, checksum, magic.
 const FOOTER: usize = 8 + 8 + 16 + 8;
 
@@ -38,92 +39,11 @@ pub struct Tokens {
 
 /// What is known of all tokens together.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Found {
-    num_tokens: u64,
-    max_id: u32,
-    digest: String,
-    report: DataReport,
-}
-
-/// Writes a file of tokens.
-pub(crate) struct TokensWriter<W> {
-    writer: W,
-    index: Vec<u8>,
-    found: Found,
-    hash: XxHash3_128,
-}
-
-impl<W: Write> TokensWriter<W> {
-    pub fn new(writer: W) -> Self {
-        Self {
-            writer,
-            index: Vec::new(),
-            found: Found::default(),
-            hash: XxHash3_128::new(),
-        }
-    }
-
-    /// Appends a record, of the data spec `source`, which is at `place` of file `file`.
-    pub fn push(
-        &mut self,
-        record: &EncodedRecord,
-        (source, file, place): (usize, u32, u64),
-    ) -> Result<()> {
-        let EncodedRecord {
-            kind,
-            ids,
-            has_loss,
-        } = record;
-        let mut bytes = Vec::with_capacity(ids.len() * 4);
-        for (&id, &has_loss) in ids.iter().zip(has_loss) {
-            if id >= NO_LOSS {
-                bail!("token id {id} is beyond 2^31");
-            }
-            self.found.max_id = self.found.max_id.max(id);
-            let word = if has_loss { id } else { id | NO_LOSS };
-            bytes.extend(word.to_le_bytes());
-        }
-        let (Ok(len), Ok(source)) = (u32::try_from(ids.len()), u32::try_from(source)) else {
-            bail!("a record has {} tokens, expected at most 2^32", ids.len());
-        };
-        let first_target = has_loss.iter().position(|&has_loss| has_loss);
-        let entry = IndexEntry {
-            start: self.found.num_tokens,
-            len,
-            first_target: first_target.map_or(len, |first| first as u32),
-            kind: *kind,
-            source,
-            file,
-            place,
-        };
-        self.index.extend(entry.to_bytes());
-        self.hash.write(&bytes);
-        self.found.num_tokens += u64::from(len);
-        self.writer.write_all(&bytes).map_err(Error::wrap)
-    }
-
-    /// The writer, with everything written.
-    pub fn finish(mut self, report: DataReport) -> Result<W> {
-        let index = XxHash3_128::oneshot(&self.index);
-        self.hash.write(&index.to_le_bytes());
-        self.found.digest = format!("{:032x}", self.hash.finish_128());
-        self.found.report = report;
-        let found = serde_json::to_vec(&self.found).map_err(Error::wrap)?;
-        let mut hash = XxHash3_128::new();
-        hash.write(&self.index);
-        hash.write(&found);
-        let lens = [self.index.len() as u64, found.len() as u64];
-        let writer = &mut self.writer;
-        writer.write_all(&self.index)?;
-        writer.write_all(&found)?;
-        for len in lens {
-            writer.write_all(&len.to_le_bytes())?;
-        }
-        writer.write_all(&hash.finish_128().to_le_bytes())?;
-        writer.write_all(MAGIC)?;
-        writer.flush()?;
-        Ok(self.writer)
-    }
+pub(super) struct Found {
+    pub num_tokens: u64,
+    pub max_id: u32,
+    pub digest: String,
+    pub report: DataReport,
 }
 
 impl Tokens {
@@ -155,7 +75,7 @@ impl Tokens {
         Self::open(writer.finish(DataReport::default())?)
     }
 
-    /// What [`TokensWriter`] has written.
+    /// What [`TokensWriter`] has written. All of it is read and its checksums are compared.
     ///
     /// # Errors
     /// Anything else.
@@ -184,6 +104,9 @@ impl Tokens {
         let (index, found) = meta.split_at(index_len as usize);
         let found: Found = serde_json::from_slice(found).map_err(Error::wrap)?;
         if found.num_tokens.checked_mul(4) != Some(footer_start - meta_len) {
+            return Err(damaged());
+        }
+        if digest_of(&mut source, found.num_tokens, index)? != found.digest {
             return Err(damaged());
         }
         let index = index
@@ -218,9 +141,14 @@ impl Tokens {
         let start = self.index[index].start + range.start as u64;
         let mut bytes = vec![0; range.len() * 4];
         let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
-        source.seek(SeekFrom::Start(start * 4))?;
-        source.read_exact(&mut bytes)?;
+        let found = source.seek(SeekFrom::Start(start * 4));
+        let found = found.and_then(|_| source.read_exact(&mut bytes));
         drop(source);
+        if let Err(err) = found {
+            bail!(
+                "cannot read record {index} of the cached tokens: {err}\nhint: was their file changed since the run began?"
+            );
+        }
         let words = bytes
             .chunks_exact(4)
             .filter_map(|word| word.try_into().ok());
@@ -281,6 +209,22 @@ impl Tokens {
     pub fn report(&self) -> &DataReport {
         &self.found.report
     }
+}
+
+/// The checksum of the first `num_tokens` tokens and of how they are cut into records.
+fn digest_of(source: &mut (impl Read + Seek), num_tokens: u64, index: &[u8]) -> Result<String> {
+    let mut hash = XxHash3_128::new();
+    let mut block = vec![0; 1 << 20];
+    let mut left = num_tokens * 4;
+    source.seek(SeekFrom::Start(0))?;
+    while left > 0 {
+        let len = left.min(block.len() as u64) as usize;
+        source.read_exact(&mut block[..len])?;
+        hash.write(&block[..len]);
+        left -= len as u64;
+    }
+    hash.write(&XxHash3_128::oneshot(index).to_le_bytes());
+    Ok(format!("{:032x}", hash.finish_128()))
 }
 
 impl std::fmt::Debug for Tokens {

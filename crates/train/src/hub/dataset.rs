@@ -1,42 +1,64 @@
-//! From the name of a data set on a hub to a folder or file with data.
+//! From the name of a data set on a hub to its files.
 
 use std::path::{Component, Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
 
+use super::data_use::DataUse;
 use super::fetch::Fetch;
 use super::fetch_lock::FetchLock;
 use super::repo_spec::RepoKind;
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
+use crate::few::few;
 
 /// Endings of files with data.
 const ENDINGS: [&str; 5] = ["txt", "jsonl", "ndjson", "json", "parquet"];
+
+/// What was chosen of a data set on a hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DatasetFiles {
+    /// The files, in the cache, by name.
+    pub files: Vec<PathBuf>,
+    /// Their names in the data set.
+    pub taken: Vec<String>,
+    /// Names of files with data that are of another split.
+    pub left: Vec<String>,
+}
 
 /// [`resolve_dataset_with`] the settings of the process environment.
 ///
 /// # Errors
 /// See [`resolve_dataset_with`] and [`HubConfig::from_env`].
-pub fn resolve_dataset(name: &str) -> Result<PathBuf> {
-    resolve_dataset_with(name, &HubConfig::from_env()?)
+pub fn resolve_dataset(name: &str, usage: DataUse) -> Result<DatasetFiles> {
+    resolve_dataset_with(name, usage, &HubConfig::from_env()?)
 }
 
-/// The folder, or file, of the data set `datasets/org/name[@revision][/path]`, all of whose files with data (.txt, .jsonl, .json, .parquet)
-/// below `path` are fetched into the cache, unless they are there already. A revision has no `/`.
+/// Files with data (.txt, .jsonl, .json, .parquet) of the data set `datasets/org/name[@revision][/path]`, fetched into the cache unless they are
+/// there already. `path` is a file or a glob, which gives the files that it names, or a folder, of which, as of the whole data set, come the files
+/// for this [`DataUse`]. A revision has no `/`.
 ///
 /// # Errors
-/// Another name; the hub does not have it, refuses access or cannot be reached, and the cache has no complete copy.
-pub fn resolve_dataset_with(name: &str, config: &HubConfig) -> Result<PathBuf> {
+/// Another name; the hub does not have it, refuses access or cannot be reached, and the cache has no complete copy; there are no such files.
+pub fn resolve_dataset_with(
+    name: &str,
+    usage: DataUse,
+    config: &HubConfig,
+) -> Result<DatasetFiles> {
     let Some((spec, path)) = parse(name) else {
         bail!(
             "data hub://{name} is not the name of a data set on a hub\nhint: it is hub://datasets/org/name, perhaps with @revision and then with /path"
         );
     };
     let snapshots = Snapshots::new(&config.cache_dir, &spec);
-    let commit = fetch_dataset(&spec, &path, &snapshots, config)?;
-    Ok(match path.as_str() {
-        "" => snapshots.dir(&commit),
-        path => snapshots.dir(&commit).join(path),
+    let wanted = Wanted { path: &path, usage };
+    let (commit, names) = fetch_dataset(&spec, &wanted, &snapshots, config)?;
+    let dir = snapshots.dir(&commit);
+    let (taken, left) = wanted.of(&names)?;
+    Ok(DatasetFiles {
+        files: taken.iter().map(|name| dir.join(name)).collect(),
+        taken,
+        left,
     })
 }
 
@@ -54,42 +76,43 @@ fn parse(name: &str) -> Option<(RepoSpec, String)> {
     is_inside.then(|| (spec, path.to_string()))
 }
 
-/// Fetches what is missing; the commit.
+/// Fetches what is missing; the commit and the names of all its files.
 fn fetch_dataset(
     spec: &RepoSpec,
-    path: &str,
+    wanted: &Wanted<'_>,
     snapshots: &Snapshots,
     config: &HubConfig,
-) -> Result<String> {
+) -> Result<(String, Vec<String>)> {
     let cached = || {
         let commit = snapshots.commit(spec)?;
         let files = snapshots.listed(&commit)?;
         let dir = snapshots.dir(&commit);
-        let is_there = wanted(&files, path).all(|file| dir.join(file).exists());
-        is_there.then_some(commit)
+        let (taken, _) = wanted.of(&files).ok()?;
+        let is_there = !taken.is_empty() && taken.iter().all(|file| dir.join(file).exists());
+        is_there.then_some((commit, files))
     };
     if config.offline {
         return match cached() {
-            Some(commit) => Ok(commit),
+            Some(cached) => Ok(cached),
             None => bail!(
                 "dataset {spec} is not complete in the cache {:?}, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run",
                 config.cache_dir
             ),
         };
     }
-    if let (true, Some(commit)) = (spec.is_commit(), cached()) {
-        return Ok(commit);
+    if let (true, Some(cached)) = (spec.is_commit(), cached()) {
+        return Ok(cached);
     }
     let _lock = FetchLock::wait(&config.cache_dir, spec);
     let fetch = Fetch::new(config, spec, snapshots)?;
     let (commit, files) = match (fetch.list(), cached()) {
         (Ok(listed), _) => listed,
-        (Err(failure), Some(commit)) if failure.is_transient() => {
+        (Err(failure), Some(cached)) if failure.is_transient() => {
             tracing::warn!(
                 "cannot reach {}; using {spec} as it is in the cache",
                 config.endpoint
             );
-            return Ok(commit);
+            return Ok(cached);
         }
         (Err(failure), _) => return Err(fetch.error("the list of files", failure)),
     };
@@ -104,13 +127,29 @@ fn fetch_dataset(
             config.endpoint
         )));
     }
-    if wanted(&files, path).next().is_none() {
-        bail!(
-            "dataset {spec} has no file that ends in .txt, .jsonl, .json or .parquet at {path:?}; its files are {}",
-            files.join(", ")
+    let (taken, left) = wanted.of(&files)?;
+    if taken.is_empty() {
+        let Wanted { path, usage } = wanted;
+        let hint = format!(
+            "hint: name the files you want: hub://datasets/{}/data/part-*.parquet",
+            spec.repo_id
         );
+        match (left.is_empty(), usage) {
+            (true, _) => bail!(
+                "dataset {spec} has no file that ends in .txt, .jsonl, .json or .parquet at {path:?}; its files are {}",
+                few(&files)
+            ),
+            (false, DataUse::Training) => bail!(
+                "dataset {spec} has files for validation or test only at {path:?}: {}\n{hint}",
+                few(&left)
+            ),
+            (false, DataUse::Evaluation) => bail!(
+                "dataset {spec} has files for training only at {path:?}: {}\n{hint}, or hold out a part of --data with --eval-fraction",
+                few(&left)
+            ),
+        }
     }
-    for file in wanted(&files, path) {
+    for file in &taken {
         if fetch.file(&commit, file)?.is_none() {
             bail!("dataset {spec} has no {file}, which is in its list of files");
         }
@@ -119,17 +158,62 @@ fn fetch_dataset(
     if snapshots.commit(spec).as_ref() != Some(&commit) {
         fetch.set_commit(&commit)?;
     }
-    Ok(commit)
+    Ok((commit, files))
 }
 
-/// The files with data at or below `path`.
-fn wanted<'a>(files: &'a [String], path: &'a str) -> impl Iterator<Item = &'a String> {
-    files.iter().filter(move |file| {
-        let file = Path::new(file);
-        let ending = file
-            .extension()
-            .and_then(|ending| ending.to_str())
-            .unwrap_or_default();
-        file.starts_with(path) && ENDINGS.contains(&ending.to_lowercase().as_str())
-    })
+/// What is wanted of a data set.
+struct Wanted<'a> {
+    path: &'a str,
+    usage: DataUse,
+}
+
+impl Wanted<'_> {
+    /// Those of `files` that are wanted, and those with data that a folder has for another use, by name.
+    fn of(&self, files: &[String]) -> Result<(Vec<String>, Vec<String>)> {
+        let mut files: Vec<&String> = files.iter().filter(|file| has_data(file)).collect();
+        files.sort();
+        let named = files.iter().filter(|file| **file == self.path);
+        let named: Vec<String> = named.map(ToString::to_string).collect();
+        if !named.is_empty() {
+            return Ok((named, Vec::new()));
+        }
+        if self.path.contains(['*', '?', '[']) {
+            let pattern = match glob::Pattern::new(self.path) {
+                Ok(pattern) => pattern,
+                Err(err) => bail!("{:?} in a data set on a hub is no glob: {err}", self.path),
+            };
+            let matching = files
+                .into_iter()
+                .filter(|file| pattern.matches_with(file, GLOB));
+            return Ok((matching.cloned().collect(), Vec::new()));
+        }
+        let below = files.into_iter().filter_map(|file| {
+            let inner = match self.path {
+                "" => file.as_str(),
+                folder => file.strip_prefix(folder)?.strip_prefix('/')?,
+            };
+            Some((file, inner))
+        });
+        let (taken, left) = self.usage.choose(below.collect(), |(_, inner)| inner);
+        let names = |files: Vec<(&String, &str)>| {
+            let files = files.into_iter().map(|(file, _)| file.clone());
+            files.collect()
+        };
+        Ok((names(taken), names(left)))
+    }
+}
+
+/// As in globs of files: a `*` stays within a folder.
+const GLOB: glob::MatchOptions = glob::MatchOptions {
+    case_sensitive: true,
+    require_literal_separator: true,
+    require_literal_leading_dot: false,
+};
+
+fn has_data(file: &str) -> bool {
+    let ending = Path::new(file)
+        .extension()
+        .and_then(|ending| ending.to_str())
+        .unwrap_or_default();
+    ENDINGS.contains(&ending.to_lowercase().as_str())
 }

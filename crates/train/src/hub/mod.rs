@@ -8,6 +8,7 @@
 //! asynchronous: with its runtime and its own transfer protocol it would double the number of crates to build, to fetch
 //! half a dozen files once. Of the environment variables 0.5 knows two; all that matter here are read by [`HubConfig`].
 
+mod data_use;
 mod dataset;
 mod fetch;
 mod fetch_lock;
@@ -17,7 +18,8 @@ mod resolve;
 mod snapshot;
 mod weight_index;
 
-pub use dataset::{resolve_dataset, resolve_dataset_with};
+pub use data_use::DataUse;
+pub use dataset::{DatasetFiles, resolve_dataset, resolve_dataset_with};
 pub use hub_config::HubConfig;
 pub use repo_spec::{RepoKind, RepoSpec};
 pub use resolve::{resolve_model, resolve_model_with, resolve_tokenizer};

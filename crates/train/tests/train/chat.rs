@@ -1,5 +1,6 @@
 //! Conversations and texts as transformers renders and encodes them: `scripts/reference/chat_fixtures.py`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
@@ -105,4 +106,30 @@ fn texts_have_the_ids_of_transformers_with_and_without_special_tokens() {
             );
         }
     }
+}
+
+#[test]
+fn a_template_may_print_the_date_of_a_day() {
+    let dir = tempfile::tempdir().unwrap();
+    let template = |source: &str| {
+        fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+        let template = ChatTemplate::from_dir(dir.path(), BTreeMap::new());
+        template.unwrap().unwrap()
+    };
+    let message = minijinja::context! { role => "user", content => "x" };
+    let chat = Chat::new(vec![message], None).unwrap();
+    let date: jiff::civil::Date = "2024-02-29".parse().unwrap();
+    let dated = template("{{ strftime_now('%d %b %Y %H:%M:%S') }}");
+    let today = dated.date().unwrap();
+    assert!(today.year() >= 2026, "{today}");
+    let dated = dated.with_date(date);
+    assert_eq!(dated.date(), Some(date));
+    assert_eq!(
+        dated.generation_prompt(&chat).unwrap(),
+        "29 Feb 2024 00:00:00"
+    );
+    let undated = template("{{ messages[0].content }}").with_date(date);
+    assert_eq!(undated.date(), None);
+    let wrong = template("{{ strftime_now('%') }}").generation_prompt(&chat);
+    crate::assert_error(wrong, &["cannot be rendered", "%"]);
 }

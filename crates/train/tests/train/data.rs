@@ -1,7 +1,11 @@
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
-use candle_train::{Data, DataSpec, Record, RecordEncoder, RecordFormat, Tokenizer, Tokens};
+use candle_train::hub::DataUse;
+use candle_train::{
+    Data, DataSpec, Record, RecordEncoder, RecordFormat, TokenCache, Tokenizer, Tokens,
+};
 use minijinja::Value;
 
 use crate::assert_error;
@@ -136,13 +140,17 @@ fn write(dir: &Path, name: &str, content: &str) {
     fs::write(path, content).unwrap();
 }
 
+fn found(path: &Path) -> Data {
+    Data::find(&[DataSpec::new(path)], DataUse::Training).unwrap()
+}
+
 /// The texts of what is found at these paths below `dir`.
 fn texts(dir: &Path, paths: &[&str]) -> candle_core::Result<Vec<String>> {
     let specs: Vec<DataSpec> = paths
         .iter()
         .map(|path| DataSpec::new(dir.join(path)))
         .collect();
-    Data::find(&specs)?.texts()
+    Data::find(&specs, DataUse::Training)?.texts()
 }
 
 #[test]
@@ -184,8 +192,29 @@ fn files_folders_and_globs_are_read_in_order() {
         texts(dir, &["*.jsonl", "in/**/*.JSON"]).unwrap(),
         ["first", "second", "third", "fourth"]
     );
-    let data = Data::find(&[DataSpec::new(dir)]).unwrap();
+    let data = found(dir);
     assert_eq!(data.skipped(), [dir.join("in/notes.md")]);
+
+    // Hidden files, and what a glob finds more than once by a link to a folder.
+    write(dir, "in/.ipynb_checkpoints/d.json", r#"{"text": "hidden"}"#);
+    std::os::unix::fs::symlink("..", dir.join("in/deep/loop")).unwrap();
+    assert_eq!(texts(dir, &["in"]).unwrap().len(), inner.len());
+    assert_eq!(
+        texts(dir, &["in/**/[de].json"]).unwrap(),
+        ["one record", "lines", "of records"]
+    );
+    assert_eq!(texts(dir, &["*"]).unwrap().len(), 3 + inner.len());
+
+    // Of programs for Windows.
+    write(dir, "bom.txt", "\u{feff}text\r\n");
+    assert_eq!(texts(dir, &["bom.txt"]).unwrap(), ["text\n"]);
+    for name in ["wide.txt", "wide.jsonl", "wide.json"] {
+        let words = "\u{feff}{\"text\": 1}\n".encode_utf16();
+        let bytes: Vec<u8> = words.flat_map(u16::to_le_bytes).collect();
+        fs::write(dir.join(name), bytes).unwrap();
+        assert_error(texts(dir, &[name]), &[name, "is in UTF-16", "hint: "]);
+        fs::remove_file(dir.join(name)).unwrap();
+    }
 
     write(dir, "bad/f.json", "{\"text\"");
     assert_error(texts(dir, &["bad"]), &["f.json", "is not valid JSON"]);
@@ -239,10 +268,14 @@ fn malformed_records_are_counted_and_placed() {
         "{\"text\": \"the cat\"}\n{\"text\": \n\n{\"no\": 1}\n{\"text\": \"\"}\n",
     );
     write(dir.path(), "b.json", r#"[{"text": "the mat"}, 3]"#);
-    let data = Data::find(&[DataSpec::new(dir.path())]).unwrap();
+    let data = found(dir.path());
     let tokenizer = tokenizer();
-    let tokens =
-        Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false).unwrap()).unwrap();
+    let tokens = Tokens::encode(
+        &data,
+        &RecordEncoder::new(&tokenizer, None, false).unwrap(),
+        None,
+    )
+    .unwrap();
     let report = tokens.report();
     assert_eq!((report.num_malformed, report.num_without_target), (3, 1));
     assert_eq!(report.summary(), "3 texts");
@@ -260,13 +293,94 @@ fn malformed_records_are_counted_and_placed() {
     assert_eq!(tokenizer.decode(&first.ids).unwrap(), "the cat");
 }
 
-#[cfg(not(feature = "parquet"))]
+/// A cache with the tokens of a few texts, and what makes them again.
+struct Cached {
+    dir: tempfile::TempDir,
+    tokenizer: Tokenizer,
+}
+
+impl Cached {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = (0..40).map(|index| format!("{{\"text\": \"the cat sat {index} times\"}}\n"));
+        write(dir.path(), "data/a.jsonl", &lines.collect::<String>());
+        Self {
+            dir,
+            tokenizer: tokenizer(),
+        }
+    }
+
+    fn tokens(&self) -> Tokens {
+        let encoder = RecordEncoder::new(&self.tokenizer, None, false).unwrap();
+        let cache = TokenCache::new(self.dir.path().join("cache"));
+        let data = found(&self.dir.path().join("data"));
+        Tokens::encode(&data, &encoder, Some(&cache)).unwrap()
+    }
+
+    fn ids(&self) -> Vec<Vec<u32>> {
+        let tokens = self.tokens();
+        let records = 0..tokens.num_records();
+        records
+            .map(|index| tokens.record(index).unwrap().ids)
+            .collect()
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        let files = fs::read_dir(self.dir.path().join("cache/tokens")).unwrap();
+        files.map(|file| file.unwrap().path()).collect()
+    }
+}
+
 #[test]
-fn a_build_without_parquet_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), "a.parquet", "PAR1");
-    assert_error(
-        texts(dir.path(), &["a.parquet"]),
-        &["a.parquet", "--features parquet"],
-    );
+fn a_cached_file_that_is_damaged_anywhere_is_made_again() {
+    let cached = Cached::new();
+    let want = cached.ids();
+    let [file] = cached.files().try_into().unwrap();
+    let whole = fs::read(&file).unwrap();
+    // Every part of the file: ids, index, report, lengths, checksum, magic.
+    let places = (0..whole.len()).step_by(61).chain([whole.len() - 1]);
+    for place in places {
+        let mut flipped = whole.clone();
+        flipped[place] ^= 1 << (place % 8);
+        let cut = &whole[..place];
+        let longer = [&whole[..place], &[0; 4], &whole[place..]].concat();
+        for damaged in [&flipped, cut, &longer] {
+            fs::write(&file, damaged).unwrap();
+            assert_eq!(cached.ids(), want, "damaged at {place}");
+            assert!(fs::read(&file).unwrap() == whole, "damaged at {place}");
+        }
+    }
+    assert_eq!(cached.files(), [file]);
+}
+
+#[test]
+fn what_was_not_used_for_long_leaves_the_cache_when_something_new_comes() {
+    let cached = Cached::new();
+    cached.tokens();
+    let [old] = cached.files().try_into().unwrap();
+    let partial = old.with_file_name(".0123.partial");
+    fs::write(&partial, "half").unwrap();
+    let age = |path: &Path, days: u64| {
+        let file = fs::File::options().write(true).open(path).unwrap();
+        let time = SystemTime::now() - Duration::from_secs(days * 24 * 60 * 60);
+        file.set_modified(time).unwrap();
+    };
+    let add = |name: &str| write(cached.dir.path(), name, &format!("{{\"text\": {name:?}}}"));
+    age(&old, 29);
+    age(&partial, 31);
+    add("data/b.jsonl");
+    cached.tokens();
+    assert!(old.exists() && !partial.exists());
+    // Whoever uses a file keeps it.
+    age(&old, 31);
+    fs::remove_file(cached.dir.path().join("data/b.jsonl")).unwrap();
+    cached.tokens();
+    add("data/c.jsonl");
+    cached.tokens();
+    assert!(old.exists());
+    age(&old, 31);
+    add("data/d.jsonl");
+    cached.tokens();
+    assert!(!old.exists());
+    assert_eq!(cached.files().len(), 3);
 }

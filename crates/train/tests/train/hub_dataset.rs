@@ -2,7 +2,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use candle_core::Result;
-use candle_train::hub::{HubConfig, resolve_dataset_with};
+use candle_train::hub::{DataUse, DatasetFiles, HubConfig, resolve_dataset_with};
 
 use crate::assert_error;
 use crate::hub::COMMIT;
@@ -45,29 +45,100 @@ fn files_with_data_are_fetched_once() {
         config,
         _cache,
     } = setup();
-    let resolve = |name: &str| resolve_dataset_with(name, &config);
+    let resolve = |name: &str| resolve_dataset_with(name, DataUse::Training, &config).unwrap();
     let snapshot = config
         .cache_dir
         .join("datasets--org--data/snapshots")
         .join(COMMIT);
-    assert_eq!(
-        resolve("datasets/org/data/train").unwrap(),
-        snapshot.join("train")
-    );
+    let paths =
+        |names: &[&str]| -> Vec<PathBuf> { names.iter().map(|name| snapshot.join(name)).collect() };
+    let of_train = ["train/a.jsonl", "train/more/b.txt"];
+    assert_eq!(resolve("datasets/org/data/train").files, paths(&of_train));
     assert_eq!(
         fs::read(snapshot.join("train/a.jsonl")).unwrap(),
         FILES[1].1
     );
-    assert!(snapshot.join("train/more/b.txt").exists() && !snapshot.join("test").exists());
-    assert_eq!(resolve("datasets/org/data@main").unwrap(), snapshot);
-    assert!(snapshot.join("test/c.json").exists() && !snapshot.join("README.md").exists());
+    assert!(!snapshot.join("test").exists());
     server.take_downloads();
-    let file: PathBuf = resolve("datasets/org/data/train/a.jsonl").unwrap();
-    assert_eq!(file, snapshot.join("train/a.jsonl"));
+    let DatasetFiles { files, taken, left } = resolve("datasets/org/data@main");
+    assert_eq!(files, paths(&of_train));
+    assert_eq!(
+        (taken, left),
+        (
+            of_train.map(String::from).to_vec(),
+            vec!["test/c.json".to_string()]
+        )
+    );
+    let file = resolve("datasets/org/data/train/a.jsonl");
+    assert_eq!((file.files, file.left), (paths(&of_train[..1]), vec![]));
     let downloads = server.take_downloads();
     assert!(
         downloads.iter().all(|request| request.contains("/api/")),
         "{downloads:?}"
+    );
+    assert!(!snapshot.join("test").exists() && !snapshot.join("README.md").exists());
+}
+
+#[test]
+fn splits_are_chosen_by_use_and_globs_and_files_by_name() {
+    let Setup {
+        server: _server,
+        config,
+        _cache,
+    } = setup();
+    let names = |name: &str, usage: DataUse| {
+        resolve_dataset_with(name, usage, &config).map(|found| found.taken)
+    };
+    let training = |name: &str| names(name, DataUse::Training);
+    let evaluation = |name: &str| names(name, DataUse::Evaluation);
+    assert_eq!(evaluation("datasets/org/data").unwrap(), ["test/c.json"]);
+    // What is named is taken whatever its use.
+    for (path, want) in [
+        ("test/c.json", vec!["test/c.json"]),
+        ("test", vec!["test/c.json"]),
+        ("*/*.json*", vec!["test/c.json", "train/a.jsonl"]),
+        ("train/*", vec!["train/a.jsonl"]),
+        ("train/**/?.txt", vec!["train/more/b.txt"]),
+    ] {
+        let name = format!("datasets/org/data/{path}");
+        assert_eq!(training(&name).unwrap(), want, "{path}");
+        assert_eq!(evaluation(&name).unwrap(), want, "{path}");
+    }
+    assert_error(
+        training("datasets/org/data/*.json"),
+        &["has no file that ends in", "train/a.jsonl"],
+    );
+    assert_error(training("datasets/org/data/[a"), &["is no glob"]);
+}
+
+#[test]
+fn a_data_set_without_the_split_that_is_needed_is_an_error() {
+    let server = HubServer::start();
+    let cache = tempfile::tempdir().unwrap();
+    let config = HubConfig {
+        endpoint: server.endpoint(),
+        cache_dir: cache.path().join("hub"),
+        token: None,
+        offline: false,
+    };
+    let text: &[u8] = b"text";
+    let files = [
+        ("data/train.txt", text),
+        ("more/test.txt", text),
+        ("more/val.txt", text),
+    ];
+    server.publish(REPO, "main", COMMIT, &files);
+    assert_error(
+        resolve_dataset_with("datasets/org/data/data", DataUse::Evaluation, &config),
+        &["for training only", "data/train.txt", "--eval-fraction"],
+    );
+    assert_error(
+        resolve_dataset_with("datasets/org/data/more", DataUse::Training, &config),
+        &[
+            "for validation or test only",
+            "more/test.txt, more/val.txt",
+            "hint: name the files",
+        ],
     );
 }
 
@@ -78,21 +149,21 @@ fn offline_what_was_fetched_is_used_if_it_is_complete() {
         config,
         _cache,
     } = setup();
-    resolve_dataset_with("datasets/org/data/train", &config).unwrap();
+    resolve_dataset_with("datasets/org/data/train", DataUse::Training, &config).unwrap();
     drop(server);
     let offline = HubConfig {
         offline: true,
         ..config.clone()
     };
     for config in [&offline, &config] {
-        assert!(resolve_dataset_with("datasets/org/data/train", config).is_ok());
+        assert!(resolve_dataset_with("datasets/org/data/train", DataUse::Training, config).is_ok());
     }
     assert_error(
-        resolve_dataset_with("datasets/org/data", &offline),
+        resolve_dataset_with("datasets/org/data", DataUse::Evaluation, &offline),
         &["org/data@main", "not complete", "HF_HUB_OFFLINE"],
     );
     assert_error(
-        resolve_dataset_with("datasets/org/data", &config),
+        resolve_dataset_with("datasets/org/data", DataUse::Evaluation, &config),
         &["cannot fetch the list of files", "org/data"],
     );
 }
@@ -104,7 +175,9 @@ fn names_and_files_that_are_not_there_are_told() {
         config,
         _cache,
     } = setup();
-    let resolve = |name: &str| -> Result<PathBuf> { resolve_dataset_with(name, &config) };
+    let resolve = |name: &str| -> Result<DatasetFiles> {
+        resolve_dataset_with(name, DataUse::Training, &config)
+    };
     for name in [
         "org/data",
         "datasets/data",

@@ -11,11 +11,45 @@ use crate::control::hello::Hello;
 use crate::control::message::ToRank;
 use crate::control::wire;
 
+/// How long a rank that cannot start waits for others that may say the same.
+const SAME_WORDS: Duration = Duration::from_secs(1);
+
 /// Why somebody is not let in.
 pub(super) struct Refusal {
-    pub message: String,
+    message: String,
     /// It may have come to the wrong run, whose server is about to end.
-    pub retry: bool,
+    retry: bool,
+    /// Nobody is let in.
+    all: bool,
+}
+
+impl Refusal {
+    fn new(message: String, retry: bool) -> Self {
+        let all = false;
+        Self {
+            message,
+            retry,
+            all,
+        }
+    }
+
+    fn of_all(message: String) -> Self {
+        Self {
+            message,
+            retry: false,
+            all: true,
+        }
+    }
+}
+
+impl From<Refusal> for ToRank {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused {
+            message: refusal.message,
+            retry: refusal.retry,
+            all: refusal.all,
+        }
+    }
 }
 
 impl Hub {
@@ -28,10 +62,7 @@ impl Hub {
     ) -> Result<(), Refusal> {
         if hello.token != self.own.token {
             let message = "another run is at this address: its token differs".to_string();
-            return Err(Refusal {
-                message,
-                retry: true,
-            });
+            return Err(Refusal::new(message, true));
         }
         let mut state = self.lock();
         if state.started {
@@ -41,10 +72,7 @@ impl Hub {
                 hello.host,
                 self.world_size()
             );
-            return Err(Refusal {
-                message,
-                retry: false,
-            });
+            return Err(Refusal::new(message, false));
         }
         if state.refusal.is_none()
             && let Some(why) = self.objection(&state, &hello, version)
@@ -56,19 +84,22 @@ impl Hub {
                 state.told.insert(hello.rank);
             }
             self.notify();
-            return Err(Refusal {
-                message,
-                retry: false,
-            });
+            return Err(Refusal::of_all(message));
         }
-        let rank = hello.rank;
-        let peer = self.peer(hello, stream).map_err(|error| Refusal {
-            message: format!("rank 0 has no thread or connection left: {error}"),
-            retry: true,
+        let (rank, cannot_start) = (hello.rank, hello.cannot_start.clone());
+        let peer = self.peer(hello, stream).map_err(|error| {
+            let message = format!("rank 0 has no thread or connection left: {error}");
+            Refusal::new(message, true)
         })?;
         state.peers[rank] = Some(peer);
+        if let Some(why) = cannot_start {
+            state.unable.insert(rank, why);
+            state.unable_since.get_or_insert(self.clock.now());
+        }
         let missing = state.missing();
-        if missing.is_empty() {
+        if missing.is_empty() && !state.unable.is_empty() {
+            self.refuse_unable(&mut state);
+        } else if missing.is_empty() {
             let now = self.clock.now();
             for peer in state.peers.iter_mut().flatten() {
                 peer.heard = now;
@@ -102,14 +133,43 @@ impl Hub {
         ))
     }
 
-    /// The run does not start, for all that are here and all that come.
-    fn refuse_all(&self, state: &mut State, why: String) {
-        let message = format!("the run cannot start: {why}");
-        let refused = ToRank::Refused {
-            message: message.clone(),
-            retry: false,
+    /// Gives up when a rank cannot start and the others have had their time to say the same.
+    pub(super) fn find_unable(&self, state: &mut State, now: Duration) {
+        let since = state.unable_since;
+        if since.is_some_and(|since| now > since + SAME_WORDS) {
+            self.refuse_unable(state);
+        }
+    }
+
+    /// What all ranks say is said without naming any.
+    fn refuse_unable(&self, state: &mut State) {
+        let mut ranks_by_words: Vec<(&str, Vec<usize>)> = Vec::new();
+        for (rank, why) in &state.unable {
+            match ranks_by_words.iter_mut().find(|(said, _)| said == why) {
+                Some((_, ranks)) => ranks.push(*rank),
+                None => ranks_by_words.push((why, vec![*rank])),
+            }
+        }
+        let message = match ranks_by_words.as_slice() {
+            [(why, ranks)] if ranks.len() == self.world_size() => (*why).to_string(),
+            said => {
+                let said = said
+                    .iter()
+                    .map(|(why, ranks)| format!("{}: {why}", report::rank_list(ranks)));
+                let said: Vec<_> = said.collect();
+                format!("the run cannot start: {}", said.join("\n"))
+            }
         };
-        state.broadcast(&refused);
+        self.refuse_with(state, message);
+    }
+
+    fn refuse_all(&self, state: &mut State, why: String) {
+        self.refuse_with(state, format!("the run cannot start: {why}"));
+    }
+
+    /// The run does not start, for all that are here and all that come.
+    fn refuse_with(&self, state: &mut State, message: String) {
+        state.broadcast(&Refusal::of_all(message.clone()).into());
         let present: Vec<usize> = state.present().map(|(rank, _)| rank).collect();
         state.told.extend(present);
         state.refusal = Some(message);
@@ -144,7 +204,7 @@ impl Hub {
             snapshot: Snapshot::default(),
             heard: self.clock.now(),
             left: false,
-            failed: false,
+            failed: None,
             noted: false,
             gone: false,
             queue,

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::hub::{Hub, State};
+use super::hub::{Hub, Peer, State};
 use super::{report, spawn};
 use crate::control::activity::GroupProgress;
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
@@ -15,11 +15,33 @@ use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
 /// closed connection at about the same time.
 const HOLD: Duration = Duration::from_millis(500);
 
+/// How much longer, while no rank waits for another: all may be about to say that they failed, of the same.
+const SAME_WORDS: Duration = Duration::from_secs(1);
+
 impl State {
     /// Whether everybody who can hear of the failure has.
     pub(super) fn all_noted(&self) -> bool {
         let mut present = self.present();
         present.all(|(_, peer)| peer.noted || peer.left || peer.gone)
+    }
+
+    /// What all ranks say that they failed of, if it is the same.
+    fn failed_alike(&self) -> Option<String> {
+        let words = |peer: &Option<Peer>| peer.as_ref()?.failed.clone();
+        let first = words(self.peers.first()?)?;
+        let mut others = self.peers.iter().skip(1);
+        others
+            .all(|peer| words(peer).as_ref() == Some(&first))
+            .then_some(first)
+    }
+
+    /// Whether ranks that have not failed still compute.
+    fn may_fail_alike(&self) -> bool {
+        let is_held = |held: &Failure| held.kind == FailureKind::Failed;
+        let unfailed = || self.present().filter(|(_, peer)| peer.failed.is_none());
+        self.held.as_ref().is_some_and(is_held)
+            && unfailed().count() > 0
+            && unfailed().all(|(_, peer)| !peer.left && peer.snapshot.blocked_in().is_none())
     }
 
     /// Ends the run for this reason, if it has not ended.
@@ -111,7 +133,7 @@ impl Hub {
             return;
         };
         peer.gone = true;
-        if !peer.left && !peer.failed {
+        if !peer.left && peer.failed.is_none() {
             let message = format!(
                 "{} {}\n  its last operation: {}\n{DIED_HINT}",
                 report::peer_name(rank, peer),
@@ -161,6 +183,11 @@ impl Hub {
                 let hub = self.clone();
                 let spawned = spawn("control-hold", move || {
                     std::thread::sleep(HOLD);
+                    let mut rest = SAME_WORDS;
+                    while !rest.is_zero() && hub.lock().may_fail_alike() {
+                        std::thread::sleep(BEAT / 10);
+                        rest = rest.saturating_sub(BEAT / 10);
+                    }
                     hub.announce_held(&mut hub.lock());
                 });
                 if spawned.is_err() {
@@ -175,7 +202,14 @@ impl Hub {
 
     fn announce_held(&self, state: &mut State) {
         if let Some(failure) = state.held.take() {
-            state.announce(failure);
+            state.announce(match state.failed_alike() {
+                Some(message) => Failure {
+                    kind: FailureKind::Failed,
+                    rank: None,
+                    message,
+                },
+                None => failure,
+            });
         }
     }
 

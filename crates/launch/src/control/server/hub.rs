@@ -1,6 +1,6 @@
 //! What the server knows of the ranks.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::TcpStream;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -31,6 +31,9 @@ pub(super) struct State {
     pub groups: HashMap<String, RankGroup>,
     /// Whether all ranks have come.
     pub started: bool,
+    /// The ranks that cannot start, and why; and since when there is one.
+    pub unable: BTreeMap<usize, String>,
+    pub unable_since: Option<Duration>,
     /// Why the run does not start, and the ranks that have been told.
     pub refusal: Option<String>,
     pub told: BTreeSet<usize>,
@@ -50,8 +53,8 @@ pub(super) struct Peer {
     pub heard: Duration,
     /// It has said goodbye.
     pub left: bool,
-    /// It has said that it failed.
-    pub failed: bool,
+    /// It has said that it failed, and why.
+    pub failed: Option<String>,
     /// It knows why the run ends.
     pub noted: bool,
     /// Its connection has closed.
@@ -130,6 +133,8 @@ impl Hub {
             peers: (0..own.world_size).map(|_| None).collect(),
             groups: HashMap::new(),
             started: false,
+            unable: BTreeMap::new(),
+            unable_since: None,
             refusal: None,
             told: BTreeSet::new(),
             failure: None,
@@ -179,7 +184,7 @@ impl Hub {
                 snapshot,
             } => {
                 peer.snapshot = snapshot;
-                peer.failed = true;
+                peer.failed = Some(message.clone());
                 self.hold(&mut state, rank, kind, &message);
             }
             FromRank::Late {
@@ -224,6 +229,7 @@ impl Hub {
         } else if state.refusal.is_none() {
             let missing = state.missing();
             state.broadcast(&ToRank::Waiting { missing });
+            self.find_unable(&mut state, now);
             self.find_overdue(&mut state, now);
         }
     }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::processes::{Rank, start};
+use super::ranks::ranks;
 
 /// Lets `happen` come to the last of the ranks, and returns how the others end. They do within 10 s.
 fn others_after(what: &[&str], happen: impl FnOnce(&mut Rank)) -> Vec<super::processes::End> {
@@ -175,5 +176,27 @@ fn a_death_is_named_by_ranks_that_are_told_to_end_at_once() {
     for end in ranks.into_iter().map(Rank::end) {
         assert_eq!(end.signal, Some(15), "{end:?}");
         end.said_once("stops: rank 2 on host host-2 (process ");
+    }
+}
+
+#[test]
+fn what_all_ranks_fail_of_blames_none() {
+    let failures = |words: fn(usize) -> &'static str| {
+        ranks(3, |control| {
+            let rank = control.rank();
+            // They need not be equally fast.
+            std::thread::sleep(Duration::from_millis(400 * rank as u64));
+            control.fail(words(rank)).unwrap()
+        })
+    };
+    for failure in failures(|_| "there is no tensor lm_head.weight") {
+        assert!(failure.is_of_all());
+        assert_eq!(failure.message, "there is no tensor lm_head.weight");
+    }
+    for failure in failures(|rank| ["no disk", "no tensor", "no tensor"][rank]) {
+        assert_eq!(failure.rank, Some(0));
+        let said = "rank 0 on host host-0 (process ";
+        assert!(failure.message.starts_with(said), "{}", failure.message);
+        assert!(failure.message.contains("failed: no disk"));
     }
 }

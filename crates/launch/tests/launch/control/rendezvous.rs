@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use candle_launch::{Control, ControlConfig};
+use candle_launch::{Control, ControlConfig, Error};
 
 use super::ranks::{config, free_listener, join, ranks_with};
 
@@ -222,4 +222,65 @@ fn a_port_that_somebody_else_has_is_an_error_of_rank_0() {
     let error = Control::join(&config).err().unwrap().to_string();
     assert!(error.contains(&format!("127.0.0.1:{port}")), "{error}");
     assert!(error.contains("another program listens there"), "{error}");
+}
+
+#[test]
+fn what_all_ranks_find_wrong_is_said_without_naming_any() {
+    let why = "there is no file data.txt\nhint: look";
+    let errors = ranks_with(
+        3,
+        |config| {
+            config.cannot_start = Some(why.into());
+            // It was not looked at.
+            config.fingerprint = Vec::new();
+        },
+        |control| control.err(),
+    );
+    for error in errors {
+        assert!(matches!(error, Some(Error::CannotStart(said)) if said == why));
+    }
+}
+
+#[test]
+fn what_some_ranks_find_wrong_reaches_all_with_their_numbers() {
+    for unable in [vec![0], vec![1, 3], vec![0, 2]] {
+        let words = |rank: usize| match rank {
+            3 => "no disk".to_string(),
+            _ => "no file".to_string(),
+        };
+        let errors = ranks_with(
+            4,
+            |config| {
+                if unable.contains(&config.rank) {
+                    config.cannot_start = Some(words(config.rank));
+                }
+            },
+            |control| control.err(),
+        );
+        let expected = match unable.as_slice() {
+            [0] => "the run cannot start: rank 0: no file",
+            [1, 3] => "the run cannot start: rank 1: no file\nrank 3: no disk",
+            _ => "the run cannot start: ranks 0, 2: no file",
+        };
+        for error in errors {
+            let Some(Error::CannotStart(said)) = error else {
+                panic!("expected that no rank starts, got {error:?}");
+            };
+            assert_eq!(said, expected);
+        }
+    }
+}
+
+#[test]
+fn ranks_that_have_not_come_keep_nobody_from_saying_what_is_wrong() {
+    let (listener, port) = free_listener();
+    let begun = Instant::now();
+    let unable = ControlConfig {
+        cannot_start: Some("no file".into()),
+        ..config(0, 3, port)
+    };
+    let error = join(&unable, Some(listener)).err().unwrap();
+    assert_eq!(error.to_string(), "the run cannot start: rank 0: no file");
+    // One second for the others' words, two to tell them, and room for a busy machine.
+    assert!(begun.elapsed() < Duration::from_secs(15));
 }

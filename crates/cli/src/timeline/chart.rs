@@ -1,0 +1,301 @@
+//! The picture: a row for each rank, above what it computes, below it a line for operations in flight, pale where the rank does not wait for them,
+//! beside it shares of its time.
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::segments::{Segment, Shares, overlap, segments, union};
+use super::style::{Category, GREY, GRID, HIDDEN, IN_FLIGHT};
+use super::trace_file::{Rank, TraceFile};
+use crate::picture::{Drawing, Drawn, FONT};
+
+/// In pixels: where rows begin and end.
+const LEFT: i32 = 220;
+const WIDTH: i32 = 1000;
+const TOP: i32 = 112;
+const BELOW: i32 = 64;
+/// Of a column of shares.
+const COLUMN: i32 = 80;
+/// Of all rows together, as far as rows are not too low or too high for it.
+const HEIGHT: i32 = 1000;
+const TEXT: i32 = 15;
+
+/// A step of a trace.
+pub(super) struct Chart<'a> {
+    trace: &'a TraceFile,
+    step: usize,
+    /// When it begins and ends, in milliseconds.
+    window: (f64, f64),
+    shares: Vec<Shares>,
+    /// What has a column of shares.
+    columns: Vec<Column>,
+    row_height: i32,
+}
+
+#[derive(Clone, Copy)]
+enum Column {
+    Of(usize),
+    Rest,
+    InFlight,
+    Hidden,
+}
+
+impl Column {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Of(index) => Category::ALL[index].name(),
+            Self::Rest => "other",
+            Self::InFlight => "in flight",
+            Self::Hidden => "hidden",
+        }
+    }
+
+    fn share(self, shares: &Shares) -> f64 {
+        match self {
+            Self::Of(index) => shares.of[index],
+            Self::Rest => shares.rest(),
+            Self::InFlight => shares.in_flight,
+            Self::Hidden => shares.hidden,
+        }
+    }
+}
+
+fn text(size: i32, color: &RGBColor, (h, v): (HPos, VPos)) -> TextStyle<'_> {
+    let font = (FONT, size).into_font();
+    font.color(color).pos(Pos::new(h, v))
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1}%", 100.0 * share.max(0.0))
+}
+
+impl<'a> Chart<'a> {
+    /// The step `step`, which every rank has.
+    pub fn new(trace: &'a TraceFile, step: usize) -> Self {
+        let window = trace.window(step);
+        let ranks = trace.ranks.iter();
+        let shares: Vec<_> = ranks.map(|rank| Shares::new(rank, window)).collect();
+        let mean = Shares::mean(&shares);
+        // The first four are always there, the others if they are not 0.0%.
+        let is_shown = |index: &usize| *index < 4 || mean.of[*index] >= 0.0005;
+        let columns = (0..Category::ALL.len()).filter(is_shown).map(Column::Of);
+        let others = [Column::Rest, Column::InFlight, Column::Hidden];
+        Self {
+            trace,
+            step,
+            window,
+            shares,
+            columns: columns.chain(others).collect(),
+            row_height: (HEIGHT / trace.ranks.len().max(1) as i32).clamp(4, 60),
+        }
+    }
+
+    fn num_ranks(&self) -> i32 {
+        self.trace.ranks.len() as i32
+    }
+
+    /// Every how many ranks there is room for text.
+    fn text_rows(&self) -> usize {
+        (TEXT + 2).div_euclid(self.row_height).max(0) as usize + 1
+    }
+
+    fn x(&self, at: f64) -> i32 {
+        let (start, end) = self.window;
+        LEFT + (f64::from(WIDTH) * (at - start) / (end - start)).round() as i32
+    }
+
+    fn column_x(&self, index: usize) -> i32 {
+        LEFT + WIDTH + COLUMN * (index as i32 + 1)
+    }
+
+    fn draw_head<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+        let (start, end) = self.window;
+        let title = format!("Step {}: {} ms", self.step, number(end - start, 3));
+        let style = text(24, &BLACK, (HPos::Left, VPos::Center));
+        area.draw(&Text::new(title, (20, 34), style))?;
+        let ranks = match self.num_ranks() {
+            1 => "1 rank".to_string(),
+            count => format!("{count} ranks"),
+        };
+        let from = format!("{ranks}, {}", self.trace.name);
+        let style = text(TEXT, &GREY, (HPos::Left, VPos::Center));
+        area.draw(&Text::new(from, (20, 64), style))?;
+        let mean = Shares::mean(&self.shares);
+        for (index, column) in self.columns.iter().enumerate() {
+            let x = self.column_x(index);
+            let line = Rectangle::new([(x - COLUMN + 16, 30), (x, 36)], self.fill(*column));
+            area.draw(&line)?;
+            let style = text(TEXT, &BLACK, (HPos::Right, VPos::Center));
+            area.draw(&Text::new(column.name(), (x, 54), style))?;
+            let style = text(TEXT + 1, &BLACK, (HPos::Right, VPos::Center));
+            area.draw(&Text::new(percent(column.share(&mean)), (x, 82), style))?;
+        }
+        let style = text(TEXT, &GREY, (HPos::Right, VPos::Center));
+        let x = self.column_x(0) - COLUMN + 4;
+        area.draw(&Text::new("mean of the ranks", (x, 82), style))
+    }
+
+    fn fill(&self, column: Column) -> ShapeStyle {
+        match column {
+            Column::Of(index) => Category::ALL[index].color().filled(),
+            Column::Rest => GREY.stroke_width(1),
+            Column::InFlight => IN_FLIGHT.filled(),
+            Column::Hidden => HIDDEN.filled(),
+        }
+    }
+
+    fn draw_axis<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+        let (start, end) = self.window;
+        let bottom = TOP + self.row_height * self.num_ranks();
+        let tick = tick(end - start);
+        let mut index = 0;
+        loop {
+            let at = f64::from(index) * tick;
+            if at > end - start {
+                break;
+            }
+            let x = self.x(start + at);
+            area.draw(&PathElement::new([(x, TOP - 6), (x, bottom + 6)], GRID))?;
+            let style = text(TEXT, &GREY, (HPos::Center, VPos::Top));
+            area.draw(&Text::new(number(at, 6), (x, bottom + 12), style))?;
+            index += 1;
+        }
+        let style = text(TEXT, &GREY, (HPos::Right, VPos::Top));
+        area.draw(&Text::new("ms", (LEFT - 14, bottom + 12), style))
+    }
+
+    fn draw_row<B: DrawingBackend>(
+        &self,
+        area: &DrawingArea<B, Shift>,
+        index: usize,
+        rank: &Rank,
+    ) -> Drawn<B> {
+        let top = TOP + self.row_height * index as i32;
+        // Below the rows that are high enough is some room.
+        let gap = self.row_height / 6;
+        let line = (self.row_height / 7).max(1);
+        let bottom = top + self.row_height - gap - line;
+        let segments = segments(&rank.computing, self.window);
+        for segment in &segments {
+            self.draw_segment(area, segment, (top, bottom))?;
+        }
+        self.draw_numbers(area, &segments, (top + bottom) / 2)?;
+        let in_flight = union(&rank.in_flight, self.window);
+        let draw_line = |(start, end), color: RGBColor| {
+            let (from, to) = (self.x(start), self.x(end));
+            let corners = [(from, bottom + 1), (to, bottom + 1 + line)];
+            match to > from {
+                true => area.draw(&Rectangle::new(corners, color.filled())),
+                false => Ok(()),
+            }
+        };
+        for span in &in_flight {
+            draw_line(*span, HIDDEN)?;
+        }
+        let idle = segments.iter().filter(|it| it.category == Category::Idle);
+        for span in idle.flat_map(|idle| overlap(&in_flight, (idle.start, idle.end))) {
+            draw_line(span, IN_FLIGHT)?;
+        }
+        if !index.is_multiple_of(self.text_rows()) {
+            return Ok(());
+        }
+        let y = (top + bottom) / 2;
+        let style = text(TEXT, &BLACK, (HPos::Right, VPos::Center));
+        area.draw(&Text::new(
+            rank.name.as_str(),
+            (LEFT - 14, y),
+            style.clone(),
+        ))?;
+        for (column, of) in self.columns.iter().enumerate() {
+            let share = percent(of.share(&self.shares[index]));
+            area.draw(&Text::new(share, (self.column_x(column), y), style.clone()))?;
+        }
+        Ok(())
+    }
+
+    fn draw_segment<B: DrawingBackend>(
+        &self,
+        area: &DrawingArea<B, Shift>,
+        segment: &Segment,
+        (top, bottom): (i32, i32),
+    ) -> Drawn<B> {
+        let (from, to) = (self.x(segment.start), self.x(segment.end));
+        if to <= from || segment.category == Category::Step {
+            return Ok(());
+        }
+        let color = segment.category.color();
+        area.draw(&Rectangle::new([(from, top), (to, bottom)], color.filled()))?;
+        if to > from + 4 {
+            // Apart from what was before.
+            area.draw(&PathElement::new([(from, top), (from, bottom)], WHITE))?;
+        }
+        Ok(())
+    }
+
+    /// The number of each pass's micro-batch on its longest piece, if there is room.
+    fn draw_numbers<B: DrawingBackend>(
+        &self,
+        area: &DrawingArea<B, Shift>,
+        segments: &[Segment],
+        y: i32,
+    ) -> Drawn<B> {
+        let mut longest: Vec<&Segment> = Vec::new();
+        for segment in segments.iter().filter(|it| it.micro_batch.is_some()) {
+            let is_same = |other: &&mut &Segment| {
+                (other.category, other.micro_batch) == (segment.category, segment.micro_batch)
+            };
+            match longest.iter_mut().rev().find(is_same) {
+                Some(other) if segment.end - segment.start > other.end - other.start => {
+                    *other = segment;
+                }
+                Some(_) => {}
+                None => longest.push(segment),
+            }
+        }
+        let size = (self.row_height / 3).clamp(1, 17);
+        let style = text(size, &WHITE, (HPos::Center, VPos::Center));
+        for segment in longest {
+            let number = segment.micro_batch.unwrap_or_default().to_string();
+            let (from, to) = (self.x(segment.start), self.x(segment.end));
+            let width = 4 + number.len() as i32 * size * 2 / 3;
+            if size >= 8 && to - from >= width {
+                area.draw(&Text::new(number, ((from + to) / 2, y), style.clone()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drawing for Chart<'_> {
+    fn size(&self) -> (u32, u32) {
+        let width = LEFT + WIDTH + COLUMN * self.columns.len() as i32 + 24;
+        let height = TOP + self.row_height * self.num_ranks() + BELOW;
+        (width as u32, height as u32)
+    }
+
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+        self.draw_head(area)?;
+        self.draw_axis(area)?;
+        let mut rows = self.trace.ranks.iter().enumerate();
+        rows.try_for_each(|(index, rank)| self.draw_row(area, index, rank))
+    }
+}
+
+/// 1, 2 or 5 times a power of ten, such that there are some ticks over `width`.
+fn tick(width: f64) -> f64 {
+    let power = 10f64.powf((width / 10.0).log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
+    let enough = steps.into_iter().find(|step| width / step <= 10.0);
+    enough.unwrap_or(10.0 * power)
+}
+
+/// With so many digits at least as it needs before the point.
+fn number(value: f64, num_digits: usize) -> String {
+    let before = value.abs().max(1.0).log10() as usize + 1;
+    let text = format!("{value:.*}", num_digits.saturating_sub(before));
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_string(),
+        false => text,
+    }
+}

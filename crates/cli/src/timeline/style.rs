@@ -1,0 +1,71 @@
+//! What the parts of a step are called and how they look.
+
+use plotters::style::RGBColor;
+
+/// What time is spent on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Category {
+    Step,
+    Data,
+    Forward,
+    Backward,
+    Optimizer,
+    Evaluation,
+    Checkpoint,
+    Idle,
+}
+
+/// Of operations in flight.
+pub(super) const IN_FLIGHT: RGBColor = RGBColor(0xe0, 0x7b, 0x1f);
+/// Of operations in flight while the rank is not idle.
+pub(super) const HIDDEN: RGBColor = RGBColor(0xf5, 0xc2, 0x8a);
+/// Of text that explains.
+pub(super) const GREY: RGBColor = RGBColor(0x6b, 0x72, 0x80);
+/// Of lines behind.
+pub(super) const GRID: RGBColor = RGBColor(0xe4, 0xe7, 0xec);
+
+impl Category {
+    /// Those that are told apart, in the order in which they are listed.
+    pub const ALL: [Self; 7] = [
+        Self::Forward,
+        Self::Backward,
+        Self::Optimizer,
+        Self::Idle,
+        Self::Data,
+        Self::Evaluation,
+        Self::Checkpoint,
+    ];
+
+    /// That of an event whose `cat` is `name`.
+    pub fn named(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter().chain([Self::Step]);
+        all.find(|category| category.name() == name)
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Step => "step",
+            Self::Data => "data",
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Optimizer => "optimizer",
+            Self::Evaluation => "evaluation",
+            Self::Checkpoint => "checkpoint",
+            Self::Idle => "idle",
+        }
+    }
+
+    /// The rest of a step has no name, and the colour of the paper.
+    pub fn color(self) -> RGBColor {
+        match self {
+            Self::Step => RGBColor(0xff, 0xff, 0xff),
+            Self::Data => RGBColor(0xb8, 0x9b, 0x2c),
+            Self::Forward => RGBColor(0x3b, 0x76, 0xc4),
+            Self::Backward => RGBColor(0x2a, 0x9d, 0x78),
+            Self::Optimizer => RGBColor(0x8b, 0x5f, 0xbf),
+            Self::Evaluation => RGBColor(0xb2, 0x4c, 0x74),
+            Self::Checkpoint => RGBColor(0x7a, 0x68, 0x58),
+            Self::Idle => RGBColor(0xd9, 0xdd, 0xe3),
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! What keeps a rank from meeting the others is said once for all of them.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::channel;
+use std::thread::Builder;
+use std::time::Duration;
+
+use candle_launch::{Control, ControlConfig, Error, RankEnv, Result};
+
+/// How long this rank waits for the others to hear it.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What rank 0 gets to show why the run ends: a launcher ends all ranks when the first of them is gone.
+const OTHERS_WORDS: Duration = Duration::from_secs(2);
+
+/// Who is to show to the user why this process, which is one rank, ends.
+static SPEAKER: AtomicU8 = AtomicU8::new(NOBODY_KNOWS);
+
+/// This rank has not gone to meet the others.
+const NOBODY_KNOWS: u8 = 0;
+/// Each rank for itself.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+const THIS_RANK: u8 = 1;
+/// This rank, rank 0, for all.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+const THIS_FOR_ALL: u8 = 2;
+/// Rank 0, another process.
+const ANOTHER: u8 = 3;
+
+/// Tells the other processes of a run that this one cannot start, and why. Returns what this one is to show to the user, if anything:
+/// rank 0 speaks for all that it meets within 5 s, and without naming ranks if all say the same; a rank that cannot meet it, or that
+/// has failed since they met, speaks for itself.
+///
+/// It may be the last call about ranks that a process makes, after or instead of [`run`](super::run).
+pub fn cannot_start(env: &RankEnv, why: &str) -> Option<String> {
+    let own = Some(why.to_string());
+    if env.world_size() == 1 {
+        return own;
+    }
+    match SPEAKER.load(Ordering::Acquire) {
+        NOBODY_KNOWS => {}
+        ANOTHER => return leave_to_rank_0(),
+        _ => return own,
+    }
+    let (told, outcome) = channel();
+    let (of_thread, why) = (env.clone(), why.to_string());
+    // MPI_Init waits for all ranks, which this one cannot.
+    let spawned = Builder::new()
+        .name("cannot-start".into())
+        .spawn(move || told.send(tell(&of_thread, why)));
+    let outcome = spawned
+        .ok()
+        .and_then(|_| outcome.recv_timeout(PATIENCE).ok());
+    match outcome {
+        Some(Err(Error::CannotStart(_))) if env.rank() > 0 => leave_to_rank_0(),
+        Some(Err(Error::CannotStart(of_all))) => Some(of_all),
+        _ => own,
+    }
+}
+
+fn leave_to_rank_0() -> Option<String> {
+    std::thread::sleep(OTHERS_WORDS);
+    None
+}
+
+/// Meets the others as they would meet, to say it. An error in any case.
+fn tell(env: &RankEnv, why: String) -> Result<()> {
+    let config = |master| ControlConfig {
+        cannot_start: Some(why),
+        join_timeout: PATIENCE,
+        ..ControlConfig::at(env, master)
+    };
+    #[cfg(feature = "mpi")]
+    if env.started_by().speaks_mpi() {
+        let mpi = crate::MpiConfig::default();
+        let met = super::mpi(mpi, |world| {
+            // An error in here would end all ranks by MPI_Abort before this one has been heard.
+            Ok(super::process::meet_over(&world, env, config))
+        });
+        let met = met
+            .flatten()
+            .map_err(|error| Error::Join(error.to_string()))?;
+        return met.map(drop);
+    }
+    Control::join(&config(env.master()?)).map(drop)
+}
+
+/// From now on this rank's failures reach the others by [`Control`].
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(super) fn meeting_begins() {
+    SPEAKER.store(THIS_RANK, Ordering::Release);
+}
+
+/// All ranks know the same reason.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(super) fn said_by_all(rank: usize) {
+    let speaker = if rank == 0 { THIS_FOR_ALL } else { ANOTHER };
+    SPEAKER.store(speaker, Ordering::Release);
+}
+
+/// An error of joining; notes who says it.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(super) fn known(env: &RankEnv, error: Error) -> candle_core::Error {
+    if matches!(error, Error::CannotStart(_)) {
+        said_by_all(env.rank());
+    }
+    candle_core::Error::wrap(error)
+}
+
+/// The words for a failed rank, if it is to say any; without, time has passed in which rank 0 says them.
+#[cfg(feature = "mpi")]
+pub(crate) fn words_of_failed(rank: usize, message: &str) -> Option<String> {
+    match SPEAKER.load(Ordering::Acquire) {
+        ANOTHER => leave_to_rank_0(),
+        THIS_FOR_ALL => Some(format!("error: {message}\n")),
+        _ => Some(format!("rank {rank} failed: {message}\n")),
+    }
+}
