@@ -65,9 +65,9 @@ pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<O
             continue;
         };
         let others = command.get_arguments();
-        let others = others.filter(|other| is_typed(other, &given));
+        let others = others.filter(|other| is_typed(other, given));
         let is_overruled = |other: &Arg| contradict(command, arg, other);
-        if is_typed(arg, &given) || others.into_iter().any(is_overruled) {
+        if is_typed(arg, given) || others.into_iter().any(is_overruled) {
             continue;
         }
         match words_of(arg, value) {
@@ -80,7 +80,7 @@ pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<O
         all.splice(place..place, flags.into_iter().flat_map(|(_, words)| words));
         all
     };
-    let is_typed = |flag: &str| find(command, flag).is_some_and(|arg| is_typed(arg, &given));
+    let is_typed = |flag: &str| find(command, flag).is_some_and(|arg| is_typed(arg, given));
     // What is wrong with the words is said later.
     if let Ok(matches) = whole.clone().try_get_matches_from(with(flags.clone())) {
         let matches = matches

@@ -203,6 +203,7 @@ fn answer(mut stream: TcpStream, state: &mut State) -> std::io::Result<()> {
 /// The commit and the files of `REPO/revision/REVISION`.
 fn list(stream: &mut TcpStream, state: &State, path: &str) -> std::io::Result<()> {
     let found = path.split_once("/revision/").and_then(|(repo, revision)| {
+        let repo = repo.strip_prefix("models/").unwrap_or(repo);
         let key = (repo.to_string(), revision.replace("%2F", "/"));
         state.revisions.get(&key)
     });
