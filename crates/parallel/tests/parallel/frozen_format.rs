@@ -3,6 +3,7 @@
 use candle_comm::Mesh;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
     AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, LoraConfig,
     MemoryCategory, MicroBatch, ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule,
@@ -223,4 +224,55 @@ fn blocks_that_a_layout_cuts_are_refused() {
             "hint",
         ],
     );
+}
+
+/// A base that began as random numbers is in a checkpoint, and nowhere else.
+#[test]
+fn a_random_base_in_blocks_is_neither_lost_nor_misread() {
+    let dir = tempfile::tempdir().unwrap();
+    let optimizer = |mesh: &Mesh, seed, format| {
+        let lora = LoraConfig {
+            rank: 3,
+            ..LoraConfig::default()
+        };
+        let store = ParamStore::init(seed).with_lora(lora)?;
+        let store = match format {
+            Some(format) => store.with_frozen_format(format),
+            None => store,
+        };
+        let stage = stage(mesh, &store)?;
+        let optimizer = DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())?;
+        Ok::<_, candle_core::Error>((stage, optimizer))
+    };
+    on_mesh((1, 1, 1), |mesh| {
+        let save = |name: &str, format| {
+            let (_, optimizer) = optimizer(&mesh, 5, format)?;
+            let folder = dir.path().join(name);
+            let mut saver = CheckpointSaver::new(&mesh.world, (&folder, 1), None)?;
+            saver.start(&optimizer, 1, serde_json::Value::Null)?;
+            Ok::<_, candle_core::Error>(saver.finish()?.unwrap().saved)
+        };
+        for format in [WeightFormat::Q8_0, WeightFormat::BF16] {
+            let said = save("packed", Some(format))?.unwrap_err();
+            assert_says(
+                &said,
+                &["weight is held as ", "no file has its values", "hint"],
+            );
+        }
+        let whole = save("whole", None)?.unwrap();
+        let checkpoint = TrainingCheckpoint::open(&mesh.world, &whole)?;
+        let (_, mut in_blocks) = optimizer(&mesh, 6, Some(WeightFormat::Q4K))?;
+        let said = message(checkpoint.load(&mut in_blocks));
+        assert_says(&said, &["frozen parameter", "in blocks (q4k)", "hint"]);
+        // In 16 bits they are rounded.
+        let (want, _) = optimizer(&mesh, 5, Some(WeightFormat::BF16))?;
+        let (ours, mut narrow) = optimizer(&mesh, 6, Some(WeightFormat::BF16))?;
+        checkpoint.load(&mut narrow)?;
+        for (ours, want) in ours.params().iter().zip(want.params().iter()) {
+            let difference = (ours.values()? - want.values()?)?.abs()?.flatten_all()?;
+            let largest = difference.max_all()?.to_dtype(DType::F32)?;
+            assert_eq!(largest.to_scalar::<f32>()?, 0.0, "{}", ours.name);
+        }
+        Ok(())
+    });
 }
