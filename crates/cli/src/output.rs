@@ -40,10 +40,9 @@ pub fn exit_as_rank(result: Result<ExitCode>) -> ExitCode {
 
 /// Prints what keeps this rank from starting, or has rank 0 print it.
 pub(crate) fn print_for_all(message: &str) {
-    let own = || Some(message.to_string());
-    let said = RankEnv::from_env().map_or_else(|_| own(), |env| cannot_start(&env, message));
-    if let Some(message) = said {
-        print_message(&message);
+    match RankEnv::from_env() {
+        Ok(env) => cannot_start(&env, message, print_message),
+        Err(_) => print_message(message),
     }
 }
 

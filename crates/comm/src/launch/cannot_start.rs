@@ -11,7 +11,7 @@ use candle_launch::{Control, ControlConfig, Error, RankEnv, Result};
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What rank 0 gets to show why the run ends: a launcher ends all ranks when the first of them is gone.
-const OTHERS_WORDS: Duration = Duration::from_secs(2);
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Who is to show to the user why this process, which is one rank, ends.
 static SPEAKER: AtomicU8 = AtomicU8::new(NOBODY_KNOWS);
@@ -19,48 +19,53 @@ static SPEAKER: AtomicU8 = AtomicU8::new(NOBODY_KNOWS);
 /// This rank has not gone to meet the others.
 const NOBODY_KNOWS: u8 = 0;
 /// Each rank for itself.
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 const THIS_RANK: u8 = 1;
 /// This rank, rank 0, for all.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 const THIS_FOR_ALL: u8 = 2;
 /// Rank 0, another process.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 const ANOTHER: u8 = 3;
 
-/// Tells the other processes of a run that this one cannot start, and why. Returns what this one is to show to the user, if anything:
-/// rank 0 speaks for all that it meets within 5 s, and without naming ranks if all say the same; a rank that cannot meet it, or that
-/// has failed since they met, speaks for itself.
+/// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
+/// anything: rank 0 speaks for all that it meets within 5 s, and without naming ranks if all say the same; a rank that cannot meet it,
+/// or that has failed since they met, speaks for itself.
 ///
-/// It may be the last call about ranks that a process makes, after or instead of [`run`](super::run).
-pub fn cannot_start(env: &RankEnv, why: &str) -> Option<String> {
-    let own = Some(why.to_string());
+/// It is the last call about ranks that a process makes, after or instead of [`run`](super::run).
+pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
     if env.world_size() == 1 {
-        return own;
+        return say(why);
     }
-    match SPEAKER.load(Ordering::Acquire) {
-        NOBODY_KNOWS => {}
-        ANOTHER => return leave_to_rank_0(),
-        _ => return own,
-    }
-    let (told, outcome) = channel();
-    let (of_thread, why) = (env.clone(), why.to_string());
-    // MPI_Init waits for all ranks, which this one cannot.
-    let spawned = Builder::new()
-        .name("cannot-start".into())
-        .spawn(move || told.send(tell(&of_thread, why)));
-    let outcome = spawned
-        .ok()
-        .and_then(|_| outcome.recv_timeout(PATIENCE).ok());
-    match outcome {
-        Some(Err(Error::CannotStart(_))) if env.rank() > 0 => leave_to_rank_0(),
-        Some(Err(Error::CannotStart(of_all))) => Some(of_all),
-        _ => own,
+    let of_all = match SPEAKER.load(Ordering::Acquire) {
+        NOBODY_KNOWS => told_in_time(env, why),
+        THIS_RANK => None,
+        _ => Some(why.to_string()),
+    };
+    match of_all {
+        None => say(why),
+        Some(of_all) => {
+            if env.rank() == 0 {
+                say(&of_all);
+            }
+            // So that all end at about the same time.
+            std::thread::sleep(LAST_WORDS);
+        }
     }
 }
 
-fn leave_to_rank_0() -> Option<String> {
-    std::thread::sleep(OTHERS_WORDS);
-    None
+/// Tells the others, and returns what all ranks now know.
+fn told_in_time(env: &RankEnv, why: &str) -> Option<String> {
+    let (told, outcome) = channel();
+    let (env, why) = (env.clone(), why.to_string());
+    // MPI_Init waits for all ranks, which this one cannot.
+    let spawned = Builder::new()
+        .name("cannot-start".into())
+        .spawn(move || told.send(tell(&env, why)));
+    let outcome = spawned.ok().map(|_| outcome.recv_timeout(PATIENCE));
+    match outcome {
+        Some(Ok(Err(Error::CannotStart(of_all)))) => Some(of_all),
+        _ => None,
+    }
 }
 
 /// Meets the others as they would meet, to say it. An error in any case.
@@ -111,7 +116,10 @@ pub(super) fn known(env: &RankEnv, error: Error) -> candle_core::Error {
 #[cfg(feature = "mpi")]
 pub(crate) fn words_of_failed(rank: usize, message: &str) -> Option<String> {
     match SPEAKER.load(Ordering::Acquire) {
-        ANOTHER => leave_to_rank_0(),
+        ANOTHER => {
+            std::thread::sleep(LAST_WORDS);
+            None
+        }
         THIS_FOR_ALL => Some(format!("error: {message}\n")),
         _ => Some(format!("rank {rank} failed: {message}\n")),
     }
