@@ -94,6 +94,20 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
+/// A rank at work. The others wait for nobody, and so do not hear of it if one ends by an error or a panic.
+struct Rank<'a, R> {
+    lines: &'a Mutex<Lines<R>>,
+    is_done: bool,
+}
+
+impl<R> Drop for Rank<'_, R> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            lock(self.lines).is_over = true;
+        }
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -164,17 +178,18 @@ fn run(args: &Args) -> Result<()> {
     };
     let begun = Instant::now();
     launch::threads_with(local, |world| {
+        let mut rank = Rank {
+            lines: &lines,
+            is_done: false,
+        };
         let mesh = Mesh::new(world, degrees)?;
         let store = ParamStore::from_pretrained(&model)?;
         let stage = CausalLm::stage(&config, &mesh, &store.builder(dtype, mesh.world.device()))?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let rank = (&stage, &pipeline, config.max_seq_len());
-        let scored = score_lines(&lines, &tokenizer, rank);
-        if scored.is_err() {
-            // The other ranks wait for nobody, and so do not hear of it.
-            lock(&lines).is_over = true;
-        }
-        scored
+        let scorer = (&stage, &pipeline, config.max_seq_len());
+        score_lines(&lines, &tokenizer, scorer)?;
+        rank.is_done = true;
+        Ok(())
     })?;
     let total = lock(&lines).total;
     let (num_tokens, secs) = (total.num_targets, begun.elapsed().as_secs_f64());

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf, absolute};
 use candle_comm::{Mesh, message_of};
 use candle_core::{Error, Result};
 use candle_parallel::checkpoint::TrainingCheckpoint;
-use candle_train::{Activity, EvalHistory, Trainer, counted};
+use candle_train::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
 
 use crate::output::print_line;
 use crate::training_args::TrainingArgs;
@@ -22,7 +22,7 @@ impl TrainingArgs {
 }
 
 /// `.NAME.best` beside the output folder NAME.
-fn place_of_best(output: &Path) -> Result<PathBuf> {
+pub(crate) fn place_of_best(output: &Path) -> Result<PathBuf> {
     let output = absolute(output)?;
     let name = output.file_name().unwrap_or_default().to_string_lossy();
     Ok(output.with_file_name(format!(".{name}.best")))
@@ -58,8 +58,19 @@ pub(crate) fn take_best(trainer: &mut Trainer, mesh: &Mesh, folders: &[&Path]) -
     let mut why_not = String::new();
     for folder in folders {
         match TrainingCheckpoint::open(&mesh.world, &TrainingCheckpoint::path(folder, step)) {
+            Ok(checkpoint)
+                if TrainingRecord::of(&checkpoint)?.evaluation.best != Some((loss, step)) =>
+            {
+                why_not = format!("{} is of another run", checkpoint.dir().display());
+            }
             Ok(checkpoint) => {
-                trainer.resume(&checkpoint)?;
+                trainer.resume(&checkpoint).map_err(|err| {
+                    Error::msg(format!(
+                        "{}\nhint: candle-train export writes what {} has as a model",
+                        message_of(&err),
+                        checkpoint.dir().display()
+                    ))
+                })?;
                 if is_first {
                     print_line(&format!(
                         "the weights after step {step}, with the least evaluation loss, {loss:.4}, are what is saved"
@@ -76,6 +87,17 @@ pub(crate) fn take_best(trainer: &mut Trainer, mesh: &Mesh, folders: &[&Path]) -
         );
     }
     Ok(())
+}
+
+/// Says where the best weights are of a run that was stopped and has no other checkpoints, if it has any; for the first rank.
+pub(crate) fn tell_of_best(trainer: &Trainer, folder: &Path) {
+    let best = trainer.evaluations().and_then(|history| history.best);
+    if let Some((loss, step)) = best {
+        print_line(&format!(
+            "the weights with the least evaluation loss, {loss:.4}, are in {} until the next run; candle-train export writes them as a model",
+            TrainingCheckpoint::path(folder, step).display()
+        ));
+    }
 }
 
 /// Says that evaluations have ended the training, if they have; for the first rank.

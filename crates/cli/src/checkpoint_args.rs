@@ -11,6 +11,7 @@ use candle_train::TrainingRecord;
 use clap::Args;
 use jiff::civil::Date;
 
+use crate::best_weights::place_of_best;
 use crate::number::whole;
 use crate::run_record::DATE;
 
@@ -106,8 +107,20 @@ impl CheckpointArgs {
 
     /// Folders in which checkpoints of the run may be: its own, and that of the one which it goes on from.
     pub fn folders(&self) -> impl Iterator<Item = &Path> {
-        let resumed = self.resume.as_deref().and_then(Path::parent);
+        let resumed = self.resume.as_deref().filter(|_| !self.resumes_latest());
+        let resumed = resumed.and_then(Path::parent);
         self.save_dir.as_deref().into_iter().chain(resumed)
+    }
+
+    /// Whether the run goes on from the best weights that an earlier one into `output` has left.
+    ///
+    /// # Errors
+    /// The working directory cannot be read.
+    pub fn resumes_from_best(&self, output: &Path) -> Result<bool> {
+        let Some(resume) = &self.resume else {
+            return Ok(false);
+        };
+        Ok(absolute(resume)?.starts_with(place_of_best(output)?))
     }
 
     /// The date of the chat template in the run that this one goes on, if it has one. What is wrong with its checkpoint [`Self::open`] tells.

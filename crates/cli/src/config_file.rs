@@ -67,7 +67,9 @@ pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<O
         let others = command.get_arguments();
         let others = others.filter(|other| is_typed(other, given));
         let is_overruled = |other: &Arg| contradict(command, arg, other);
-        if is_typed(arg, given) || others.into_iter().any(is_overruled) {
+        // Of the data and the model in the file.
+        let is_of_others = arg.get_long() == Some("date") && (given("data") || given("model"));
+        if is_of_others || is_typed(arg, given) || others.into_iter().any(is_overruled) {
             continue;
         }
         match words_of(arg, value) {

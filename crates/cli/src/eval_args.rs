@@ -21,7 +21,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub eval_every: Option<usize>,
     /// End training when so many evaluations in a row bring no smaller loss than the best before; --output then gets the weights with the
-    /// least loss, also of a run that ends with its last step. They are kept in --save-dir, or without it beside --output until the end
+    /// least loss, also of a run that ends with its last step. They are kept in --save-dir, or without it beside --output until the end, in a folder that on several hosts all of them must have
     /// [default: never]
     #[arg(long, value_name = "EVALUATIONS", value_parser = whole::<usize>(1..))]
     pub patience: Option<usize>,

@@ -46,7 +46,8 @@ impl GenerationFile {
         Ok(Self {
             do_sample: file["do_sample"] == true,
             temperature: file["temperature"].as_f64().filter(|value| *value >= 0.0),
-            top_k: file["top_k"].as_u64().map(|k| k as usize),
+            // null is another word for all.
+            top_k: file.get("top_k").map(|k| k.as_u64().unwrap_or(0) as usize),
             top_p: positive("top_p").filter(|p| *p <= 1.0),
             repetition_penalty: positive("repetition_penalty"),
             eos_ids: ends.filter_map(|id| u32::try_from(id).ok()).collect(),

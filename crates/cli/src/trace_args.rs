@@ -41,9 +41,18 @@ impl TraceArgs {
 
     /// What records a run whose next step is `next_step`.
     pub fn tracer(&self, mesh: &Mesh, next_step: usize) -> Option<Tracer> {
-        let first = next_step..next_step.saturating_add(NUM_STEPS);
-        let steps = self.trace_steps.clone().unwrap_or(first);
+        let steps = self.trace_steps.clone().unwrap_or(0..NUM_STEPS);
         let path = self.trace.as_ref()?;
+        if steps.end <= next_step {
+            if mesh.world.rank() == 0 {
+                eprintln!(
+                    "warning: there will be no trace: the run goes on with step {next_step}, after the steps {}..{} that are recorded\n\
+                     hint: --trace-steps names others",
+                    steps.start, steps.end
+                );
+            }
+            return None;
+        }
         Some(Tracer::new(path, steps, mesh, next_step))
     }
 }

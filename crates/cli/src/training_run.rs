@@ -15,7 +15,7 @@ use candle_train::{
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
-use crate::best_weights::{remove_best, take_best};
+use crate::best_weights::{remove_best, take_best, tell_of_best};
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::data_args::TrainingData;
@@ -23,7 +23,7 @@ use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
-use crate::output::{exit_with, print_line};
+use crate::output::{in_words, print_for_all, print_line};
 use crate::run_record::DATE;
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
@@ -130,7 +130,6 @@ impl TrainingRun<'_> {
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
-            remove_best(self.output)?;
             let num_steps = train.lr_schedule.num_steps;
             self.training.logs.check(claimed.place(), num_steps)?;
             let run = self.training.describe(samples, num_steps, &ranks);
@@ -179,12 +178,15 @@ impl TrainingRun<'_> {
             Ok(end)
         });
         match ends {
-            Err(err) if self.stop.has_begun() => Ok(exit_with(Err(err))),
+            Err(err) if self.stop.has_begun() => {
+                print_for_all(&in_words(&err));
+                Ok(ExitCode::FAILURE)
+            }
             ends => {
                 let ends = ends?;
                 let end = ends.into_iter().next().unwrap_or(End::Complete);
-                // A run that failed may have nothing else.
-                if claimed.is_some() && matches!(end, End::Complete | End::Stopped(_)) {
+                // A run that failed or was stopped may have nothing else.
+                if claimed.is_some() && matches!(end, End::Complete) {
                     remove_best(self.output)?;
                 }
                 Ok(end.exit_code(&self.stop, &ranks.env))
@@ -223,6 +225,13 @@ impl TrainingRun<'_> {
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
             let best = training.folder_of_best(self.output)?;
+            let resumes_from_best = training.checkpoints.resumes_from_best(self.output)?;
+            if mesh.world.rank() == 0
+                && !resumes_from_best
+                && let Err(err) = remove_best(self.output)
+            {
+                eprintln!("warning: {err}");
+            }
             let saver = training
                 .checkpoints
                 .saver(&mesh.world, checkpoint, best.as_deref())?;
@@ -281,7 +290,11 @@ impl TrainingRun<'_> {
             if evaluation.is_some() {
                 saver = saver.keeping_best();
             }
-            let checkpoints = Checkpoints::new(saver, every, record.clone(), is_first);
+            let record = TrainingRecord {
+                evaluation: history.unwrap_or_default(),
+                ..record.clone()
+            };
+            let checkpoints = Checkpoints::new(saver, every, record, is_first);
             trainer = trainer.with_checkpoints(checkpoints);
         }
         if let Some(evaluation) = evaluation {
@@ -302,6 +315,9 @@ impl TrainingRun<'_> {
             let goes_on = training.checkpoints.save_dir.is_some();
             let batches = goes_on.then_some(&batches);
             let stopped = leave(&mut trainer, batches, save, is_first)?;
+            if is_first && let Some(folder) = training.folder_of_best(self.output)? {
+                tell_of_best(&trainer, &folder);
+            }
             let output_flag = if self.lora.is_given() {
                 "--adapter"
             } else {

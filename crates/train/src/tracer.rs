@@ -14,6 +14,7 @@ use candle_comm::{Mesh, P2p, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::counted::counted;
 use crate::whole_file::WholeFile;
 use clock::Clock;
 
@@ -150,7 +151,10 @@ impl Tracer {
                     0 => String::new(),
                     _ => format!("; {num_dropped} spans had no room: trace fewer steps"),
                 };
-                format!("the trace of {steps} steps is in {path}{missing}")
+                format!(
+                    "the trace of {} is in {path}{missing}",
+                    counted(steps, "step")
+                )
             }
         }))
     }

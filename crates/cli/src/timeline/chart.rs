@@ -148,7 +148,7 @@ impl<'a> Chart<'a> {
     fn draw_axis<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
         let (start, end) = self.window;
         let bottom = TOP + self.row_height * self.num_ranks();
-        let tick = tick(end - start);
+        let tick = tick((end - start).max(1e-6));
         let mut index = 0;
         loop {
             let at = f64::from(index) * tick;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::folder::{names, read_checkpoint};
 use super::program::Program;
 use super::training::{metrics, without_times};
-use super::workspace::Workspace;
+use super::workspace::{Workspace, candle_train};
 
 /// Six steps, of which each is evaluated.
 fn evaluated(workspace: &Workspace) -> Program {
@@ -267,4 +267,65 @@ fn flags_that_contradict_each_other_are_refused() {
             .fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
         workspace.refuses(&run, &parts);
     }
+}
+
+#[test]
+fn checkpoints_of_a_resumed_run_know_the_best_before_its_next_evaluation() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let run = evaluated(&workspace)
+        .flag("--eval-every", 3)
+        .flag("--patience", 9)
+        .flag("--save-every", 1)
+        .flag("--keep", 9)
+        .flag("--save-dir", saves.display());
+    run.succeeds();
+    let folder = |step: usize| saves.join(format!("step-{step:06}"));
+    let known = |step| {
+        let text = fs::read_to_string(folder(step).join("manifest.json")).unwrap();
+        let manifest: Value = serde_json::from_str(&text).unwrap();
+        manifest["manifest"]["record"]["evaluation"]["best"].clone()
+    };
+    let at_3 = known(3);
+    assert_eq!(at_3[1], 3);
+    assert_eq!(known(4), at_3);
+    for step in 4..=6 {
+        fs::remove_dir_all(folder(step)).unwrap();
+    }
+    run.flag("--resume", "latest").succeeds();
+    assert_eq!(known(4), at_3);
+}
+
+#[test]
+fn best_weights_beside_the_output_stay_until_a_run_that_is_not_refused() {
+    let workspace = Workspace::new();
+    let best = workspace.path(".output.best");
+    // It is stopped in its second step, when the first has been evaluated.
+    let run = evaluated(&workspace).flag("--patience", 9);
+    let outcome = run
+        .clone()
+        .flag("--steps", 100_000)
+        .flag("--max-secs", 2)
+        .succeeds();
+    let said = "the weights with the least evaluation loss, ";
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    let of_run = names(&best);
+    assert!(!of_run.is_empty());
+    let checkpoint = best.join(of_run.last().unwrap());
+    assert!(outcome.stdout.contains(&checkpoint.display().to_string()));
+    let refused = run
+        .clone()
+        .flag("--trace", workspace.path("text.txt").display());
+    refused.run().assert_error(&["is no trace"]);
+    run.clone()
+        .flag("--resume", workspace.path("nowhere").display())
+        .run()
+        .assert_error(&["nowhere"]);
+    assert_eq!(names(&best), of_run);
+    let exported = workspace.path("exported");
+    let export = candle_train("export").argument(checkpoint.display());
+    export.argument(exported.display()).succeeds();
+    assert!(exported.join("model.safetensors").is_file());
+    run.succeeds();
+    assert!(!best.exists());
 }

@@ -173,6 +173,23 @@ fn assert_flows(events: &[Event], clock_error: f64) {
 }
 
 #[test]
+fn a_run_that_goes_on_after_the_steps_says_so_and_leaves_the_trace() {
+    let workspace = Workspace::new();
+    let path = workspace.path("trace.json");
+    let program = workspace.finetune().flag("--trace", path.display());
+    let program = program.flag("--save-every", 12);
+    let program = program.flag("--save-dir", workspace.path("saves").display());
+    program.clone().flag("--steps", 12).succeeds();
+    let trace = std::fs::read(&path).unwrap();
+    let on = program.flag("--steps", 13).flag("--resume", "latest");
+    let outcome = on.switch("--resume-anyway").run();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let said = "warning: there will be no trace: the run goes on with step 12";
+    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    assert!(std::fs::read(&path).unwrap() == trace);
+}
+
+#[test]
 fn the_steps_that_are_asked_for_also_with_adapters_and_without_a_pipeline() {
     let workspace = Workspace::new();
     let path = workspace.path("trace.json");

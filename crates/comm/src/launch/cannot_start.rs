@@ -13,6 +13,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What rank 0 gets to show why the run ends: a launcher ends all ranks when the first of them is gone.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
+/// What rank 0 needs beyond its patience, to hear those that came and to tell them what all say.
+const ANSWER: Duration = Duration::from_secs(4);
+
 /// Who is to show to the user why this process, which is one rank, ends.
 static SPEAKER: AtomicU8 = AtomicU8::new(NOBODY_KNOWS);
 
@@ -28,7 +31,7 @@ const THIS_FOR_ALL: u8 = 2;
 const ANOTHER: u8 = 3;
 
 /// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
-/// anything: rank 0 speaks for all that it meets within 5 s, and without naming ranks if all say the same; a rank that cannot meet it,
+/// anything: rank 0 speaks for all that come within 5 s, and without naming ranks if all say the same; a rank that cannot meet it,
 /// or that has failed since they met, speaks for itself.
 ///
 /// It is the last call about ranks that a process makes, after or instead of [`run`](super::run).
@@ -56,12 +59,16 @@ pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
 /// Tells the others, and returns what all ranks now know.
 fn told_in_time(env: &RankEnv, why: &str) -> Option<String> {
     let (told, outcome) = channel();
+    let limit = match env.rank() {
+        0 => PATIENCE + ANSWER,
+        _ => PATIENCE,
+    };
     let (env, why) = (env.clone(), why.to_string());
     // MPI_Init waits for all ranks, which this one cannot.
     let spawned = Builder::new()
         .name("cannot-start".into())
         .spawn(move || told.send(tell(&env, why)));
-    let outcome = spawned.ok().map(|_| outcome.recv_timeout(PATIENCE));
+    let outcome = spawned.ok().map(|_| outcome.recv_timeout(limit));
     match outcome {
         Some(Ok(Err(Error::CannotStart(of_all)))) => Some(of_all),
         _ => None,

@@ -62,7 +62,7 @@ pub(super) fn nccl<T: Send>(
     };
     let outcome = super::nccl(nccl, |world| watched(&control, &world, config, &run));
     if let (Err(error), None) = (&outcome, control.failure()) {
-        control.fail(&message_of(error));
+        tell_failed(&control, error);
     }
     outcome
 }
@@ -169,11 +169,16 @@ fn watched<T>(
             Ok(value)
         }
         Err(error) => {
-            let failure = control.fail(&message_of(&error));
-            if failure.is_some_and(|failure| failure.is_of_all()) {
-                said_by_all(control.rank());
-            }
+            tell_failed(control, &error);
             Err(error)
         }
+    }
+}
+
+/// Tells the others that this rank failed, and notes who says it if all did.
+fn tell_failed(control: &Control, error: &candle_core::Error) {
+    let failure = control.fail(&message_of(error));
+    if failure.is_some_and(|failure| failure.is_of_all()) {
+        said_by_all(control.rank());
     }
 }

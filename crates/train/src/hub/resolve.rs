@@ -164,7 +164,7 @@ fn fetch_more_templates(
             Ok((of_commit, _)) => bail!(
                 "the revision of model {spec} moved from commit {commit} to {of_commit} meanwhile\nhint: run again"
             ),
-            Err(Failure::Status(404)) => {
+            Err(Failure::Status(_)) => {
                 // A mirror with files alone.
                 tracing::warn!(
                     "{spec}: there is no list of its files, so its additional chat templates are not fetched"

@@ -202,7 +202,8 @@ impl Hub {
 
     fn announce_held(&self, state: &mut State) {
         if let Some(failure) = state.held.take() {
-            state.announce(match state.failed_alike() {
+            let is_failed = failure.kind == FailureKind::Failed;
+            state.announce(match state.failed_alike().filter(|_| is_failed) {
                 Some(message) => Failure {
                     kind: FailureKind::Failed,
                     rank: None,
