@@ -126,6 +126,7 @@ fn watched(world_size: usize, run: impl Fn(ProcessGroup) -> Result<()> + Sync) -
             is_one_host: true,
             token: "secret".into(),
             fingerprint: Vec::new(),
+            cannot_start: None,
             join_timeout: LONG,
             deadline: short(),
             ends_process: false,
