@@ -46,7 +46,10 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
     in_the_way.run().assert_error(&["/dev/null"]);
     let missing = in_the_way.clone().flag("--data", "no/such/text.txt");
     missing.run().assert_error(&["no/such/text.txt"]);
-    let missing = in_the_way.flag("--model", "no/such/model");
+    // Samples of another model want a prompt.
+    let missing = in_the_way
+        .flag("--model", "no/such/model")
+        .flag("--prompt", "a");
     missing.run().assert_error(&["no/such/model"]);
     let help = example("pretrain_llama").switch("--help").succeeds().stdout;
     let default = "[default: the bundled plays of Shakespeare]";
