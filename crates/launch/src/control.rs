@@ -49,6 +49,9 @@ fn beat_interval(world_size: usize) -> Duration {
 /// A rank that says nothing for so long is taken for dead.
 const SILENCE: Duration = Duration::from_secs(6);
 
+/// How long a rank's word that it cannot start, or that it failed, waits for others that may say the same. Less than [`FAREWELL`].
+const SAME_WORDS: Duration = Duration::from_secs(1);
+
 /// How long rank 0 stays to tell the others why the run ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 

@@ -6,13 +6,11 @@ use std::time::Duration;
 
 use super::hub::{Hub, Peer, State};
 use super::{report, spawn};
+use crate::control::SAME_WORDS;
 use crate::control::activity::Snapshot;
 use crate::control::hello::Hello;
 use crate::control::message::ToRank;
 use crate::control::wire;
-
-/// How long a rank that cannot start waits for others that may say the same.
-const SAME_WORDS: Duration = Duration::from_secs(1);
 
 /// Why somebody is not let in.
 pub(super) struct Refusal {

@@ -9,14 +9,11 @@ use super::{report, spawn};
 use crate::control::activity::GroupProgress;
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
-use crate::control::{BEAT, Failure, FailureKind, RankGroup, SILENCE};
+use crate::control::{BEAT, Failure, FailureKind, RankGroup, SAME_WORDS, SILENCE};
 
 /// How long a rank's word that it failed is held back. It may have failed because another one died, which shows as a
 /// closed connection at about the same time.
 const HOLD: Duration = Duration::from_millis(500);
-
-/// How much longer, while no rank waits for another: all may be about to say that they failed, of the same.
-const SAME_WORDS: Duration = Duration::from_secs(1);
 
 impl State {
     /// Whether everybody who can hear of the failure has.
@@ -183,6 +180,7 @@ impl Hub {
                 let hub = self.clone();
                 let spawned = spawn("control-hold", move || {
                     std::thread::sleep(HOLD);
+                    // All may be about to say that they failed, of the same.
                     let mut rest = SAME_WORDS;
                     while !rest.is_zero() && hub.lock().may_fail_alike() {
                         std::thread::sleep(BEAT / 10);
