@@ -1,0 +1,47 @@
+//! The types that weights and activations have. Every operation is written once for all of them: it widens a value where it reads it, computes
+//! in f32, and rounds where it writes, so that what travels to and from memory is never wider than the tensors are.
+
+use crate::in_place::HostValue;
+use candle_core::WithDType;
+
+/// f32, bf16 or f16.
+pub(crate) trait Element: HostValue + WithDType {
+    /// The value in f32, exactly.
+    fn widen(self) -> f32;
+
+    /// The nearest value, ties to even.
+    fn nearest(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        value
+    }
+}
+
+/// Evaluates an expression with `$t` being the type of values of `$dtype`, that of a `HostFloats`.
+macro_rules! by_float {
+    ($dtype:expr, $t:ident => $expression:expr) => {
+        match $dtype {
+            candle_core::DType::BF16 => {
+                type $t = half::bf16;
+                $expression
+            }
+            candle_core::DType::F16 => {
+                type $t = half::f16;
+                $expression
+            }
+            _ => {
+                type $t = f32;
+                $expression
+            }
+        }
+    };
+}
+pub(crate) use by_float;
