@@ -2,7 +2,7 @@
 //! operations in f32, rounded once.
 
 use candle_core::{DType, Result, Tensor};
-use candle_ops::{swiglu_backward, swiglu_forward};
+use candle_ops::{swiglu_backward, swiglu_backward_and_output, swiglu_forward};
 
 /// What the MLP does to its gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +45,22 @@ impl Activation {
                 let slope = (&half + ((&x * tanh.sqr()?.affine(-0.5, 0.5)?)? * du)?)?;
                 let dgate = ((&dy * up)? * slope)?.to_dtype(dtype)?;
                 Ok((dgate, (dy * (x * half)?)?.to_dtype(dtype)?))
+            }
+        }
+    }
+
+    /// [`Self::backward`] and [`Self::forward`]: the gradients of `gate` and `up`, and the output.
+    pub(crate) fn backward_and_output(
+        self,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        match self {
+            Self::Silu => swiglu_backward_and_output(gate, up, dy),
+            Self::GeluTanh => {
+                let (dgate, dup) = self.backward(gate, up, dy)?;
+                Ok((dgate, dup, self.forward(gate, up)?))
             }
         }
     }

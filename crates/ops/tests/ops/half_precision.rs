@@ -10,7 +10,8 @@ use candle_ops::{
     layer_norm_backward, layer_norm_forward, linear, linear_bias_grad, linear_bias_grad_into,
     linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
-    rope, rope_in_place, round_into, softmax_stats, swiglu, swiglu_backward, swiglu_forward,
+    rope, rope_in_place, round_into, softmax_stats, swiglu, swiglu_backward,
+    swiglu_backward_and_output, swiglu_forward,
 };
 
 /// Values that `narrow` holds, as f32.
@@ -128,11 +129,7 @@ fn rows() -> Result<()> {
                 exact(narrow, 5, &[h])?,
             ];
             let norms = [narrow, narrow, narrow, F32, F32, narrow];
-            let dtypes = [
-                &[narrow, narrow, F32, narrow, narrow, narrow, narrow],
-                &norms[..],
-            ]
-            .concat();
+            let dtypes = [&[narrow, narrow, F32], &[narrow; 7][..], &norms].concat();
             assert_rounded_once("rows", narrow, &inputs, &dtypes, |inputs| {
                 let [x, w, dy, up, b] = inputs else {
                     unreachable!()
@@ -140,6 +137,7 @@ fn rows() -> Result<()> {
                 let (dx, dw) = rms_norm_backward(x, w, dy, 1e-5, Some(up), true)?;
                 let (alone, _) = rms_norm_backward(x, w, dy, 1e-5, None, false)?;
                 let (dgate, dup) = swiglu_backward(x, up, dy)?;
+                let again = swiglu_backward_and_output(x, up, dy)?;
                 let ys = [
                     rms_norm_forward(x, w, 1e-5)?,
                     dx,
@@ -157,7 +155,14 @@ fn rows() -> Result<()> {
                     db,
                     alone,
                 ];
-                let gates = [swiglu_forward(x, up)?, dgate, dup];
+                let gates = [
+                    swiglu_forward(x, up)?,
+                    dgate,
+                    dup,
+                    again.0,
+                    again.1,
+                    again.2,
+                ];
                 Ok([&ys[..], &gates, &norms].concat())
             })?;
         }
