@@ -26,8 +26,6 @@ mod attention;
 mod attention_blocks;
 mod attention_code;
 mod attention_spec;
-#[cfg(target_arch = "x86_64")]
-mod avx512_product;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -53,6 +51,8 @@ mod linear;
 mod linear_grad;
 mod matrix;
 mod op_output;
+#[cfg(target_arch = "x86_64")]
+mod product;
 mod profile;
 mod quantized;
 mod rms_norm;
