@@ -53,6 +53,8 @@ mod linear;
 mod linear_grad;
 mod matrix;
 mod op_output;
+mod op_timer;
+mod op_times;
 mod profile;
 mod quantized;
 mod rms_norm;

@@ -8,7 +8,8 @@ use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Matrix, MatrixMut, parallel_product};
-use candle_core::{Result, Tensor, bail};
+use crate::op_timer;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
 ///
@@ -38,6 +39,8 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> 
     };
     let dims = dims_of_sum(op, terms)?;
     on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
+    let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
+    let _timer = op_timer::product(op, &dims, all_out, [first.dtype(); 2]);
     let mut dx = Vec::new();
     for (i, (dy, weight)) in terms.iter().enumerate() {
         let (num_out, num_in) = weight_dims(op, weight)?;
@@ -94,6 +97,7 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     on_cuda!(dy => crate::cuda::linear_weight_grad(op, dy, xs));
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, [dy.dtype(); 2]);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     let dw = parallel_product(
         Matrix::new(&dy.read(), rows, num_out, num_out).t(),
@@ -116,6 +120,8 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     len_must_be(op, dst, num_out * num_in)?;
     on_cuda!(dst => crate::cuda::linear_weight_grad_into(op, dst, add, dy, xs));
+    let dtypes = [dy.dtype(), DType::F32];
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, dtypes);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     write(op, "dst", dst, num_out * num_in, |dst| {
         MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
@@ -137,6 +143,7 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
     let op = "linear_bias_grad";
     let num_out = bias_len(op, dy)?;
     on_cuda!(dy => crate::cuda::linear_bias_grad(op, dy));
+    let _timer = op_timer::op(op);
     let mut db = vec![0f32; num_out];
     sum_rows(&mut db, true, &HostFloats::new(op, "dy", dy)?);
     Ok(OpOutput::rounded(db, dy.dtype(), num_out).into_tensor())
@@ -154,6 +161,7 @@ pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()>
     let num_out = bias_len(op, dy)?;
     len_must_be(op, dst, num_out)?;
     on_cuda!(dst => crate::cuda::linear_bias_grad_into(op, dst, add, dy));
+    let _timer = op_timer::op(op);
     let dy = HostFloats::new(op, "dy", dy)?;
     write(op, "dst", dst, num_out, |dst: &mut [f32]| {
         sum_rows(dst, add, &dy)

@@ -9,10 +9,11 @@ use super::elements::zero;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, Out};
-use super::profile::{OpName, timed};
+use super::profile::timed;
 use super::values::Fresh;
 use crate::OpOutput;
 use crate::host::detached;
+use crate::op_times::OpName;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, Tensor};
@@ -218,7 +219,7 @@ impl Product {
         let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
         let (m, n, k): (c_int, c_int, c_int) = (m?, n?, k?);
         let blas = gpu.device.cublas_handle();
-        let name = OpName::Product(gpu.op(), [m, n, k], [T::DTYPE, C::DTYPE]);
+        let name = OpName::Product(gpu.op(), self.sizes, [T::DTYPE, C::DTYPE]);
         // SAFETY: the handle is the device's, on its stream; alpha and beta are read during the call; the matrices are as
         // the caller promised.
         let done = timed(name, &gpu.device.cuda_stream(), || unsafe {
