@@ -17,6 +17,7 @@
 //! | `step_secs`, `min_step_secs` | median and shortest step |
 //! | `losses`, `grad_norms` | of every step, the two that warm up included: mean over the tokens, and L2 norm before clipping; null where f16 overflowed |
 //! | `loss_scale`, `skipped_steps` | the loss scale of the last step, and the steps so far that overflowed and updated nothing; 1 and 0 but in f16 |
+//! | `matmul_precision` | how f32 were multiplied in linear layers (`--matmul-precision`) |
 //! | `micro_batch_size` | sequences that go through the model together |
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
@@ -46,7 +47,7 @@ use std::time::Instant;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
-use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
+use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
@@ -255,6 +256,9 @@ fn bench(
     world: ProcessGroup,
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
+    if mesh.world.rank() == 0 {
+        args.ranks.warn_of_idle_precision(mesh.world.device());
+    }
     let dtype: DType = args.layout.dtype.into();
     let store = match &args.model {
         Some(dir) => ParamStore::from_pretrained(dir)?,
@@ -439,6 +443,7 @@ fn print(
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
         "dtype": DType::from(args.layout.dtype).as_str(),
+        "matmul_precision": MatmulPrecision::get().to_string(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
         "saving_step_secs": saving_step_secs,

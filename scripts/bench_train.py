@@ -33,7 +33,11 @@ CASES = {
         "--seq-len", "320", "--batch-size", "3"]),
 }
 # The flags of our programs, and those of the PyTorch program that is the reference.
-PRECISIONS = {"f32": (["--dtype", "f32"], ["--dtype", "f32"]), "bf16": (["--dtype", "bf16"], ["--dtype", "bf16"])}
+PRECISIONS = {
+    "f32": (["--dtype", "f32"], ["--dtype", "f32"]),
+    "f32 high": (["--dtype", "f32", "--matmul-precision", "high"], ["--dtype", "f32"]),
+    "bf16": (["--dtype", "bf16"], ["--dtype", "bf16"]),
+}
 LAYOUTS = {"one rank": [], "tp = 2": ["--tp", "2"], "pp = 2": ["--pp", "2"], "dp = 2": ["--dp", "2"]}
 
 

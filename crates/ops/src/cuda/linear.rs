@@ -11,9 +11,9 @@ use super::launch;
 use super::pointer::{In, Out};
 use super::profile::timed;
 use super::values::Fresh;
-use crate::OpOutput;
 use crate::host::detached;
 use crate::op_times::OpName;
+use crate::{MatmulPrecision, OpOutput};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, Tensor};
@@ -241,7 +241,7 @@ impl Product {
                 c.address() as *mut _,
                 data_type::<C>(),
                 stride_c?,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                compute_type::<T>(),
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
             .w()
@@ -267,6 +267,16 @@ fn data_type<T: Element>() -> sys::cudaDataType {
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         _ => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+/// How f32 are multiplied is the process's choice; sums are f32.
+fn compute_type<T: Element>() -> sys::cublasComputeType_t {
+    match (T::DTYPE, MatmulPrecision::get()) {
+        (DType::F32, MatmulPrecision::High) => {
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
+        }
+        _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     }
 }
 
