@@ -9,6 +9,7 @@ use crate::dispatch::on_cuda;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Addend, Element, Factors, Matrix, by_float, parallel_product};
+use crate::op_timer;
 use crate::{OpOutput, with_backward2, with_backward3};
 use candle_core::{Result, Tensor, bail};
 
@@ -74,6 +75,7 @@ pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Re
         let residual = Added::Residual(residual);
         Ok(crate::cuda::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
     });
+    let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(op, xs, weight)?;
     let residual = HostFloats::new(op, "residual", residual)?;
     one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
@@ -93,6 +95,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutp
         let bias = bias.map_or(Added::Nothing, Added::Bias);
         crate::cuda::linear_forward(NAME, &dims, xs, weight, bias)
     });
+    let _timer = op_timer::product(NAME, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(NAME, xs, weight)?;
     let bias = match bias {
         Some(bias) => {

@@ -8,7 +8,8 @@ use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Addend, Matrix, MatrixMut, by_float, parallel_product};
-use candle_core::{Result, Tensor, bail};
+use crate::op_timer;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
 ///
@@ -38,6 +39,8 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> 
     };
     let dims = dims_of_sum(op, terms)?;
     on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
+    let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
+    let _timer = op_timer::product(op, &dims, all_out, [first.dtype(); 2]);
     let mut hosts = Vec::with_capacity(terms.len());
     for (dy, weight) in terms {
         let dy = HostFloats::new(op, "dy", dy)?;
@@ -98,6 +101,7 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     on_cuda!(dy => crate::cuda::linear_weight_grad(op, dy, xs));
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, [dy.dtype(); 2]);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     Ok(by_float!(dy.dtype(), T => {
         let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
@@ -123,6 +127,8 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     len_must_be(op, dst, num_out * num_in)?;
     on_cuda!(dst => crate::cuda::linear_weight_grad_into(op, dst, add, dy, xs));
+    let dtypes = [dy.dtype(), DType::F32];
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, dtypes);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     let addend = if add { Addend::Result } else { Addend::Nothing };
     by_float!(dy.dtype(), T => {
@@ -148,6 +154,7 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
     let op = "linear_bias_grad";
     let num_out = bias_len(op, dy)?;
     on_cuda!(dy => crate::cuda::linear_bias_grad(op, dy));
+    let _timer = op_timer::op(op);
     let mut db = vec![0f32; num_out];
     sum_rows(&mut db, true, &HostFloats::new(op, "dy", dy)?);
     Ok(OpOutput::rounded(db, dy.dtype(), num_out).into_tensor())
@@ -165,6 +172,7 @@ pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()>
     let num_out = bias_len(op, dy)?;
     len_must_be(op, dst, num_out)?;
     on_cuda!(dst => crate::cuda::linear_bias_grad_into(op, dst, add, dy));
+    let _timer = op_timer::op(op);
     let dy = HostFloats::new(op, "dy", dy)?;
     write(op, "dst", dst, num_out, |dst: &mut [f32]| {
         sum_rows(dst, add, &dy)

@@ -20,8 +20,10 @@ mod registers;
 mod store;
 mod transpose;
 
+use crate::MatmulPrecision;
+use crate::amx_support::has_amx;
 use crate::matrix::{Addend, Element, Factors, MatrixMut};
-use amx::{Amx, has_amx};
+use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
 pub(crate) use lanes::Lanes;
@@ -49,7 +51,10 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
         match T::DTYPE {
             DType::BF16 if has_amx() => multiply::<Amx<1>, T, Out>(out, addend, factors),
             DType::BF16 if has_avx512_bf16() => multiply::<Dots, T, Out>(out, addend, factors),
-            DType::F32 if has_amx() => multiply::<Amx<3>, T, Out>(out, addend, factors),
+            DType::F32 if has_amx() => match MatmulPrecision::get() {
+                MatmulPrecision::Highest => multiply::<Amx<3>, T, Out>(out, addend, factors),
+                MatmulPrecision::High => multiply::<Amx<2>, T, Out>(out, addend, factors),
+            },
             _ => multiply::<MultiplyAdds, T, Out>(out, addend, factors),
         }
     }
@@ -57,10 +62,11 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
 
 #[cfg(test)]
 mod tests {
-    use super::amx::{Amx, Emulated, has_amx};
+    use super::amx::{Amx, Emulated};
     use super::blocks::multiply;
     use super::kernel::Kernel;
     use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
+    use crate::amx_support::has_amx;
     use crate::matrix::{Addend, Element, Matrix, MatrixMut};
     use half::{bf16, f16};
     use rayon::prelude::*;

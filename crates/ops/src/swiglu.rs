@@ -60,6 +60,7 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
         )
     }
     on_cuda!(gate => crate::cuda::swiglu_backward(gate, up, dy));
+    let _timer = crate::op_timer::op("swiglu_backward");
     let (g, u) = on_host(gate, up)?;
     let dy = HostFloats::new(NAME, "the gradient", dy)?;
     let dtype = one_dtype(NAME, &[("gate", &g), ("the gradient", &dy)])?;
@@ -71,6 +72,7 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
 fn forward(gate: &Tensor, up: &Tensor) -> Result<OpOutput> {
     one_shape(gate, up)?;
     on_cuda!(gate => crate::cuda::swiglu_forward(gate, up));
+    let _timer = crate::op_timer::op("swiglu_forward");
     let (g, u) = on_host(gate, up)?;
     let y = forward_values(&g.read(), &u.read());
     Ok(OpOutput::rounded(y, g.dtype(), gate.shape()))

@@ -8,8 +8,6 @@
 use super::kernel::{COLS, Kernel, ROW_LINES};
 use super::lanes::{Format, LANES, Line, Pairs};
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count};
-use std::sync::LazyLock;
 
 /// Rows of a tile of sums.
 pub(super) const ROWS: usize = 32;
@@ -28,45 +26,6 @@ pub(super) const fn products(parts: usize) -> &'static [(usize, usize)] {
         2 => &[(0, 1), (1, 0), (0, 0)],
         _ => &[(1, 1), (0, 2), (2, 0), (0, 1), (1, 0), (0, 0)],
     }
-}
-
-/// Whether the processor has AMX for bf16, and the system lets this process use it.
-pub(super) fn has_amx() -> bool {
-    static HAS_AMX: LazyLock<bool> = LazyLock::new(|| is_in_processor() && is_permitted());
-    *HAS_AMX
-}
-
-fn is_in_processor() -> bool {
-    const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
-    __cpuid(0).eax >= 0x1d
-        && __cpuid_count(7, 0).edx & BF16_AND_TILE == BF16_AND_TILE
-        && super::registers::has_avx512_bf16()
-}
-
-/// Asks Linux for the tiles, which it gives a process only then; an answer other than 0 is an error.
-fn is_permitted() -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        const ARCH_PRCTL: i64 = 158;
-        const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
-        const XFEATURE_XTILEDATA: i64 = 18;
-        let mut answer = ARCH_PRCTL;
-        // SAFETY: the call reads and writes no memory of ours; the kernel changes rcx and r11.
-        unsafe {
-            asm!(
-                "syscall",
-                inlateout("rax") answer,
-                in("rdi") ARCH_REQ_XCOMP_PERM,
-                in("rsi") XFEATURE_XTILEDATA,
-                lateout("rcx") _,
-                lateout("r11") _,
-                options(nostack)
-            );
-        }
-        answer == 0
-    }
-    #[cfg(not(target_os = "linux"))]
-    false
 }
 
 /// Eight tiles of 16 rows of 64 bytes.
