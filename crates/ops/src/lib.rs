@@ -34,6 +34,7 @@ mod cuda;
 mod device_choice;
 mod dispatch;
 mod document_starts;
+mod element;
 mod elements;
 mod embedding;
 mod exp;
@@ -50,6 +51,7 @@ mod lanes;
 mod layer_norm;
 mod linear;
 mod linear_grad;
+mod mapped;
 mod matmul_precision;
 mod matrix;
 mod op_output;
@@ -99,7 +101,7 @@ pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use stopwatch::Stopwatch;
 pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
+pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,

@@ -6,9 +6,10 @@
 #[cfg(feature = "cuda")]
 use crate::cuda::Added;
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use crate::matrix::{Addend, Element, Factors, Matrix, by_float, parallel_product};
+use crate::matrix::{Addend, Factors, Matrix, parallel_product};
 use crate::op_timer;
 use crate::{OpOutput, with_backward2, with_backward3};
 use candle_core::{Result, Tensor, bail};

@@ -4,10 +4,11 @@
 use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::dispatch::on_cuda;
+use crate::element::by_float;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
-use crate::matrix::{Addend, Matrix, MatrixMut, by_float, parallel_product};
+use crate::matrix::{Addend, Matrix, MatrixMut, parallel_product};
 use crate::op_timer;
 use candle_core::{DType, Result, Tensor, bail};
 

@@ -6,15 +6,13 @@
 
 #![allow(unsafe_code)]
 
+use crate::element::Element;
 use crate::filled::zeros;
-use crate::half_precision::{HalfPrecision, widened};
+use crate::half_precision::widened;
 #[cfg(target_arch = "x86_64")]
 use crate::product;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use crate::product::Lanes;
-use candle_core::WithDType;
+use candle_core::{CpuStorageRef, DType};
 use gemm::Parallelism;
-use half::{bf16, f16};
 use std::borrow::Cow;
 use std::marker::PhantomData;
 
@@ -23,93 +21,13 @@ pub(crate) const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
 /// Most terms of f32 that are summed in one go.
 pub(crate) const SUM_LEN: usize = 192;
 
-/// What matrices are made of: f32, bf16 or f16.
-pub(crate) trait Element: WithDType + Lanes {
-    /// The value in f32, exactly.
-    fn widen(self) -> f32;
-
-    /// The nearest value, ties to even.
-    fn nearest(value: f32) -> Self;
-
-    /// The values in f32, copied only if they are of another type.
-    fn in_f32(values: &[Self]) -> Cow<'_, [f32]>;
-
-    /// The same place, if f32 lie there.
-    fn f32_place(place: *mut Self) -> Option<*mut f32>;
-}
-
-/// Only x86 has products that pack the elements themselves.
-#[cfg(not(target_arch = "x86_64"))]
-pub(crate) trait Lanes: Copy {}
-#[cfg(not(target_arch = "x86_64"))]
-impl<T: Copy> Lanes for T {}
-
-impl Element for f32 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
-
-    #[inline(always)]
-    fn nearest(value: f32) -> Self {
-        value
-    }
-
-    fn in_f32(values: &[Self]) -> Cow<'_, [f32]> {
-        Cow::Borrowed(values)
-    }
-
-    fn f32_place(place: *mut Self) -> Option<*mut f32> {
-        Some(place)
+/// The values in f32, copied only if they are of another type.
+fn in_f32<T: Element>(values: &[T]) -> Cow<'_, [f32]> {
+    match T::cpu_storage_ref(values) {
+        CpuStorageRef::F32(values) => Cow::Borrowed(values),
+        _ => Cow::Owned(widened(values)),
     }
 }
-
-macro_rules! half_elements {
-    ($($half:ty)*) => {
-        $(impl Element for $half {
-            #[inline(always)]
-            fn widen(self) -> f32 {
-                HalfPrecision::widen(self)
-            }
-
-            #[inline(always)]
-            fn nearest(value: f32) -> Self {
-                HalfPrecision::round(value)
-            }
-
-            fn in_f32(values: &[Self]) -> Cow<'_, [f32]> {
-                Cow::Owned(widened(values))
-            }
-
-            fn f32_place(_: *mut Self) -> Option<*mut f32> {
-                None
-            }
-        })*
-    };
-}
-
-half_elements!(bf16 f16);
-
-/// Evaluates an expression with `$t` being the type of values of `$dtype`, that of a `HostFloats`.
-macro_rules! by_float {
-    ($dtype:expr, $t:ident => $expression:expr) => {
-        match $dtype {
-            candle_core::DType::BF16 => {
-                type $t = half::bf16;
-                $expression
-            }
-            candle_core::DType::F16 => {
-                type $t = half::f16;
-                $expression
-            }
-            _ => {
-                type $t = f32;
-                $expression
-            }
-        }
-    };
-}
-pub(crate) use by_float;
 
 /// What is added to a product before it is rounded.
 #[derive(Clone, Copy)]
@@ -241,14 +159,13 @@ impl<Out: Element> MatrixMut<'_, Out> {
         };
         let add = |sums: &mut MatrixMut<'_>, add: bool| {
             for (i, (lhs, rhs)) in factors.iter().enumerate() {
-                let [l, r] = [lhs.data, rhs.data].map(T::in_f32);
+                let [l, r] = [lhs.data, rhs.data].map(in_f32);
                 sums.write(add || i > 0, lhs.with(&l), rhs.with(&r), parallelism);
             }
         };
-        if let (Some(data), Addend::Nothing | Addend::Result) = (Out::f32_place(self.data), addend)
-        {
+        if Out::DTYPE == DType::F32 && matches!(addend, Addend::Nothing | Addend::Result) {
             let mut out = MatrixMut {
-                data,
+                data: self.data.cast(),
                 rows: self.rows,
                 cols: self.cols,
                 row_stride: self.row_stride,

@@ -22,7 +22,8 @@ mod transpose;
 
 use crate::MatmulPrecision;
 use crate::amx_support::has_amx;
-use crate::matrix::{Addend, Element, Factors, MatrixMut};
+use crate::element::Element;
+use crate::matrix::{Addend, Factors, MatrixMut};
 use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
@@ -67,7 +68,8 @@ mod tests {
     use super::kernel::Kernel;
     use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
     use crate::amx_support::has_amx;
-    use crate::matrix::{Addend, Element, Matrix, MatrixMut};
+    use crate::element::Element;
+    use crate::matrix::{Addend, Matrix, MatrixMut};
     use half::{bf16, f16};
     use rayon::prelude::*;
 

@@ -2,8 +2,10 @@
 
 use super::kernel::{COLS, ROW_LINES};
 use super::lanes::{LANES, Line};
-use crate::matrix::{Addend, Element, MatrixMut};
+use crate::element::Element;
+use crate::matrix::{Addend, MatrixMut};
 use crate::vectorised::vectorised;
+use candle_core::DType;
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
 
@@ -28,7 +30,7 @@ impl<'a, Out: Element> Target<'a, Out> {
         cols: Range<usize>,
         num_passes: usize,
     ) -> Self {
-        let needs_memory = num_passes > 1 && Out::f32_place(out.data).is_none();
+        let needs_memory = num_passes > 1 && Out::DTYPE != DType::F32;
         let len = if needs_memory {
             out.rows * cols.len()
         } else {
