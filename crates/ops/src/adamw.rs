@@ -93,6 +93,7 @@ pub fn adamw(
 ) -> Result<()> {
     buffers.check(slots)?;
     on_cuda!(buffers.exp_avg => crate::cuda::adamw(buffers, slots, constants));
+    let _timer = crate::op_timer::op(NAME);
     for slot in slots {
         let constants = AdamWConstants {
             decay_factor: slot.decay_factor(constants),

@@ -118,6 +118,7 @@ pub fn attention_backward(
         }
     }
     on_cuda!(q => crate::cuda::attention_backward(pass, spec));
+    let _timer = crate::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
     let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
         .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
@@ -141,6 +142,7 @@ pub fn attention_backward(
 fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(OpOutput, Tensor)> {
     let blocks = blocks(q, k, v, spec)?;
     on_cuda!(q => crate::cuda::attention_forward(q, k, v, spec));
+    let _timer = crate::op_timer::op("attention_forward");
     AttentionCode::Cpu.note();
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;

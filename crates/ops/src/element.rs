@@ -2,10 +2,17 @@
 //! in f32, and rounds where it writes, so that what travels to and from memory is never wider than the tensors are.
 
 use crate::in_place::HostValue;
-use candle_core::WithDType;
+#[cfg(target_arch = "x86_64")]
+use crate::product::Lanes;
+
+/// Only on x86 do products pack the values themselves.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) trait Lanes {}
+#[cfg(not(target_arch = "x86_64"))]
+impl<T> Lanes for T {}
 
 /// f32, bf16 or f16.
-pub(crate) trait Element: HostValue + WithDType {
+pub(crate) trait Element: HostValue + Lanes {
     /// The value in f32, exactly.
     fn widen(self) -> f32;
 

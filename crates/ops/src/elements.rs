@@ -22,6 +22,7 @@ pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
     len_must_be(op, dst, values.elem_count())?;
     must_not_share(op, dst, values)?;
     on_cuda!(dst => crate::cuda::add_into(dst, add, values));
+    let _timer = crate::op_timer::op(op);
     let values = HostFloats::new(op, "values", values)?;
     by_float!(values.dtype(), T => {
         let values = values.read_as::<T>();
@@ -41,6 +42,7 @@ pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     len_must_be(op, dst, values.elem_count())?;
     must_not_share(op, dst, values)?;
     on_cuda!(dst => crate::cuda::round_into(dst, values));
+    let _timer = crate::op_timer::op(op);
     let values = HostF32::new(op, "values", values)?;
     let values = values.read();
     by_half_precision!(op, "dst", dst, T => write(op, "dst", dst, values.len(), |dst: &mut [T]| {

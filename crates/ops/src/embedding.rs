@@ -59,6 +59,7 @@ pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -
         bail!("{NAME}: expected a gradient buffer of rows of {h}, got {len} values")
     }
     on_cuda!(dst => crate::cuda::embedding_grad_into(dst, add, ids, dy));
+    let _timer = crate::op_timer::op("embedding_grad_into");
     let (dy, ids) = gradient_and_ids(ids, dy)?;
     by_float!(dy.dtype(), T => write(NAME, "dst", dst, len, |dst: &mut [f32]| {
         scatter_add::<T>(dst, add, &dy.read_as(), &ids.read(), h);
@@ -76,6 +77,7 @@ fn table_grad(table: (usize, usize), ids: &Tensor, dy: &Tensor) -> Result<Tensor
         )
     }
     on_cuda!(dy => crate::cuda::embedding_grad(table, ids, dy));
+    let _timer = crate::op_timer::op("embedding_grad");
     let dtype = dy.dtype();
     let (dy, ids) = gradient_and_ids(ids, dy)?;
     let mut dw = zeros(table.0 * table.1);
@@ -104,6 +106,7 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
         bail!("{NAME}: expected weight (v, h), got {:?}", weight.dims())
     };
     on_cuda!(weight => crate::cuda::embedding_forward(weight, ids));
+    let _timer = crate::op_timer::op("embedding_forward");
     let table = HostFloats::new(NAME, "weight", weight)?;
     let ids = HostU32::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();

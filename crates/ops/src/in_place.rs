@@ -2,7 +2,7 @@
 
 use crate::element::Element;
 use crate::host_floats::HostFloats;
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -22,17 +22,13 @@ pub(crate) fn in_place<T: Element>(
 }
 
 /// A type of values that [`write`] finds in a storage.
-pub(crate) trait HostValue: Sized {
-    const DTYPE: DType;
-
+pub(crate) trait HostValue: WithDType {
     fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! host_values {
     ($($value:ty, $dtype:ident;)*) => {
         $(impl HostValue for $value {
-            const DTYPE: DType = DType::$dtype;
-
             fn of(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$dtype(values) => Some(values),

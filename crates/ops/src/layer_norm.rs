@@ -84,6 +84,7 @@ pub fn layer_norm_backward(
         crate::cuda::norm_backward(Norm::Layer, [xs, weight, dy], eps, residual, parameter_grads)
     });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
+    let _timer = crate::op_timer::op("layer_norm_backward");
     let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
     let num_sums = parameter_grads.map(usize::from).iter().sum();
     let (dx, dw_and_db) = by_float!(inputs.dtype(), T => inputs.run::<T>(
@@ -103,6 +104,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Res
         bail!("{NAME}: expected bias ({h}), got {:?}", bias.dims())
     }
     on_cuda!(xs => crate::cuda::norm_forward(Norm::Layer, xs, weight, bias, eps));
+    let _timer = crate::op_timer::op("layer_norm_forward");
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;

@@ -48,6 +48,7 @@ pub fn quantize_int8(xs: &Tensor) -> Result<Tensor> {
     shape.pop();
     shape.push(quantized_bytes(len));
     on_cuda!(xs => crate::cuda::quantize_int8(xs, [rows, len], shape));
+    let _timer = crate::op_timer::op(op);
     let xs = HostFloats::new(op, "xs", xs)?;
     let row_bytes = quantized_bytes(len);
     let mut packed = vec![0u8; rows * row_bytes];
@@ -112,6 +113,7 @@ fn dequantize(
         return Ok(());
     }
     on_cuda!(dst => crate::cuda::dequantize_int8(op, dst, add, packed, [num_summed, len]));
+    let _timer = crate::op_timer::op(op);
     let packed = HostU8::new(op, "packed", packed)?;
     let packed = packed.read();
     if !dst.is_contiguous() {

@@ -69,6 +69,7 @@ pub fn rms_norm_backward(
         Ok((dx, dw))
     });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
+    let _timer = crate::op_timer::op("rms_norm_backward");
     let (dx, dw) = by_float!(inputs.dtype(), T => inputs.run::<T>(
         h,
         weight_grad.into(),
@@ -88,6 +89,7 @@ fn inverse_rms<T: Element>(x: &[T], eps: f64) -> f32 {
 fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
     let h = row_norm::width(NAME, xs, weight)?;
     on_cuda!(xs => crate::cuda::norm_forward(Norm::Rms, xs, weight, None, eps));
+    let _timer = crate::op_timer::op("rms_norm_forward");
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;

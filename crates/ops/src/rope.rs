@@ -48,6 +48,7 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 fn turned(xs: &Tensor, cos: &Tensor, sin: &Tensor, direction: RopeDirection) -> Result<OpOutput> {
     let sizes = sizes(xs, cos, sin)?;
     on_cuda!(xs => crate::cuda::rope(xs, cos, sin, direction));
+    let _timer = crate::op_timer::op(NAME);
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let x = HostFloats::new(NAME, "xs", xs)?;
@@ -77,6 +78,7 @@ pub fn rope_in_place(
 ) -> Result<Tensor> {
     let sizes = sizes(&xs, cos, sin)?;
     on_cuda!(xs => crate::cuda::rope_in_place(xs, cos, sin, direction));
+    let _timer = crate::op_timer::op("rope_in_place");
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let (cos, sin) = (cos.read(), sin.read());

@@ -25,6 +25,7 @@ pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_into";
     one_value(op, "dst", dst)?;
     on_cuda!(dst => crate::cuda::sum_into(dst, add, xs));
+    let _timer = crate::op_timer::op(op);
     let xs = HostF32::new(op, "xs", xs)?;
     let sum: f64 = xs.read().iter().copied().map(f64::from).sum();
     write::<f64>(op, "dst", dst, 1, |dst| {
@@ -41,6 +42,7 @@ pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
 /// When `xs` is not f32, bf16 or f16.
 pub fn sum_of_squares(xs: &Tensor) -> Result<Tensor> {
     on_cuda!(xs => crate::cuda::sum_of_squares(xs));
+    let _timer = crate::op_timer::op("sum_of_squares");
     Tensor::new(host_sum("sum_of_squares", xs)?, &Device::Cpu)
 }
 
@@ -55,6 +57,7 @@ pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_of_squares_into";
     one_value(op, "dst", dst)?;
     on_cuda!(dst => crate::cuda::sum_of_squares_into(dst, add, xs));
+    let _timer = crate::op_timer::op(op);
     let sum = host_sum(op, xs)?;
     write::<f64>(op, "dst", dst, 1, |dst| {
         dst[0] = if add { dst[0] + sum } else { sum };

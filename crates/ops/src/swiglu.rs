@@ -52,6 +52,7 @@ pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     same_shape(gate, up, dy)?;
     on_cuda!(gate => crate::cuda::swiglu_backward(gate, up, dy));
+    let _timer = crate::op_timer::op("swiglu_backward");
     let [dg, du] = backward(
         [gate, up, dy],
         #[inline(always)]
@@ -80,6 +81,7 @@ pub fn swiglu_backward_and_output(
         let (dg, du) = crate::cuda::swiglu_backward(gate, up, dy)?;
         Ok((dg, du, crate::cuda::swiglu_forward(gate, up)?.into_tensor()))
     });
+    let _timer = crate::op_timer::op("swiglu_backward");
     let [dg, du, y] = backward([gate, up, dy], grads_and_output)?;
     Ok((dg, du, y))
 }
@@ -87,6 +89,7 @@ pub fn swiglu_backward_and_output(
 fn forward(gate: &Tensor, up: &Tensor) -> Result<OpOutput> {
     one_shape(gate, up)?;
     on_cuda!(gate => crate::cuda::swiglu_forward(gate, up));
+    let _timer = crate::op_timer::op("swiglu_forward");
     let (g, u) = on_host(gate, up)?;
     let [y] = by_float!(g.dtype(), T => tensors(gate, mapped(
         [&g.read_as::<T>(), &u.read_as::<T>()],

@@ -42,6 +42,7 @@ pub fn softmax_stats(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> R
     let (n, v) = rows_of(op, logits)?;
     check_rows(op, n, &[("targets", targets)])?;
     on_cuda!(logits => crate::cuda::softmax_stats(logits, targets, vocab_start));
+    let _timer = crate::op_timer::op(op);
     let device = logits.device();
     let logits = HostFloats::new(op, "logits", logits)?;
     let targets = HostU32::new(op, "targets", targets)?;
@@ -98,6 +99,7 @@ pub(crate) fn losses(
         ref dims => bail!("{op}: expected stats (shards * {n}, {STATS}), got {dims:?}"),
     }
     on_cuda!(stats => crate::cuda::cross_entropy_loss(stats, targets, vocab_size));
+    let _timer = crate::op_timer::op(op);
     let stats = HostF32::new(op, "stats", stats)?;
     let targets = HostU32::new(op, "targets", targets)?;
     let (stats, targets) = (stats.read(), targets.read());
@@ -148,6 +150,7 @@ pub fn cross_entropy_grad(
     ];
     check_rows(op, n, &rows)?;
     on_cuda!(logits => crate::cuda::cross_entropy_grad(logits, log_sum_exp, targets, vocab_start, grad));
+    let _timer = crate::op_timer::op(op);
     let grad = HostF32::new(op, "grad", grad)?;
     let grad = grad.read();
     let logits = HostFloats::new(op, "logits", logits)?;
@@ -182,6 +185,7 @@ pub fn cross_entropy_grad_in_place(
     on_cuda!(logits => {
         crate::cuda::cross_entropy_grad_in_place(logits, log_sum_exp, targets, vocab_start, grad)
     });
+    let _timer = crate::op_timer::op(op);
     rows_in_place(op, logits, (log_sum_exp, targets, vocab_start), |_| grad)
 }
 
