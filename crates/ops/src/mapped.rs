@@ -5,8 +5,8 @@ use crate::element::Element;
 use crate::filled::filled_each;
 use crate::vectorised::vectorised;
 
-/// Values computed at a time: as many as make vectors that stay in registers.
-const LANES: usize = 32;
+/// Values computed at a time: some vectors, so that the long chain of operations of one does not wait for that of another.
+const LANES: usize = 64;
 
 /// What `f` makes of the values that the inputs, of one length, have at each place; computed in f32, rounded once.
 ///
