@@ -198,6 +198,36 @@ mod tests {
         }
     }
 
+    fn same_bits<const PARTS: usize, T: Element>() {
+        let (rows, cols, num_k) = (45, 70, 600);
+        let (mut lhs, rhs) = (values::<T>(rows * num_k, 1), values::<T>(num_k * cols, 2));
+        for (i, value) in lhs.iter_mut().enumerate() {
+            *value = T::nearest(value.widen() * 2f32.powi(i as i32 % 200 - 150));
+        }
+        let factors = [(
+            Matrix::new(&lhs, rows, num_k, num_k),
+            Matrix::new(&rhs, num_k, cols, cols),
+        )];
+        let [mut got, mut want] = [vec![0f32; rows * cols], vec![0f32; rows * cols]];
+        // SAFETY: the test asks whether the processor has AMX, and the shapes fit.
+        unsafe {
+            let out = |out| MatrixMut::new(out, rows, cols, cols);
+            multiply::<Amx<PARTS>, T, f32>(&out(&mut got), Addend::Nothing, &factors);
+            multiply::<Emulated<PARTS>, T, f32>(&out(&mut want), Addend::Nothing, &factors);
+        }
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(got), bits(want));
+    }
+
+    #[test]
+    fn tiles_give_the_bits_of_their_definition() {
+        if has_amx() {
+            same_bits::<1, bf16>();
+            same_bits::<2, f32>();
+            same_bits::<3, f32>();
+        }
+    }
+
     /// A thread that waits inside a product takes up another one, whose packed matrices must not replace its own.
     #[test]
     fn products_that_begin_inside_others() {
