@@ -50,11 +50,11 @@ pub(crate) fn for_each_chunk<T: Send>(
 }
 
 /// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
-pub(crate) fn for_each_chunk2<T: Send>(
-    (a, a_len): (&mut [T], usize),
-    (b, b_len): (&mut [T], usize),
+pub(crate) fn for_each_chunk2<A: Send, B: Send>(
+    (a, a_len): (&mut [A], usize),
+    (b, b_len): (&mut [B], usize),
     work: usize,
-    f: impl Fn(usize, &mut [T], &mut [T]) + Send + Sync,
+    f: impl Fn(usize, &mut [A], &mut [B]) + Send + Sync,
 ) {
     let (a_len, b_len) = (a_len.max(1), b_len.max(1));
     if is_parallel(work) {

@@ -77,16 +77,6 @@ pub(crate) enum Floats<'a> {
     Widened(Vec<f32>),
 }
 
-impl Floats<'_> {
-    /// The values in a buffer of their own.
-    pub(crate) fn into_owned(self) -> Vec<f32> {
-        match self {
-            Self::InPlace(values) => copied(&values),
-            Self::Widened(values) => values,
-        }
-    }
-}
-
 impl Deref for Floats<'_> {
     type Target = [f32];
 

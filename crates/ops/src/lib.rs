@@ -27,8 +27,6 @@ mod attention;
 mod attention_blocks;
 mod attention_code;
 mod attention_spec;
-#[cfg(target_arch = "x86_64")]
-mod avx512_product;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -36,6 +34,7 @@ mod cuda;
 mod device_choice;
 mod dispatch;
 mod document_starts;
+mod element;
 mod elements;
 mod embedding;
 mod exp;
@@ -52,11 +51,14 @@ mod lanes;
 mod layer_norm;
 mod linear;
 mod linear_grad;
+mod mapped;
 mod matmul_precision;
 mod matrix;
 mod op_output;
 mod op_timer;
 mod op_times;
+#[cfg(target_arch = "x86_64")]
+mod product;
 mod profile;
 mod quantized;
 mod rms_norm;
@@ -99,7 +101,7 @@ pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use stopwatch::Stopwatch;
 pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
+pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,

@@ -1,34 +1,62 @@
-//! Strided f32 matrices inside larger buffers, and their products: large ones by `avx512_product` where the processor allows,
-//! the others by the `gemm` crate.
+//! Strided matrices inside larger buffers, and their products: large ones by [`crate::product`] where the processor allows, the
+//! others by the `gemm` crate, for which bf16 and f16 are widened.
 //!
 //! Both cut the rows and columns of a product among threads, never the sum over `k`: the bits are the same for any number of
-//! threads. A sum over `k` is made of sums of at most 192 terms, whose rounding errors stay smaller than those of one long sum.
+//! threads. A sum over `k` is made of sums of few terms, whose rounding errors stay smaller than those of one long sum.
 
 #![allow(unsafe_code)]
 
+use crate::element::Element;
+use crate::filled::zeros;
+use crate::half_precision::widened;
 #[cfg(target_arch = "x86_64")]
-use crate::avx512_product;
+use crate::product;
+use candle_core::{CpuStorageRef, DType};
 use gemm::Parallelism;
+use std::borrow::Cow;
 use std::marker::PhantomData;
 
 /// Products of fewer multiplications than this stay on the calling thread: waking the others would cost more.
-const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
-/// Most terms that are summed in one go.
+pub(crate) const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
+/// Most terms of f32 that are summed in one go.
 pub(crate) const SUM_LEN: usize = 192;
+
+/// The values in f32, copied only if they are of another type.
+fn in_f32<T: Element>(values: &[T]) -> Cow<'_, [f32]> {
+    match T::cpu_storage_ref(values) {
+        CpuStorageRef::F32(values) => Cow::Borrowed(values),
+        _ => Cow::Owned(widened(values)),
+    }
+}
+
+/// What is added to a product before it is rounded.
+#[derive(Clone, Copy)]
+pub(crate) enum Addend<'a, Out> {
+    Nothing,
+    /// What the result holds.
+    Result,
+    /// These numbers, one for each element of the result, row by row.
+    Values(&'a [Out]),
+    /// These numbers, one for each column.
+    Bias(&'a [f32]),
+}
 
 /// A matrix to read.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    pub(crate) data: &'a [f32],
+pub(crate) struct Matrix<'a, T = f32> {
+    pub(crate) data: &'a [T],
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
     pub(crate) col_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+/// Two matrices to multiply.
+pub(crate) type Factors<'a, T = f32> = (Matrix<'a, T>, Matrix<'a, T>);
+
+impl<'a, T> Matrix<'a, T> {
     /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         let data = &data[..extent(rows, cols, row_stride)];
         Self {
             data,
@@ -58,20 +86,31 @@ impl<'a> Matrix<'a> {
             col_stride: self.row_stride,
         }
     }
+
+    /// The matrix with `data` in the places of its elements.
+    fn with<'b, U>(&self, data: &'b [U]) -> Matrix<'b, U> {
+        Matrix {
+            data,
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+        }
+    }
 }
 
 /// A matrix to write.
-pub(crate) struct MatrixMut<'a> {
-    pub(crate) data: *mut f32,
+pub(crate) struct MatrixMut<'a, T = f32> {
+    pub(crate) data: *mut T,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
-    lifetime: PhantomData<&'a mut [f32]>,
+    lifetime: PhantomData<&'a mut [T]>,
 }
 
-impl<'a> MatrixMut<'a> {
+impl<'a, T> MatrixMut<'a, T> {
     /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         let data = data[..extent(rows, cols, row_stride)].as_mut_ptr();
         Self {
             data,
@@ -81,7 +120,90 @@ impl<'a> MatrixMut<'a> {
             lifetime: PhantomData,
         }
     }
+}
 
+impl<Out: Element> MatrixMut<'_, Out> {
+    /// `self = addend + sum of lhs * rhs`, rounded once, of at least one pair of `(lhs, rhs)`; on all threads of the current pool if that is
+    /// worth it.
+    pub(crate) fn parallel_product<T: Element>(
+        &mut self,
+        addend: Addend<'_, Out>,
+        factors: &[Factors<'_, T>],
+    ) {
+        for (lhs, rhs) in factors {
+            self.check_shapes(*lhs, *rhs);
+        }
+        match addend {
+            Addend::Bias(bias) => assert_eq!(bias.len(), self.cols),
+            Addend::Values(values) => assert_eq!(values.len(), self.rows * self.cols),
+            Addend::Nothing | Addend::Result => {}
+        }
+        #[cfg(target_arch = "x86_64")]
+        if product::is_worth_it(self.rows, self.cols) && factors.iter().any(|(lhs, _)| lhs.cols > 0)
+        {
+            // SAFETY: the processor can, the shapes fit, and this is the only access to the elements.
+            return unsafe { product::product(self, addend, factors) };
+        }
+        self.gemm_product(addend, factors);
+    }
+
+    /// As [`Self::parallel_product`], by the `gemm` crate.
+    fn gemm_product<T: Element>(&mut self, addend: Addend<'_, Out>, factors: &[Factors<'_, T>]) {
+        let multiplications = |(lhs, rhs): &Factors<'_, T>| lhs.rows * lhs.cols * rhs.cols;
+        let multiplications: usize = factors.iter().map(multiplications).sum();
+        let parallelism = match rayon::current_num_threads() {
+            threads if threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS => {
+                Parallelism::Rayon(threads)
+            }
+            _ => Parallelism::None,
+        };
+        let add = |sums: &mut MatrixMut<'_>, add: bool| {
+            for (i, (lhs, rhs)) in factors.iter().enumerate() {
+                let [l, r] = [lhs.data, rhs.data].map(in_f32);
+                sums.write(add || i > 0, lhs.with(&l), rhs.with(&r), parallelism);
+            }
+        };
+        if Out::DTYPE == DType::F32 && matches!(addend, Addend::Nothing | Addend::Result) {
+            let mut out = MatrixMut {
+                data: self.data.cast(),
+                rows: self.rows,
+                cols: self.cols,
+                row_stride: self.row_stride,
+                lifetime: PhantomData,
+            };
+            return add(&mut out, matches!(addend, Addend::Result));
+        }
+        let (rows, cols) = (self.rows, self.cols);
+        let mut sums = zeros(rows * cols);
+        add(&mut MatrixMut::new(&mut sums, rows, cols, cols), false);
+        for (row, sums) in sums.chunks_exact(cols.max(1)).enumerate() {
+            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
+            let out = unsafe {
+                let start = self.data.add(row * self.row_stride);
+                std::slice::from_raw_parts_mut(start, cols)
+            };
+            for (col, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+                let added = match addend {
+                    Addend::Nothing => 0.0,
+                    Addend::Result => out.widen(),
+                    Addend::Values(values) => values[row * cols + col].widen(),
+                    Addend::Bias(bias) => bias[col],
+                };
+                *out = Out::nearest(added + sum);
+            }
+        }
+    }
+
+    /// The pointers are only as good as these shapes.
+    fn check_shapes<T>(&self, lhs: Matrix<'_, T>, rhs: Matrix<'_, T>) {
+        assert_eq!(
+            (self.rows, self.cols, lhs.cols),
+            (lhs.rows, rhs.cols, rhs.rows)
+        );
+    }
+}
+
+impl MatrixMut<'_> {
     /// `self = lhs * rhs`, on the calling thread.
     pub(crate) fn set_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
         self.write(false, lhs, rhs, Parallelism::None);
@@ -90,25 +212,6 @@ impl<'a> MatrixMut<'a> {
     /// `self += lhs * rhs`, on the calling thread.
     pub(crate) fn add_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
         self.write(true, lhs, rhs, Parallelism::None);
-    }
-
-    /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on all threads of the current pool if that is worth it.
-    pub(crate) fn parallel_product(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        let num_threads = rayon::current_num_threads();
-        let multiplications = (lhs.rows * rhs.cols).saturating_mul(lhs.cols);
-        if multiplications <= PARALLEL_MULTIPLICATIONS {
-            return self.write(add, lhs, rhs, Parallelism::None);
-        }
-        #[cfg(target_arch = "x86_64")]
-        if avx512_product::is_worth_it(self.rows, self.cols) {
-            self.check_shapes(lhs, rhs);
-            // SAFETY: the processor can, the shapes fit, and without a `k` there would be no multiplications.
-            return unsafe { avx512_product::product(self, add, lhs, rhs) };
-        }
-        match num_threads {
-            1 => self.write(add, lhs, rhs, Parallelism::None),
-            _ => self.write(add, lhs, rhs, Parallelism::Rayon(num_threads)),
-        }
     }
 
     /// Multiplies each row by its factor.
@@ -125,14 +228,6 @@ impl<'a> MatrixMut<'a> {
             };
             row.iter_mut().for_each(|x| *x *= factor);
         }
-    }
-
-    /// The pointers are only as good as these shapes.
-    fn check_shapes(&self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        assert_eq!(
-            (self.rows, self.cols, lhs.cols),
-            (lhs.rows, rhs.cols, rhs.rows)
-        );
     }
 
     fn write(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
@@ -188,21 +283,28 @@ impl<'a> MatrixMut<'a> {
 
 /// `lhs * rhs` row by row, on the calling thread.
 pub(crate) fn product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, |out| out.set_product(lhs, rhs))
+    new_product(lhs.rows, rhs.cols, |out: &mut MatrixMut<'_>| {
+        out.set_product(lhs, rhs);
+    })
 }
 
-/// `lhs * rhs` row by row, on all threads of the current pool if that is worth it.
-pub(crate) fn parallel_product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, |out| out.parallel_product(false, lhs, rhs))
+/// `addend + sum of lhs * rhs` of at least one pair, row by row and rounded once, on all threads of the current pool if that is
+/// worth it. There is no result yet to be added.
+pub(crate) fn parallel_product<T: Element, Out: Element>(
+    addend: Addend<'_, Out>,
+    factors: &[Factors<'_, T>],
+) -> Vec<Out> {
+    assert!(!matches!(addend, Addend::Result));
+    let (rows, cols) = (factors[0].0.rows, factors[0].1.cols);
+    new_product(rows, cols, |out| out.parallel_product(addend, factors))
 }
 
-fn new_product(
-    lhs: Matrix<'_>,
-    rhs: Matrix<'_>,
-    write: impl FnOnce(&mut MatrixMut<'_>),
-) -> Vec<f32> {
-    let (rows, cols) = (lhs.rows, rhs.cols);
-    let mut values = Vec::<f32>::with_capacity(rows * cols);
+fn new_product<Out: Element>(
+    rows: usize,
+    cols: usize,
+    write: impl FnOnce(&mut MatrixMut<'_, Out>),
+) -> Vec<Out> {
+    let mut values = Vec::<Out>::with_capacity(rows * cols);
     write(&mut MatrixMut {
         data: values.as_mut_ptr(),
         rows,
