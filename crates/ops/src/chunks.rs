@@ -66,12 +66,16 @@ pub(crate) fn for_each_chunk2<A: Send, B: Send>(
     }
 }
 
-/// Calls `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
-pub(crate) fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Send + Sync) {
+/// `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
+pub(crate) fn map_indices<R: Send>(
+    count: usize,
+    work: usize,
+    f: impl Fn(usize) -> R + Send + Sync,
+) -> Vec<R> {
     if is_parallel(work) {
-        (0..count).into_par_iter().for_each(f);
+        (0..count).into_par_iter().map(f).collect()
     } else {
-        (0..count).for_each(f);
+        (0..count).map(f).collect()
     }
 }
 

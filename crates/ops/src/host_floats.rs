@@ -1,6 +1,5 @@
 //! Reading tensors of f32, bf16 or f16 in host memory as f32: what is f32 is read where it is, the others are widened.
 
-use crate::filled::copied;
 use crate::half_precision::widened;
 use crate::host::{Values, detached};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};

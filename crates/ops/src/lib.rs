@@ -51,12 +51,14 @@ mod lanes;
 mod layer_norm;
 mod linear;
 mod linear_grad;
+mod lines;
 mod mapped;
 mod matmul_precision;
 mod matrix;
 mod op_output;
 mod op_timer;
 mod op_times;
+mod packed;
 #[cfg(target_arch = "x86_64")]
 mod product;
 mod profile;

@@ -11,6 +11,7 @@ use crate::filled::zeros;
 use crate::half_precision::widened;
 #[cfg(target_arch = "x86_64")]
 use crate::product;
+use crate::vectorised::vectorised;
 use candle_core::{CpuStorageRef, DType};
 use gemm::Parallelism;
 use std::borrow::Cow;
@@ -204,30 +205,15 @@ impl<Out: Element> MatrixMut<'_, Out> {
 }
 
 impl MatrixMut<'_> {
-    /// `self = lhs * rhs`, on the calling thread.
-    pub(crate) fn set_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.write(false, lhs, rhs, Parallelism::None);
-    }
-
-    /// `self += lhs * rhs`, on the calling thread.
-    pub(crate) fn add_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.write(true, lhs, rhs, Parallelism::None);
-    }
-
-    /// Multiplies each row by its factor.
-    pub(crate) fn scale_rows(&mut self, factors: &[f32]) {
-        assert_eq!(factors.len(), self.rows);
-        if self.cols == 0 {
-            return;
-        }
-        for (row, factor) in factors.iter().enumerate() {
-            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
-            let row = unsafe {
-                let start = self.data.add(row * self.row_stride);
-                std::slice::from_raw_parts_mut(start, self.cols)
-            };
-            row.iter_mut().for_each(|x| *x *= factor);
-        }
+    /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on the calling thread.
+    pub(crate) fn small_product<T: Element>(
+        &mut self,
+        add: bool,
+        lhs: Matrix<'_, T>,
+        rhs: Matrix<'_>,
+    ) {
+        let values = in_f32(lhs.data);
+        self.write(add, lhs.with(&values), rhs, Parallelism::None);
     }
 
     fn write(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
@@ -281,13 +267,6 @@ impl MatrixMut<'_> {
     }
 }
 
-/// `lhs * rhs` row by row, on the calling thread.
-pub(crate) fn product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs.rows, rhs.cols, |out: &mut MatrixMut<'_>| {
-        out.set_product(lhs, rhs);
-    })
-}
-
 /// `addend + sum of lhs * rhs` of at least one pair, row by row and rounded once, on all threads of the current pool if that is
 /// worth it. There is no result yet to be added.
 pub(crate) fn parallel_product<T: Element, Out: Element>(
@@ -318,18 +297,18 @@ fn new_product<Out: Element>(
 }
 
 /// A buffer of which several threads write disjoint strided matrices, such as the heads of `(t, heads, d)`.
-pub(crate) struct SharedBuffer<'a> {
-    data: *mut f32,
+pub(crate) struct SharedBuffer<'a, T> {
+    data: *mut T,
     len: usize,
-    lifetime: PhantomData<&'a mut [f32]>,
+    lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the only access is through `matrix`, whose callers keep the matrices in use at one time disjoint.
-unsafe impl Sync for SharedBuffer<'_> {}
+// SAFETY: the only access is through `write_rows`, whose callers keep the rows in use at one time disjoint.
+unsafe impl<T: Send> Sync for SharedBuffer<'_, T> {}
 
-impl<'a> SharedBuffer<'a> {
+impl<'a, T: Element> SharedBuffer<'a, T> {
     /// Borrows `data` for as long as threads write to it.
-    pub(crate) fn new(data: &'a mut [f32]) -> Self {
+    pub(crate) fn new(data: &'a mut [T]) -> Self {
         Self {
             data: data.as_mut_ptr(),
             len: data.len(),
@@ -337,31 +316,34 @@ impl<'a> SharedBuffer<'a> {
         }
     }
 
-    /// `rows` rows of `cols` elements, `row_stride` apart, from element `start`.
+    /// Writes rows of `cols` elements, `row_stride` apart, from element `start` on: values, each times the factor of its row, rounded.
     ///
     /// # Safety
-    /// No other matrix in use at the same time shares an element with this one.
-    pub(crate) unsafe fn matrix(
+    /// Nobody else uses these elements at the same time.
+    pub(crate) unsafe fn write_rows<'v>(
         &self,
         start: usize,
-        rows: usize,
-        cols: usize,
         row_stride: usize,
-    ) -> MatrixMut<'_> {
-        let end = start + extent(rows, cols, row_stride);
-        assert!(
-            end <= self.len,
-            "matrix of {end} elements in a buffer of {}",
-            self.len
-        );
-        // SAFETY: `start <= end <= len` by the check above, so the pointer stays inside the buffer.
-        let data = unsafe { self.data.add(start) };
-        MatrixMut {
-            data,
-            rows,
-            cols,
-            row_stride,
-            lifetime: PhantomData,
+        cols: usize,
+        rows: impl Iterator<Item = (&'v [f32], f32)>,
+    ) {
+        for (row, (values, factor)) in rows.enumerate() {
+            let first = start + row * row_stride;
+            assert!(
+                first + cols <= self.len,
+                "row of {cols} elements at {first} in a buffer of {}",
+                self.len
+            );
+            // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
+            let out = unsafe { std::slice::from_raw_parts_mut(self.data.add(first), cols) };
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (out, value) in out.iter_mut().zip(values) {
+                        *out = T::nearest(value * factor);
+                    }
+                },
+            );
         }
     }
 }
@@ -382,22 +364,23 @@ mod tests {
     #[test]
     fn product_of_strided_matrices_touches_only_its_elements() {
         // a = [[1, 2], [3, 4]] inside rows of 3, b = [[5, 6], [7, 8]] stored transposed.
-        let a = [1.0, 2.0, 9.0, 3.0, 4.0];
+        let a = [1.0f32, 2.0, 9.0, 3.0, 4.0];
         let b = [5.0, 7.0, 6.0, 8.0];
         let mut out = [1.0f32; 7];
         let (a, b) = (Matrix::new(&a, 2, 2, 3), Matrix::new(&b, 2, 2, 2).t());
-        MatrixMut::new(&mut out, 2, 2, 4).set_product(a, b);
+        MatrixMut::new(&mut out, 2, 2, 4).small_product(false, a, b);
         assert_eq!(out, [19.0, 22.0, 1.0, 1.0, 43.0, 50.0, 1.0]);
-        MatrixMut::new(&mut out, 2, 2, 4).add_product(a, b);
+        MatrixMut::new(&mut out, 2, 2, 4).small_product(true, a, b);
         assert_eq!(out, [38.0, 44.0, 1.0, 1.0, 86.0, 100.0, 1.0]);
     }
 
     #[test]
     #[should_panic(expected = "in a buffer of 7")]
-    fn a_matrix_beyond_a_shared_buffer_is_refused() {
+    fn rows_beyond_a_shared_buffer_are_refused() {
         let mut out = [0f32; 7];
         let shared = SharedBuffer::new(&mut out);
-        // SAFETY: it is the only matrix.
-        let _ = unsafe { shared.matrix(1, 2, 3, 4) };
+        let row: &[f32] = &[1.0; 3];
+        // SAFETY: nobody else writes.
+        unsafe { shared.write_rows(1, 4, 3, [(row, 1.0), (row, 1.0)].into_iter()) };
     }
 }

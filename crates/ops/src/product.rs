@@ -13,8 +13,11 @@
 mod amx;
 mod blocks;
 mod caches;
+#[cfg(test)]
+mod emulated;
 mod kernel;
 mod lanes;
+mod packed;
 mod packing;
 mod registers;
 mod store;
@@ -24,11 +27,13 @@ use crate::MatmulPrecision;
 use crate::amx_support::has_amx;
 use crate::element::Element;
 use crate::matrix::{Addend, Factors, MatrixMut};
-use amx::Amx;
+pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
 pub(crate) use lanes::Lanes;
-use registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
+pub(crate) use packed::Small;
+pub(crate) use registers::{Dots, MultiplyAdds};
+use registers::{has_avx512, has_avx512_bf16};
 
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
@@ -48,23 +53,61 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
     factors: &[Factors<'_, T>],
 ) {
     // SAFETY: the processor has what the kernel needs, the rest as promised by the caller.
-    unsafe {
-        match T::DTYPE {
-            DType::BF16 if has_amx() => multiply::<Amx<1>, T, Out>(out, addend, factors),
-            DType::BF16 if has_avx512_bf16() => multiply::<Dots, T, Out>(out, addend, factors),
-            DType::F32 if has_amx() => match MatmulPrecision::get() {
-                MatmulPrecision::Highest => multiply::<Amx<3>, T, Out>(out, addend, factors),
-                MatmulPrecision::High => multiply::<Amx<2>, T, Out>(out, addend, factors),
-            },
-            _ => multiply::<MultiplyAdds, T, Out>(out, addend, factors),
-        }
-    }
+    unsafe { with_kernel!(T, K => multiply::<K, T, Out>(out, addend, factors)) };
 }
+
+/// The kernels, by what they multiply with.
+pub(crate) enum Instructions {
+    MultiplyAdds,
+    Dots,
+    Tiles,
+    TilesOfTwoParts,
+    TilesOfThreeParts,
+}
+
+/// The best for values of `T`, if the processor has AVX-512.
+pub(crate) fn instructions<T: Element>() -> Option<Instructions> {
+    if !has_avx512() {
+        return None;
+    }
+    Some(match T::DTYPE {
+        DType::BF16 if has_amx() => Instructions::Tiles,
+        DType::BF16 if has_avx512_bf16() => Instructions::Dots,
+        DType::F32 if has_amx() => match MatmulPrecision::get() {
+            MatmulPrecision::Highest => Instructions::TilesOfThreeParts,
+            MatmulPrecision::High => Instructions::TilesOfTwoParts,
+        },
+        _ => Instructions::MultiplyAdds,
+    })
+}
+
+/// Evaluates an expression with `$k` being the best kernel for values of `$t`, if the processor has AVX-512.
+macro_rules! with_kernel {
+    ($t:ty, $k:ident => $expression:expr) => {{
+        use $crate::product::{Amx, Dots, Instructions, MultiplyAdds, instructions};
+        macro_rules! with {
+            ($kernel:ty) => {{
+                type $k = $kernel;
+                $expression
+            }};
+        }
+        match instructions::<$t>() {
+            None => {}
+            Some(Instructions::MultiplyAdds) => with!(MultiplyAdds),
+            Some(Instructions::Dots) => with!(Dots),
+            Some(Instructions::Tiles) => with!(Amx<1>),
+            Some(Instructions::TilesOfTwoParts) => with!(Amx<2>),
+            Some(Instructions::TilesOfThreeParts) => with!(Amx<3>),
+        }
+    }};
+}
+pub(crate) use with_kernel;
 
 #[cfg(test)]
 mod tests {
-    use super::amx::{Amx, Emulated};
+    use super::amx::Amx;
     use super::blocks::multiply;
+    use super::emulated::Emulated;
     use super::kernel::Kernel;
     use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
     use crate::amx_support::has_amx;
@@ -195,6 +238,36 @@ mod tests {
             check_shapes::<Amx<1>, bf16, f32>(0.0);
             check_shapes::<Amx<2>, f32, f32>(2f64.powi(-16));
             check_shapes::<Amx<3>, f32, f32>(2f64.powi(-24));
+        }
+    }
+
+    fn same_bits<const PARTS: usize, T: Element>() {
+        let (rows, cols, num_k) = (45, 70, 600);
+        let (mut lhs, rhs) = (values::<T>(rows * num_k, 1), values::<T>(num_k * cols, 2));
+        for (i, value) in lhs.iter_mut().enumerate() {
+            *value = T::nearest(value.widen() * 2f32.powi(i as i32 % 200 - 150));
+        }
+        let factors = [(
+            Matrix::new(&lhs, rows, num_k, num_k),
+            Matrix::new(&rhs, num_k, cols, cols),
+        )];
+        let [mut got, mut want] = [vec![0f32; rows * cols], vec![0f32; rows * cols]];
+        // SAFETY: the test asks whether the processor has AMX, and the shapes fit.
+        unsafe {
+            let out = |out| MatrixMut::new(out, rows, cols, cols);
+            multiply::<Amx<PARTS>, T, f32>(&out(&mut got), Addend::Nothing, &factors);
+            multiply::<Emulated<PARTS>, T, f32>(&out(&mut want), Addend::Nothing, &factors);
+        }
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(got), bits(want));
+    }
+
+    #[test]
+    fn tiles_give_the_bits_of_their_definition() {
+        if has_amx() {
+            same_bits::<1, bf16>();
+            same_bits::<2, f32>();
+            same_bits::<3, f32>();
         }
     }
 

@@ -5,19 +5,21 @@
 //! one of the first and one of the second numbers of the pairs, by multiply-adds from 0; the sum of the two is added to the
 //! element. Numbers below 2^-126 count as 0.
 
-use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::{Format, LANES, Line, Pairs};
+use super::kernel::{COLS, Kernel, tile_lines};
+use super::lanes::Pairs;
+use super::packing::Panel;
+use crate::lines::{LANES, Line};
 use std::arch::asm;
 
 /// Rows of a tile of sums.
 pub(super) const ROWS: usize = 32;
 /// Values along `k` that are summed before the sums leave the registers: the panels for them stay in the first-level cache.
-const SUM_LEN: usize = 512;
+pub(super) const SUM_LEN: usize = 512;
 /// Lines that a step reads of each matrix.
-const STEP_LINES: usize = 2 * LANES;
+pub(super) const STEP_LINES: usize = 2 * LANES;
 
 /// Products of sums of `PARTS` bf16: all pairs of parts but those that are smaller than the error, the smallest first.
-pub(super) struct Amx<const PARTS: usize>;
+pub(crate) struct Amx<const PARTS: usize>;
 
 /// The parts of the left and the right matrix that are multiplied, in the order in which they are added.
 pub(super) const fn products(parts: usize) -> &'static [(usize, usize)] {
@@ -73,37 +75,40 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
 
     unsafe fn multiply(
         sums: &mut [Line],
+        row_lines: usize,
         _extent: (usize, usize),
         add: bool,
-        lhs: &[Line],
-        rhs: &[Line],
+        lhs: Panel<'_>,
+        rhs: Panel<'_>,
     ) {
-        let (lhs_len, rhs_len) = (lhs.len() / PARTS, rhs.len() / PARTS);
-        assert!(sums.len() >= ROWS * ROW_LINES && lhs_len == rhs_len);
-        assert!(lhs_len > 0 && lhs_len.is_multiple_of(STEP_LINES));
+        let len = lhs.part(0).len();
+        assert!(len > 0 && len.is_multiple_of(STEP_LINES));
+        assert!(sums.len() >= tile_lines(ROWS, row_lines));
         let mut starts = [const {
             Start {
                 lhs: std::ptr::null(),
                 rhs: std::ptr::null(),
             }
         }; 6];
-        let products = products(Self::Format::PARTS);
+        let products = products(PARTS);
         for (start, (left, right)) in starts.iter_mut().zip(products) {
+            let (lhs, rhs) = (lhs.part(*left), rhs.part(*right));
+            assert_eq!([lhs.len(), rhs.len()], [len; 2]);
             *start = Start {
-                lhs: lhs[left * lhs_len..].as_ptr(),
-                rhs: rhs[right * rhs_len..].as_ptr(),
+                lhs: lhs.as_ptr(),
+                rhs: rhs.as_ptr(),
             };
         }
-        // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows of 128
-        // bytes; each product reads as many steps of 2 KiB as both parts have.
+        // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows, `row`
+        // bytes apart; each product reads as many steps of 2 KiB as both parts have.
         unsafe {
             asm!(
                 "test {add:e}, {add:e}",
                 "jz 2f",
                 "tileloadd tmm0, [{sums} + {row}]",
                 "tileloadd tmm1, [{sums} + {row} + 64]",
-                "tileloadd tmm2, [{sums} + {row} + 2048]",
-                "tileloadd tmm3, [{sums} + {row} + 2112]",
+                "tileloadd tmm2, [{lower} + {row}]",
+                "tileloadd tmm3, [{lower} + {row} + 64]",
                 "jmp 3f",
                 "2:",
                 "tilezero tmm0",
@@ -115,10 +120,10 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 "mov {rhs}, [{starts} + 8]",
                 "mov {left}, {steps}",
                 "4:",
-                "tileloadd tmm6, [{rhs} + {row}]",
+                "tileloadd tmm6, [{rhs} + 2 * {line}]",
                 "tileloadd tmm4, [{lhs} + {line}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{rhs} + {row} + 64]",
+                "tileloadd tmm7, [{rhs} + 2 * {line} + 64]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
                 "tileloadd tmm5, [{lhs} + {line} + 1024]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
@@ -132,17 +137,18 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 "jnz 3b",
                 "tilestored [{sums} + {row}], tmm0",
                 "tilestored [{sums} + {row} + 64], tmm1",
-                "tilestored [{sums} + {row} + 2048], tmm2",
-                "tilestored [{sums} + {row} + 2112], tmm3",
+                "tilestored [{lower} + {row}], tmm2",
+                "tilestored [{lower} + {row} + 64], tmm3",
                 add = in(reg) u32::from(add),
                 sums = in(reg) sums.as_mut_ptr(),
                 starts = inout(reg) starts.as_ptr() => _,
                 products = inout(reg) products.len() => _,
-                steps = in(reg) lhs_len / STEP_LINES,
+                steps = in(reg) len / STEP_LINES,
                 left = out(reg) _,
                 lhs = out(reg) _,
                 rhs = out(reg) _,
-                row = in(reg) 128usize,
+                lower = in(reg) sums[LANES * row_lines..].as_mut_ptr(),
+                row = in(reg) row_lines * size_of::<Line>(),
                 line = in(reg) 64usize,
                 options(nostack)
             );
@@ -152,61 +158,3 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
 
 const _: () = assert!(ROWS == 2 * LANES && COLS == 2 * LANES && size_of::<TileConfig>() == 64);
 const _: () = assert!(STEP_LINES * size_of::<Line>() == 2048);
-
-/// [`Amx`] by instructions that every processor has.
-#[cfg(test)]
-pub(super) struct Emulated<const PARTS: usize>;
-
-#[cfg(test)]
-impl<const PARTS: usize> Kernel for Emulated<PARTS> {
-    type Format = Pairs<PARTS>;
-
-    const ROWS: usize = ROWS;
-    const BY_ROWS: bool = true;
-    const LANES_STEP: usize = LANES;
-    const SUM_LEN: usize = SUM_LEN;
-
-    unsafe fn multiply(
-        sums: &mut [Line],
-        _extent: (usize, usize),
-        add: bool,
-        lhs: &[Line],
-        rhs: &[Line],
-    ) {
-        let normal = |x: f32| if x.abs() < f32::MIN_POSITIVE { 0.0 } else { x };
-        let number = |lane: u32, second: bool| {
-            normal(f32::from_bits(if second {
-                lane & 0xffff_0000
-            } else {
-                lane << 16
-            }))
-        };
-        let len = lhs.len() / PARTS;
-        if !add {
-            sums[..ROWS * ROW_LINES].fill(Line::ZERO);
-        }
-        for (left, right) in products(PARTS) {
-            let lhs = lhs[left * len..][..len].chunks_exact(STEP_LINES);
-            let rhs = rhs[right * len..][..len].chunks_exact(STEP_LINES);
-            for (lhs, rhs) in lhs.zip(rhs) {
-                for row in 0..ROWS {
-                    for col in 0..COLS {
-                        let mut dots = [0f32; 2];
-                        for lane in 0..LANES {
-                            let a = lhs[row].0[lane];
-                            let b = rhs[lane * ROW_LINES + col / LANES].0[col % LANES];
-                            for (second, dot) in [false, true].into_iter().zip(&mut dots) {
-                                let (a, b) = (number(a, second), number(b, second));
-                                // The product has at most 16 bits: it is not rounded.
-                                *dot = normal(a * b + *dot);
-                            }
-                        }
-                        let sum = &mut sums[row * ROW_LINES + col / LANES].0[col % LANES];
-                        let before = normal(f32::from_bits(*sum));
-                        *sum = normal(before + normal(dots[0] + dots[1])).to_bits();
-                    }
-                }
-            }
-        }
-    }
-}

@@ -3,13 +3,13 @@
 
 use super::caches::second_level;
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::{Format, LANES, Line};
+use super::lanes::Format;
 use super::packing::Layout;
 use super::store::Target;
 use crate::element::Element;
+use crate::lines::{LANES, Line, Lines};
 use crate::matrix::{Addend, Factors, MatrixMut, PARALLEL_MULTIPLICATIONS};
 use rayon::prelude::*;
-use std::cell::Cell;
 use std::ops::Range;
 
 /// Bytes of the right matrix that are packed at a time, of the last-level cache.
@@ -19,12 +19,6 @@ const RHS_BYTES: usize = 1 << 22;
 const LHS_ROWS: usize = 128;
 /// Panels of the right matrix that a task packs: their columns are read together.
 const RHS_PANELS: usize = 8;
-
-thread_local! {
-    /// Packed parts of the right and the left matrix and sums, kept from product to product.
-    static BUFFERS: [Cell<Vec<Line>>; 3] =
-        const { [Cell::new(Vec::new()), Cell::new(Vec::new()), Cell::new(Vec::new())] };
-}
 
 /// Values along `k` of one of the products, which are summed in registers.
 struct Sum {
@@ -83,7 +77,7 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
                 pass,
                 is_parallel,
             };
-            with_buffer(0, |lines| block.multiply::<K>(lines));
+            block.multiply::<K>();
         }
     }
 }
@@ -130,11 +124,9 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         self.pass.lanes * width.div_ceil(LANES) * K::Format::PARTS
     }
 
-    /// Where the lanes of a sum lie in a panel.
-    fn lines_of<K: Kernel>(&self, sum: &Sum, width: usize) -> Range<usize> {
-        let lines_per_lane = width.div_ceil(LANES) * K::Format::PARTS;
-        let start = sum.first_lane * lines_per_lane;
-        start..start + sum.lanes * lines_per_lane
+    /// Where the lanes of a sum begin in a panel.
+    fn first_line<K: Kernel>(&self, sum: &Sum, width: usize) -> usize {
+        sum.first_lane * width.div_ceil(LANES) * K::Format::PARTS
     }
 
     fn layout<K: Kernel>(&self, sum: &Sum, width: usize, by_vectors: bool) -> Layout {
@@ -146,16 +138,16 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         }
     }
 
-    fn multiply<K: Kernel>(&self, lines: &mut Vec<Line>) {
+    fn multiply<K: Kernel>(&self) {
         let panel_lines = self.panel_lines::<K>(COLS);
-        let rhs = first_lines(lines, self.cols.len().div_ceil(COLS) * panel_lines);
-        self.for_each_chunk(rhs, RHS_PANELS * panel_lines, |group, lines| {
+        let mut rhs = Lines::new(self.cols.len().div_ceil(COLS) * panel_lines);
+        self.for_each_chunk(&mut rhs, RHS_PANELS * panel_lines, |group, lines| {
             let start = self.cols.start + group * RHS_PANELS * COLS;
             let cols = start..self.cols.end.min(start + RHS_PANELS * COLS);
             for sum in self.pass.sums {
                 let source = self.factors[sum.factors].1.t();
                 let layout = self.layout::<K>(sum, COLS, false);
-                let lines = &mut lines[self.lines_of::<K>(sum, COLS).start..];
+                let lines = &mut lines[self.first_line::<K>(sum, COLS)..];
                 // SAFETY: the processor has what the kernel needs.
                 unsafe { K::Format::pack(source, cols.clone(), sum.k.clone(), layout, lines) };
             }
@@ -167,9 +159,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             let start = task * num_panels / num_tasks * K::ROWS;
             let end = (task + 1) * num_panels / num_tasks * K::ROWS;
             let rows = start..end.min(self.target.rows());
-            with_buffer(1, |lhs| {
-                with_buffer(2, |sums| self.multiply_rows::<K>(rows, rhs, lhs, sums));
-            });
+            self.multiply_rows::<K>(rows, rhs);
         };
         match self.is_parallel {
             true => (0..num_tasks)
@@ -215,67 +205,47 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         }
     }
 
-    fn multiply_rows<K: Kernel>(
-        &self,
-        rows: Range<usize>,
-        rhs: &[Line],
-        lhs: &mut Vec<Line>,
-        sums: &mut Vec<Line>,
-    ) {
+    fn multiply_rows<K: Kernel>(&self, rows: Range<usize>, rhs: &[Line]) {
         let panel_lines = self.panel_lines::<K>(K::ROWS);
         let num_panels = rows.len().div_ceil(K::ROWS);
-        let lhs = first_lines(lhs, num_panels * panel_lines);
+        let mut lhs = Lines::new(num_panels * panel_lines);
         for sum in self.pass.sums {
             let source = self.factors[sum.factors].0;
             let layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
-            let lines = &mut lhs[self.lines_of::<K>(sum, K::ROWS).start..];
+            let lines = &mut lhs[self.first_line::<K>(sum, K::ROWS)..];
             // SAFETY: the processor has what the kernel needs.
             unsafe { K::Format::pack(source, rows.clone(), sum.k.clone(), layout, lines) };
         }
         let tile_lines = K::ROWS * ROW_LINES;
-        let tiles = first_lines(sums, num_panels * tile_lines);
+        let mut tiles = Lines::new(num_panels * tile_lines);
         // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
         unsafe { K::begin() };
         for (i, rhs) in rhs.chunks_exact(self.panel_lines::<K>(COLS)).enumerate() {
             let col = self.cols.start + i * COLS;
             let cols = col..self.cols.end.min(col + COLS);
             for (i, sum) in self.pass.sums.iter().enumerate() {
-                let rhs = &rhs[self.lines_of::<K>(sum, COLS)];
-                let lhs_lines = self.lines_of::<K>(sum, K::ROWS);
+                let rhs_layout = self.layout::<K>(sum, COLS, false);
+                let rhs = &rhs[self.first_line::<K>(sum, COLS)..];
+                let rhs = rhs_layout.lanes_of(rhs, 0, sum.lanes);
+                let lhs_layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
+                let first_line = self.first_line::<K>(sum, K::ROWS);
                 let panels = lhs.chunks_exact(panel_lines);
                 let tiles = tiles.chunks_exact_mut(tile_lines).zip(panels);
                 for (panel, (tile, lhs)) in tiles.enumerate() {
                     let extent = ((rows.len() - panel * K::ROWS).min(K::ROWS), cols.len());
+                    let lhs = lhs_layout.lanes_of(&lhs[first_line..], 0, sum.lanes);
                     // SAFETY: the processor has what the kernel needs, and the thread is prepared.
-                    unsafe { K::multiply(tile, extent, i > 0, &lhs[lhs_lines.clone()], rhs) };
+                    unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, lhs, rhs) };
                 }
             }
             let (is_first, is_last) = (self.pass.is_first, self.pass.is_last);
             // SAFETY: nobody else writes these rows.
             unsafe {
                 let (rows, cols) = (rows.clone(), cols.clone());
-                self.target.store(rows, cols, tiles, (is_first, is_last));
+                self.target.store(rows, cols, &tiles, (is_first, is_last));
             }
         }
         // SAFETY: as above.
         unsafe { K::end() };
     }
-}
-
-/// The first `len` lines of a buffer, which grows if it has to.
-fn first_lines(buffer: &mut Vec<Line>, len: usize) -> &mut [Line] {
-    if buffer.len() < len {
-        buffer.resize(len, Line::ZERO);
-    }
-    &mut buffer[..len]
-}
-
-/// Calls `f` with a buffer of this thread. It is taken out meanwhile: a thread that waits for others inside `f` may be
-/// given another product to work on.
-fn with_buffer(index: usize, f: impl FnOnce(&mut Vec<Line>)) {
-    BUFFERS.with(|buffers| {
-        let mut buffer = buffers[index].take();
-        f(&mut buffer);
-        buffers[index].set(buffer);
-    });
 }

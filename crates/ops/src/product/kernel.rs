@@ -1,6 +1,8 @@
 //! What the kernels have in common.
 
-use super::lanes::{Format, LANES, Line};
+use super::lanes::Format;
+use super::packing::Panel;
+use crate::lines::{LANES, Line};
 
 /// Columns of a tile.
 pub(super) const COLS: usize = 2 * LANES;
@@ -33,16 +35,22 @@ pub(super) trait Kernel {
     /// The processor has the instructions.
     unsafe fn end() {}
 
-    /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of packed panels: [`ROW_LINES`] lines of f32 for each row, of which the
-    /// first `rows` and `cols` count.
+    /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of packed panels: [`ROW_LINES`] of every `row_lines` lines of f32, of which the
+    /// first `rows` and `cols` count. There are lines for all rows of a tile.
     ///
     /// # Safety
     /// The processor has the instructions, and [`Self::begin`] was called on this thread.
     unsafe fn multiply(
         sums: &mut [Line],
+        row_lines: usize,
         extent: (usize, usize),
         add: bool,
-        lhs: &[Line],
-        rhs: &[Line],
+        lhs: Panel<'_>,
+        rhs: Panel<'_>,
     );
+}
+
+/// Lines of a tile of `rows` rows in sums of `row_lines`.
+pub(super) const fn tile_lines(rows: usize, row_lines: usize) -> usize {
+    (rows - 1) * row_lines + ROW_LINES
 }

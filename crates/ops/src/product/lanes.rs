@@ -1,6 +1,7 @@
 //! Lanes of 32 bits, which the kernels multiply: one f32, or two bf16 that follow each other along `k`.
 
 use super::packing::{Layout, pack_pairs, pack_terms};
+use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use half::{bf16, f16};
 use std::arch::x86_64::{
@@ -11,18 +12,6 @@ use std::arch::x86_64::{
     _mm512_sub_ps,
 };
 use std::ops::Range;
-
-/// Lanes of a line.
-pub(super) const LANES: usize = 16;
-
-/// One cache line, and one AVX-512 register.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(super) struct Line(pub(super) [u32; LANES]);
-
-impl Line {
-    pub(super) const ZERO: Line = Line([0; LANES]);
-}
 
 /// Types of values that lanes are made from.
 ///

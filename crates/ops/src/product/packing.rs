@@ -4,8 +4,9 @@
 //! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. What lies beyond
 //! the matrix is 0.
 
-use super::lanes::{Format, LANES, Lanes, Line};
+use super::lanes::{Format, Lanes};
 use super::transpose::transposed;
+use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use std::arch::x86_64::{_mm512_setzero_si512, _mm512_store_si512};
 use std::ops::Range;
@@ -29,6 +30,16 @@ impl Layout {
         self.lanes * self.width.div_ceil(LANES)
     }
 
+    /// Some of the lanes of a panel, from a multiple of 16 on if it is packed by vectors.
+    pub(super) fn lanes_of<'a>(&self, panel: &'a [Line], first: usize, count: usize) -> Panel<'a> {
+        let lines_per_lane = self.width.div_ceil(LANES);
+        Panel {
+            lines: &panel[first * lines_per_lane..],
+            len: count * lines_per_lane,
+            part_stride: self.part_lines(),
+        }
+    }
+
     /// The line from which, and the step by which, the block of 16 vectors by 16 lanes is stored.
     fn place(&self, vector: usize, lane: usize) -> (usize, usize) {
         let (sub, subs) = (vector % self.width / LANES, self.width.div_ceil(LANES));
@@ -37,6 +48,21 @@ impl Layout {
             true => (panel + lane * subs + sub * LANES, 1),
             false => (panel + lane * subs + sub, subs),
         }
+    }
+}
+
+/// Lanes of a packed panel.
+#[derive(Clone, Copy)]
+pub(super) struct Panel<'a> {
+    lines: &'a [Line],
+    len: usize,
+    part_stride: usize,
+}
+
+impl<'a> Panel<'a> {
+    /// Those of one part of the values.
+    pub(super) fn part(self, part: usize) -> &'a [Line] {
+        &self.lines[part * self.part_stride..][..self.len]
     }
 }
 

@@ -2,12 +2,14 @@
 //! matrix and broadcasts 14 lanes of the left one, for 28 instructions that multiply and add.
 
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::{LANES, Line, Pairs, Terms};
+use super::lanes::{Pairs, Terms};
+use super::packing::Panel;
+use crate::lines::{LANES, Line};
 use crate::matrix::SUM_LEN;
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm512_castsi512_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps,
-    _mm512_load_ps, _mm512_load_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_setzero_si512,
-    _mm512_store_ps,
+    __m512, __m512bh, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_dpbf16_ps,
+    _mm512_fmadd_ps, _mm512_load_ps, _mm512_load_si512, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_setzero_si512, _mm512_store_ps,
 };
 use std::mem::transmute;
 
@@ -15,10 +17,10 @@ use std::mem::transmute;
 const ROWS: usize = 14;
 
 /// Multiply-adds of f32.
-pub(super) struct MultiplyAdds;
+pub(crate) struct MultiplyAdds;
 
 /// Pairs of products of bf16, added one after the other. Numbers below 2^-126 count as 0.
-pub(super) struct Dots;
+pub(crate) struct Dots;
 
 pub(super) fn has_avx512() -> bool {
     is_x86_feature_detected!("avx512f")
@@ -31,7 +33,7 @@ pub(super) fn has_avx512_bf16() -> bool {
     has_avx512() && is_x86_feature_detected!("avx512bf16")
 }
 
-type Multiply = unsafe fn(&mut [Line], bool, &[Line], &[Line]);
+type Multiply = unsafe fn(&mut [Line], usize, bool, &[Line], &[Line]);
 
 macro_rules! table {
     ($name:ident, $vectors:literal: $($rows:literal)*) => { [$($name::<$rows, $vectors> as Multiply),*] };
@@ -49,37 +51,30 @@ macro_rules! kernel {
 
             unsafe fn multiply(
                 sums: &mut [Line],
+                row_lines: usize,
                 (rows, cols): (usize, usize),
                 add: bool,
-                lhs: &[Line],
-                rhs: &[Line],
+                lhs: Panel<'_>,
+                rhs: Panel<'_>,
             ) {
                 const NARROW: [Multiply; ROWS] = table!($name, 1: 1 2 3 4 5 6 7 8 9 10 11 12 13 14);
                 const WIDE: [Multiply; ROWS] = table!($name, 2: 1 2 3 4 5 6 7 8 9 10 11 12 13 14);
                 let kernels = if cols > LANES { &WIDE } else { &NARROW };
                 // SAFETY: as promised by the caller.
-                unsafe { kernels[rows - 1](sums, add, lhs, rhs) }
+                unsafe { kernels[rows - 1](sums, row_lines, add, lhs.part(0), rhs.part(0)) }
             }
         }
 
         /// For a tile of `N` rows and more than `16 * (VECTORS - 1)` columns.
         #[target_feature(enable = $features)]
         unsafe fn $name<const N: usize, const VECTORS: usize>(
-            sums: &mut [Line],
+            tile: &mut [Line],
+            row_lines: usize,
             add: bool,
             lhs: &[Line],
             rhs: &[Line],
         ) {
-            let lines = &mut sums.as_chunks_mut::<ROW_LINES>().0[..N];
             let mut sums = [[_mm512_setzero_ps(); VECTORS]; N];
-            if add {
-                for (sums, lines) in sums.iter_mut().zip(&*lines) {
-                    for (sum, line) in sums.iter_mut().zip(lines) {
-                        // SAFETY: a line is 64 bytes, aligned.
-                        *sum = unsafe { _mm512_load_ps(line.0.as_ptr().cast()) };
-                    }
-                }
-            }
             for (lhs, rhs) in lhs.iter().zip(rhs.as_chunks::<ROW_LINES>().0) {
                 let mut vectors = [_mm512_setzero_si512(); VECTORS];
                 for (vector, line) in vectors.iter_mut().zip(rhs) {
@@ -93,10 +88,16 @@ macro_rules! kernel {
                     }
                 }
             }
-            for (sums, lines) in sums.iter().zip(lines) {
+            for (sums, lines) in sums.iter().zip(tile.chunks_mut(row_lines)) {
                 for (sum, line) in sums.iter().zip(lines) {
-                    // SAFETY: as for the load.
-                    unsafe { _mm512_store_ps(line.0.as_mut_ptr().cast(), *sum) };
+                    // SAFETY: a line is 64 bytes, aligned.
+                    unsafe {
+                        let sum = match add {
+                            true => _mm512_add_ps(_mm512_load_ps(line.0.as_ptr().cast()), *sum),
+                            false => *sum,
+                        };
+                        _mm512_store_ps(line.0.as_mut_ptr().cast(), sum);
+                    }
                 }
             }
         }

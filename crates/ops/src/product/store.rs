@@ -1,8 +1,8 @@
 //! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
 
 use super::kernel::{COLS, ROW_LINES};
-use super::lanes::{LANES, Line};
 use crate::element::Element;
+use crate::lines::{LANES, Line};
 use crate::matrix::{Addend, MatrixMut};
 use crate::vectorised::vectorised;
 use candle_core::DType;
