@@ -24,7 +24,7 @@ pub(super) struct Batch {
     pub sends: Vec<Outgoing>,
     pub receives: Vec<Incoming>,
     /// Whoever waits for what is received.
-    pub in_flight: Arc<InFlight<Vec<Tensor>>>,
+    pub in_flight: Arc<InFlight>,
 }
 
 impl Batch {
@@ -45,11 +45,6 @@ pub(super) struct Incoming {
     pub from: usize,
     pub kind: String,
     pub inbox: Box<dyn Inbox>,
-}
-
-/// A tensor's dtype and shape, on which sender and receiver must agree.
-pub(super) fn kind(dtype: candle_core::DType, dims: &[usize]) -> String {
-    format!("{} {dims:?}", dtype.as_str())
 }
 
 /// A copy of a contiguous tensor's bytes.
@@ -111,7 +106,7 @@ pub(super) fn data_of(head: &Header) -> Option<Data<'_>> {
 pub(super) struct Received {
     pub call: String,
     pub site: String,
-    in_flight: Arc<InFlight<Vec<Tensor>>>,
+    in_flight: Arc<InFlight>,
     /// By receive: the tensor, or the world rank that it is to come from.
     entries: Vec<std::result::Result<Tensor, usize>>,
 }

@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle, scope};
 use std::time::Duration;
 
@@ -63,7 +63,6 @@ pub fn mpi<T: Send>(
         deadline: config.deadline,
         last_calls: start.last_calls.clone(),
         jobs: jobs.clone(),
-        splitting: Mutex::new(()),
     });
     let rank = start.world_rank;
     let outcome = run_rank(&config, &start, shared, run);
