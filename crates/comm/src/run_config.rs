@@ -24,6 +24,8 @@ pub struct RunConfig {
     pub devices: Vec<Device>,
     /// How long a rank may wait for the others in one operation before the run ends with an error. Default: 10 minutes.
     pub deadline: Duration,
+    /// How long a rank that is a process may say nothing before it is taken for dead; a second at least. Default: 6 seconds.
+    pub rank_timeout: Duration,
     /// How NCCL adds bf16 and f16. Default: in f32.
     pub half_sums: HalfSums,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
@@ -55,6 +57,7 @@ impl RunConfig {
             degrees,
             devices,
             deadline: Duration::from_secs(600),
+            rank_timeout: Duration::from_secs(6),
             half_sums: HalfSums::default(),
             threads_per_rank: None,
             check_collectives: false,

@@ -17,11 +17,13 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         host: "here".into(),
         master: ("127.0.0.1".into(), port),
         is_one_host: true,
-        token: "secret".into(),
+        secret: "secret".into(),
+        is_guessable: false,
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(20),
+        rank_timeout: Duration::from_secs(6),
         ends_process: false,
     }
 }

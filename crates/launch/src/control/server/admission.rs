@@ -51,17 +51,13 @@ impl From<Refusal> for ToRank {
 }
 
 impl Hub {
-    /// Lets a rank in, or says why not. With the right token the reason ends the run for all: it could never start.
+    /// Lets a rank, which knows the secret, in, or says why not. The reason ends the run for all: it could never start.
     pub(super) fn admit(
         &self,
         hello: Hello,
         version: u32,
         stream: &TcpStream,
     ) -> Result<(), Refusal> {
-        if hello.token != self.own.token {
-            let message = "another run is at this address: its token differs".to_string();
-            return Err(Refusal::new(message, true));
-        }
         let mut state = self.lock();
         if state.started {
             let message = format!(
@@ -103,8 +99,8 @@ impl Hub {
                 peer.heard = now;
             }
             state.started = true;
-            let hosts = state.present().map(|(_, peer)| peer.host.clone()).collect();
-            state.broadcast(&ToRank::Welcome { hosts });
+            let host = self.own.host.clone();
+            state.broadcast(&ToRank::Welcome { host });
         } else if let Some(peer) = &state.peers[rank] {
             peer.send(&ToRank::Waiting { missing }, &[]);
         }
