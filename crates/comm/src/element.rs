@@ -158,6 +158,24 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
     Ok(())
 }
 
+/// What `read` makes of `len` elements of the contiguous `xs`, from element `first` on.
+#[cfg(feature = "mpi")]
+pub(crate) fn read<T: Element, R>(
+    xs: &Tensor,
+    (first, len): (usize, usize),
+    read: impl FnOnce(&[T]) -> R,
+) -> Result<R> {
+    let (storage, layout) = xs.storage_and_layout();
+    let candle_core::Storage::Cpu(storage) = &*storage else {
+        candle_core::bail!("a tensor is not in host memory");
+    };
+    let start = layout.start_offset() + first;
+    match storage.as_slice::<T>()?.get(start..start + len) {
+        Some(elements) => Ok(read(elements)),
+        None => candle_core::bail!("a tensor is shorter than its shape"),
+    }
+}
+
 /// Overwrites the elements of `xs` from `first` on. The storage is locked only meanwhile: it may be part of a larger one, which
 /// others use.
 pub(crate) fn write<T: Element>(xs: &Tensor, first: usize, values: &[T]) -> Result<()> {

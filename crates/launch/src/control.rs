@@ -20,7 +20,7 @@ mod server;
 mod sigterm;
 mod wire;
 
-use std::net::TcpListener;
+use std::net::{TcpListener, ToSocketAddrs};
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +77,9 @@ impl Control {
     /// # Errors
     /// The name has no address; no port is free.
     pub fn listen(host: &str, is_one_host: bool) -> Result<TcpListener> {
-        listening::listen((host, 0), is_one_host)
+        let addresses = (host, 0).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+        addresses
+            .and_then(|addresses| listening::listen(host, &addresses, is_one_host))
             .map_err(|error| Error::Join(format!("rank 0 cannot listen on {host}: {error}")))
     }
 

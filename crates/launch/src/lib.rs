@@ -5,8 +5,8 @@ mod control;
 mod error;
 mod fingerprint;
 pub mod launcher;
-mod random;
 mod rank_env;
+mod secret;
 mod stop_signals;
 
 pub use control::{
@@ -15,6 +15,6 @@ pub use control::{
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use launcher::{PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
-pub use random::random_secret;
 pub use rank_env::{RankEnv, StartedBy};
+pub use secret::Secret;
 pub use stop_signals::StopSignals;

@@ -22,7 +22,7 @@ pub use started_by::StartedBy;
 
 use std::fmt;
 
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 use identity::Identity;
 use meeting_point::MeetingPoint;
 use variables::Variables;
@@ -36,7 +36,7 @@ pub struct RankEnv {
     local_world_size: usize,
     host: String,
     started_by: StartedBy,
-    secret: String,
+    secret: Secret,
     is_guessable: bool,
     num_restarts: usize,
     master_addr: Option<String>,
@@ -114,7 +114,7 @@ impl RankEnv {
     ///
     /// A secret under `candle-train launch`, or where the variable CANDLE_TRAIN_RUN_TOKEN, the same on all ranks, gives one, or
     /// CANDLE_TRAIN_RUN_TOKEN_FILE names a file that has it. Else it is [guessable](Self::is_guessable).
-    pub fn secret(&self) -> &str {
+    pub fn secret(&self) -> &Secret {
         &self.secret
     }
 
@@ -172,7 +172,7 @@ impl fmt::Display for RankEnv {
 ///
 /// # Errors
 /// It is empty; its file cannot be read, or others can read it too.
-pub(crate) fn given_secret() -> Result<Option<String>> {
+pub(crate) fn given_secret() -> Result<Option<Secret>> {
     secret_file::given(&Variables::new(&variable))
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_launch::{Control, ControlConfig};
 #[cfg(feature = "mpi")]
-use candle_launch::{RankEnv, random_secret};
+use candle_launch::{RankEnv, Secret};
 
 use super::cannot_start::{known, meeting_begins, said_by_all};
 use crate::{ProcessGroup, RunConfig, message_of};
@@ -115,8 +115,8 @@ pub(super) fn meet_over(
                 (host.to_string(), port)
             }
         };
-        let secret = random_secret().map_err(candle_core::Error::wrap)?;
-        own = format!("{host} {port} {secret}");
+        let secret = Secret::random().map_err(candle_core::Error::wrap)?;
+        own = format!("{host} {port} {}", secret.as_str());
     }
     let said = world.all_gather_bytes(own.as_bytes())?;
     let first = said.into_iter().next().map(String::from_utf8);
@@ -130,7 +130,7 @@ pub(super) fn meet_over(
         return Err(Error::Argument("rank 0 did not say where the ranks meet".into()).into());
     };
     let config = ControlConfig {
-        secret,
+        secret: secret.into(),
         is_guessable: false,
         ..config(master)
     };

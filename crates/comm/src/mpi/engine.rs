@@ -1,6 +1,6 @@
 //! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 
 use super::channels::Channels;
 use super::context::Context;
@@ -100,35 +100,25 @@ impl Engine {
 
     fn work(&mut self) -> Result<End> {
         let mut pause = Pause::new();
+        let mut moved = true;
         loop {
-            loop {
-                match self.jobs.try_recv() {
-                    Ok(Job::End) => return self.finish(),
-                    Ok(Job::Abort) | Err(TryRecvError::Disconnected) => return Ok(End::Failed),
-                    Ok(job) => self.start(job),
-                    Err(TryRecvError::Empty) => break,
-                }
-                pause = Pause::new();
-            }
-            let job = if self.poll() {
-                pause = Pause::new();
-                continue;
-            } else if self.is_idle() {
+            let job = if !moved && self.is_idle() {
                 self.jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
-                match pause.next() {
-                    Some(sleep) => self.jobs.recv_timeout(sleep),
-                    None => continue,
-                }
+                let sleep = if moved { None } else { pause.next() };
+                self.jobs.recv_timeout(sleep.unwrap_or_default())
             };
-            match job {
+            moved = match job {
                 Ok(Job::End) => return self.finish(),
                 Ok(Job::Abort) | Err(RecvTimeoutError::Disconnected) => return Ok(End::Failed),
                 Ok(job) => {
                     self.start(job);
-                    pause = Pause::new();
+                    true
                 }
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Timeout) => self.poll(),
+            };
+            if moved {
+                pause = Pause::new();
             }
         }
     }

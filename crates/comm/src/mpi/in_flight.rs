@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use candle_core::{Storage, Tensor};
+use candle_core::Tensor;
 
 use super::context::LastCalls;
 use crate::Error;
@@ -76,20 +76,12 @@ impl InFlight {
         len: usize,
         read: impl FnOnce(&[E]) -> R,
     ) -> Result<R, Error> {
-        let unreadable = |why: &str| Error::Backend(format!("{}: its input {why}", self.call));
-        let tensors = lock(&self.tensors);
-        let Some(xs) = &tensors.input else {
-            return Err(unreadable("has been given up already"));
-        };
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            return Err(unreadable("is not in host memory"));
-        };
-        let all = storage.as_slice::<E>().map_err(Error::of_backend)?;
-        let start = layout.start_offset() + start;
-        match all.get(start..start + len) {
-            Some(elements) => Ok(read(elements)),
-            None => Err(unreadable("is shorter than its shape")),
+        let error = |why: &str| Error::Backend(format!("{}: its input: {why}", self.call));
+        match &lock(&self.tensors).input {
+            Some(xs) => {
+                element::read(xs, (start, len), read).map_err(|why| error(&crate::message_of(&why)))
+            }
+            None => Err(error("it has been given up already")),
         }
     }
 

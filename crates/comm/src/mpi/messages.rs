@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use candle_core::{Storage, Tensor};
+use candle_core::Tensor;
 
 use super::bytes;
 use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::inbox::Inbox;
 use crate::Error;
-use crate::element::{Element, with_element};
+use crate::element::{self, Element, with_element};
 
 /// In front of data that are in the first message.
 const HERE: u8 = 1;
@@ -50,16 +50,7 @@ pub(super) struct Incoming {
 /// A copy of a contiguous tensor's bytes.
 pub(super) fn copy_bytes(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
     fn typed<T: Element>(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            candle_core::bail!("a tensor to send is not in host memory");
-        };
-        let start = layout.start_offset();
-        let end = start + xs.elem_count();
-        match storage.as_slice::<T>()?.get(start..end) {
-            Some(elements) => Ok(bytes::of(elements).to_vec()),
-            None => candle_core::bail!("a tensor to send is shorter than its shape"),
-        }
+        element::read(xs, (0, xs.elem_count()), |xs: &[T]| bytes::of(xs).to_vec())
     }
     with_element!(xs.dtype(), typed(xs))
 }

@@ -227,7 +227,7 @@ fn run_rank<T: Send>(
     let world = MpiCommunicator::world(shared, start.world_size);
     let group = ProcessGroup::new(Box::new(world));
     let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
-    let pool = pool_of_rank(rank, (num_threads, config.stack_bytes), &Device::Cpu)
+    let pool = pool_of_rank(rank, num_threads, &Device::Cpu)
         .map_err(|error| format!("its threads could not be started: {error}"))?;
     let message_of_panic =
         |panic: Box<dyn Any + Send>| format!("panicked: {}", panic_message(&*panic));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::BEAT;
-use crate::{RankEnv, Result};
+use crate::{RankEnv, Result, Secret};
 
 /// How a rank joins its run: see [`Control::join`](super::Control::join).
 #[derive(Debug, Clone)]
@@ -19,7 +19,7 @@ pub struct ControlConfig {
     /// Whether all ranks are on this host: then `master` may be a name that means another address on other hosts.
     pub is_one_host: bool,
     /// What the ranks of this run know and others do not. They show each other that they know it, and do not send it.
-    pub secret: String,
+    pub secret: Secret,
     /// Whether others may guess the secret. Rank 0 warns of that, unless it listens on loopback only. Default: as the environment
     /// says.
     pub is_guessable: bool,
@@ -65,7 +65,7 @@ impl ControlConfig {
             host: env.host().to_string(),
             master,
             is_one_host: env.local_world_size() == env.world_size(),
-            secret: env.secret().to_string(),
+            secret: env.secret().clone(),
             is_guessable: env.is_guessable(),
             fingerprint: Vec::new(),
             cannot_start: None,

@@ -16,7 +16,8 @@ use std::io::{Error, ErrorKind, Read, Result, Write};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use crate::random::random_bytes;
+use crate::Secret;
+use crate::secret::random_bytes;
 
 const MAGIC: [u8; 8] = *b"\x89candle\n";
 const NUM_RANDOM: usize = 32;
@@ -35,7 +36,7 @@ const SERVER: &str = "server";
 /// The connection breaks off, or ends in time.
 pub(super) fn as_rank(
     stream: &mut (impl Read + Write),
-    secret: &str,
+    secret: &Secret,
     version: u32,
 ) -> Result<bool> {
     let random = random_bytes::<NUM_RANDOM>()?;
@@ -56,7 +57,7 @@ pub(super) fn as_rank(
 ///
 /// # Errors
 /// The other end does not know it, or says something else; the connection breaks off, or ends in time.
-pub(super) fn as_server(stream: &mut (impl Read + Write), secret: &str) -> Result<u32> {
+pub(super) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Result<u32> {
     let mut opening = [0; OPENING_BYTES];
     stream.read_exact(&mut opening[..MAGIC.len()])?;
     if !opening.starts_with(&MAGIC) {
@@ -78,8 +79,8 @@ pub(super) fn as_server(stream: &mut (impl Read + Write), secret: &str) -> Resul
     Ok(u32::from_le_bytes(version))
 }
 
-fn mac(secret: &str, who: &str, opening: &[u8], random: &[u8]) -> Result<Hmac<Sha256>> {
-    let mac = Hmac::<Sha256>::new_from_slice(secret.as_bytes()).map_err(Error::other)?;
+fn mac(secret: &Secret, who: &str, opening: &[u8], random: &[u8]) -> Result<Hmac<Sha256>> {
+    let mac = Hmac::<Sha256>::new_from_slice(secret.as_str().as_bytes()).map_err(Error::other)?;
     Ok(mac
         .chain_update(who)
         .chain_update(opening)

@@ -81,7 +81,7 @@ fn persist<T>(
 /// A listener at the meeting point; `None` if the port is taken.
 fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Refused> {
     let (host, port) = &config.master;
-    match listening::listen((host, *port), config.is_one_host) {
+    match listening::listen(host, &resolve(config)?, config.is_one_host) {
         Ok(listener) => Ok(Some(listener)),
         Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
         Err(error) => Err(Refused::ForGood(format!(
@@ -118,10 +118,9 @@ struct Attempt<'a> {
 impl Attempt<'_> {
     /// Tries the server at `address`, or at each address of the meeting point.
     fn run(&mut self, address: Option<SocketAddr>) -> std::result::Result<Arc<Link>, Refused> {
-        let (host, port) = &self.config.master;
         let addresses = match address {
             Some(address) => vec![address],
-            None => (host.as_str(), *port).to_socket_addrs()?.collect(),
+            None => resolve(self.config)?,
         };
         let no_address = io::Error::new(ErrorKind::NotFound, "the name has no address");
         let mut refused = Refused::Io(no_address);
@@ -171,6 +170,12 @@ impl Attempt<'_> {
             }
         }
     }
+}
+
+/// The addresses of the meeting point.
+fn resolve(config: &ControlConfig) -> io::Result<Vec<SocketAddr>> {
+    let (host, port) = &config.master;
+    Ok((host.as_str(), *port).to_socket_addrs()?.collect())
 }
 
 fn not_this_run(config: &ControlConfig, why: &str) -> Error {

@@ -1,16 +1,20 @@
 //! Where rank 0 listens.
 
 use std::io::{Error, ErrorKind, Result};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 
-/// A listener at the address that the other ranks connect to, and at no other one of this host.
+/// A listener at the first of these addresses of `host`, to which the other ranks connect, that is one of this host's; at no other
+/// one.
 ///
 /// Many hosts resolve their own name to a loopback address, which the ranks of other hosts cannot reach, and a name may be that of a
 /// proxy: then, with a warning, it is all addresses of this host.
-pub(super) fn listen((host, port): (&str, u16), is_one_host: bool) -> Result<TcpListener> {
+pub(super) fn listen(
+    host: &str,
+    addresses: &[SocketAddr],
+    is_one_host: bool,
+) -> Result<TcpListener> {
     let is_number = host.parse::<IpAddr>().is_ok();
-    let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs()?.collect();
-    for address in &addresses {
+    for address in addresses {
         if address.ip().is_loopback() && !is_one_host && !is_number {
             continue;
         }
@@ -19,16 +23,16 @@ pub(super) fn listen((host, port): (&str, u16), is_one_host: bool) -> Result<Tcp
             bound => return bound,
         }
     }
-    let all: IpAddr = match addresses.first() {
-        Some(SocketAddr::V4(_)) => Ipv4Addr::UNSPECIFIED.into(),
-        Some(SocketAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+    let all: SocketAddr = match addresses.first() {
+        Some(SocketAddr::V4(first)) => (Ipv4Addr::UNSPECIFIED, first.port()).into(),
+        Some(SocketAddr::V6(first)) => (Ipv6Addr::UNSPECIFIED, first.port()).into(),
         None => return Err(Error::new(ErrorKind::NotFound, "the name has no address")),
     };
     tracing::warn!(
         "rank 0 listens on all addresses of this host, as {host} is none of them that other hosts know\n\
          hint: set MASTER_ADDR, the same on all ranks, to the address of this host on their network"
     );
-    TcpListener::bind((all, port))
+    TcpListener::bind(all)
 }
 
 /// Warns of a secret that others may guess, who can reach the listener.

@@ -8,9 +8,9 @@ use super::host_plan::HostPlan;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use super::shares::{Share, is_loopback};
-use crate::random::random_bytes;
 use crate::rank_env::given_secret;
-use crate::{Error, Result, random_secret};
+use crate::secret::random_bytes;
+use crate::{Error, Result, Secret};
 
 /// A silence this long means that a link is cut, unless the user says otherwise; at least some of the words that both
 /// sides send every second must fit in.
@@ -60,7 +60,7 @@ impl Layout {
         let world_size = config.nnodes * started;
         let (meeting, random_port) = meeting(config, &shares)?;
         let secret = match config.nnodes {
-            1 => Some(random_secret()?),
+            1 => Some(Secret::random()?),
             // Started once per host, so the hosts must share it. Without one, ranks know each other by where they meet.
             _ => given_secret()?,
         };
@@ -68,7 +68,7 @@ impl Layout {
             world_size,
             num_hosts: shares.len().max(config.nnodes),
             meeting: &meeting,
-            secret: secret.as_deref(),
+            secret: secret.as_ref(),
             num_restarts,
             given: &rank_variables::given(&config.env)?,
         };

@@ -1,7 +1,7 @@
 //! The environment that ranks are given, with torchrun's names.
 
 use super::rendezvous_address::RendezvousAddress;
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 
 /// Variables with these beginnings steer a run, so ranks on other hosts get this host's.
 const PASSED_ON: [&str; 5] = ["CANDLE_", "NCCL_", "OMP_", "RAYON_", "RUST_"];
@@ -28,7 +28,7 @@ pub(super) struct Run<'a> {
     pub(super) num_hosts: usize,
     pub(super) meeting: &'a RendezvousAddress,
     /// By which they know each other, if there is one.
-    pub(super) secret: Option<&'a str>,
+    pub(super) secret: Option<&'a Secret>,
     /// How often ranks of this run were started before.
     pub(super) num_restarts: usize,
     /// What the user gave with `--env`.
@@ -56,7 +56,8 @@ impl Run<'_> {
             ("CANDLE_TRAIN_RESTART_COUNT", self.num_restarts.to_string()),
         ];
         let passed_on = if is_here { Vec::new() } else { passed_on() };
-        let secret = (self.secret).map(|secret| ("CANDLE_TRAIN_RUN_TOKEN", secret.to_string()));
+        let secret =
+            (self.secret).map(|secret| ("CANDLE_TRAIN_RUN_TOKEN", secret.as_str().to_string()));
         let own = own.into_iter().chain(secret);
         let own = own.map(|(name, value)| (name.to_string(), value));
         [passed_on, self.given.to_vec(), own.collect()].concat()

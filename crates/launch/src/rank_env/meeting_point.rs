@@ -4,14 +4,14 @@ use super::identity::Identity;
 use super::started_by::StartedBy;
 use super::variables::Variables;
 use super::{secret_file, slurm_list};
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 
 /// Ports below those that systems hand out by themselves, so that a port derived from a job is probably free.
 const DERIVED_PORTS: std::ops::Range<u16> = 20000..32000;
 
 /// Address and port of rank 0, as far as known, and the run's secret.
 pub(super) struct MeetingPoint {
-    pub(super) secret: String,
+    pub(super) secret: Secret,
     /// It follows from what others may know.
     pub(super) is_guessable: bool,
     pub(super) address: Option<String>,
@@ -26,10 +26,10 @@ impl MeetingPoint {
         let port = port(vars, job.as_deref())?;
         let is_guessable = given.is_none();
         // Without a job's number two runs differ at least in where they meet.
-        let secret = match (given.or(job), &address, port) {
+        let secret = match (given.or(job.map(Secret::from)), &address, port) {
             (Some(secret), _, _) => secret,
-            (None, Some(address), Some(port)) => format!("{address}:{port}"),
-            _ => String::new(),
+            (None, Some(address), Some(port)) => format!("{address}:{port}").into(),
+            _ => "".into(),
         };
         Ok(Self {
             secret,

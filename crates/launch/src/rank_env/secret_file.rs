@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use super::variables::Variables;
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 
 /// The secret itself.
 const SECRET: &str = "CANDLE_TRAIN_RUN_TOKEN";
@@ -16,7 +16,7 @@ const FILE: &str = "CANDLE_TRAIN_RUN_TOKEN_FILE";
 ///
 /// # Errors
 /// It is empty; its file cannot be read, or others can read it too.
-pub(super) fn given(vars: &Variables) -> Result<Option<String>> {
+pub(super) fn given(vars: &Variables) -> Result<Option<Secret>> {
     let (variable, secret) = match (vars.get(SECRET), vars.get(FILE)) {
         (Some(secret), _) => (SECRET.to_string(), secret),
         (None, Some(path)) => (format!("{FILE}={path}"), read(Path::new(&path))?),
@@ -26,7 +26,7 @@ pub(super) fn given(vars: &Variables) -> Result<Option<String>> {
         "" => Err(Error::Environment(format!(
             "{variable}: expected a secret, got nothing"
         ))),
-        secret => Ok(Some(secret.to_string())),
+        secret => Ok(Some(secret.into())),
     }
 }
 

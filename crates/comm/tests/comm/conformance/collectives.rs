@@ -171,7 +171,7 @@ pub fn all_to_all_uneven(launch: &impl Launch) -> Result<()> {
                 [] => assert_eq!(got.dims()[0], receives.iter().sum::<usize>(), "{what}"),
                 parts => assert_same(&what, &got, &cat(parts, 0)?)?,
             }
-            if n > 1 {
+            if n > 1 && got.elem_count() > 0 {
                 got.zero_set()?;
                 assert_same("its input", &mine, &input_of(rank)?)?;
             }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::exchange::{Exchange, Reply};
 use super::{ControlConfig, report};
+use crate::Secret;
 use crate::control::activity::Snapshot;
 use crate::control::clock::RunClock;
 use crate::control::hello::Hello;
@@ -19,7 +20,7 @@ use crate::control::{Failure, RankGroup};
 pub(super) struct Hub {
     /// Rank 0's: what all have to match.
     pub(super) own: Hello,
-    pub(super) secret: String,
+    pub(super) secret: Secret,
     pub(super) join_timeout: Duration,
     pub(super) rank_timeout: Duration,
     pub(super) clock: RunClock,
