@@ -4,7 +4,8 @@
 //! and nothing frozen the line also tells the time that the products of the linear layers take alone: no step can be faster.
 //!
 //! On a GPU the host runs ahead: a step ends when the loss is read, so the time of AdamW counts in the step that follows.
-//! `--profile` tells what the GPU does operation by operation, in steps of their own after the measured ones: events take time.
+//! `--profile` tells what the first rank's device does operation by operation, in steps of their own after the measured ones: events
+//! take time. On a CPU a row is what the first rank waits for; `everything else` is time in none of candle-ops' operations.
 //!
 //! Every step trains on the same tokens, which depend on the vocabulary and their number alone: ids `x mod vocabulary` of
 //! `x = 1, 48271, ..`, each the last times 48271 modulo 2^31 - 1. With `--model` the weights are those of a checkpoint, so that
@@ -16,6 +17,7 @@
 //! | `step_secs`, `min_step_secs` | median and shortest step |
 //! | `losses`, `grad_norms` | of every step, the two that warm up included: mean over the tokens, and L2 norm before clipping; null where f16 overflowed |
 //! | `loss_scale`, `skipped_steps` | the loss scale of the last step, and the steps so far that overflowed and updated nothing; 1 and 0 but in f16 |
+//! | `matmul_precision` | how f32 were multiplied in linear layers (`--matmul-precision`) |
 //! | `micro_batch_size` | sequences that go through the model together |
 //! | `tokens_per_sec` | tokens of a step, over all replicas, per median step |
 //! | `flops_per_token` | operations that a step needs: 6 per weight of a product (2 forward, 2 for the gradient of its input, 2 for its own), 4 for a frozen one, and 12 · layers · heads · head_dim · seq_len / 2 for attention. The embedding is a lookup and counts as the head only, if tied; nothing counts that is computed again |
@@ -45,7 +47,7 @@ use std::time::Instant;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
-use candle_ops::{AttentionCode, GpuSettings, GpuState, Profile};
+use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
 use candle_train::{
@@ -114,7 +116,7 @@ struct Args {
     /// Dense operations per second in 16 bits of each device, in 10^12, for the MFU [default: 989 for an H100 or H200]
     #[arg(long, value_name = "TFLOPS")]
     peak_tflops: Option<f64>,
-    /// Print the GPU time of each operation on the first GPU to stderr, from three more steps after the measured ones
+    /// Print the time of each operation of the first rank's device to stderr, from three more steps after the measured ones
     #[arg(long)]
     profile: bool,
     /// Save a checkpoint in this folder after every fourth step, to time that
@@ -193,11 +195,6 @@ fn run(args: &Args, flags: &Flags) -> Result<()> {
     if args.threads > 0 {
         ranks.threads_per_rank = Some((args.threads * args.layout.pp / num_ranks).max(1));
     }
-    if args.profile && ranks.devices.iter().any(Device::is_cpu) {
-        bail!(
-            "--profile is made of CUDA events, and this runs on the CPU\nhint: --device cuda, in a build with CUDA"
-        );
-    }
     let num_devices = match ranks.env.world_size() {
         1 => ranks.devices.len(),
         processes => processes,
@@ -259,6 +256,9 @@ fn bench(
     world: ProcessGroup,
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
+    if mesh.world.rank() == 0 {
+        args.ranks.warn_of_idle_precision(mesh.world.device());
+    }
     let dtype: DType = args.layout.dtype.into();
     let store = match &args.model {
         Some(dir) => ParamStore::from_pretrained(dir)?,
@@ -364,7 +364,7 @@ impl Measured {
         Ok(report.step_secs)
     }
 
-    /// Trains a few steps more, on the first rank between events.
+    /// Trains a few steps more, on the first rank under a profile.
     fn profile_steps(
         &mut self,
         trainer: &mut Trainer,
@@ -443,6 +443,7 @@ fn print(
     let line = serde_json::json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
         "dtype": DType::from(args.layout.dtype).as_str(),
+        "matmul_precision": MatmulPrecision::get().to_string(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],
         "saving_step_secs": saving_step_secs,

@@ -19,6 +19,8 @@ impl TrainingRun<'_> {
         if mesh.world.rank() != 0 {
             return Ok(());
         }
+        let ranks = &self.training.ranks;
+        ranks.warn_of_idle_precision(mesh.world.device());
         let catalog = params.catalog();
         let num_values = |trainable| -> usize {
             let entries = catalog.iter().filter(|entry| entry.trainable == trainable);

@@ -1,6 +1,7 @@
 //! Values of flags that are names.
 
 use candle_core::DType;
+use candle_ops::MatmulPrecision;
 use candle_parallel::{Recompute, ReduceType, Schedule, WeightFormat};
 use clap::ValueEnum;
 
@@ -77,6 +78,24 @@ impl From<DTypeChoice> for DType {
             DTypeChoice::F32 => DType::F32,
             DTypeChoice::Bf16 => DType::BF16,
             DTypeChoice::F16 => DType::F16,
+        }
+    }
+}
+
+/// `--matmul-precision`
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+pub enum MatmulPrecisionChoice {
+    /// All bits of each number
+    Highest,
+    /// 16 bits of each number on CPUs with AMX, 11 on GPUs (TF32); other CPUs do as for highest
+    High,
+}
+
+impl From<MatmulPrecisionChoice> for MatmulPrecision {
+    fn from(choice: MatmulPrecisionChoice) -> Self {
+        match choice {
+            MatmulPrecisionChoice::Highest => MatmulPrecision::Highest,
+            MatmulPrecisionChoice::High => MatmulPrecision::High,
         }
     }
 }

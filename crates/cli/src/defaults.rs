@@ -50,8 +50,9 @@ impl TrainingArgs {
             sequences.seq_len = default_seq_len(config);
             taken.push(format!("--seq-len {}", sequences.seq_len));
         }
-        let is_typed = ["--dtype", "--bf16", "--fp16"].map(is_chosen);
-        if is_typed == [true; 3] && run.devices.iter().all(Device::is_cuda) {
+        // --matmul-precision is about f32.
+        let flags_of_type = ["--dtype", "--bf16", "--fp16", "--matmul-precision"];
+        if flags_of_type.into_iter().all(is_chosen) && run.devices.iter().all(Device::is_cuda) {
             self.layout.dtype = DTypeChoice::Bf16;
             taken.push("--dtype bf16".to_string());
         }

@@ -248,6 +248,9 @@ impl Generate {
             Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
             None => store,
         };
+        if mesh.world.rank() == 0 {
+            self.ranks.warn_of_idle_precision(mesh.world.device());
+        }
         let vb = store.builder(self.dtype.into(), mesh.world.device());
         Ok(Writer {
             stage: CausalLm::stage(&model.config, &mesh, &vb)?,

@@ -23,7 +23,7 @@ const NO_SAMPLES: &str = "where nothing is sampled\nhint: --prompt names the tex
     more than 0 of them";
 
 /// What clap cannot say, as it depends on values. What it can is said beside a flag.
-const RULES: [Rule; 7] = [
+const RULES: [Rule; 8] = [
     Rule {
         flag: "sample-tokens",
         by: &["prompt"],
@@ -61,6 +61,12 @@ const RULES: [Rule; 7] = [
         by: &["lr-schedule"],
         is_idle: |values| !values.is_one_of("lr-schedule", &["wsd", "warmup_stable_decay"]),
         why: "without --lr-schedule wsd, whose it is",
+    },
+    Rule {
+        flag: "matmul-precision",
+        by: &["dtype", "bf16", "fp16"],
+        is_idle: |values| values.is_one_of("dtype", &["bf16", "f16"]),
+        why: "beside --dtype bf16 or f16, and is about products of f32",
     },
     Rule {
         flag: "keep",

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use candle_comm::{Backend, Degrees, HalfSums, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_ops::{DeviceChoice, GpuSettings};
+use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision};
 use candle_parallel::count_memory_with;
 use clap::Args;
 
+use crate::choices::MatmulPrecisionChoice;
 use crate::counting_allocator::{allocated_bytes, thread_allocated_bytes};
 use crate::number::whole;
 
@@ -34,6 +35,9 @@ pub struct RankArgs {
     /// more memory; everything else always does
     #[arg(long)]
     pub deterministic: bool,
+    /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16 [default: highest]
+    #[arg(long, value_name = "PRECISION")]
+    pub matmul_precision: Option<MatmulPrecisionChoice>,
     /// How long a rank may wait for the others in one operation before the run ends with a report
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = whole::<u64>(1..=604_800))]
     pub deadline: u64,
@@ -44,8 +48,7 @@ pub struct RankArgs {
 }
 
 impl RankArgs {
-    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes on GPUs, and how its memory
-    /// is counted if the program's allocator is [`ALLOCATOR`](crate::ALLOCATOR).
+    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes, and how its memory is counted if the program's allocator is [`ALLOCATOR`](crate::ALLOCATOR).
     ///
     /// # Errors
     /// A backend, device or number of processes that do not fit; an environment variable that means nothing.
@@ -53,6 +56,7 @@ impl RankArgs {
         let mut settings = GpuSettings::get()?;
         settings.deterministic |= self.deterministic;
         settings.set();
+        self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
         let is_first = env.rank() == 0;
@@ -98,6 +102,20 @@ impl RankArgs {
             half_sums: self.half_sums,
             ..config
         })
+    }
+
+    /// Says on stderr if `--matmul-precision high` changes nothing on this device.
+    pub fn warn_of_idle_precision(&self, device: &Device) {
+        let is_high = self.matmul_precision() == MatmulPrecision::High;
+        if is_high && !MatmulPrecision::matters_on(device) {
+            eprintln!(
+                "warning: --matmul-precision high changes nothing: this processor has no AMX"
+            );
+        }
+    }
+
+    pub(crate) fn matmul_precision(&self) -> MatmulPrecision {
+        self.matmul_precision.map(Into::into).unwrap_or_default()
     }
 
     /// Ranks of a run whose flags do not say how many: the processes that a launcher started, or a thread for each GPU, or one.

@@ -7,6 +7,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
+use candle_ops::MatmulPrecision;
 use candle_train::{DataPosition, EvalHistory, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
@@ -20,6 +21,9 @@ const NUM_BLOCKS: u64 = 256;
 
 /// Name of the digest of the weights with which a run begins.
 pub(crate) const WEIGHTS: &str = "the weights of --model";
+
+/// Name of how f32 are multiplied.
+const MATMUL_PRECISION: &str = "--matmul-precision";
 
 /// Name of the date in the conversations.
 pub(crate) const DATE: &str = "--date";
@@ -50,6 +54,10 @@ impl TrainingArgs {
             model.insert(WEIGHTS.into(), digest.into());
         }
         let mut settings = self.settings(train, &data.samples);
+        // Without it the record is that of runs before there was a choice.
+        let precision = self.ranks.matmul_precision();
+        let is_high = precision != MatmulPrecision::Highest;
+        settings.extend(is_high.then(|| (MATMUL_PRECISION.to_string(), precision.to_string())));
         settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
             settings,

@@ -94,7 +94,7 @@ pub struct LayoutArgs {
     /// What to compute again in the backward pass instead of keeping it since the forward pass: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
-    /// Type of weights and activations while training [default: bf16 on GPUs, else f32]
+    /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
     #[arg(long, default_value = "f32", hide_default_value = true, default_value_ifs = [
         ("bf16", ArgPredicate::IsPresent, "bf16"),
         ("fp16", ArgPredicate::IsPresent, "f16"),

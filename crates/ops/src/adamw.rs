@@ -3,7 +3,8 @@
 //! `x = x decay_factor - step_size m / (sqrt(v) correction + eps)`. The same bits on every device.
 
 use crate::dispatch::on_cuda;
-use crate::half_precision::{HalfPrecision, by_half_precision, round_into};
+use crate::element::Element;
+use crate::half_precision::by_half_precision;
 use crate::host::HostF32;
 use crate::in_place::{storage_address, try_write, write};
 use crate::vectorised::vectorised;
@@ -14,8 +15,8 @@ use std::collections::HashMap;
 
 pub(crate) const NAME: &str = "adamw";
 
-/// Values that a thread updates at a time.
-const CHUNK: usize = 16 * 1024;
+/// Values that a thread updates at a time: 32 KiB of all buffers.
+const CHUNK: usize = 2 * 1024;
 
 /// What a step multiplies by, computed in f64 and rounded, at step t of learning rate lr.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +93,7 @@ pub fn adamw(
 ) -> Result<()> {
     buffers.check(slots)?;
     on_cuda!(buffers.exp_avg => crate::cuda::adamw(buffers, slots, constants));
+    let _timer = crate::op_timer::op(NAME);
     for slot in slots {
         let constants = AdamWConstants {
             decay_factor: slot.decay_factor(constants),
@@ -196,7 +198,7 @@ impl AdamWBuffers<'_> {
     }
 }
 
-fn step<T: HalfPrecision>(
+fn step<T: Element>(
     [master, exp_avg, exp_avg_sq]: [&mut [f32]; 3],
     weights: Option<&mut [T]>,
     grad: &[f32],
@@ -215,11 +217,13 @@ fn step<T: HalfPrecision>(
         .for_each(|((((master, m), v), grad), weights)| {
             vectorised(
                 #[inline(always)]
-                || update([&mut *master, m, v], grad, constants),
+                || {
+                    update([&mut *master, m, v], grad, constants);
+                    for (weight, master) in weights.into_iter().flatten().zip(master) {
+                        *weight = T::nearest(*master);
+                    }
+                },
             );
-            if let Some(weights) = weights {
-                round_into(weights, master);
-            }
         });
 }
 

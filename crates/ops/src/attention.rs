@@ -5,6 +5,7 @@
 
 use crate::attention_blocks::AttentionBlocks;
 use crate::dispatch::on_cuda;
+use crate::element::by_float;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::with_backward::with_backward3_of_result;
@@ -118,6 +119,7 @@ pub fn attention_backward(
         }
     }
     on_cuda!(q => crate::cuda::attention_backward(pass, spec));
+    let _timer = crate::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
     let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
         .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
@@ -130,26 +132,34 @@ pub fn attention_backward(
     ];
     let dtype = one_dtype(NAME, &inputs)?;
     let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
-    let values = [&q_host.read()[..], &k_host.read()[..], &v_host.read()[..]];
-    let [dq, dk, dv] = blocks.backward(values, &log_sum_exp.read(), &grad.read());
-    let tensor =
-        |values, like: &Tensor| OpOutput::rounded(values, dtype, like.shape()).into_tensor();
-    Ok((tensor(dq, q), tensor(dk, k), tensor(dv, v)))
+    let log_sum_exp = log_sum_exp.read();
+    by_float!(dtype, T => {
+        let values = (q_host.read_as::<T>(), k_host.read_as::<T>(), v_host.read_as::<T>());
+        let values = [&values.0[..], &values.1[..], &values.2[..]];
+        let [dq, dk, dv] = blocks.backward(values, &log_sum_exp, &grad.read_as::<T>());
+        let tensor = |values, like: &Tensor| OpOutput::of(values, like.shape()).into_tensor();
+        Ok((tensor(dq, q), tensor(dk, k), tensor(dv, v)))
+    })
 }
 
 /// The output, and the log-sum-exp.
 fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(OpOutput, Tensor)> {
     let blocks = blocks(q, k, v, spec)?;
     on_cuda!(q => crate::cuda::attention_forward(q, k, v, spec));
+    let _timer = crate::op_timer::op("attention_forward");
     AttentionCode::Cpu.note();
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;
     let k = HostFloats::new(NAME, "k", k)?;
     let v = HostFloats::new(NAME, "v", v)?;
     let dtype = one_dtype(NAME, &[("q", &q), ("k", &k), ("v", &v)])?;
-    let (out, log_sum_exp) = blocks.forward([&q.read(), &k.read(), &v.read()]);
+    let (out, log_sum_exp) = by_float!(dtype, T => {
+        let (q, k, v) = (q.read_as::<T>(), k.read_as::<T>(), v.read_as::<T>());
+        let (out, log_sum_exp) = blocks.forward([&q[..], &k[..], &v[..]]);
+        (OpOutput::of(out, shape), log_sum_exp)
+    });
     let log_sum_exp = Tensor::from_vec(log_sum_exp, (blocks.b, blocks.hq, blocks.t), &Device::Cpu)?;
-    Ok((OpOutput::rounded(out, dtype, shape), log_sum_exp))
+    Ok((out, log_sum_exp))
 }
 
 /// Sizes of inputs that fit.

@@ -7,17 +7,15 @@
 #![allow(unsafe_code)]
 
 use crate::AttentionSpec;
-use crate::chunks::{for_each_chunk, for_each_index, rows_per_chunk};
+use crate::chunks::{for_each_chunk, map_indices};
+use crate::element::Element;
 use crate::filled::{filled, zeros};
 use crate::lanes;
-use crate::matrix::{Matrix, MatrixMut, SharedBuffer, product};
+use crate::matrix::{Matrix, SharedBuffer};
+use crate::packed::{STEP, SmallProducts, Sums, with_small_products};
 use crate::vectorised::vectorised;
 use std::ops::Range;
 
-/// Query rows worked on at a time. More rows make better products, but more scores that only some of them see, to throw away.
-const BLOCK_ROWS: usize = 32;
-/// Positions transposed at a time: what is read of them stays in the first-level cache.
-const TRANSPOSED_ROWS: usize = 16;
 /// Tasks that the backward is cut into at least, whatever the number of threads.
 const MIN_TASKS: usize = 8;
 
@@ -33,15 +31,16 @@ pub(crate) struct AttentionBlocks<'a> {
 }
 
 impl AttentionBlocks<'_> {
-    /// The positions that some query of the block of `rows` rows from `first` on of sequence `b` sees.
+    /// The positions from the first that some query of the block of `rows` rows from `first` on of sequence `b` sees, from where packed
+    /// keys and values can be read, to the last.
     fn seen_by_block(&self, b: usize, first: usize, rows: usize) -> Range<usize> {
-        self.spec.seen(b, first).start..first + rows
+        self.spec.seen(b, first).start / STEP * STEP..first + rows
     }
 
-    /// Which of the scores of such a block one of its rows counts: those before and after are not its own.
-    fn own(&self, b: usize, first: usize, row: usize) -> Range<usize> {
-        let (block, own) = (self.spec.seen(b, first), self.spec.seen(b, first + row));
-        own.start - block.start..own.end - block.start
+    /// Which of the scores of positions from `start` on a query counts: those before and after are not its own.
+    fn own(&self, b: usize, position: usize, start: usize) -> Range<usize> {
+        let own = self.spec.seen(b, position);
+        own.start - start..own.end - start
     }
 
     /// Where head `head` of `heads` starts at position `t` of sequence `b`.
@@ -50,44 +49,26 @@ impl AttentionBlocks<'_> {
     }
 
     /// `rows` positions of one head from position `t` on.
-    fn head<'v>(
+    fn head<'v, T>(
         &self,
-        values: &'v [f32],
+        values: &'v [T],
         (b, t, rows): (usize, usize, usize),
         (head, heads): (usize, usize),
-    ) -> Matrix<'v> {
+    ) -> Matrix<'v, T> {
         let values = &values[self.start(b, t, head, heads)..];
         Matrix::new(values, rows, self.d, heads * self.d)
     }
 
-    /// A copy of keys or values as `(b, hkv, d, t)`: gemm reads the left side of the scores along the positions, and
-    /// would otherwise transpose them anew, slowly, for each block of each query head.
-    fn transposed(&self, values: &[f32]) -> Vec<f32> {
-        let (t, d) = (self.t, self.d);
-        filled(values.len(), t * d, values.len(), |i, out| {
-            let (b, head) = (i / self.hkv, i % self.hkv);
-            for first in (0..t).step_by(TRANSPOSED_ROWS) {
-                let rows = TRANSPOSED_ROWS.min(t - first);
-                let start = self.start(b, first, head, self.hkv);
-                for (c, out) in out.chunks_exact_mut(t).enumerate() {
-                    let column = values[start + c..].iter().step_by(self.hkv * d);
-                    for (out, value) in out[first..first + rows].iter_mut().zip(column) {
-                        *out = *value;
-                    }
-                }
-            }
-        })
-    }
-
-    /// The positions `seen` of one head of what [`Self::transposed`] returned.
-    fn transposed_head<'v>(
+    /// Each key/value head of each sequence, packed as `of` makes it of the matrix (t, d), once for all blocks of all query heads.
+    fn packed<T: Element, P: SmallProducts>(
         &self,
-        values: &'v [f32],
-        (b, head): (usize, usize),
-        seen: &Range<usize>,
-    ) -> Matrix<'v> {
-        let start = (b * self.hkv + head) * self.d * self.t;
-        Matrix::new(&values[start..], self.d, self.t, self.t).columns(seen.start, seen.len())
+        values: &[T],
+        of: impl Fn(Matrix<'_, T>) -> P::Rhs + Sync,
+    ) -> Vec<P::Rhs> {
+        map_indices(self.b * self.hkv, self.num_scores(), |i| {
+            let (b, head) = (i / self.hkv, i % self.hkv);
+            of(self.head(values, (b, 0, self.t), (head, self.hkv)))
+        })
     }
 
     /// Scores computed in one pass over all heads.
@@ -96,96 +77,169 @@ impl AttentionBlocks<'_> {
     }
 
     /// The output and the log-sum-exp `(b, hq, t)` of the scaled scores.
-    pub(crate) fn forward(&self, values: [&[f32]; 3]) -> (Vec<f32>, Vec<f32>) {
+    pub(crate) fn forward<T: Element>(&self, values: [&[T]; 3]) -> (Vec<T>, Vec<f32>) {
+        with_small_products!(T, P => self.forward_by::<T, P>(values))
+    }
+
+    fn forward_by<T: Element, P: SmallProducts>(&self, values: [&[T]; 3]) -> (Vec<T>, Vec<f32>) {
         let [q, k, v] = values;
         let mut out = zeros(q.len());
-        let k_t = self.transposed(k);
+        let k_t = self.packed::<T, P>(k, |k| P::pack(k.t()));
+        let v = self.packed::<T, P>(v, P::pack);
         let mut lse = vec![0f32; self.b * self.hq * self.t];
         let shared = SharedBuffer::new(&mut out);
         let work = self.num_scores();
         for_each_chunk(&mut lse, self.t, work, |i, lse| {
             let (b, head) = (i / self.hq, i % self.hq);
-            for_each_chunk(lse, BLOCK_ROWS, work, |block, lse| {
-                let (first, rows) = (block * BLOCK_ROWS, lse.len());
+            let kv = b * self.hkv + self.spec.groups.kv_head(head);
+            for_each_chunk(lse, P::BLOCK_ROWS, work, |block, lse| {
+                let (first, rows) = (block * P::BLOCK_ROWS, lse.len());
+                let seen = self.seen_by_block(b, first, rows);
+                let q = self.head(q, (b, first, rows), (head, self.hq));
+                let mut weights = Sums::new(rows, seen.len());
+                P::multiply(
+                    (&mut weights, 0),
+                    false,
+                    q,
+                    &k_t[kv],
+                    0..self.d,
+                    seen.clone(),
+                );
+                let mut inverse_sums = [0f32; STEP];
+                let row_len = weights.row_len();
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let rows = weights.lines.floats_mut().chunks_exact_mut(row_len);
+                        let rows = rows.zip(lse.iter_mut().zip(&mut inverse_sums));
+                        for (row, (weights, (lse, inverse))) in rows.enumerate() {
+                            let own = keep(weights, self.own(b, first + row, seen.start));
+                            let (max, sum) = exponentials(own, self.spec.scale);
+                            (*lse, *inverse) = (max + sum.ln(), 1.0 / sum);
+                        }
+                    },
+                );
+                let weights = weights.matrix(rows, seen.len());
+                let mut sums = Sums::new(rows, self.d);
+                P::multiply((&mut sums, 0), false, weights, &v[kv], seen, 0..self.d);
+                let rows = sums.rows(0..rows).zip(inverse_sums);
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
-                let out = unsafe { shared.matrix(start, rows, self.d, self.hq * self.d) };
-                self.forward_block([q, &k_t, v], (b, head, first), out, lse);
+                unsafe { shared.write_rows(start, self.hq * self.d, self.d, rows) };
             });
         });
         (out, lse)
     }
 
-    /// The rows of `out` and `lse` from position `first` on, for one query head.
-    fn forward_block(
-        &self,
-        [q, k_t, v]: [&[f32]; 3],
-        (b, head, first): (usize, usize, usize),
-        mut out: MatrixMut<'_>,
-        lse: &mut [f32],
-    ) {
-        let kv = (self.spec.groups.kv_head(head), self.hkv);
-        let rows = lse.len();
-        let seen = self.seen_by_block(b, first, rows);
-        let q = self.head(q, (b, first, rows), (head, self.hq));
-        let mut weights = product(q, self.transposed_head(k_t, (b, kv.0), &seen));
-        let mut inverse_sums = [0f32; BLOCK_ROWS];
-        vectorised(
-            #[inline(always)]
-            || {
-                let rows = weights.chunks_exact_mut(seen.len()).zip(&mut *lse);
-                for (row, ((weights, lse), inverse)) in rows.zip(&mut inverse_sums).enumerate() {
-                    let own = keep(weights, self.own(b, first, row));
-                    let (max, sum) = exponentials(own, self.spec.scale);
-                    (*lse, *inverse) = (max + sum.ln(), 1.0 / sum);
-                }
-            },
-        );
-        let weights = Matrix::new(&weights, rows, seen.len(), seen.len());
-        out.set_product(weights, self.head(v, (b, seen.start, seen.len()), kv));
-        out.scale_rows(&inverse_sums[..rows]);
-    }
-
     /// Parts that the rows which read one key/value head are cut into: a function of the shape, so that the sums are
     /// the same for any number of threads.
-    fn num_parts(&self) -> usize {
+    fn num_parts(&self, block_rows: usize) -> usize {
         let parts = MIN_TASKS.div_ceil((self.b * self.hkv).max(1));
-        parts.min(self.t.div_ceil(BLOCK_ROWS)).max(1)
+        parts.min(self.t.div_ceil(block_rows)).max(1)
     }
 
-    /// The gradients of q, k and v. Each (part, sequence, key/value head) is one task, which adds the contributions of
-    /// its blocks in order to gradients of its own; those of the parts are added at the end, in order too.
-    pub(crate) fn backward(&self, values: [&[f32]; 3], lse: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
-        let [q, k, v] = values;
-        let (k_t, v_t) = (self.transposed(k), self.transposed(v));
-        let parts = self.num_parts();
+    /// The gradients of q, k and v.
+    pub(crate) fn backward<T: Element>(
+        &self,
+        values: [&[T]; 3],
+        lse: &[f32],
+        grad: &[T],
+    ) -> [Vec<T>; 3] {
+        with_small_products!(T, P => self.backward_by::<T, P>(values, lse, grad))
+    }
+
+    /// Each (part, sequence, key/value head) is one task, which adds the contributions of its blocks in order to gradients of its own;
+    /// those of the parts are added at the end, in order too.
+    fn backward_by<T: Element, P: SmallProducts>(
+        &self,
+        [q, k, v]: [&[T]; 3],
+        lse: &[f32],
+        grad: &[T],
+    ) -> [Vec<T>; 3] {
+        let k_t = self.packed::<T, P>(k, |k| P::pack(k.t()));
+        let v_t = self.packed::<T, P>(v, |v| P::pack(v.t()));
+        let k = self.packed::<T, P>(k, P::pack);
+        let parts = self.num_parts(P::BLOCK_ROWS);
+        let num_heads = self.b * self.hkv;
         let mut dq = zeros(q.len());
-        let (mut dk, mut dv) = (zeros(parts * k.len()), zeros(parts * k.len()));
-        let shared = [&mut dq, &mut dk, &mut dv].map(|x| SharedBuffer::new(x));
-        for_each_index(parts * self.b * self.hkv, self.num_scores(), |i| {
-            let (part, b, kv_head) = (i / self.hkv / self.b, i / self.hkv % self.b, i % self.hkv);
-            for (head, first) in self.blocks_of(kv_head, part, parts) {
-                let rows = BLOCK_ROWS.min(self.t - first);
+        let shared = SharedBuffer::new(&mut dq);
+        let task = |i: usize| {
+            let (part, b, kv_head) = (i / num_heads, i / self.hkv % self.b, i % self.hkv);
+            let kv = i % num_heads;
+            let [mut dk, mut dv] = [(), ()].map(|()| Sums::zeros(self.t, self.d));
+            for (head, first) in self.blocks_of(kv_head, part, (parts, P::BLOCK_ROWS)) {
+                let rows = P::BLOCK_ROWS.min(self.t - first);
                 let seen = self.seen_by_block(b, first, rows);
-                let kv_start = part * k.len() + self.start(b, seen.start, kv_head, self.hkv);
-                let (q_step, kv_step) = (self.hq * self.d, self.hkv * self.d);
-                let q_start = self.start(b, first, head, self.hq);
-                let [dq, dk, dv] = &shared;
-                // SAFETY: one task owns a (part, b, kv_head): its own elements of dk and dv, and the blocks of rows of
-                // dq that `blocks_of` deals to this part only. It makes the three matrices anew for each block.
-                let grads = unsafe {
-                    [
-                        dq.matrix(q_start, rows, self.d, q_step),
-                        dk.matrix(kv_start, seen.len(), self.d, kv_step),
-                        dv.matrix(kv_start, seen.len(), self.d, kv_step),
-                    ]
-                };
                 let lse = &lse[(b * self.hq + head) * self.t + first..][..rows];
-                let inputs = [q, k, &k_t, &v_t, grad];
-                self.backward_block(inputs, (b, head, first), lse, grads);
+                let q = self.head(q, (b, first, rows), (head, self.hq));
+                let grad = self.head(grad, (b, first, rows), (head, self.hq));
+                let (mut p, mut ds) = (Sums::new(rows, seen.len()), Sums::new(rows, seen.len()));
+                P::multiply((&mut p, 0), false, q, &k_t[kv], 0..self.d, seen.clone());
+                P::multiply((&mut ds, 0), false, grad, &v_t[kv], 0..self.d, seen.clone());
+                let row_len = p.row_len();
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let p = p.lines.floats_mut().chunks_exact_mut(row_len);
+                        let ds = ds.lines.floats_mut().chunks_exact_mut(row_len);
+                        for (row, ((p, ds), lse)) in p.zip(ds).zip(lse).enumerate() {
+                            let own = self.own(b, first + row, seen.start);
+                            let (p, ds) = (keep(p, own.clone()), keep(ds, own));
+                            softmax_backward(p, ds, *lse, self.spec.scale);
+                        }
+                    },
+                );
+                let (p, ds) = (p.matrix(rows, seen.len()), ds.matrix(rows, seen.len()));
+                let all = 0..self.d;
+                let (grad, q) = (P::pack(grad), P::pack(q));
+                P::multiply(
+                    (&mut dv, seen.start),
+                    true,
+                    p.t(),
+                    &grad,
+                    0..rows,
+                    all.clone(),
+                );
+                P::multiply(
+                    (&mut dk, seen.start),
+                    true,
+                    ds.t(),
+                    &q,
+                    0..rows,
+                    all.clone(),
+                );
+                let mut sums = Sums::new(rows, self.d);
+                P::multiply((&mut sums, 0), false, ds, &k[kv], seen, all);
+                let rows = sums.rows(0..rows).map(|row| (row, 1.0));
+                let start = self.start(b, first, head, self.hq);
+                // SAFETY: the blocks of rows of dq that `blocks_of` deals to this part of this head are only its own.
+                unsafe { shared.write_rows(start, self.hq * self.d, self.d, rows) };
             }
+            [dk, dv]
+        };
+        let sums = map_indices(parts * num_heads, self.num_scores(), task);
+        let [dk, dv] = [0, 1].map(|which| {
+            let row_len = self.hkv * self.d;
+            filled(
+                self.b * self.t * row_len,
+                row_len,
+                self.num_scores(),
+                |row, out| {
+                    let (b, position) = (row / self.t, row % self.t);
+                    for (head, out) in out.chunks_exact_mut(self.d).enumerate() {
+                        let of_part =
+                            |part: usize| &sums[(part * self.b + b) * self.hkv + head][which];
+                        for (i, out) in out.iter_mut().enumerate() {
+                            let value = |part| of_part(part).row(position)[i];
+                            let first = value(0);
+                            *out =
+                                T::nearest((1..parts).fold(first, |sum, part| sum + value(part)));
+                        }
+                    }
+                },
+            )
         });
-        [dq, add_parts(dk, k.len()), add_parts(dv, k.len())]
+        [dq, dk, dv]
     }
 
     /// `(query head, first row)` of each block that `part` of `parts` works on for one key/value head. Later blocks
@@ -194,10 +248,10 @@ impl AttentionBlocks<'_> {
         &self,
         kv_head: usize,
         part: usize,
-        parts: usize,
+        (parts, block_rows): (usize, usize),
     ) -> impl Iterator<Item = (usize, usize)> {
         let heads = self.spec.groups.q_heads(kv_head, self.hq);
-        let starts = (0..self.t).step_by(BLOCK_ROWS);
+        let starts = (0..self.t).step_by(block_rows);
         let blocks = heads.flat_map(move |head| starts.clone().map(move |first| (head, first)));
         let is_dealt = move |i: usize| match i / parts % 2 {
             0 => i % parts == part,
@@ -208,60 +262,6 @@ impl AttentionBlocks<'_> {
             .filter(move |(i, _)| is_dealt(*i))
             .map(|(_, block)| block)
     }
-
-    /// What one block of rows of one query head contributes to the gradients.
-    fn backward_block(
-        &self,
-        [q, k, k_t, v_t, grad]: [&[f32]; 5],
-        (b, head, first): (usize, usize, usize),
-        lse: &[f32],
-        [mut dq, mut dk, mut dv]: [MatrixMut<'_>; 3],
-    ) {
-        let rows = lse.len();
-        let seen = self.seen_by_block(b, first, rows);
-        let kv = (self.spec.groups.kv_head(head), self.hkv);
-        let q = self.head(q, (b, first, rows), (head, self.hq));
-        let grad = self.head(grad, (b, first, rows), (head, self.hq));
-        let k = self.head(k, (b, seen.start, seen.len()), kv);
-        let mut p = product(q, self.transposed_head(k_t, (b, kv.0), &seen));
-        let mut ds = product(grad, self.transposed_head(v_t, (b, kv.0), &seen));
-        let seen = seen.len();
-        vectorised(
-            #[inline(always)]
-            || {
-                let rows = p.chunks_exact_mut(seen).zip(ds.chunks_exact_mut(seen));
-                for (row, ((p, ds), lse)) in rows.zip(lse).enumerate() {
-                    let own = self.own(b, first, row);
-                    let (p, ds) = (keep(p, own.clone()), keep(ds, own));
-                    softmax_backward(p, ds, *lse, self.spec.scale);
-                }
-            },
-        );
-        let p = Matrix::new(&p, rows, seen, seen);
-        let ds = Matrix::new(&ds, rows, seen, seen);
-        dv.add_product(p.t(), grad);
-        dq.set_product(ds, k);
-        dk.add_product(ds.t(), q);
-    }
-}
-
-/// The sum of the parts of `len` elements, in order.
-fn add_parts(mut parts: Vec<f32>, len: usize) -> Vec<f32> {
-    let work = parts.len();
-    let (sum, rest) = parts.split_at_mut(len);
-    if !rest.is_empty() {
-        let chunk_len = rows_per_chunk(1);
-        for_each_chunk(sum, chunk_len, work, |chunk, sum| {
-            for part in rest.chunks_exact(len) {
-                let part = &part[chunk * chunk_len..][..sum.len()];
-                for (sum, value) in sum.iter_mut().zip(part) {
-                    *sum += value;
-                }
-            }
-        });
-        parts.truncate(len);
-    }
-    parts
 }
 
 /// The `own` values of a row; 0 for the others.

@@ -50,11 +50,11 @@ pub(crate) fn for_each_chunk<T: Send>(
 }
 
 /// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
-pub(crate) fn for_each_chunk2<T: Send>(
-    (a, a_len): (&mut [T], usize),
-    (b, b_len): (&mut [T], usize),
+pub(crate) fn for_each_chunk2<A: Send, B: Send>(
+    (a, a_len): (&mut [A], usize),
+    (b, b_len): (&mut [B], usize),
     work: usize,
-    f: impl Fn(usize, &mut [T], &mut [T]) + Send + Sync,
+    f: impl Fn(usize, &mut [A], &mut [B]) + Send + Sync,
 ) {
     let (a_len, b_len) = (a_len.max(1), b_len.max(1));
     if is_parallel(work) {
@@ -66,12 +66,16 @@ pub(crate) fn for_each_chunk2<T: Send>(
     }
 }
 
-/// Calls `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
-pub(crate) fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Send + Sync) {
+/// `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
+pub(crate) fn map_indices<R: Send>(
+    count: usize,
+    work: usize,
+    f: impl Fn(usize) -> R + Send + Sync,
+) -> Vec<R> {
     if is_parallel(work) {
-        (0..count).into_par_iter().for_each(f);
+        (0..count).into_par_iter().map(f).collect()
     } else {
-        (0..count).for_each(f);
+        (0..count).map(f).collect()
     }
 }
 

@@ -2,10 +2,12 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::half_precision::{by_half_precision, round_into as round_values};
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::{len_must_be, must_not_share, write};
+use crate::vectorised::vectorised;
 use candle_core::{Result, Tensor};
 
 /// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 and f16 are widened.
@@ -20,10 +22,11 @@ pub fn add_into(dst: &Tensor, add: bool, values: &Tensor) -> Result<()> {
     len_must_be(op, dst, values.elem_count())?;
     must_not_share(op, dst, values)?;
     on_cuda!(dst => crate::cuda::add_into(dst, add, values));
+    let _timer = crate::op_timer::op(op);
     let values = HostFloats::new(op, "values", values)?;
-    let values = values.read();
-    write(op, "dst", dst, values.len(), |dst| {
-        add_values(dst, add, &values);
+    by_float!(values.dtype(), T => {
+        let values = values.read_as::<T>();
+        write(op, "dst", dst, values.len(), |dst: &mut [f32]| put(dst, add, &values))
     })
 }
 
@@ -39,6 +42,7 @@ pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     len_must_be(op, dst, values.elem_count())?;
     must_not_share(op, dst, values)?;
     on_cuda!(dst => crate::cuda::round_into(dst, values));
+    let _timer = crate::op_timer::op(op);
     let values = HostF32::new(op, "values", values)?;
     let values = values.read();
     by_half_precision!(op, "dst", dst, T => write(op, "dst", dst, values.len(), |dst: &mut [T]| {
@@ -46,16 +50,38 @@ pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     }))
 }
 
-fn add_values(dst: &mut [f32], add: bool, values: &[f32]) {
+fn put<T: Element>(dst: &mut [f32], add: bool, values: &[T]) {
     let (len, work) = (rows_per_chunk(1), dst.len());
     for_each_chunk(dst, len, work, |chunk, dst| {
         let values = &values[chunk * len..][..dst.len()];
         if add {
-            for (dst, value) in dst.iter_mut().zip(values) {
-                *dst += value;
-            }
+            add_values(dst, values);
         } else {
-            dst.copy_from_slice(values);
+            widen_values(dst, values);
         }
     });
+}
+
+/// `dst += values`, which are as many, on the calling thread.
+pub(crate) fn add_values<T: Element>(dst: &mut [f32], values: &[T]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            for (dst, value) in dst.iter_mut().zip(values) {
+                *dst += value.widen();
+            }
+        },
+    );
+}
+
+/// `dst = values`, which are as many, on the calling thread.
+pub(crate) fn widen_values<T: Element>(dst: &mut [f32], values: &[T]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            for (dst, value) in dst.iter_mut().zip(values) {
+                *dst = value.widen();
+            }
+        },
+    );
 }

@@ -2,13 +2,14 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
+use crate::elements::add_values;
 use crate::filled::{filled, zeros};
-use crate::half_precision::HalfPrecision;
 use crate::host::HostU32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;
 use crate::{OpOutput, with_backward1};
-use candle_core::{CpuStorage, DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "embedding";
 
@@ -58,10 +59,11 @@ pub fn embedding_grad_into(dst: &Tensor, add: bool, ids: &Tensor, dy: &Tensor) -
         bail!("{NAME}: expected a gradient buffer of rows of {h}, got {len} values")
     }
     on_cuda!(dst => crate::cuda::embedding_grad_into(dst, add, ids, dy));
+    let _timer = crate::op_timer::op("embedding_grad_into");
     let (dy, ids) = gradient_and_ids(ids, dy)?;
-    write(NAME, "dst", dst, len, |dst| {
-        scatter_add(dst, add, &dy.read(), &ids.read(), h);
-    })
+    by_float!(dy.dtype(), T => write(NAME, "dst", dst, len, |dst: &mut [f32]| {
+        scatter_add::<T>(dst, add, &dy.read_as(), &ids.read(), h);
+    }))
 }
 
 /// The gradient of a table `(v, h)`, in the dtype of `dy`.
@@ -75,10 +77,11 @@ fn table_grad(table: (usize, usize), ids: &Tensor, dy: &Tensor) -> Result<Tensor
         )
     }
     on_cuda!(dy => crate::cuda::embedding_grad(table, ids, dy));
+    let _timer = crate::op_timer::op("embedding_grad");
     let dtype = dy.dtype();
     let (dy, ids) = gradient_and_ids(ids, dy)?;
     let mut dw = zeros(table.0 * table.1);
-    scatter_add(&mut dw, true, &dy.read(), &ids.read(), h);
+    by_float!(dtype, T => scatter_add::<T>(&mut dw, true, &dy.read_as(), &ids.read(), h));
     Ok(OpOutput::rounded(dw, dtype, table).into_tensor())
 }
 
@@ -103,28 +106,16 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
         bail!("{NAME}: expected weight (v, h), got {:?}", weight.dims())
     };
     on_cuda!(weight => crate::cuda::embedding_forward(weight, ids));
+    let _timer = crate::op_timer::op("embedding_forward");
     let table = HostFloats::new(NAME, "weight", weight)?;
     let ids = HostU32::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();
-    let y = match table.dtype() {
-        // Only the rows that are asked for are read: widening the table would cost more than the look-up.
-        DType::BF16 => CpuStorage::BF16(gather_narrow(&table.read_as(), &ids.read(), h)),
-        DType::F16 => CpuStorage::F16(gather_narrow(&table.read_as(), &ids.read(), h)),
-        _ => CpuStorage::F32(gather(&table.read(), &ids.read(), h)),
-    };
-    Ok(OpOutput::from((y, dims)))
+    Ok(by_float!(table.dtype(), T => {
+        OpOutput::of(gather::<T>(&table.read_as(), &ids.read(), h), dims)
+    }))
 }
 
-fn gather_narrow<T: HalfPrecision>(table: &[T], ids: &[u32], h: usize) -> Vec<T> {
-    let (rows, len) = (rows_per_chunk(h), ids.len() * h);
-    let mut y = vec![T::zero(); len];
-    for_each_chunk(&mut y, rows * h, len, |chunk, y| {
-        copy_rows(y, table, &ids[chunk * rows..], h);
-    });
-    y
-}
-
-fn gather(table: &[f32], ids: &[u32], h: usize) -> Vec<f32> {
+fn gather<T: Element>(table: &[T], ids: &[u32], h: usize) -> Vec<T> {
     let (rows, len) = (rows_per_chunk(h), ids.len() * h);
     filled(len, rows * h, len, |chunk, y| {
         copy_rows(y, table, &ids[chunk * rows..], h);
@@ -143,7 +134,7 @@ fn copy_rows<T: Copy>(y: &mut [T], table: &[T], ids: &[u32], h: usize) {
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.
-fn scatter_add(dst: &mut [f32], add: bool, dy: &[f32], ids: &[u32], h: usize) {
+fn scatter_add<T: Element>(dst: &mut [f32], add: bool, dy: &[T], ids: &[u32], h: usize) {
     if h == 0 {
         return;
     }
@@ -163,9 +154,7 @@ fn scatter_add(dst: &mut [f32], add: bool, dy: &[f32], ids: &[u32], h: usize) {
             .take_while(|(id, _)| (*id as usize) < last_row)
         {
             let row = &mut dst[(id as usize - first_row) * h..][..h];
-            for (dst, dy) in row.iter_mut().zip(&dy[i * h..][..h]) {
-                *dst += dy;
-            }
+            add_values(row, &dy[i * h..][..h]);
         }
     });
 }

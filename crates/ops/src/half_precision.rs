@@ -2,20 +2,13 @@
 //! to the nearest, ties to even. By bit operations that vectors have, so that every machine gives the same bits.
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
+use crate::element::Element;
+use crate::elements::widen_values;
 use crate::filled::filled;
-use crate::in_place::HostValue;
 use crate::vectorised::vectorised;
-use candle_core::WithDType;
 use half::{bf16, f16};
 
-/// A type of 16 bits that weights and activations may have.
-pub(crate) trait HalfPrecision: HostValue + WithDType {
-    fn widen(self) -> f32;
-
-    fn round(value: f32) -> Self;
-}
-
-impl HalfPrecision for bf16 {
+impl Element for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -24,7 +17,7 @@ impl HalfPrecision for bf16 {
     /// Adding just under half of the last place that stays, and the bit there, carries into it exactly when rounding up is
     /// due. A NaN stays one.
     #[inline(always)]
-    fn round(value: f32) -> Self {
+    fn nearest(value: f32) -> Self {
         let bits = value.to_bits();
         let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let quiet_nan = bits >> 16 | 0x40;
@@ -33,7 +26,7 @@ impl HalfPrecision for bf16 {
     }
 }
 
-impl HalfPrecision for f16 {
+impl Element for f16 {
     /// With the bits at the places that f32 has for them, the exponent lacks 112: a product by 2^112, exact, also of what is
     /// subnormal. Infinity and NaN, which it would make finite, get f32's largest exponent.
     #[inline(always)]
@@ -53,7 +46,7 @@ impl HalfPrecision for f16 {
     /// As for bf16, with an exponent that is less by 112. What is subnormal is rounded by a sum with 1/2, whose last place is that of
     /// subnormal f16. A carry out of the largest number makes infinity, as does anything larger.
     #[inline(always)]
-    fn round(value: f32) -> Self {
+    fn nearest(value: f32) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & 0x7fff_ffff;
         let normal = magnitude
@@ -108,30 +101,22 @@ macro_rules! by_half_precision {
 pub(crate) use by_half_precision;
 
 /// The values in f32, written by all threads.
-pub(crate) fn widened<T: HalfPrecision>(values: &[T]) -> Vec<f32> {
+pub(crate) fn widened<T: Element>(values: &[T]) -> Vec<f32> {
     let len = rows_per_chunk(1);
     filled(values.len(), len, values.len(), |chunk, wide| {
-        let values = &values[chunk * len..][..wide.len()];
-        vectorised(
-            #[inline(always)]
-            || {
-                for (wide, value) in wide.iter_mut().zip(values) {
-                    *wide = value.widen();
-                }
-            },
-        );
+        widen_values(wide, &values[chunk * len..][..wide.len()]);
     })
 }
 
 /// The values in 16 bits, written by all threads.
-pub(crate) fn rounded<T: HalfPrecision>(values: &[f32]) -> Vec<T> {
+pub(crate) fn rounded<T: Element>(values: &[f32]) -> Vec<T> {
     let mut narrow = vec![T::zero(); values.len()];
     round_into(&mut narrow, values);
     narrow
 }
 
 /// Overwrites `narrow` with as many values, rounded, on all threads.
-pub(crate) fn round_into<T: HalfPrecision>(narrow: &mut [T], values: &[f32]) {
+pub(crate) fn round_into<T: Element>(narrow: &mut [T], values: &[f32]) {
     let (len, work) = (rows_per_chunk(1), values.len());
     for_each_chunk(narrow, len, work, |chunk, narrow| {
         let values = &values[chunk * len..][..narrow.len()];
@@ -139,7 +124,7 @@ pub(crate) fn round_into<T: HalfPrecision>(narrow: &mut [T], values: &[f32]) {
             #[inline(always)]
             || {
                 for (narrow, value) in narrow.iter_mut().zip(values) {
-                    *narrow = T::round(*value);
+                    *narrow = T::nearest(*value);
                 }
             },
         );
@@ -148,11 +133,12 @@ pub(crate) fn round_into<T: HalfPrecision>(narrow: &mut [T], values: &[f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::{HalfPrecision, rounded, widened};
+    use super::{rounded, widened};
+    use crate::element::Element;
     use half::{bf16, f16};
 
     /// For every value, and for the steps between it and the next in f32 at which rounding turns.
-    fn check<T: HalfPrecision + PartialEq>(
+    fn check<T: Element + PartialEq>(
         from_bits: fn(u16) -> T,
         from_f32: fn(f32) -> T,
         to_f32: fn(T) -> f32,

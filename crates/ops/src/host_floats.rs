@@ -1,6 +1,5 @@
 //! Reading tensors of f32, bf16 or f16 in host memory as f32: what is f32 is read where it is, the others are widened.
 
-use crate::filled::copied;
 use crate::half_precision::widened;
 use crate::host::{Values, detached};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
@@ -75,16 +74,6 @@ pub(crate) fn one_dtype(op: &str, arguments: &[(&str, &HostFloats)]) -> Result<D
 pub(crate) enum Floats<'a> {
     InPlace(Values<'a, f32>),
     Widened(Vec<f32>),
-}
-
-impl Floats<'_> {
-    /// The values in a buffer of their own.
-    pub(crate) fn into_owned(self) -> Vec<f32> {
-        match self {
-            Self::InPlace(values) => copied(&values),
-            Self::Widened(values) => values,
-        }
-    }
 }
 
 impl Deref for Floats<'_> {

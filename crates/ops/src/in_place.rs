@@ -1,41 +1,34 @@
 //! Changing the values of a tensor where they are.
 
-use crate::half_precision::{HalfPrecision, round_into, widened};
+use crate::element::Element;
 use crate::host_floats::HostFloats;
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// Lets `change` write the values of `xs`, the argument `what` of the operation `op`, and returns the tensor. Values of
-/// bf16 and f16 are widened for it and rounded back.
+/// Lets `change` write the values of `xs`, the argument `what` of the operation `op`, of type `T`, and returns the tensor.
 ///
 /// Every tensor that shares the storage of `xs` changes with it; values that are not contiguous are copied first.
-pub(crate) fn in_place(
+pub(crate) fn in_place<T: Element>(
     op: &'static str,
     what: &str,
     xs: Tensor,
-    change: impl Fn(&mut [f32]),
+    change: impl FnOnce(&mut [T]),
 ) -> Result<Tensor> {
     let xs = HostFloats::new(op, what, &xs)?.into_tensor();
-    if xs.elem_count() > 0 {
-        xs.inplace_op1(&Change { op, change })?;
-    }
+    write(op, what, &xs, xs.elem_count(), change)?;
     Ok(xs)
 }
 
 /// A type of values that [`write`] finds in a storage.
-pub(crate) trait HostValue: Sized {
-    const DTYPE: DType;
-
+pub(crate) trait HostValue: WithDType {
     fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! host_values {
     ($($value:ty, $dtype:ident;)*) => {
         $(impl HostValue for $value {
-            const DTYPE: DType = DType::$dtype;
-
             fn of(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$dtype(values) => Some(values),
@@ -152,34 +145,5 @@ impl<T: HostValue, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Write<T, F>
             ((Some(values), Some((start, end))), Some(write)) => write(&mut values[start..end]),
             _ => bail!("{}: expected contiguous {:?} values", self.op, T::DTYPE),
         }
-    }
-}
-
-struct Change<F> {
-    op: &'static str,
-    change: F,
-}
-
-impl<F: Fn(&mut [f32])> InplaceOp1 for Change<F> {
-    fn name(&self) -> &'static str {
-        self.op
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        match (storage, layout.contiguous_offsets()) {
-            (CpuStorage::F32(values), Some((start, end))) => (self.change)(&mut values[start..end]),
-            (CpuStorage::BF16(values), Some((start, end))) => self.widen(&mut values[start..end]),
-            (CpuStorage::F16(values), Some((start, end))) => self.widen(&mut values[start..end]),
-            _ => bail!("{}: expected contiguous f32, bf16 or f16 values", self.op),
-        }
-        Ok(())
-    }
-}
-
-impl<F: Fn(&mut [f32])> Change<F> {
-    fn widen<T: HalfPrecision>(&self, values: &mut [T]) {
-        let mut wide = widened(values);
-        (self.change)(&mut wide);
-        round_into(values, &wide);
     }
 }

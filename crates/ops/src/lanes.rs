@@ -1,33 +1,34 @@
 //! Reductions over a slice in several independent lanes, so that they fill vector registers; the number of lanes is
 //! fixed, so that the bits are.
 
+use crate::element::Element;
 use crate::exp::exp;
 
 const LANES: usize = 32;
 
 /// The sum of `f(x)`.
 #[inline(always)]
-pub(crate) fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+pub(crate) fn sum<T: Element>(values: &[T], f: impl Fn(f32) -> f32) -> f32 {
     fold(values, 0.0, |lane, x| lane + f(x), |a, b| a + b)
 }
 
 /// The largest `f(x)`, or NaN if there is one: a broken value must not hide behind the others.
 #[inline(always)]
-pub(crate) fn max(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+pub(crate) fn max<T: Element>(values: &[T], f: impl Fn(f32) -> f32) -> f32 {
     let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
     fold(values, f32::NEG_INFINITY, |a, x| larger(a, f(x)), larger)
 }
 
 /// The sum of the products of two slices of one length.
 #[inline(always)]
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn dot<A: Element, B: Element>(a: &[A], b: &[B]) -> f32 {
     let mut lanes = [0f32; LANES];
     let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let rest = a.remainder().iter().zip(b.remainder());
-    let rest: f32 = rest.map(|(a, b)| a * b).sum();
+    let rest: f32 = rest.map(|(a, b)| a.widen() * b.widen()).sum();
     for (a, b) in a.zip(b) {
         for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
-            *lane += a * b;
+            *lane += a.widen() * b.widen();
         }
     }
     join(lanes, |a, b| a + b) + rest
@@ -74,20 +75,20 @@ pub(crate) fn replace_by_exp_and_dot(a: &mut [f32], b: &[f32], f: impl Fn(f32) -
 }
 
 #[inline(always)]
-fn fold(
-    values: &[f32],
+fn fold<T: Element>(
+    values: &[T],
     start: f32,
     step: impl Fn(f32, f32) -> f32,
     join_two: impl Fn(f32, f32) -> f32,
 ) -> f32 {
     let mut lanes = [start; LANES];
     let blocks = values.chunks_exact(LANES);
-    for (lane, &x) in lanes.iter_mut().zip(blocks.remainder()) {
-        *lane = step(*lane, x);
+    for (lane, x) in lanes.iter_mut().zip(blocks.remainder()) {
+        *lane = step(*lane, x.widen());
     }
     for block in blocks {
-        for (lane, &x) in lanes.iter_mut().zip(block) {
-            *lane = step(*lane, x);
+        for (lane, x) in lanes.iter_mut().zip(block) {
+            *lane = step(*lane, x.widen());
         }
     }
     join(lanes, join_two)

@@ -3,6 +3,7 @@
 #[cfg(feature = "cuda")]
 use crate::cuda::Norm;
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::{dot, sum};
 use crate::row_norm::{self, Row};
@@ -83,13 +84,15 @@ pub fn layer_norm_backward(
         crate::cuda::norm_backward(Norm::Layer, [xs, weight, dy], eps, residual, parameter_grads)
     });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
+    let _timer = crate::op_timer::op("layer_norm_backward");
     let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
-    let (dx, dw_and_db) = inputs.run(
+    let num_sums = parameter_grads.map(usize::from).iter().sum();
+    let (dx, dw_and_db) = by_float!(inputs.dtype(), T => inputs.run::<T>(
         h,
-        parameter_grads.map(usize::from).iter().sum(),
+        num_sums,
         #[inline(always)]
         |row, dx, sums| backward_row(row, eps, dx, sums.split_at_mut(dw_len)),
-    );
+    ));
     let sums = [&dw_and_db[..dw_len], &dw_and_db[dw_len..][..db_len]];
     let grad = |i: usize| parameter_grads[i].then(|| Tensor::from_slice(sums[i], h, xs.device()));
     Ok((dx, [grad(0).transpose()?, grad(1).transpose()?]))
@@ -101,6 +104,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Res
         bail!("{NAME}: expected bias ({h}), got {:?}", bias.dims())
     }
     on_cuda!(xs => crate::cuda::norm_forward(Norm::Layer, xs, weight, bias, eps));
+    let _timer = crate::op_timer::op("layer_norm_forward");
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;
@@ -109,22 +113,25 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Res
     if let Some(bias) = &bias {
         one_dtype(NAME, &[("xs", &x), ("bias", bias)])?;
     }
-    let (w, b) = (w.read(), bias.as_ref().map(HostFloats::read));
-    Ok(row_norm::forward(
-        &x,
-        h,
-        #[inline(always)]
-        |x, y| forward_row(x, &w, b.as_deref(), eps, y),
-    ))
+    Ok(by_float!(x.dtype(), T => {
+        let (w, b) = (w.read_as::<T>(), bias.as_ref().map(HostFloats::read_as));
+        let y = row_norm::forward(
+            &x.read_as::<T>(),
+            h,
+            #[inline(always)]
+            |x, y, centred| forward_row((x, centred), &w, b.as_deref(), eps, y),
+        );
+        OpOutput::of(y, xs.shape())
+    }))
 }
 
 /// Writes `x - mean(x)` to `centred`; gives `1 / sqrt(var(x) + eps)`.
 #[inline(always)]
-fn centre(x: &[f32], eps: f64, centred: &mut [f32]) -> f32 {
+fn centre<T: Element>(x: &[T], eps: f64, centred: &mut [f32]) -> f32 {
     let mean = |sum: f32| (f64::from(sum) / x.len() as f64) as f32;
     let first = mean(sum(x, |x| x));
     for (centred, x) in centred.iter_mut().zip(x) {
-        *centred = x - first;
+        *centred = x.widen() - first;
     }
     // What the rounding of a large mean left.
     let rest = mean(sum(centred, |x| x));
@@ -135,17 +142,24 @@ fn centre(x: &[f32], eps: f64, centred: &mut [f32]) -> f32 {
 }
 
 #[inline(always)]
-fn forward_row(x: &[f32], w: &[f32], b: Option<&[f32]>, eps: f64, y: &mut [f32]) {
-    let r = centre(x, eps, y);
+fn forward_row<T: Element>(
+    (x, centred): (&[T], &mut [f32]),
+    w: &[T],
+    b: Option<&[T]>,
+    eps: f64,
+    y: &mut [T],
+) {
+    let r = centre(x, eps, centred);
+    let values = y.iter_mut().zip(centred).zip(w);
     match b {
         Some(b) => {
-            for ((y, w), b) in y.iter_mut().zip(w).zip(b) {
-                *y = *y * r * w + b;
+            for (((y, centred), w), b) in values.zip(b) {
+                *y = T::nearest(*centred * r * w.widen() + b.widen());
             }
         }
         None => {
-            for (y, w) in y.iter_mut().zip(w) {
-                *y = *y * r * w;
+            for ((y, centred), w) in values {
+                *y = T::nearest(*centred * r * w.widen());
             }
         }
     }
@@ -154,32 +168,37 @@ fn forward_row(x: &[f32], w: &[f32], b: Option<&[f32]>, eps: f64, y: &mut [f32])
 /// With `c = x - mean(x)`, `n = c r` and `g = dy w`: `dx = r (g - mean(g) - n mean(g n))`, `dw = sum over rows of dy n`,
 /// `db = sum over rows of dy`; what is not wanted of the last two is empty.
 #[inline(always)]
-fn backward_row(row: Row<'_>, eps: f64, dx: &mut [f32], (dw, db): (&mut [f32], &mut [f32])) {
+fn backward_row<T: Element>(
+    row: Row<'_, T>,
+    eps: f64,
+    dx: &mut [T],
+    (dw, db): (&mut [f32], &mut [f32]),
+) {
     let Row {
         x,
         w,
         dy,
         residual,
-        scratch: centred,
+        scratch: [centred, g],
     } = row;
     let r = centre(x, eps, centred);
-    for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
-        *g = dy * w;
+    for ((g, dy), w) in g.iter_mut().zip(dy).zip(w) {
+        *g = dy.widen() * w.widen();
     }
     let len = x.len() as f32;
-    let along_ones = sum(dx, |g| g) / len;
-    let along_x = r * r * dot(dx, centred) / len;
+    let along_ones = sum(g, |g| g) / len;
+    let along_x = r * r * dot(g, centred) / len;
     row_norm::finish_dx(
         dx,
-        centred,
+        (g, centred),
         residual,
         #[inline(always)]
         |g, c| r * (g - along_ones - c * along_x),
     );
     for ((dw, dy), c) in dw.iter_mut().zip(dy).zip(&*centred) {
-        *dw += dy * c * r;
+        *dw += dy.widen() * c * r;
     }
     for (db, dy) in db.iter_mut().zip(dy) {
-        *db += dy;
+        *db += dy.widen();
     }
 }

@@ -5,7 +5,7 @@
 //! partial sums are added in chunk order. Inputs are tensors of f32, bf16 or f16, all of one dtype and on one device; anything
 //! else is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for all: bf16 and f16 are
 //! widened when they are read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
-//! the gradients that `.._into` writes are always f32. Gradients are computed only for the inputs candle tracks. [`quantize_int8`]
+//! the gradients that `.._into` writes are always f32. Linear layers of f32 multiply as [`MatmulPrecision`] says. Gradients are computed only for the inputs candle tracks. [`quantize_int8`]
 //! packs values for their way between ranks, with the same bits on every device.
 //!
 //! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
@@ -22,12 +22,11 @@
 #![deny(unsafe_code)]
 
 mod adamw;
+mod amx_support;
 mod attention;
 mod attention_blocks;
 mod attention_code;
 mod attention_spec;
-#[cfg(target_arch = "x86_64")]
-mod avx512_product;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -35,6 +34,7 @@ mod cuda;
 mod device_choice;
 mod dispatch;
 mod document_starts;
+mod element;
 mod elements;
 mod embedding;
 mod exp;
@@ -51,8 +51,16 @@ mod lanes;
 mod layer_norm;
 mod linear;
 mod linear_grad;
+mod lines;
+mod mapped;
+mod matmul_precision;
 mod matrix;
 mod op_output;
+mod op_timer;
+mod op_times;
+mod packed;
+#[cfg(target_arch = "x86_64")]
+mod product;
 mod profile;
 mod quantized;
 mod rms_norm;
@@ -85,6 +93,7 @@ pub use linear_grad::{
     linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into,
 };
+pub use matmul_precision::MatmulPrecision;
 pub use op_output::OpOutput;
 pub use profile::{OpTime, Profile};
 pub use quantized::{
@@ -94,7 +103,7 @@ pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
 pub use stopwatch::Stopwatch;
 pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub use swiglu::{swiglu, swiglu_backward, swiglu_forward};
+pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,

@@ -3,15 +3,16 @@
 //! Compared with candle's matmul under candle's backward: no gradient for frozen weights, no zeros and additions per
 //! edge, and no transposed copies.
 
-use crate::chunks::{for_each_chunk, rows_per_chunk};
 #[cfg(feature = "cuda")]
 use crate::cuda::Added;
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use crate::matrix::{Matrix, MatrixMut, parallel_product};
+use crate::matrix::{Addend, Factors, Matrix, parallel_product};
+use crate::op_timer;
 use crate::{OpOutput, with_backward2, with_backward3};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "linear";
 
@@ -55,7 +56,7 @@ pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     Ok(forward(xs, weight, bias)?.into_tensor())
 }
 
-/// `residual + xs W^T` outside any graph: the product is accumulated onto a copy of `residual`.
+/// `residual + xs W^T` outside any graph: rounded once.
 ///
 /// # Shapes
 /// `residual (.., out)`, `xs (.., in)` with the same leading dimensions, `weight (out, in)` -> `(.., out)`; one dtype.
@@ -75,12 +76,14 @@ pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Re
         let residual = Added::Residual(residual);
         Ok(crate::cuda::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
     });
+    let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(op, xs, weight)?;
     let residual = HostFloats::new(op, "residual", residual)?;
-    let dtype = one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
-    let mut y = residual.read().into_owned();
-    product.add_to(&mut y);
-    Ok(OpOutput::rounded(y, dtype, dims).into_tensor())
+    one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
+    Ok(by_float!(product.xs.dtype(), T => {
+        let y = product.compute::<T>(Addend::Values(&residual.read_as()));
+        OpOutput::of(y, dims).into_tensor()
+    }))
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutput> {
@@ -93,29 +96,27 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutp
         let bias = bias.map_or(Added::Nothing, Added::Bias);
         crate::cuda::linear_forward(NAME, &dims, xs, weight, bias)
     });
+    let _timer = op_timer::product(NAME, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(NAME, xs, weight)?;
-    let mut y = product.compute();
-    if let Some(bias) = bias {
-        let bias = HostFloats::new(NAME, "bias", bias)?;
-        one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
-        let bias = bias.read();
-        let work = y.len();
-        for_each_chunk(&mut y, rows_per_chunk(num_out) * num_out, work, |_, y| {
-            for row in y.chunks_exact_mut(num_out) {
-                for (y, bias) in row.iter_mut().zip(&*bias) {
-                    *y += bias;
-                }
-            }
-        });
-    }
-    Ok(OpOutput::rounded(y, product.dtype, dims))
+    let bias = match bias {
+        Some(bias) => {
+            let bias = HostFloats::new(NAME, "bias", bias)?;
+            one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
+            Some(bias)
+        }
+        None => None,
+    };
+    let bias = bias.as_ref().map(HostFloats::read);
+    Ok(by_float!(product.xs.dtype(), T => {
+        let addend = bias.as_deref().map_or(Addend::Nothing, Addend::Bias);
+        OpOutput::of(product.compute::<T>(addend), dims)
+    }))
 }
 
 /// `x W^T`, checked and ready to be computed.
 struct Rows {
     xs: HostFloats,
     weight: HostFloats,
-    dtype: DType,
     rows: usize,
     num_in: usize,
     num_out: usize,
@@ -127,8 +128,8 @@ impl Rows {
         let (rows, _) = rows_of(op, "xs", xs, num_in)?;
         let xs = HostFloats::new(op, "xs", xs)?;
         let weight = HostFloats::new(op, "weight", weight)?;
+        one_dtype(op, &[("xs", &xs), ("weight", &weight)])?;
         Ok(Self {
-            dtype: one_dtype(op, &[("xs", &xs), ("weight", &weight)])?,
             xs,
             weight,
             rows,
@@ -137,24 +138,17 @@ impl Rows {
         })
     }
 
-    fn compute(&self) -> Vec<f32> {
-        let (xs, weight) = (self.xs.read(), self.weight.read());
-        let [xs, weight_t] = self.matrices(&xs, &weight);
-        parallel_product(xs, weight_t)
+    /// The product of values of `T`.
+    fn compute<T: Element>(&self, addend: Addend<'_, T>) -> Vec<T> {
+        let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
+        parallel_product(addend, &[self.factors(&xs, &weight)])
     }
 
-    fn add_to(&self, y: &mut [f32]) {
-        let (xs, weight) = (self.xs.read(), self.weight.read());
-        let [xs, weight_t] = self.matrices(&xs, &weight);
-        MatrixMut::new(y, self.rows, self.num_out, self.num_out)
-            .parallel_product(true, xs, weight_t);
-    }
-
-    fn matrices<'a>(&self, xs: &'a [f32], weight: &'a [f32]) -> [Matrix<'a>; 2] {
-        [
+    fn factors<'a, T>(&self, xs: &'a [T], weight: &'a [T]) -> Factors<'a, T> {
+        (
             Matrix::new(xs, self.rows, self.num_in, self.num_in),
             Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
-        ]
+        )
     }
 }
 

@@ -4,11 +4,13 @@
 use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::dispatch::on_cuda;
+use crate::element::by_float;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
-use crate::matrix::{Matrix, MatrixMut, parallel_product};
-use candle_core::{Result, Tensor, bail};
+use crate::matrix::{Addend, Matrix, MatrixMut, parallel_product};
+use crate::op_timer;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
 ///
@@ -38,23 +40,29 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> 
     };
     let dims = dims_of_sum(op, terms)?;
     on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
-    let mut dx = Vec::new();
-    for (i, (dy, weight)) in terms.iter().enumerate() {
-        let (num_out, num_in) = weight_dims(op, weight)?;
-        let (rows, _) = rows_of(op, "dy", dy, num_out)?;
+    let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
+    let _timer = op_timer::product(op, &dims, all_out, [first.dtype(); 2]);
+    let mut hosts = Vec::with_capacity(terms.len());
+    for (dy, weight) in terms {
         let dy = HostFloats::new(op, "dy", dy)?;
         let weight = HostFloats::new(op, "weight", weight)?;
         one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
-        let (dy, weight) = (dy.read(), weight.read());
-        let dy = Matrix::new(&dy, rows, num_out, num_out);
-        let weight = Matrix::new(&weight, num_out, num_in, num_in);
-        if i == 0 {
-            dx = parallel_product(dy, weight);
-        } else {
-            MatrixMut::new(&mut dx, rows, num_in, num_in).parallel_product(true, dy, weight);
-        }
+        hosts.push((dy, weight));
     }
-    Ok(OpOutput::rounded(dx, first.dtype(), dims).into_tensor())
+    let rows = dims.iter().rev().skip(1).product();
+    Ok(by_float!(first.dtype(), T => {
+        let values = hosts.iter().map(|(dy, weight)| (dy.read_as::<T>(), weight.read_as::<T>()));
+        let values: Vec<_> = values.collect();
+        let factors = terms.iter().zip(&values).map(|((_, weight), (dy, weight_values))| {
+            let (num_out, num_in) = weight_dims(op, weight)?;
+            Ok((
+                Matrix::new(dy, rows, num_out, num_out),
+                Matrix::new(weight_values, num_out, num_in, num_in),
+            ))
+        });
+        let factors: Vec<_> = factors.collect::<Result<_>>()?;
+        OpOutput::of(parallel_product::<T, T>(Addend::Nothing, &factors), dims).into_tensor()
+    }))
 }
 
 /// The shape that all terms `dy W` have, at least one, all of one dtype.
@@ -94,12 +102,16 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let op = "linear_weight_grad";
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     on_cuda!(dy => crate::cuda::linear_weight_grad(op, dy, xs));
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, [dy.dtype(); 2]);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
-    let dw = parallel_product(
-        Matrix::new(&dy.read(), rows, num_out, num_out).t(),
-        Matrix::new(&xs.read(), rows, num_in, num_in),
-    );
-    Ok(OpOutput::rounded(dw, dy.dtype(), (num_out, num_in)).into_tensor())
+    Ok(by_float!(dy.dtype(), T => {
+        let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
+        let factors = (
+            Matrix::new(&dy, rows, num_out, num_out).t(),
+            Matrix::new(&xs, rows, num_in, num_in),
+        );
+        OpOutput::of(parallel_product::<T, T>(Addend::Nothing, &[factors]), (num_out, num_in)).into_tensor()
+    }))
 }
 
 /// Writes, or adds if `add`, the gradient of the weight, `dy^T x`, to `dst`; outside any graph, without transposing
@@ -116,13 +128,19 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     len_must_be(op, dst, num_out * num_in)?;
     on_cuda!(dst => crate::cuda::linear_weight_grad_into(op, dst, add, dy, xs));
+    let dtypes = [dy.dtype(), DType::F32];
+    let _timer = op_timer::product(op, &[num_out, num_in], rows, dtypes);
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
-    write(op, "dst", dst, num_out * num_in, |dst| {
-        MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(
-            add,
-            Matrix::new(&dy.read(), rows, num_out, num_out).t(),
-            Matrix::new(&xs.read(), rows, num_in, num_in),
+    let addend = if add { Addend::Result } else { Addend::Nothing };
+    by_float!(dy.dtype(), T => {
+        let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
+        let factors = (
+            Matrix::new(&dy, rows, num_out, num_out).t(),
+            Matrix::new(&xs, rows, num_in, num_in),
         );
+        write::<f32>(op, "dst", dst, num_out * num_in, |dst| {
+            MatrixMut::new(dst, num_out, num_in, num_in).parallel_product(addend, &[factors]);
+        })
     })
 }
 
@@ -137,6 +155,7 @@ pub fn linear_bias_grad(dy: &Tensor) -> Result<Tensor> {
     let op = "linear_bias_grad";
     let num_out = bias_len(op, dy)?;
     on_cuda!(dy => crate::cuda::linear_bias_grad(op, dy));
+    let _timer = op_timer::op(op);
     let mut db = vec![0f32; num_out];
     sum_rows(&mut db, true, &HostFloats::new(op, "dy", dy)?);
     Ok(OpOutput::rounded(db, dy.dtype(), num_out).into_tensor())
@@ -154,6 +173,7 @@ pub fn linear_bias_grad_into(dst: &Tensor, add: bool, dy: &Tensor) -> Result<()>
     let num_out = bias_len(op, dy)?;
     len_must_be(op, dst, num_out)?;
     on_cuda!(dst => crate::cuda::linear_bias_grad_into(op, dst, add, dy));
+    let _timer = op_timer::op(op);
     let dy = HostFloats::new(op, "dy", dy)?;
     write(op, "dst", dst, num_out, |dst: &mut [f32]| {
         sum_rows(dst, add, &dy)

@@ -1,34 +1,63 @@
-//! Strided f32 matrices inside larger buffers, and their products: large ones by `avx512_product` where the processor allows,
-//! the others by the `gemm` crate.
+//! Strided matrices inside larger buffers, and their products: large ones by [`crate::product`] where the processor allows, the
+//! others by the `gemm` crate, for which bf16 and f16 are widened.
 //!
 //! Both cut the rows and columns of a product among threads, never the sum over `k`: the bits are the same for any number of
-//! threads. A sum over `k` is made of sums of at most 192 terms, whose rounding errors stay smaller than those of one long sum.
+//! threads. A sum over `k` is made of sums of few terms, whose rounding errors stay smaller than those of one long sum.
 
 #![allow(unsafe_code)]
 
+use crate::element::Element;
+use crate::filled::zeros;
+use crate::half_precision::widened;
 #[cfg(target_arch = "x86_64")]
-use crate::avx512_product;
+use crate::product;
+use crate::vectorised::vectorised;
+use candle_core::{CpuStorageRef, DType};
 use gemm::Parallelism;
+use std::borrow::Cow;
 use std::marker::PhantomData;
 
 /// Products of fewer multiplications than this stay on the calling thread: waking the others would cost more.
-const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
-/// Most terms that are summed in one go.
+pub(crate) const PARALLEL_MULTIPLICATIONS: usize = 1 << 21;
+/// Most terms of f32 that are summed in one go.
 pub(crate) const SUM_LEN: usize = 192;
+
+/// The values in f32, copied only if they are of another type.
+fn in_f32<T: Element>(values: &[T]) -> Cow<'_, [f32]> {
+    match T::cpu_storage_ref(values) {
+        CpuStorageRef::F32(values) => Cow::Borrowed(values),
+        _ => Cow::Owned(widened(values)),
+    }
+}
+
+/// What is added to a product before it is rounded.
+#[derive(Clone, Copy)]
+pub(crate) enum Addend<'a, Out> {
+    Nothing,
+    /// What the result holds.
+    Result,
+    /// These numbers, one for each element of the result, row by row.
+    Values(&'a [Out]),
+    /// These numbers, one for each column.
+    Bias(&'a [f32]),
+}
 
 /// A matrix to read.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    pub(crate) data: &'a [f32],
+pub(crate) struct Matrix<'a, T = f32> {
+    pub(crate) data: &'a [T],
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
     pub(crate) col_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+/// Two matrices to multiply.
+pub(crate) type Factors<'a, T = f32> = (Matrix<'a, T>, Matrix<'a, T>);
+
+impl<'a, T> Matrix<'a, T> {
     /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         let data = &data[..extent(rows, cols, row_stride)];
         Self {
             data,
@@ -58,20 +87,31 @@ impl<'a> Matrix<'a> {
             col_stride: self.row_stride,
         }
     }
+
+    /// The matrix with `data` in the places of its elements.
+    fn with<'b, U>(&self, data: &'b [U]) -> Matrix<'b, U> {
+        Matrix {
+            data,
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+        }
+    }
 }
 
 /// A matrix to write.
-pub(crate) struct MatrixMut<'a> {
-    pub(crate) data: *mut f32,
+pub(crate) struct MatrixMut<'a, T = f32> {
+    pub(crate) data: *mut T,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
-    lifetime: PhantomData<&'a mut [f32]>,
+    lifetime: PhantomData<&'a mut [T]>,
 }
 
-impl<'a> MatrixMut<'a> {
+impl<'a, T> MatrixMut<'a, T> {
     /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.
-    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         let data = data[..extent(rows, cols, row_stride)].as_mut_ptr();
         Self {
             data,
@@ -81,58 +121,99 @@ impl<'a> MatrixMut<'a> {
             lifetime: PhantomData,
         }
     }
+}
 
-    /// `self = lhs * rhs`, on the calling thread.
-    pub(crate) fn set_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.write(false, lhs, rhs, Parallelism::None);
-    }
-
-    /// `self += lhs * rhs`, on the calling thread.
-    pub(crate) fn add_product(&mut self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        self.write(true, lhs, rhs, Parallelism::None);
-    }
-
-    /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on all threads of the current pool if that is worth it.
-    pub(crate) fn parallel_product(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>) {
-        let num_threads = rayon::current_num_threads();
-        let multiplications = (lhs.rows * rhs.cols).saturating_mul(lhs.cols);
-        if multiplications <= PARALLEL_MULTIPLICATIONS {
-            return self.write(add, lhs, rhs, Parallelism::None);
+impl<Out: Element> MatrixMut<'_, Out> {
+    /// `self = addend + sum of lhs * rhs`, rounded once, of at least one pair of `(lhs, rhs)`; on all threads of the current pool if that is
+    /// worth it.
+    pub(crate) fn parallel_product<T: Element>(
+        &mut self,
+        addend: Addend<'_, Out>,
+        factors: &[Factors<'_, T>],
+    ) {
+        for (lhs, rhs) in factors {
+            self.check_shapes(*lhs, *rhs);
+        }
+        match addend {
+            Addend::Bias(bias) => assert_eq!(bias.len(), self.cols),
+            Addend::Values(values) => assert_eq!(values.len(), self.rows * self.cols),
+            Addend::Nothing | Addend::Result => {}
         }
         #[cfg(target_arch = "x86_64")]
-        if avx512_product::is_worth_it(self.rows, self.cols) {
-            self.check_shapes(lhs, rhs);
-            // SAFETY: the processor can, the shapes fit, and without a `k` there would be no multiplications.
-            return unsafe { avx512_product::product(self, add, lhs, rhs) };
+        if product::is_worth_it(self.rows, self.cols) && factors.iter().any(|(lhs, _)| lhs.cols > 0)
+        {
+            // SAFETY: the processor can, the shapes fit, and this is the only access to the elements.
+            return unsafe { product::product(self, addend, factors) };
         }
-        match num_threads {
-            1 => self.write(add, lhs, rhs, Parallelism::None),
-            _ => self.write(add, lhs, rhs, Parallelism::Rayon(num_threads)),
-        }
+        self.gemm_product(addend, factors);
     }
 
-    /// Multiplies each row by its factor.
-    pub(crate) fn scale_rows(&mut self, factors: &[f32]) {
-        assert_eq!(factors.len(), self.rows);
-        if self.cols == 0 {
-            return;
-        }
-        for (row, factor) in factors.iter().enumerate() {
-            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
-            let row = unsafe {
-                let start = self.data.add(row * self.row_stride);
-                std::slice::from_raw_parts_mut(start, self.cols)
+    /// As [`Self::parallel_product`], by the `gemm` crate.
+    fn gemm_product<T: Element>(&mut self, addend: Addend<'_, Out>, factors: &[Factors<'_, T>]) {
+        let multiplications = |(lhs, rhs): &Factors<'_, T>| lhs.rows * lhs.cols * rhs.cols;
+        let multiplications: usize = factors.iter().map(multiplications).sum();
+        let parallelism = match rayon::current_num_threads() {
+            threads if threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS => {
+                Parallelism::Rayon(threads)
+            }
+            _ => Parallelism::None,
+        };
+        let add = |sums: &mut MatrixMut<'_>, add: bool| {
+            for (i, (lhs, rhs)) in factors.iter().enumerate() {
+                let [l, r] = [lhs.data, rhs.data].map(in_f32);
+                sums.write(add || i > 0, lhs.with(&l), rhs.with(&r), parallelism);
+            }
+        };
+        if Out::DTYPE == DType::F32 && matches!(addend, Addend::Nothing | Addend::Result) {
+            let mut out = MatrixMut {
+                data: self.data.cast(),
+                rows: self.rows,
+                cols: self.cols,
+                row_stride: self.row_stride,
+                lifetime: PhantomData,
             };
-            row.iter_mut().for_each(|x| *x *= factor);
+            return add(&mut out, matches!(addend, Addend::Result));
+        }
+        let (rows, cols) = (self.rows, self.cols);
+        let mut sums = zeros(rows * cols);
+        add(&mut MatrixMut::new(&mut sums, rows, cols, cols), false);
+        for (row, sums) in sums.chunks_exact(cols.max(1)).enumerate() {
+            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
+            let out = unsafe {
+                let start = self.data.add(row * self.row_stride);
+                std::slice::from_raw_parts_mut(start, cols)
+            };
+            for (col, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+                let added = match addend {
+                    Addend::Nothing => 0.0,
+                    Addend::Result => out.widen(),
+                    Addend::Values(values) => values[row * cols + col].widen(),
+                    Addend::Bias(bias) => bias[col],
+                };
+                *out = Out::nearest(added + sum);
+            }
         }
     }
 
     /// The pointers are only as good as these shapes.
-    fn check_shapes(&self, lhs: Matrix<'_>, rhs: Matrix<'_>) {
+    fn check_shapes<T>(&self, lhs: Matrix<'_, T>, rhs: Matrix<'_, T>) {
         assert_eq!(
             (self.rows, self.cols, lhs.cols),
             (lhs.rows, rhs.cols, rhs.rows)
         );
+    }
+}
+
+impl MatrixMut<'_> {
+    /// `self = lhs * rhs`, or `self += lhs * rhs` if `add`, on the calling thread.
+    pub(crate) fn small_product<T: Element>(
+        &mut self,
+        add: bool,
+        lhs: Matrix<'_, T>,
+        rhs: Matrix<'_>,
+    ) {
+        let values = in_f32(lhs.data);
+        self.write(add, lhs.with(&values), rhs, Parallelism::None);
     }
 
     fn write(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
@@ -186,23 +267,23 @@ impl<'a> MatrixMut<'a> {
     }
 }
 
-/// `lhs * rhs` row by row, on the calling thread.
-pub(crate) fn product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, |out| out.set_product(lhs, rhs))
+/// `addend + sum of lhs * rhs` of at least one pair, row by row and rounded once, on all threads of the current pool if that is
+/// worth it. There is no result yet to be added.
+pub(crate) fn parallel_product<T: Element, Out: Element>(
+    addend: Addend<'_, Out>,
+    factors: &[Factors<'_, T>],
+) -> Vec<Out> {
+    assert!(!matches!(addend, Addend::Result));
+    let (rows, cols) = (factors[0].0.rows, factors[0].1.cols);
+    new_product(rows, cols, |out| out.parallel_product(addend, factors))
 }
 
-/// `lhs * rhs` row by row, on all threads of the current pool if that is worth it.
-pub(crate) fn parallel_product(lhs: Matrix<'_>, rhs: Matrix<'_>) -> Vec<f32> {
-    new_product(lhs, rhs, |out| out.parallel_product(false, lhs, rhs))
-}
-
-fn new_product(
-    lhs: Matrix<'_>,
-    rhs: Matrix<'_>,
-    write: impl FnOnce(&mut MatrixMut<'_>),
-) -> Vec<f32> {
-    let (rows, cols) = (lhs.rows, rhs.cols);
-    let mut values = Vec::<f32>::with_capacity(rows * cols);
+fn new_product<Out: Element>(
+    rows: usize,
+    cols: usize,
+    write: impl FnOnce(&mut MatrixMut<'_, Out>),
+) -> Vec<Out> {
+    let mut values = Vec::<Out>::with_capacity(rows * cols);
     write(&mut MatrixMut {
         data: values.as_mut_ptr(),
         rows,
@@ -216,18 +297,18 @@ fn new_product(
 }
 
 /// A buffer of which several threads write disjoint strided matrices, such as the heads of `(t, heads, d)`.
-pub(crate) struct SharedBuffer<'a> {
-    data: *mut f32,
+pub(crate) struct SharedBuffer<'a, T> {
+    data: *mut T,
     len: usize,
-    lifetime: PhantomData<&'a mut [f32]>,
+    lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the only access is through `matrix`, whose callers keep the matrices in use at one time disjoint.
-unsafe impl Sync for SharedBuffer<'_> {}
+// SAFETY: the only access is through `write_rows`, whose callers keep the rows in use at one time disjoint.
+unsafe impl<T: Send> Sync for SharedBuffer<'_, T> {}
 
-impl<'a> SharedBuffer<'a> {
+impl<'a, T: Element> SharedBuffer<'a, T> {
     /// Borrows `data` for as long as threads write to it.
-    pub(crate) fn new(data: &'a mut [f32]) -> Self {
+    pub(crate) fn new(data: &'a mut [T]) -> Self {
         Self {
             data: data.as_mut_ptr(),
             len: data.len(),
@@ -235,31 +316,34 @@ impl<'a> SharedBuffer<'a> {
         }
     }
 
-    /// `rows` rows of `cols` elements, `row_stride` apart, from element `start`.
+    /// Writes rows of `cols` elements, `row_stride` apart, from element `start` on: values, each times the factor of its row, rounded.
     ///
     /// # Safety
-    /// No other matrix in use at the same time shares an element with this one.
-    pub(crate) unsafe fn matrix(
+    /// Nobody else uses these elements at the same time.
+    pub(crate) unsafe fn write_rows<'v>(
         &self,
         start: usize,
-        rows: usize,
-        cols: usize,
         row_stride: usize,
-    ) -> MatrixMut<'_> {
-        let end = start + extent(rows, cols, row_stride);
-        assert!(
-            end <= self.len,
-            "matrix of {end} elements in a buffer of {}",
-            self.len
-        );
-        // SAFETY: `start <= end <= len` by the check above, so the pointer stays inside the buffer.
-        let data = unsafe { self.data.add(start) };
-        MatrixMut {
-            data,
-            rows,
-            cols,
-            row_stride,
-            lifetime: PhantomData,
+        cols: usize,
+        rows: impl Iterator<Item = (&'v [f32], f32)>,
+    ) {
+        for (row, (values, factor)) in rows.enumerate() {
+            let first = start + row * row_stride;
+            assert!(
+                first + cols <= self.len,
+                "row of {cols} elements at {first} in a buffer of {}",
+                self.len
+            );
+            // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
+            let out = unsafe { std::slice::from_raw_parts_mut(self.data.add(first), cols) };
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (out, value) in out.iter_mut().zip(values) {
+                        *out = T::nearest(value * factor);
+                    }
+                },
+            );
         }
     }
 }
@@ -280,22 +364,23 @@ mod tests {
     #[test]
     fn product_of_strided_matrices_touches_only_its_elements() {
         // a = [[1, 2], [3, 4]] inside rows of 3, b = [[5, 6], [7, 8]] stored transposed.
-        let a = [1.0, 2.0, 9.0, 3.0, 4.0];
+        let a = [1.0f32, 2.0, 9.0, 3.0, 4.0];
         let b = [5.0, 7.0, 6.0, 8.0];
         let mut out = [1.0f32; 7];
         let (a, b) = (Matrix::new(&a, 2, 2, 3), Matrix::new(&b, 2, 2, 2).t());
-        MatrixMut::new(&mut out, 2, 2, 4).set_product(a, b);
+        MatrixMut::new(&mut out, 2, 2, 4).small_product(false, a, b);
         assert_eq!(out, [19.0, 22.0, 1.0, 1.0, 43.0, 50.0, 1.0]);
-        MatrixMut::new(&mut out, 2, 2, 4).add_product(a, b);
+        MatrixMut::new(&mut out, 2, 2, 4).small_product(true, a, b);
         assert_eq!(out, [38.0, 44.0, 1.0, 1.0, 86.0, 100.0, 1.0]);
     }
 
     #[test]
     #[should_panic(expected = "in a buffer of 7")]
-    fn a_matrix_beyond_a_shared_buffer_is_refused() {
+    fn rows_beyond_a_shared_buffer_are_refused() {
         let mut out = [0f32; 7];
         let shared = SharedBuffer::new(&mut out);
-        // SAFETY: it is the only matrix.
-        let _ = unsafe { shared.matrix(1, 2, 3, 4) };
+        let row: &[f32] = &[1.0; 3];
+        // SAFETY: nobody else writes.
+        unsafe { shared.write_rows(1, 4, 3, [(row, 1.0), (row, 1.0)].into_iter()) };
     }
 }

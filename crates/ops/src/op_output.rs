@@ -5,7 +5,7 @@ use crate::half_precision::rounded;
 use candle_core::CudaStorage;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 
 /// The computed value of an operation on its way into the graph.
 ///
@@ -37,6 +37,11 @@ impl<S: Into<Shape>> From<(Vec<f32>, S)> for OpOutput {
 }
 
 impl OpOutput {
+    /// `values`, exactly as many as `shape` has elements.
+    pub(crate) fn of<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>) -> Self {
+        Self::from((T::to_cpu_storage_owned(values), shape))
+    }
+
     /// `values`, exactly as many as `shape` has elements, as they are for f32, rounded once for bf16 and f16.
     pub(crate) fn rounded(values: Vec<f32>, dtype: DType, shape: impl Into<Shape>) -> Self {
         let storage = match dtype {

@@ -1,13 +1,13 @@
-//! Where the time of a GPU goes, operation by operation.
+//! Where the time of a device goes, operation by operation.
 
 use candle_core::{Device, Result, bail};
 use std::fmt::{Display, Formatter};
 
-/// GPU time of a kernel or product over a profile.
+/// Time of a kernel, operation or product over a profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpTime {
-    /// The kernel's name, or the operation for which cuBLAS multiplied with the product's m x n x k and type: products of
-    /// different shapes are kept apart.
+    /// The kernel's name, on the CPU the operation's, or that of a linear layer's operation with its product's m x n x k and type:
+    /// n rows of m sums of k terms. Products of different shapes are kept apart.
     pub op: String,
     /// How often it ran.
     pub num_calls: usize,
@@ -15,15 +15,20 @@ pub struct OpTime {
     pub secs: f64,
 }
 
-/// GPU time of the operations between [`Profile::start`] and [`Profile::finish`], from CUDA events around each kernel and each
-/// product.
+/// Time of the operations between [`Profile::start`] and [`Profile::finish`].
 ///
-/// One profile runs at a time in a process. It sees one GPU, whichever thread gives it work. A call lasts from when the GPU has
-/// done what came before until it has done the call: if the host is late, waiting for it counts where it happens. Events cost a
-/// few microseconds each; while no profile runs there are none.
+/// On a GPU it is made of CUDA events around each kernel and each product. One profile runs at a time in a process. It sees one
+/// GPU, whichever thread gives it work. A call lasts from when the GPU has done what came before until it has done the call: if
+/// the host is late, waiting for it counts where it happens. Events cost a few microseconds each; while no profile runs there are
+/// none.
+///
+/// On the CPU it sees the operations of this crate that the thread asks for which started it: where ranks are threads, those of one
+/// rank. A call lasts as long as that thread waits for it, whichever threads compute, with the conversion of what it reads and the
+/// rounding of what it gives; an operation that another one calls is part of that one, so products of attention count in
+/// attention. Each thread can have a profile of its own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Profile {
-    /// Seconds from start to end on the GPU.
+    /// Seconds from start to end, on a GPU by its clock.
     pub total_secs: f64,
     /// The longest first.
     pub ops: Vec<OpTime>,
@@ -32,33 +37,31 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Times what is put on `device` from now on.
+    /// Times what is put on `device` from now on, and on the CPU what this thread puts there.
     ///
     /// # Errors
-    /// On the CPU, and while a profile runs.
+    /// While a profile runs, or if `device` is neither the CPU nor a GPU of CUDA.
     pub fn start(device: &Device) -> Result<()> {
         match device {
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => crate::cuda::start_profile(cuda),
-            _ => {
-                bail!("a profile needs a GPU: it is made of CUDA events, and this runs on the CPU")
-            }
+            Device::Cpu => crate::op_timer::start_profile(),
+            device => bail!("no profile can be made on {:?}", device.location()),
         }
     }
 
-    /// The times of `num_steps` steps since the start. Waits for the GPU.
+    /// The times of `num_steps` steps since the start. Waits for a GPU; on the CPU the thread must be that of the start.
     ///
     /// # Errors
     /// When no profile runs, or the GPU has failed.
     pub fn finish(device: &Device, num_steps: usize) -> Result<Self> {
-        match device {
+        let (total_secs, ops) = match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
-                let (total_secs, ops) = crate::cuda::finish_profile(cuda)?;
-                Ok(Self::new(total_secs, ops, num_steps))
-            }
-            _ => bail!("no profile of {num_steps} steps runs: on the CPU there is none"),
-        }
+            Device::Cuda(cuda) => crate::cuda::finish_profile(cuda)?,
+            Device::Cpu => crate::op_timer::finish_profile()?,
+            device => bail!("no profile can be made on {:?}", device.location()),
+        };
+        Ok(Self::new(total_secs, ops, num_steps))
     }
 
     /// The times of `num_steps` steps that took `total_secs` together, in order.
@@ -90,7 +93,7 @@ impl Display for Profile {
             row(&time.op, &calls, time.secs)?;
             known += time.secs;
         }
-        // Kernels of candle, copies, and a GPU that waits for the host.
+        // What candle itself does, copies, allocation, communication, and a GPU that waits for the host.
         row("everything else", "", (self.total_secs - known).max(0.0))?;
         row("all", "", self.total_secs)
     }

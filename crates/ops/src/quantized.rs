@@ -8,6 +8,7 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host::HostU8;
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
@@ -47,15 +48,16 @@ pub fn quantize_int8(xs: &Tensor) -> Result<Tensor> {
     shape.pop();
     shape.push(quantized_bytes(len));
     on_cuda!(xs => crate::cuda::quantize_int8(xs, [rows, len], shape));
+    let _timer = crate::op_timer::op(op);
     let xs = HostFloats::new(op, "xs", xs)?;
-    let xs = xs.read();
     let row_bytes = quantized_bytes(len);
     let mut packed = vec![0u8; rows * row_bytes];
-    if len > 0 {
-        for (packed, xs) in packed.chunks_exact_mut(row_bytes).zip(xs.chunks_exact(len)) {
+    by_float!(xs.dtype(), T => if len > 0 {
+        let (packed, xs) = (packed.chunks_exact_mut(row_bytes), xs.read_as::<T>());
+        for (packed, xs) in packed.zip(xs.chunks_exact(len)) {
             quantize_row(packed, xs);
         }
-    }
+    });
     Tensor::from_vec(packed, shape, &Device::Cpu)
 }
 
@@ -111,6 +113,7 @@ fn dequantize(
         return Ok(());
     }
     on_cuda!(dst => crate::cuda::dequantize_int8(op, dst, add, packed, [num_summed, len]));
+    let _timer = crate::op_timer::op(op);
     let packed = HostU8::new(op, "packed", packed)?;
     let packed = packed.read();
     if !dst.is_contiguous() {
@@ -120,18 +123,16 @@ fn dequantize(
         )
     }
     let summed_bytes = num_summed * quantized_bytes(len);
-    in_place(op, "dst", dst.clone(), |dst| {
-        for (dst, packed) in dst
-            .chunks_exact_mut(len)
-            .zip(packed.chunks_exact(summed_bytes))
-        {
+    by_float!(dst.dtype(), T => in_place::<T>(op, "dst", dst.clone(), |dst| {
+        let packed = packed.chunks_exact(summed_bytes);
+        for (dst, packed) in dst.chunks_exact_mut(len).zip(packed) {
             sum_rows(dst, add, packed);
         }
-    })?;
+    }))?;
     Ok(())
 }
 
-fn quantize_row(packed: &mut [u8], xs: &[f32]) {
+fn quantize_row<T: Element>(packed: &mut [u8], xs: &[T]) {
     let blocks = rows_per_chunk(BLOCK);
     for_each_chunk(packed, blocks * BLOCK_BYTES, xs.len(), |chunk, packed| {
         let xs = &xs[(chunk * blocks * BLOCK).min(xs.len())..];
@@ -147,7 +148,7 @@ fn quantize_row(packed: &mut [u8], xs: &[f32]) {
 }
 
 #[inline(always)]
-fn quantize_block(packed: &mut [u8], xs: &[f32]) {
+fn quantize_block<T: Element>(packed: &mut [u8], xs: &[T]) {
     let (scale_bytes, codes) = packed.split_at_mut(SCALE_BYTES);
     let max = lanes::max(xs, f32::abs);
     if !max.is_finite() {
@@ -158,12 +159,12 @@ fn quantize_block(packed: &mut [u8], xs: &[f32]) {
     scale_bytes.copy_from_slice(&scale.to_le_bytes());
     let inverse = 1.0 / scale;
     for (code, x) in codes.iter_mut().zip(xs) {
-        *code = (x * inverse + ROUNDER).to_bits() as u8;
+        *code = (x.widen() * inverse + ROUNDER).to_bits() as u8;
     }
 }
 
 /// `dst` = the sum of the rows of `packed`, after what `dst` is if `add`.
-fn sum_rows(dst: &mut [f32], add: bool, packed: &[u8]) {
+fn sum_rows<T: Element>(dst: &mut [T], add: bool, packed: &[u8]) {
     let row_bytes = quantized_bytes(dst.len());
     let blocks = rows_per_chunk(BLOCK);
     for_each_chunk(dst, blocks * BLOCK, packed.len(), |chunk, dst| {
@@ -172,8 +173,18 @@ fn sum_rows(dst: &mut [f32], add: bool, packed: &[u8]) {
             || {
                 for (block, dst) in dst.chunks_mut(BLOCK).enumerate() {
                     let start = (chunk * blocks + block) * BLOCK_BYTES;
+                    let mut sums = [0f32; BLOCK];
+                    let sums = &mut sums[..dst.len()];
+                    if add {
+                        for (sum, dst) in sums.iter_mut().zip(&*dst) {
+                            *sum = dst.widen();
+                        }
+                    }
                     for (row, packed) in packed.chunks_exact(row_bytes).enumerate() {
-                        add_block(dst, add || row > 0, &packed[start..]);
+                        add_block(sums, add || row > 0, &packed[start..]);
+                    }
+                    for (dst, sum) in dst.iter_mut().zip(sums) {
+                        *dst = T::nearest(*sum);
                     }
                 }
             },

@@ -3,6 +3,7 @@
 #[cfg(feature = "cuda")]
 use crate::cuda::Norm;
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::lanes::dot;
 use crate::row_norm::{self, Row};
@@ -68,65 +69,74 @@ pub fn rms_norm_backward(
         Ok((dx, dw))
     });
     let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
-    let (dx, dw) = inputs.run(
+    let _timer = crate::op_timer::op("rms_norm_backward");
+    let (dx, dw) = by_float!(inputs.dtype(), T => inputs.run::<T>(
         h,
         weight_grad.into(),
         #[inline(always)]
         |row, dx, dw| backward_row(row, eps, dx, dw),
-    );
+    ));
     let dw = weight_grad.then(|| Tensor::from_vec(dw, h, xs.device()));
     Ok((dx, dw.transpose()?))
 }
 
 /// `1 / sqrt(mean(x^2) + eps)` of one row.
 #[inline(always)]
-fn inverse_rms(x: &[f32], eps: f64) -> f32 {
+fn inverse_rms<T: Element>(x: &[T], eps: f64) -> f32 {
     (1.0 / (dot(x, x) as f64 / x.len() as f64 + eps).sqrt()) as f32
 }
 
 fn forward(xs: &Tensor, weight: &Tensor, eps: f64) -> Result<OpOutput> {
     let h = row_norm::width(NAME, xs, weight)?;
     on_cuda!(xs => crate::cuda::norm_forward(Norm::Rms, xs, weight, None, eps));
+    let _timer = crate::op_timer::op("rms_norm_forward");
     let x = HostFloats::new(NAME, "xs", xs)?;
     let w = HostFloats::new(NAME, "weight", weight)?;
     one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;
-    let w = w.read();
-    Ok(row_norm::forward(
-        &x,
-        h,
-        #[inline(always)]
-        |x, y| forward_row(x, &w, eps, y),
-    ))
+    Ok(by_float!(x.dtype(), T => {
+        let w = w.read_as::<T>();
+        let y = row_norm::forward(
+            &x.read_as::<T>(),
+            h,
+            #[inline(always)]
+            |x, y, _| forward_row(x, &w, eps, y),
+        );
+        OpOutput::of(y, xs.shape())
+    }))
 }
 
 #[inline(always)]
-fn forward_row(x: &[f32], w: &[f32], eps: f64, y: &mut [f32]) {
+fn forward_row<T: Element>(x: &[T], w: &[T], eps: f64, y: &mut [T]) {
     let r = inverse_rms(x, eps);
     for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-        *y = x * r * w;
+        *y = T::nearest(x.widen() * r * w.widen());
     }
 }
 
 /// With `n = x r` and `g = dy w`: `dx = r (g - n mean(g n))`, `dw = sum over rows of dy n`; `dw` is empty if it is not
 /// wanted.
 #[inline(always)]
-fn backward_row(row: Row<'_>, eps: f64, dx: &mut [f32], dw: &mut [f32]) {
+fn backward_row<T: Element>(row: Row<'_, T>, eps: f64, dx: &mut [T], dw: &mut [f32]) {
     let Row {
-        x, w, dy, residual, ..
+        x,
+        w,
+        dy,
+        residual,
+        scratch: [g, _],
     } = row;
     let r = inverse_rms(x, eps);
-    for ((g, dy), w) in dx.iter_mut().zip(dy).zip(w) {
-        *g = dy * w;
+    for ((g, dy), w) in g.iter_mut().zip(dy).zip(w) {
+        *g = dy.widen() * w.widen();
     }
-    let along_x = r * r * dot(dx, x) / x.len() as f32;
+    let along_x = r * r * dot(g, x) / x.len() as f32;
     row_norm::finish_dx(
         dx,
-        x,
+        (g, x),
         residual,
         #[inline(always)]
         |g, x| r * (g - x * along_x),
     );
     for ((dw, dy), x) in dw.iter_mut().zip(dy).zip(x) {
-        *dw += dy * x * r;
+        *dw += dy.widen() * x.widen() * r;
     }
 }

@@ -5,6 +5,8 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
+use crate::filled::copied;
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
@@ -46,12 +48,15 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 fn turned(xs: &Tensor, cos: &Tensor, sin: &Tensor, direction: RopeDirection) -> Result<OpOutput> {
     let sizes = sizes(xs, cos, sin)?;
     on_cuda!(xs => crate::cuda::rope(xs, cos, sin, direction));
+    let _timer = crate::op_timer::op(NAME);
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let x = HostFloats::new(NAME, "xs", xs)?;
-    let mut y = x.read().into_owned();
-    rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
-    Ok(OpOutput::rounded(y, x.dtype(), xs.shape()))
+    Ok(by_float!(x.dtype(), T => {
+        let mut y = copied(&x.read_as::<T>());
+        rotate(&mut y, &cos.read(), &sin.read(), direction, sizes);
+        OpOutput::of(y, xs.shape())
+    }))
 }
 
 /// Rotates each head of each position in the storage of `xs`, outside any graph, and returns `xs`.
@@ -73,12 +78,13 @@ pub fn rope_in_place(
 ) -> Result<Tensor> {
     let sizes = sizes(&xs, cos, sin)?;
     on_cuda!(xs => crate::cuda::rope_in_place(xs, cos, sin, direction));
+    let _timer = crate::op_timer::op("rope_in_place");
     let cos = HostF32::new(NAME, "cos", cos)?;
     let sin = HostF32::new(NAME, "sin", sin)?;
     let (cos, sin) = (cos.read(), sin.read());
-    in_place(NAME, "xs", xs, |xs| {
+    by_float!(xs.dtype(), T => in_place::<T>(NAME, "xs", xs, |xs| {
         rotate(xs, &cos, &sin, direction, sizes);
-    })
+    }))
 }
 
 /// `(t, h, d)` of inputs that fit.
@@ -106,8 +112,8 @@ fn sizes(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize
     Ok((num_angles, h, d))
 }
 
-fn rotate(
-    x: &mut [f32],
+fn rotate<T: Element>(
+    x: &mut [T],
     cos: &[f32],
     sin: &[f32],
     direction: RopeDirection,
@@ -123,27 +129,28 @@ fn rotate(
     };
     let rows = rows_per_chunk(row);
     for_each_chunk(x, rows * row, work, |chunk, x| {
-        for (i, x) in x.chunks_exact_mut(row).enumerate() {
-            let angles = (chunk * rows + i) % num_angles * half;
-            let (cos, sin) = (&cos[angles..][..half], &sin[angles..][..half]);
-            vectorised(
-                #[inline(always)]
-                || {
+        vectorised(
+            #[inline(always)]
+            || {
+                for (i, x) in x.chunks_exact_mut(row).enumerate() {
+                    let angles = (chunk * rows + i) % num_angles * half;
+                    let (cos, sin) = (&cos[angles..][..half], &sin[angles..][..half]);
                     for x in x.chunks_exact_mut(d) {
                         turn(x.split_at_mut(half), cos, sin, sign);
                     }
-                },
-            );
-        }
+                }
+            },
+        );
     });
 }
 
 /// Turns the pairs of one head by `sign` times the angles.
 #[inline(always)]
-fn turn((x1, x2): (&mut [f32], &mut [f32]), cos: &[f32], sin: &[f32], sign: f32) {
+fn turn<T: Element>((x1, x2): (&mut [T], &mut [T]), cos: &[f32], sin: &[f32], sign: f32) {
     let angles = cos.iter().zip(sin);
     for ((x1, x2), (cos, sin)) in x1.iter_mut().zip(x2).zip(angles) {
-        let sin = sign * sin;
-        (*x1, *x2) = (*x1 * cos - *x2 * sin, *x2 * cos + *x1 * sin);
+        let (sin, wide) = (sign * sin, (x1.widen(), x2.widen()));
+        *x1 = T::nearest(wide.0 * cos - wide.1 * sin);
+        *x2 = T::nearest(wide.1 * cos + wide.0 * sin);
     }
 }

@@ -3,10 +3,11 @@
 
 use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, rows_per_chunk, rows_per_partial, sum_partials};
+use crate::element::Element;
 use crate::filled::{filled, filled2};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::vectorised::vectorised;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// Length of a row of `xs (.., h)`; an error if `weight` is not `(h)`.
 pub(crate) fn width(op: &str, xs: &Tensor, weight: &Tensor) -> Result<usize> {
@@ -39,24 +40,25 @@ pub(crate) fn backward_width(
     width(op, xs, weight)
 }
 
-/// What `row(x, y)` makes of each row of `h` values, in the shape and dtype of `xs`.
-pub(crate) fn forward(
-    xs: &HostFloats,
+/// What `row(x, y, scratch)` makes of each row of `h` values; `scratch` is memory for `h` values.
+pub(crate) fn forward<T: Element>(
+    x: &[T],
     h: usize,
-    row: impl Fn(&[f32], &mut [f32]) + Send + Sync,
-) -> OpOutput {
-    let x = xs.read();
+    row: impl Fn(&[T], &mut [T], &mut [f32]) + Send + Sync,
+) -> Vec<T> {
     let chunk_len = rows_per_chunk(h) * h;
-    let y = filled(x.len(), chunk_len, x.len(), |chunk, y| {
+    filled(x.len(), chunk_len, x.len(), |chunk, y: &mut [T]| {
         let x = &x[chunk * chunk_len..][..y.len()];
-        for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
-            vectorised(
-                #[inline(always)]
-                || row(x, y),
-            );
-        }
-    });
-    OpOutput::rounded(y, xs.dtype(), xs.tensor().shape())
+        let mut scratch = vec![0f32; h];
+        vectorised(
+            #[inline(always)]
+            || {
+                for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
+                    row(x, y, &mut scratch);
+                }
+            },
+        );
+    })
 }
 
 /// Inputs of a norm's backward on the CPU.
@@ -67,13 +69,13 @@ pub(crate) struct Backward {
     residual: Option<HostFloats>,
 }
 
-/// A row of each input, and memory for one more; `w` is the same in all.
-pub(crate) struct Row<'a> {
-    pub(crate) x: &'a [f32],
-    pub(crate) w: &'a [f32],
-    pub(crate) dy: &'a [f32],
-    pub(crate) residual: Option<&'a [f32]>,
-    pub(crate) scratch: &'a mut [f32],
+/// A row of each input, and memory for two more; `w` is the same in all.
+pub(crate) struct Row<'a, T> {
+    pub(crate) x: &'a [T],
+    pub(crate) w: &'a [T],
+    pub(crate) dy: &'a [T],
+    pub(crate) residual: Option<&'a [T]>,
+    pub(crate) scratch: [&'a mut [f32]; 2],
 }
 
 impl Backward {
@@ -105,69 +107,80 @@ impl Backward {
         Ok(inputs)
     }
 
-    /// Calls `row(inputs, dx, sums)`, which writes `dx`, zeros so far, and adds to `num_sums` times `h` sums over the rows.
-    /// Gives `dx` as a tensor, and the sums.
-    pub(crate) fn run(
+    /// Of all inputs.
+    pub(crate) fn dtype(&self) -> DType {
+        self.xs.dtype()
+    }
+
+    /// Calls `row(inputs, dx, sums)`, which writes `dx` and adds to `num_sums` times `h` sums over the rows. Gives `dx` as a
+    /// tensor, and the sums.
+    pub(crate) fn run<T: Element>(
         &self,
         h: usize,
         num_sums: usize,
-        row: impl Fn(Row<'_>, &mut [f32], &mut [f32]) + Send + Sync,
+        row: impl Fn(Row<'_, T>, &mut [T], &mut [f32]) + Send + Sync,
     ) -> (Tensor, Vec<f32>) {
-        let (x, w, dy) = (self.xs.read(), self.weight.read(), self.dy.read());
-        let residual = self.residual.as_ref().map(HostFloats::read);
+        let (x, w, dy) = (self.xs.read_as(), self.weight.read_as(), self.dy.read_as());
+        let residual = self.residual.as_ref().map(HostFloats::read_as);
+        let (x, w, dy, residual) = (&*x, &*w, &*dy, residual.as_deref());
         let rows = rows_per_partial(x.len() / h.max(1), h);
         let num_chunks = x.len().div_ceil((rows * h).max(1));
         let sums_len = num_sums * h;
         // Each chunk of dx needs its partner, though nothing is summed.
         let partial_len = sums_len.max(1);
         let sizes = [(x.len(), rows * h), (num_chunks * partial_len, partial_len)];
-        let (dx, partials) = filled2(sizes[0], sizes[1], 2 * x.len(), |chunk, dx, sums| {
-            let (mut block_sums, mut scratch) = (vec![0f32; sums_len], vec![0f32; h]);
+        let pass = |chunk: usize, dx: &mut [T], sums: &mut [f32]| {
+            let (mut block_sums, mut scratch) = (vec![0f32; sums_len], vec![0f32; 2 * h]);
+            let (first, second) = scratch.split_at_mut(h);
             for (block, dx) in dx.chunks_mut(SUMMED_ROWS * h.max(1)).enumerate() {
                 let first_row = chunk * rows + block * SUMMED_ROWS;
-                for (i, dx) in dx.chunks_exact_mut(h).enumerate() {
-                    let start = (first_row + i) * h;
-                    let inputs = Row {
-                        x: &x[start..][..h],
-                        w: &w,
-                        dy: &dy[start..][..h],
-                        residual: residual.as_ref().map(|residual| &residual[start..][..h]),
-                        scratch: &mut scratch,
-                    };
-                    vectorised(
-                        #[inline(always)]
-                        || row(inputs, dx, &mut block_sums),
-                    );
-                }
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for (i, dx) in dx.chunks_exact_mut(h).enumerate() {
+                            let start = (first_row + i) * h;
+                            let inputs = Row {
+                                x: &x[start..][..h],
+                                w,
+                                dy: &dy[start..][..h],
+                                residual: residual.map(|residual| &residual[start..][..h]),
+                                scratch: [&mut *first, &mut *second],
+                            };
+                            row(inputs, dx, &mut block_sums);
+                        }
+                    },
+                );
                 for (sum, block_sum) in sums.iter_mut().zip(&mut block_sums) {
                     *sum += std::mem::take(block_sum);
                 }
             }
-        });
+        };
+        let (dx, partials) = filled2(sizes[0], sizes[1], 2 * x.len(), pass);
         let mut sums = vec![0f32; sums_len];
         sum_partials(&mut sums, true, &partials);
-        let dx = OpOutput::rounded(dx, self.xs.dtype(), self.xs.tensor().shape());
+        let dx = OpOutput::of(dx, self.xs.tensor().shape());
         (dx.into_tensor(), sums)
     }
 }
 
-/// Replaces each `g` of `dx` by `finished(g, x)`, plus the residual's value if there is one.
+/// Writes `finished(g, x)` of each value of `g`, plus the residual's value if there is one, to `dx`.
 #[inline(always)]
-pub(crate) fn finish_dx(
-    dx: &mut [f32],
-    x: &[f32],
-    residual: Option<&[f32]>,
+pub(crate) fn finish_dx<T: Element, X: Element>(
+    dx: &mut [T],
+    (g, x): (&[f32], &[X]),
+    residual: Option<&[T]>,
     finished: impl Fn(f32, f32) -> f32,
 ) {
+    let values = dx.iter_mut().zip(g).zip(x);
     match residual {
         Some(residual) => {
-            for ((dx, x), residual) in dx.iter_mut().zip(x).zip(residual) {
-                *dx = residual + finished(*dx, *x);
+            for (((dx, g), x), residual) in values.zip(residual) {
+                *dx = T::nearest(residual.widen() + finished(*g, x.widen()));
             }
         }
         None => {
-            for (dx, x) in dx.iter_mut().zip(x) {
-                *dx = finished(*dx, *x);
+            for ((dx, g), x) in values {
+                *dx = T::nearest(finished(*g, x.widen()));
             }
         }
     }

@@ -1,14 +1,18 @@
 //! Sums in f64, of losses and of the squares of gradients, without the host having to read or to send anything.
 
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;
+use crate::vectorised::vectorised;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Values summed by one task; fixed, so that the bits do not depend on the number of threads.
 const CHUNK: usize = 16 * 1024;
+/// Sums that grow beside each other.
+const LANES: usize = 32;
 
 /// Writes, or adds if `add`, the sum of `xs` in f64 to `dst`; outside any graph.
 ///
@@ -21,6 +25,7 @@ pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_into";
     one_value(op, "dst", dst)?;
     on_cuda!(dst => crate::cuda::sum_into(dst, add, xs));
+    let _timer = crate::op_timer::op(op);
     let xs = HostF32::new(op, "xs", xs)?;
     let sum: f64 = xs.read().iter().copied().map(f64::from).sum();
     write::<f64>(op, "dst", dst, 1, |dst| {
@@ -37,6 +42,7 @@ pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
 /// When `xs` is not f32, bf16 or f16.
 pub fn sum_of_squares(xs: &Tensor) -> Result<Tensor> {
     on_cuda!(xs => crate::cuda::sum_of_squares(xs));
+    let _timer = crate::op_timer::op("sum_of_squares");
     Tensor::new(host_sum("sum_of_squares", xs)?, &Device::Cpu)
 }
 
@@ -51,6 +57,7 @@ pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_of_squares_into";
     one_value(op, "dst", dst)?;
     on_cuda!(dst => crate::cuda::sum_of_squares_into(dst, add, xs));
+    let _timer = crate::op_timer::op(op);
     let sum = host_sum(op, xs)?;
     write::<f64>(op, "dst", dst, 1, |dst| {
         dst[0] = if add { dst[0] + sum } else { sum };
@@ -59,11 +66,29 @@ pub fn sum_of_squares_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
 
 fn host_sum(op: &str, xs: &Tensor) -> Result<f64> {
     let xs = HostFloats::new(op, "xs", xs)?;
-    let values = xs.read();
-    let square_sum =
-        |chunk: &[f32]| -> f64 { chunk.iter().map(|&x| f64::from(x) * f64::from(x)).sum() };
-    let partial: Vec<f64> = values.par_chunks(CHUNK).map(square_sum).collect();
+    let partial: Vec<f64> = by_float!(xs.dtype(), T => {
+        let values = xs.read_as::<T>();
+        values.par_chunks(CHUNK).map(square_sum).collect()
+    });
     Ok(partial.iter().sum())
+}
+
+/// In lanes of their own, so that they fill vector registers; their number is fixed, so that the bits are.
+fn square_sum<T: Element>(values: &[T]) -> f64 {
+    vectorised(
+        #[inline(always)]
+        || {
+            let mut sums = [0f64; LANES];
+            let blocks = values.chunks(LANES);
+            for block in blocks {
+                for (sum, value) in sums.iter_mut().zip(block) {
+                    let value = f64::from(value.widen());
+                    *sum += value * value;
+                }
+            }
+            sums.iter().sum()
+        },
+    )
 }
 
 fn one_value(op: &str, what: &str, tensor: &Tensor) -> Result<()> {

@@ -1,13 +1,12 @@
 //! Gated activation of Llama's feed-forward: `y = silu(gate) * up`, `silu(g) = g sigmoid(g)` (Shazeer 2020,
 //! arXiv:2002.05202). `sigmoid(g) = 1 / (1 + e^-g)`.
 
-use crate::chunks::rows_per_chunk;
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::exp::exp;
-use crate::filled::{filled, filled2};
 use crate::host::detached;
 use crate::host_floats::{HostFloats, one_dtype};
-use crate::vectorised::vectorised;
+use crate::mapped::mapped;
 use crate::{OpOutput, with_backward2};
 use candle_core::{Result, Tensor, bail};
 
@@ -51,6 +50,86 @@ pub fn swiglu_forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When the shapes differ or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    same_shape(gate, up, dy)?;
+    on_cuda!(gate => crate::cuda::swiglu_backward(gate, up, dy));
+    let _timer = crate::op_timer::op("swiglu_backward");
+    let [dg, du] = backward(
+        [gate, up, dy],
+        #[inline(always)]
+        |inputs| {
+            let [dg, du, _] = grads_and_output(inputs);
+            [dg, du]
+        },
+    )?;
+    Ok((dg, du))
+}
+
+/// [`swiglu_backward`] with the output itself, which the forward pass need not have kept: both in one pass.
+///
+/// # Shapes
+/// `gate`, `up` and `dy` of one shape -> the gradients of `gate` and `up` and the output, of the same shape; one dtype.
+///
+/// # Errors
+/// When the shapes differ or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
+pub fn swiglu_backward_and_output(
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    same_shape(gate, up, dy)?;
+    on_cuda!(gate => {
+        let (dg, du) = crate::cuda::swiglu_backward(gate, up, dy)?;
+        Ok((dg, du, crate::cuda::swiglu_forward(gate, up)?.into_tensor()))
+    });
+    let _timer = crate::op_timer::op("swiglu_backward");
+    let [dg, du, y] = backward([gate, up, dy], grads_and_output)?;
+    Ok((dg, du, y))
+}
+
+fn forward(gate: &Tensor, up: &Tensor) -> Result<OpOutput> {
+    one_shape(gate, up)?;
+    on_cuda!(gate => crate::cuda::swiglu_forward(gate, up));
+    let _timer = crate::op_timer::op("swiglu_forward");
+    let (g, u) = on_host(gate, up)?;
+    let [y] = by_float!(g.dtype(), T => tensors(gate, mapped(
+        [&g.read_as::<T>(), &u.read_as::<T>()],
+        #[inline(always)]
+        |[gate, up]| {
+            // One rounding less than gate times the sigmoid.
+            [gate / (1.0 + exp(-gate)) * up]
+        },
+    )));
+    Ok(y)
+}
+
+/// What `f` makes of `[gate, up, dy]` at each place.
+fn backward<const N: usize>(
+    [gate, up, dy]: [&Tensor; 3],
+    f: impl Fn([f32; 3]) -> [f32; N] + Send + Sync,
+) -> Result<[Tensor; N]> {
+    let (g, u) = on_host(gate, up)?;
+    let dy = HostFloats::new(NAME, "the gradient", dy)?;
+    let dtype = one_dtype(NAME, &[("gate", &g), ("the gradient", &dy)])?;
+    let results = by_float!(dtype, T => tensors(gate, mapped(
+        [&g.read_as::<T>(), &u.read_as::<T>(), &dy.read_as::<T>()],
+        f,
+    )));
+    Ok(results.map(OpOutput::into_tensor))
+}
+
+fn tensors<T: Element, const N: usize>(like: &Tensor, values: [Vec<T>; N]) -> [OpOutput; N] {
+    values.map(|values| OpOutput::of(values, like.shape()))
+}
+
+/// With `s = sigmoid(gate)`: `dgate = dy up (s + gate s (1 - s))`, `dup = dy gate s`, and the output, `gate s up`.
+#[inline(always)]
+fn grads_and_output([gate, up, dy]: [f32; 3]) -> [f32; 3] {
+    let denominator = 1.0 + exp(-gate);
+    let (s, silu) = (1.0 / denominator, gate / denominator);
+    [dy * up * (s + silu * (1.0 - s)), dy * silu, silu * up]
+}
+
+fn same_shape(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<()> {
     one_shape(gate, up)?;
     if dy.dims() != gate.dims() {
         bail!(
@@ -59,21 +138,7 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
             dy.dims()
         )
     }
-    on_cuda!(gate => crate::cuda::swiglu_backward(gate, up, dy));
-    let (g, u) = on_host(gate, up)?;
-    let dy = HostFloats::new(NAME, "the gradient", dy)?;
-    let dtype = one_dtype(NAME, &[("gate", &g), ("the gradient", &dy)])?;
-    let (dg, du) = backward_values(&g.read(), &u.read(), &dy.read());
-    let tensor = |values| OpOutput::rounded(values, dtype, gate.shape()).into_tensor();
-    Ok((tensor(dg), tensor(du)))
-}
-
-fn forward(gate: &Tensor, up: &Tensor) -> Result<OpOutput> {
-    one_shape(gate, up)?;
-    on_cuda!(gate => crate::cuda::swiglu_forward(gate, up));
-    let (g, u) = on_host(gate, up)?;
-    let y = forward_values(&g.read(), &u.read());
-    Ok(OpOutput::rounded(y, g.dtype(), gate.shape()))
+    Ok(())
 }
 
 fn one_shape(gate: &Tensor, up: &Tensor) -> Result<()> {
@@ -92,43 +157,4 @@ fn on_host(gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
     let up = HostFloats::new(NAME, "up", up)?;
     one_dtype(NAME, &[("gate", &gate), ("up", &up)])?;
     Ok((gate, up))
-}
-
-fn forward_values(gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let len = rows_per_chunk(1);
-    filled(gate.len(), len, gate.len(), |chunk, y| {
-        let start = chunk * len;
-        let (gate, up) = (&gate[start..][..y.len()], &up[start..][..y.len()]);
-        vectorised(
-            #[inline(always)]
-            || {
-                for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-                    // One rounding less than gate times the sigmoid.
-                    *y = gate / (1.0 + exp(-gate)) * up;
-                }
-            },
-        );
-    })
-}
-
-/// With `s = sigmoid(gate)`: `dgate = dy up (s + gate s (1 - s))`, `dup = dy gate s`.
-fn backward_values(gate: &[f32], up: &[f32], dy: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let len = rows_per_chunk(1);
-    let sizes = (gate.len(), len);
-    filled2(sizes, sizes, 2 * gate.len(), |chunk, dg, du| {
-        let part = |values| -> &[f32] { &<[f32]>::split_at(values, chunk * len).1[..dg.len()] };
-        let (gate, up, dy) = (part(gate), part(up), part(dy));
-        vectorised(
-            #[inline(always)]
-            || {
-                let inputs = gate.iter().zip(up).zip(dy);
-                for ((dg, du), ((gate, up), dy)) in dg.iter_mut().zip(du).zip(inputs) {
-                    let denominator = 1.0 + exp(-gate);
-                    let (s, silu) = (1.0 / denominator, gate / denominator);
-                    *dg = dy * up * (s + silu * (1.0 - s));
-                    *du = dy * silu;
-                }
-            },
-        );
-    })
 }

@@ -8,7 +8,9 @@ use crate::IGNORE_INDEX;
 use crate::OpOutput;
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::exp::exp;
+use crate::filled::copied;
 use crate::host::{HostF32, HostU32};
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
@@ -40,20 +42,26 @@ pub fn softmax_stats(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> R
     let (n, v) = rows_of(op, logits)?;
     check_rows(op, n, &[("targets", targets)])?;
     on_cuda!(logits => crate::cuda::softmax_stats(logits, targets, vocab_start));
+    let _timer = crate::op_timer::op(op);
     let device = logits.device();
     let logits = HostFloats::new(op, "logits", logits)?;
     let targets = HostU32::new(op, "targets", targets)?;
-    let (logits, targets) = (logits.read(), targets.read());
+    let targets = targets.read();
     let mut stats = vec![0f32; STATS * n];
     let rows = rows_per_chunk(v);
-    for_each_chunk(&mut stats, STATS * rows, logits.len(), |chunk, stats| {
-        for (i, stats) in stats.chunks_exact_mut(STATS).enumerate() {
-            let row = chunk * rows + i;
-            let values = &logits[row * v..][..v];
-            let (max, sum) = max_and_sum_exp(values);
-            let hit = local_column(targets[row], vocab_start, v).map(|column| values[column]);
-            stats.copy_from_slice(&[max, sum, hit.unwrap_or_default()]);
-        }
+    by_float!(logits.dtype(), T => {
+        let logits = logits.read_as::<T>();
+        let logits = &*logits;
+        for_each_chunk(&mut stats, STATS * rows, logits.len(), |chunk, stats| {
+            for (i, stats) in stats.chunks_exact_mut(STATS).enumerate() {
+                let row = chunk * rows + i;
+                let values = &logits[row * v..][..v];
+                let (max, sum) = max_and_sum_exp(values);
+                let hit = local_column(targets[row], vocab_start, v);
+                let hit = hit.map(|column| values[column].widen());
+                stats.copy_from_slice(&[max, sum, hit.unwrap_or_default()]);
+            }
+        });
     });
     Tensor::from_vec(stats, (n, STATS), device)
 }
@@ -91,6 +99,7 @@ pub(crate) fn losses(
         ref dims => bail!("{op}: expected stats (shards * {n}, {STATS}), got {dims:?}"),
     }
     on_cuda!(stats => crate::cuda::cross_entropy_loss(stats, targets, vocab_size));
+    let _timer = crate::op_timer::op(op);
     let stats = HostF32::new(op, "stats", stats)?;
     let targets = HostU32::new(op, "targets", targets)?;
     let (stats, targets) = (stats.read(), targets.read());
@@ -141,14 +150,15 @@ pub fn cross_entropy_grad(
     ];
     check_rows(op, n, &rows)?;
     on_cuda!(logits => crate::cuda::cross_entropy_grad(logits, log_sum_exp, targets, vocab_start, grad));
+    let _timer = crate::op_timer::op(op);
     let grad = HostF32::new(op, "grad", grad)?;
     let grad = grad.read();
     let logits = HostFloats::new(op, "logits", logits)?;
-    let (copy, shape) = (logits.read().into_owned(), logits.tensor().shape());
-    let copy = OpOutput::rounded(copy, logits.dtype(), shape).into_tensor();
-    rows_in_place(op, copy, (log_sum_exp, targets, vocab_start), |row| {
-        grad[row]
-    })
+    let copy = by_float!(logits.dtype(), T => {
+        OpOutput::of(copied(&logits.read_as::<T>()), logits.tensor().shape())
+    });
+    let rows = (log_sum_exp, targets, vocab_start);
+    rows_in_place(op, copy.into_tensor(), rows, |row| grad[row])
 }
 
 /// [`cross_entropy_grad`] in the storage of `logits`, with the one `grad` for all rows.
@@ -175,6 +185,7 @@ pub fn cross_entropy_grad_in_place(
     on_cuda!(logits => {
         crate::cuda::cross_entropy_grad_in_place(logits, log_sum_exp, targets, vocab_start, grad)
     });
+    let _timer = crate::op_timer::op(op);
     rows_in_place(op, logits, (log_sum_exp, targets, vocab_start), |_| grad)
 }
 
@@ -189,33 +200,45 @@ fn rows_in_place(
     let log_sum_exp = HostF32::new(op, "log_sum_exp", log_sum_exp)?;
     let targets = HostU32::new(op, "targets", targets)?;
     let (log_sum_exp, targets) = (log_sum_exp.read(), targets.read());
+    if v == 0 {
+        return Ok(logits);
+    }
     let rows = rows_per_chunk(v);
-    in_place(op, "logits", logits, |logits| {
-        if v == 0 {
-            return;
-        }
+    by_float!(logits.dtype(), T => in_place::<T>(op, "logits", logits, |logits| {
         for_each_chunk(logits, rows * v, n * v, |chunk, logits| {
             for (i, logits) in logits.chunks_exact_mut(v).enumerate() {
                 let row = chunk * rows + i;
-                if targets[row] == IGNORE_INDEX {
-                    logits.fill(0.0);
-                    continue;
-                }
-                let (log_sum_exp, grad) = (log_sum_exp[row], grad(row));
-                vectorised(
-                    #[inline(always)]
-                    || {
-                        for logit in logits.iter_mut() {
-                            *logit = exp(*logit - log_sum_exp) * grad;
-                        }
-                    },
-                );
-                if let Some(column) = local_column(targets[row], vocab_start, v) {
-                    logits[column] -= grad;
-                }
+                let target = (targets[row], vocab_start);
+                grad_of_row(logits, log_sum_exp[row], grad(row), target);
             }
         });
-    })
+    }))
+}
+
+/// Turns a row of logits into their gradient.
+fn grad_of_row<T: Element>(
+    logits: &mut [T],
+    log_sum_exp: f32,
+    grad: f32,
+    (target, vocab_start): (u32, usize),
+) {
+    if target == IGNORE_INDEX {
+        return logits.fill(T::zero());
+    }
+    let scaled = |logit: T| exp(logit.widen() - log_sum_exp) * grad;
+    let hit = local_column(target, vocab_start, logits.len());
+    let hit = hit.map(|column| (column, T::nearest(scaled(logits[column]) - grad)));
+    vectorised(
+        #[inline(always)]
+        || {
+            for logit in logits.iter_mut() {
+                *logit = T::nearest(exp(logit.widen() - log_sum_exp) * grad);
+            }
+        },
+    );
+    if let Some((column, value)) = hit {
+        logits[column] = value;
+    }
 }
 
 /// Rows and columns of the logits.
@@ -245,7 +268,7 @@ fn local_column(target: u32, vocab_start: usize, v: usize) -> Option<usize> {
 
 /// The largest value and the sum of `exp(value - largest)`. What the values before add up to is scaled down where a larger one
 /// comes. The first maximum is finite, so that minus infinity is never taken from itself.
-fn max_and_sum_exp(values: &[f32]) -> (f32, f32) {
+fn max_and_sum_exp<T: Element>(values: &[T]) -> (f32, f32) {
     let (mut max, mut total) = (f32::MIN, 0f64);
     for cached in values.chunks(CACHED) {
         let before = max;

@@ -171,10 +171,49 @@ fn a_number_of_threads_that_no_machine_has_is_refused() {
     run("18446744073709551615").assert_error(&["--threads is 18446744073709551615"]);
 }
 
+/// What the rows of the profile of `program` say: operation, calls per step, milliseconds per step.
+fn profile(program: Program) -> Vec<(String, f64, f64)> {
+    let text = program.switch("--profile").succeeds().stderr;
+    let rows = text
+        .lines()
+        .skip_while(|line| !line.starts_with("operation"));
+    let row = |line: &str| {
+        let cells: Vec<&str> = line.split("  ").filter(|cell| !cell.is_empty()).collect();
+        let number = |i: usize| cells[i].trim().parse::<f64>().unwrap();
+        match cells.len() {
+            4 => (cells[0].to_string(), number(1), number(2)),
+            _ => (cells[0].to_string(), 0.0, number(1)),
+        }
+    };
+    rows.skip(1).map(row).collect()
+}
+
 #[test]
-fn a_profile_needs_a_gpu() {
-    let outcome = bench().flag("--device", "cpu").switch("--profile").run();
-    outcome.assert_error(&["--profile", "CUDA events", "CPU", "hint: --device cuda"]);
+fn a_profile_on_the_cpu_counts_the_operations_of_the_first_rank() {
+    let program = || bench().flag("--device", "cpu").flag("--batch-size", 3);
+    for (program, is_halved) in [(program(), false), (program().flag("--tp", 2), true)] {
+        let rows = profile(program);
+        let calls = |name: &str| {
+            let row = rows.iter().find(|row| row.0 == name);
+            row.unwrap_or_else(|| panic!("no {name} in {rows:?}")).1
+        };
+        // 24 tokens; two layers with gate and up each, of width 24.
+        let width = if is_halved { 12 } else { 24 };
+        assert_eq!(calls(&format!("linear {width}x24x16 f32")), 4.0, "{rows:?}");
+        assert_eq!(calls("attention_forward"), 2.0);
+        assert_eq!(calls("attention_backward"), 2.0);
+        assert!(calls("adamw") >= 1.0);
+        let [parts @ .., rest, all] = &rows[..] else {
+            panic!("{rows:?}")
+        };
+        assert_eq!([&*rest.0, &*all.0], ["everything else", "all"]);
+        let sum = rest.2 + parts.iter().map(|row| row.2).sum::<f64>();
+        // Each row is rounded to a thousandth.
+        assert!(
+            (sum - all.2).abs() <= 0.001 * rows.len() as f64,
+            "{sum} {rows:?}"
+        );
+    }
 }
 
 #[test]

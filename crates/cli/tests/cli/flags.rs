@@ -104,6 +104,11 @@ fn other_values_are_refused_with_the_name_and_the_value() {
     let cases: &[(&str, &str, &[&str])] = &[
         ("--schedule", "zigzag", &["'zigzag'", "1f1b, gpipe"]),
         ("--dtype", "f64", &["'f64'", "f32, bf16, f16"]),
+        (
+            "--matmul-precision",
+            "medium",
+            &["'medium'", "highest, high"],
+        ),
         ("--offload", "disk", &["`disk`", "nvme:DIR"]),
         ("--zero-group", "3", &["zero-group(3)", "dp(", "hint"]),
         ("--quantize-weights", "int8", &["ZeRO stage 3", "hint"]),
@@ -219,6 +224,23 @@ fn a_number_of_the_optimizer_changes_the_weights() {
 }
 
 #[test]
+fn a_processor_without_tiles_multiplies_with_all_bits_and_says_so() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune();
+    let high = program.clone().flag("--matmul-precision", "high");
+    let said = high.succeeds().stderr;
+    let file = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
+    assert!(file.contains("matmul-precision = \"high\""), "{file}");
+    let is_same = said.contains("warning: --matmul-precision high changes nothing");
+    let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    assert_eq!(is_same, !processor.contains("amx_bf16"), "{said}");
+    let weights = || read_tensors(&workspace.output().join("model.safetensors"));
+    let of_high = weights();
+    program.switch("--overwrite").succeeds();
+    assert!(!is_same || weights() == of_high);
+}
+
+#[test]
 fn flags_that_would_do_nothing_are_refused() {
     let workspace = Workspace::new();
     let run = workspace.finetune().without("--sample-tokens");
@@ -259,6 +281,10 @@ fn flags_that_would_do_nothing_are_refused() {
         (
             vec![("--lr-decay-ratio", "0.2")],
             vec!["--lr-decay-ratio is given without --lr-schedule wsd"],
+        ),
+        (
+            vec![("--dtype", "bf16"), ("--matmul-precision", "high")],
+            vec!["--matmul-precision is given beside --dtype bf16 or f16"],
         ),
         (
             vec![("--keep", "3")],

@@ -66,6 +66,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--check-collectives", &["processes", "rank 0"]),
     ("--half-sums", &["[default: f32]", "native", "nccl"]),
     ("--deterministic", &["same bits", "attention"]),
+    (
+        "--matmul-precision",
+        &["[default: highest]", "high:", "AMX", "TF32"],
+    ),
     ("--deadline", &["[default: 600]", "SECONDS"]),
     ("--device", &["[default: cuda", "DEVICE", "cuda:N"]),
     ("--dtype", &["[default: bf16 on GPUs", "bf16", "f16"]),

@@ -205,6 +205,7 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
         assert_eq!(made(), first);
     };
     refused(&program.clone().flag("--lr", 2e-3));
+    refused(&program.clone().flag("--matmul-precision", "high"));
     let text = fs::read_to_string(workspace.path("text.txt")).unwrap();
     fs::write(workspace.path("other.txt"), format!("{text}.")).unwrap();
     let other = workspace.path("other.txt");

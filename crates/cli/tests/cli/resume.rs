@@ -206,6 +206,11 @@ fn another_run_is_refused_by_name() {
             vec!["--global-batch-size is 8, and 4"],
         ),
         (
+            "--matmul-precision",
+            "high",
+            vec!["--matmul-precision is high, and not given in the checkpoint"],
+        ),
+        (
             "--dtype",
             "bf16",
             vec!["--dtype is bf16, and f32 in the checkpoint"],

@@ -5,7 +5,8 @@ use super::element::Element;
 use super::kernel_table::for_each_kernel;
 use super::loaded::loaded;
 use super::pointer::{Argument, In, OptIn, OptOut, Out};
-use super::profile::{OpName, timed};
+use super::profile::timed;
+use crate::op_times::OpName;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -69,7 +70,7 @@ macro_rules! launchers {
                 $(arguments.arg(&$argument);)*
                 // SAFETY: number, order and types of the arguments are the kernel's, by the test of the table; the rest is
                 // the caller's promise.
-                timed(OpName::Kernel(stringify!($name)), &launch.stream, || unsafe { arguments.launch(launch.config) }.w())?;
+                timed(OpName::Named(stringify!($name)), &launch.stream, || unsafe { arguments.launch(launch.config) }.w())?;
                 Ok(())
             }
         )*)*

@@ -9,10 +9,11 @@ use super::elements::zero;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, Out};
-use super::profile::{OpName, timed};
+use super::profile::timed;
 use super::values::Fresh;
-use crate::OpOutput;
 use crate::host::detached;
+use crate::op_times::OpName;
+use crate::{MatmulPrecision, OpOutput};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, Tensor};
@@ -218,7 +219,7 @@ impl Product {
         let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
         let (m, n, k): (c_int, c_int, c_int) = (m?, n?, k?);
         let blas = gpu.device.cublas_handle();
-        let name = OpName::Product(gpu.op(), [m, n, k], [T::DTYPE, C::DTYPE]);
+        let name = OpName::Product(gpu.op(), self.sizes, [T::DTYPE, C::DTYPE]);
         // SAFETY: the handle is the device's, on its stream; alpha and beta are read during the call; the matrices are as
         // the caller promised.
         let done = timed(name, &gpu.device.cuda_stream(), || unsafe {
@@ -240,7 +241,7 @@ impl Product {
                 c.address() as *mut _,
                 data_type::<C>(),
                 stride_c?,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                compute_type::<T>(),
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
             .w()
@@ -266,6 +267,16 @@ fn data_type<T: Element>() -> sys::cudaDataType {
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         _ => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+/// How f32 are multiplied is the process's choice; sums are f32.
+fn compute_type<T: Element>() -> sys::cublasComputeType_t {
+    match (T::DTYPE, MatmulPrecision::get()) {
+        (DType::F32, MatmulPrecision::High) => {
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32
+        }
+        _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     }
 }
 

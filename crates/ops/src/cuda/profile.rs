@@ -2,14 +2,13 @@
 //! nothing waits before.
 
 use crate::OpTime;
+use crate::op_times::{OpName, OpTimes};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::result::event::elapsed;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
-use candle_core::{CudaDevice, DType, Result, bail};
-use std::collections::HashMap;
-use std::fmt::{Display, Formatter};
+use candle_core::{CudaDevice, Result, bail};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -30,29 +29,6 @@ struct Running {
 struct Op {
     name: OpName,
     span: Span,
-}
-
-/// A kernel's name, or the operation for which cuBLAS multiplied and the product, as cuBLAS counts: its sizes m, n and k and
-/// the types of what it reads and writes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum OpName {
-    Kernel(&'static str),
-    Product(&'static str, [i32; 3], [DType; 2]),
-}
-
-impl Display for OpName {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Kernel(name) => f.write_str(name),
-            Self::Product(op, [m, n, k], [from, to]) => {
-                write!(f, "{op} {m}x{n}x{k} {}", from.as_str())?;
-                match from == to {
-                    true => Ok(()),
-                    false => write!(f, " to {}", to.as_str()),
-                }
-            }
-        }
-    }
 }
 
 /// Work between two events of a stream.
@@ -134,15 +110,9 @@ pub(crate) fn finish(device: &CudaDevice) -> Result<(f64, Vec<OpTime>)> {
         end: mark(device)?,
     };
     let total_secs = all.secs()?;
-    let mut ops: HashMap<OpName, OpTime> = HashMap::new();
+    let mut ops = OpTimes::default();
     for Op { name, span } in &timed {
-        let time = ops.entry(*name).or_insert_with(|| OpTime {
-            op: name.to_string(),
-            num_calls: 0,
-            secs: 0.0,
-        });
-        time.num_calls += 1;
-        time.secs += span.secs()?;
+        ops.add(*name, span.secs()?);
     }
-    Ok((total_secs, ops.into_values().collect()))
+    Ok((total_secs, ops.into_vec()))
 }

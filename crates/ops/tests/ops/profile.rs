@@ -1,8 +1,11 @@
 //! Profiles: what they count and print.
 
 use crate::check::{device, on_each_device};
-use candle_core::{DType, Result, Tensor};
-use candle_ops::{OpTime, Profile, Stopwatch, linear_forward, rms_norm_forward};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_ops::{
+    OpTime, Profile, Stopwatch, cross_entropy, linear_forward, linear_input_grad_sum,
+    linear_weight_grad_into, rms_norm_forward,
+};
 
 fn op(op: &str, num_calls: usize, secs: f64) -> OpTime {
     OpTime {
@@ -31,40 +34,96 @@ fn a_table_has_the_longest_operation_first_and_what_no_operation_explains() {
     assert_eq!(rows, expected, "{table}");
 }
 
-/// Tests that run at the same time use the same GPU: counts are lower bounds.
+/// Tests that run at the same time use the same GPU: there counts are lower bounds.
 #[test]
-fn operations_on_a_gpu_are_counted_and_timed() -> Result<()> {
+fn operations_are_counted_and_timed_while_a_profile_runs() -> Result<()> {
     on_each_device(|| {
         let device = device();
-        if device.is_cpu() {
-            let error = Profile::start(&device).unwrap_err().to_string();
-            assert!(error.contains("needs a GPU"), "{error}");
-            assert!(Profile::finish(&device, 1).is_err());
-            return Ok(());
-        }
         let xs = Tensor::ones((3, 8), DType::F32, &device)?;
         let weight = Tensor::ones((5, 8), DType::F32, &device)?;
         let wide = Tensor::ones((7, 8), DType::BF16, &device)?;
         let scale = Tensor::ones(8, DType::F32, &device)?;
-        Profile::start(&device)?;
-        let error = Profile::start(&device).unwrap_err().to_string();
-        assert!(error.contains("runs already"), "{error}");
-        for _ in 0..3 {
+        let work = || -> Result<()> {
             linear_forward(&xs, &weight, None)?;
             linear_forward(&xs.to_dtype(DType::BF16)?, &wide, None)?;
             rms_norm_forward(&xs, &scale, 1e-6)?;
+            Ok(())
+        };
+        for num_calls in [3, 2] {
+            work()?;
+            Profile::start(&device)?;
+            let error = Profile::start(&device).unwrap_err().to_string();
+            assert!(error.contains("runs already"), "{error}");
+            for _ in 0..num_calls {
+                work()?;
+            }
+            let profile = Profile::finish(&device, 1)?;
+            let names = ["linear 5x3x8 f32", "linear 7x3x8 bf16", "rms_norm_forward"];
+            for name in names {
+                let time = profile.ops.iter().find(|time| time.op == name);
+                let time = time.unwrap_or_else(|| panic!("no {name} in\n{profile}"));
+                assert!(time.num_calls >= num_calls && time.secs > 0.0, "{profile}");
+                assert!(time.secs <= profile.total_secs, "{profile}");
+                assert!(!device.is_cpu() || time.num_calls == num_calls, "{profile}");
+            }
+            assert!(
+                !device.is_cpu() || profile.ops.len() == names.len(),
+                "{profile}"
+            );
+            let error = Profile::finish(&device, 1).unwrap_err().to_string();
+            assert!(error.contains("no profile runs"), "{error}");
         }
-        let profile = Profile::finish(&device, 1)?;
-        for name in ["linear 5x3x8 f32", "linear 7x3x8 bf16", "rms_norm_forward"] {
-            let time = profile.ops.iter().find(|time| time.op == name);
-            let time = time.unwrap_or_else(|| panic!("no {name} in\n{profile}"));
-            assert!(time.num_calls >= 3 && time.secs > 0.0, "{profile}");
-            assert!(time.secs <= profile.total_secs, "{profile}");
-        }
-        let error = Profile::finish(&device, 1).unwrap_err().to_string();
-        assert!(error.contains("no profile runs"), "{error}");
         Ok(())
     })
+}
+
+#[test]
+fn a_profile_of_the_cpu_counts_the_operations_of_its_thread_alone() -> Result<()> {
+    let cpu = Device::Cpu;
+    let logits = Tensor::ones((3, 5), DType::F32, &cpu)?;
+    let targets = Tensor::new(&[1u32, 4, 0], &cpu)?;
+    let dy = Tensor::ones((2, 3, 5), DType::BF16, &cpu)?;
+    let weights = [
+        Tensor::ones((5, 7), DType::BF16, &cpu)?,
+        Tensor::ones((5, 7), DType::BF16, &cpu)?,
+    ];
+    let dw = Tensor::zeros((5, 5), DType::F32, &cpu)?;
+    Profile::start(&cpu)?;
+    let tracked = Var::from_tensor(&logits)?;
+    cross_entropy(&tracked, &targets)?.sum_all()?.backward()?;
+    linear_input_grad_sum(&[(&dy, &weights[0]), (&dy, &weights[1])])?;
+    linear_weight_grad_into(&dw, true, &dy, &dy)?;
+    let elsewhere = std::thread::spawn(move || -> Result<Profile> {
+        Profile::start(&Device::Cpu)?;
+        linear_forward(&logits, &logits, None)?;
+        Profile::finish(&Device::Cpu, 1)
+    });
+    let elsewhere = elsewhere.join().unwrap()?;
+    let profile = Profile::finish(&cpu, 1)?;
+    let counts = |profile: &Profile| {
+        let mut counts: Vec<(String, usize)> = profile
+            .ops
+            .iter()
+            .map(|time| (time.op.clone(), time.num_calls))
+            .collect();
+        counts.sort();
+        counts
+    };
+    let once = |names: &[&str]| -> Vec<(String, usize)> {
+        names.iter().map(|name| (name.to_string(), 1)).collect()
+    };
+    let expected = [
+        "cross_entropy_grad",
+        "cross_entropy_loss",
+        "linear_input_grad_sum 7x6x10 bf16",
+        "linear_weight_grad_into 5x5x6 bf16 to f32",
+        "softmax_stats",
+    ];
+    assert_eq!(counts(&profile), once(&expected));
+    assert_eq!(counts(&elsewhere), once(&["linear 3x3x5 f32"]));
+    let sum: f64 = profile.ops.iter().map(|time| time.secs).sum();
+    assert!(sum <= profile.total_secs, "{profile}");
+    Ok(())
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::super::attention::NAME;
 use super::super::element::Element;
 use super::super::gpu::Gpu;
-use super::super::profile::{OpName, timed};
+use super::super::profile::timed;
 use super::super::values::{Fresh, Values};
 use super::graph::{
     ALIGNMENT, DELTA, GRAD, K, K_GRAD, LOG_SUM_EXP, ONE, OUT, Q, Q_GRAD, Q_SUMS, SCALE, UNSEEN, V,
@@ -14,6 +14,7 @@ use super::plan::Plan;
 use super::plans::with_plans;
 use super::sizes::{Pass, Sizes};
 use crate::half_precision::by_half_precision;
+use crate::op_times::OpName;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec, GpuSettings, OpOutput};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -301,7 +302,7 @@ unsafe fn run_calls(
         let at = |(number, address, bytes): &Argument| (*number, address + (first * bytes) as u64);
         let tensors: Vec<(i64, u64)> = arguments.iter().map(at).collect();
         // SAFETY: the caller's promise; the sequences of a call divide all.
-        timed(OpName::Kernel(name), &gpu.device.cuda_stream(), || unsafe {
+        timed(OpName::Named(name), &gpu.device.cuda_stream(), || unsafe {
             plan.run(handle, &tensors, workspace, &values)
         })?;
     }

@@ -1,0 +1,53 @@
+//! Whether products can be made of tiles (Intel AMX).
+
+#![allow(unsafe_code)]
+
+/// Whether the processor has AMX for bf16, and the system lets this process use it.
+pub(crate) fn has_amx() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static HAS_AMX: std::sync::LazyLock<bool> =
+            std::sync::LazyLock::new(|| x86_64::is_in_processor() && x86_64::is_permitted());
+        *HAS_AMX
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64 {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+
+    pub(super) fn is_in_processor() -> bool {
+        const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
+        __cpuid(0).eax >= 0x1d
+            && __cpuid_count(7, 0).edx & BF16_AND_TILE == BF16_AND_TILE
+            && is_x86_feature_detected!("avx512bf16")
+    }
+
+    /// Asks Linux for the tiles, which it gives a process only then; an answer other than 0 is an error.
+    pub(super) fn is_permitted() -> bool {
+        #[cfg(target_os = "linux")]
+        {
+            const ARCH_PRCTL: i64 = 158;
+            const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+            const XFEATURE_XTILEDATA: i64 = 18;
+            let mut answer = ARCH_PRCTL;
+            // SAFETY: the call reads and writes no memory of ours; the kernel changes rcx and r11.
+            unsafe {
+                std::arch::asm!(
+                    "syscall",
+                    inlateout("rax") answer,
+                    in("rdi") ARCH_REQ_XCOMP_PERM,
+                    in("rsi") XFEATURE_XTILEDATA,
+                    lateout("rcx") _,
+                    lateout("r11") _,
+                    options(nostack)
+                );
+            }
+            answer == 0
+        }
+        #[cfg(not(target_os = "linux"))]
+        false
+    }
+}

@@ -1,0 +1,98 @@
+//! Scratch memory in cache lines, which each thread keeps for its next use.
+
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+use std::ops::{Deref, DerefMut};
+
+/// Lanes of a line.
+pub(crate) const LANES: usize = 16;
+
+/// One cache line, and one AVX-512 register: 16 lanes of 32 bits.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub(crate) [u32; LANES]);
+
+impl Line {
+    pub(crate) const ZERO: Line = Line([0; LANES]);
+}
+
+thread_local! {
+    /// Buffers that are not in use.
+    static BUFFERS: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Lines of any content, until they are dropped.
+pub(crate) struct Lines {
+    buffer: Vec<Line>,
+    len: usize,
+}
+
+impl Lines {
+    /// `len` lines: in the smallest of the thread's buffers that has as many, else in the largest, which grows.
+    pub(crate) fn new(len: usize) -> Self {
+        let buffer = BUFFERS.with_borrow_mut(|buffers| {
+            let size = |i: &usize| buffers[*i].len();
+            let indices = 0..buffers.len();
+            let fitting = indices.clone().filter(|i| size(i) >= len).min_by_key(size);
+            let index = fitting.or_else(|| indices.max_by_key(size));
+            index.map(|index| buffers.swap_remove(index))
+        });
+        let mut buffer = buffer.unwrap_or_default();
+        if buffer.len() < len {
+            buffer.resize(len, Line::ZERO);
+        }
+        Self { buffer, len }
+    }
+
+    /// The lanes as f32.
+    pub(crate) fn floats(&self) -> &[f32] {
+        // SAFETY: a line is 16 lanes without padding, any bits are an f32, and the lifetime is that of the borrow.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len * LANES) }
+    }
+
+    /// The lanes as f32, to be changed.
+    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as for `floats`.
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), self.len * LANES) }
+    }
+}
+
+impl Drop for Lines {
+    fn drop(&mut self) {
+        let buffer = std::mem::take(&mut self.buffer);
+        // While the thread ends there is nobody to keep it for.
+        let _ = BUFFERS.try_with(|buffers| buffers.borrow_mut().push(buffer));
+    }
+}
+
+impl Deref for Lines {
+    type Target = [Line];
+
+    fn deref(&self) -> &[Line] {
+        &self.buffer[..self.len]
+    }
+}
+
+impl DerefMut for Lines {
+    fn deref_mut(&mut self) -> &mut [Line] {
+        &mut self.buffer[..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Lines;
+
+    #[test]
+    fn buffers_are_used_again_and_never_twice_at_a_time() {
+        let (mut a, mut b) = (Lines::new(3), Lines::new(5));
+        a.floats_mut().fill(1.0);
+        b.floats_mut().fill(2.0);
+        assert!(a.floats().iter().all(|x| *x == 1.0) && a.floats().len() == 48);
+        let place = b.as_ptr();
+        drop((a, b));
+        assert_eq!(Lines::new(4).as_ptr(), place);
+        assert_eq!(Lines::new(9).len(), 9);
+    }
+}

@@ -1,0 +1,52 @@
+//! How exact products of f32 are.
+
+use crate::amx_support::has_amx;
+use candle_core::Device;
+use std::fmt::{Display, Formatter};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// How this process multiplies matrices of f32 in linear layers, with the names that PyTorch has for it
+/// (`torch.set_float32_matmul_precision`). Products of bf16 and f16 do not depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MatmulPrecision {
+    /// Products of all 24 bits of each number.
+    #[default]
+    Highest,
+    /// Of fewer bits, where the device is faster so: on a CPU with AMX each number is the sum of two bf16, 16 bits; on a GPU it is a
+    /// TF32, 11 bits. Elsewhere the same as [`Self::Highest`].
+    High,
+}
+
+static IS_HIGH: AtomicBool = AtomicBool::new(false);
+
+impl MatmulPrecision {
+    /// That of this process: what was set last, else [`Self::Highest`].
+    pub fn get() -> Self {
+        match IS_HIGH.load(Relaxed) {
+            true => Self::High,
+            false => Self::Highest,
+        }
+    }
+
+    /// Makes it that of this process, from the next product on.
+    pub fn set(self) {
+        IS_HIGH.store(self == Self::High, Relaxed);
+    }
+
+    /// Whether products on `device` depend on it.
+    pub fn matters_on(device: &Device) -> bool {
+        match device {
+            Device::Cpu => has_amx(),
+            device => device.is_cuda(),
+        }
+    }
+}
+
+impl Display for MatmulPrecision {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Highest => "highest",
+            Self::High => "high",
+        })
+    }
+}

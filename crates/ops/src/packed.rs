@@ -1,0 +1,126 @@
+//! Matrices that are packed once for many small products, each on the calling thread.
+
+use crate::element::Element;
+use crate::lines::{LANES, Line, Lines};
+use crate::matrix::{Matrix, MatrixMut};
+use std::ops::Range;
+
+/// Where ranges of columns and of `k` of a packed matrix may begin: at multiples of it.
+pub(crate) const STEP: usize = 2 * LANES;
+
+/// Sums row by row, in f32.
+pub(crate) struct Sums {
+    pub(crate) lines: Lines,
+    pub(crate) row_lines: usize,
+}
+
+impl Sums {
+    /// Of any content, for `rows` by `cols`, with room for the whole tiles that products write.
+    pub(crate) fn new(rows: usize, cols: usize) -> Self {
+        let row_lines = cols.next_multiple_of(STEP) / LANES;
+        Self {
+            lines: Lines::new(rows.next_multiple_of(STEP) * row_lines),
+            row_lines,
+        }
+    }
+
+    /// Zeros.
+    pub(crate) fn zeros(rows: usize, cols: usize) -> Self {
+        let mut sums = Self::new(rows, cols);
+        sums.lines.fill(Line::ZERO);
+        sums
+    }
+
+    /// A row, with what lies between it and the next.
+    pub(crate) fn row(&self, row: usize) -> &[f32] {
+        &self.lines.floats()[row * self.row_len()..][..self.row_len()]
+    }
+
+    pub(crate) fn rows(&self, rows: Range<usize>) -> impl Iterator<Item = &[f32]> {
+        rows.map(|row| self.row(row))
+    }
+
+    /// The first rows and columns.
+    pub(crate) fn matrix(&self, rows: usize, cols: usize) -> Matrix<'_> {
+        Matrix::new(self.lines.floats(), rows, cols, self.row_len())
+    }
+
+    /// From the start of a row to that of the next.
+    pub(crate) fn row_len(&self) -> usize {
+        self.row_lines * LANES
+    }
+}
+
+/// How small products are computed.
+pub(crate) trait SmallProducts {
+    /// A right matrix, packed.
+    type Rhs: Send + Sync;
+
+    /// Rows of the left matrix that make full tiles.
+    const BLOCK_ROWS: usize;
+
+    /// Packs a right matrix `(k, cols)`.
+    fn pack<T: Element>(rhs: Matrix<'_, T>) -> Self::Rhs;
+
+    /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of those `k` and columns of the right matrix, which begin at multiples of
+    /// [`STEP`]: into the rows of the sums from `first_row` on, and their first columns. What the sums hold in the rest of a tile
+    /// of 32 x 32 is lost.
+    fn multiply<T: Element>(
+        sums: (&mut Sums, usize),
+        add: bool,
+        lhs: Matrix<'_, T>,
+        rhs: &Self::Rhs,
+        k: Range<usize>,
+        cols: Range<usize>,
+    );
+}
+
+/// By the `gemm` crate, which takes f32.
+pub(crate) struct Gemm;
+
+impl SmallProducts for Gemm {
+    /// The values row by row, and their number in a row.
+    type Rhs = (Vec<f32>, usize);
+
+    const BLOCK_ROWS: usize = 32;
+
+    fn pack<T: Element>(rhs: Matrix<'_, T>) -> Self::Rhs {
+        let mut values = Vec::with_capacity(rhs.rows * rhs.cols);
+        for row in 0..rhs.rows {
+            let places = (0..rhs.cols).map(|col| row * rhs.row_stride + col * rhs.col_stride);
+            values.extend(places.map(|place| rhs.data[place].widen()));
+        }
+        (values, rhs.cols)
+    }
+
+    fn multiply<T: Element>(
+        (sums, first_row): (&mut Sums, usize),
+        add: bool,
+        lhs: Matrix<'_, T>,
+        (values, row_len): &Self::Rhs,
+        k: Range<usize>,
+        cols: Range<usize>,
+    ) {
+        let row_len_of_sums = sums.row_len();
+        let sums = &mut sums.lines.floats_mut()[first_row * row_len_of_sums..];
+        let mut sums = MatrixMut::new(sums, lhs.rows, cols.len(), row_len_of_sums);
+        let rhs = values
+            .get(k.start * row_len + cols.start..)
+            .unwrap_or_default();
+        sums.small_product(add, lhs, Matrix::new(rhs, k.len(), cols.len(), *row_len));
+    }
+}
+
+/// Evaluates an expression with `$p` being the best [`SmallProducts`] of this processor for values of `$t`.
+macro_rules! with_small_products {
+    ($t:ty, $p:ident => $expression:expr) => {{
+        #[cfg(target_arch = "x86_64")]
+        $crate::product::with_kernel!($t, K => {
+            type $p = $crate::product::Small<K>;
+            return $expression;
+        });
+        type $p = $crate::packed::Gemm;
+        $expression
+    }};
+}
+pub(crate) use with_small_products;

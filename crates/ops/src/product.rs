@@ -1,0 +1,340 @@
+//! Products of large matrices with AVX-512 and AMX: blocks that fit the caches, packed in the order in which they are read, and a
+//! tile of sums in registers (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", ACM TOMS 34, 2008).
+//!
+//! bf16 are multiplied in pairs by `tdpbf16ps` (AMX) or `vdpbf16ps` (AVX512-BF16) where the processor has them; else they are widened
+//! while they are packed, as f16 are. On processors without AVX-512 the `gemm` crate does all products ([`crate::matrix`]).
+//! The example `bench_product` of this crate prints speeds.
+//!
+//! All sums are f32. An element is summed over `k` in the same blocks, in order, whatever tile or thread it belongs to: the
+//! bits are the same for any number of threads.
+
+#![allow(unsafe_code)]
+
+mod amx;
+mod blocks;
+mod caches;
+#[cfg(test)]
+mod emulated;
+mod kernel;
+mod lanes;
+mod packed;
+mod packing;
+mod registers;
+mod store;
+mod transpose;
+
+use crate::MatmulPrecision;
+use crate::amx_support::has_amx;
+use crate::element::Element;
+use crate::matrix::{Addend, Factors, MatrixMut};
+pub(crate) use amx::Amx;
+use blocks::multiply;
+use candle_core::DType;
+pub(crate) use lanes::Lanes;
+pub(crate) use packed::Small;
+pub(crate) use registers::{Dots, MultiplyAdds};
+use registers::{has_avx512, has_avx512_bf16};
+
+/// With fewer rows or columns than this, tiles are mostly empty.
+const MIN_EXTENT: usize = 28;
+
+/// Whether [`product`] can be used, and should be, for a result of `rows` by `cols`.
+pub(crate) fn is_worth_it(rows: usize, cols: usize) -> bool {
+    rows >= MIN_EXTENT && cols >= MIN_EXTENT && has_avx512()
+}
+
+/// `out = addend + sum of lhs * rhs`, on all threads of the current pool if that is worth it.
+///
+/// # Safety
+/// [`is_worth_it`], the shapes fit, there is at least one value along `k`, and nobody else uses the elements of `out` meanwhile.
+pub(crate) unsafe fn product<T: Element, Out: Element>(
+    out: &MatrixMut<'_, Out>,
+    addend: Addend<'_, Out>,
+    factors: &[Factors<'_, T>],
+) {
+    // SAFETY: the processor has what the kernel needs, the rest as promised by the caller.
+    unsafe { with_kernel!(T, K => multiply::<K, T, Out>(out, addend, factors)) };
+}
+
+/// The kernels, by what they multiply with.
+pub(crate) enum Instructions {
+    MultiplyAdds,
+    Dots,
+    Tiles,
+    TilesOfTwoParts,
+    TilesOfThreeParts,
+}
+
+/// The best for values of `T`, if the processor has AVX-512.
+pub(crate) fn instructions<T: Element>() -> Option<Instructions> {
+    if !has_avx512() {
+        return None;
+    }
+    Some(match T::DTYPE {
+        DType::BF16 if has_amx() => Instructions::Tiles,
+        DType::BF16 if has_avx512_bf16() => Instructions::Dots,
+        DType::F32 if has_amx() => match MatmulPrecision::get() {
+            MatmulPrecision::Highest => Instructions::TilesOfThreeParts,
+            MatmulPrecision::High => Instructions::TilesOfTwoParts,
+        },
+        _ => Instructions::MultiplyAdds,
+    })
+}
+
+/// Evaluates an expression with `$k` being the best kernel for values of `$t`, if the processor has AVX-512.
+macro_rules! with_kernel {
+    ($t:ty, $k:ident => $expression:expr) => {{
+        use $crate::product::{Amx, Dots, Instructions, MultiplyAdds, instructions};
+        macro_rules! with {
+            ($kernel:ty) => {{
+                type $k = $kernel;
+                $expression
+            }};
+        }
+        match instructions::<$t>() {
+            None => {}
+            Some(Instructions::MultiplyAdds) => with!(MultiplyAdds),
+            Some(Instructions::Dots) => with!(Dots),
+            Some(Instructions::Tiles) => with!(Amx<1>),
+            Some(Instructions::TilesOfTwoParts) => with!(Amx<2>),
+            Some(Instructions::TilesOfThreeParts) => with!(Amx<3>),
+        }
+    }};
+}
+pub(crate) use with_kernel;
+
+#[cfg(test)]
+mod tests {
+    use super::amx::Amx;
+    use super::blocks::multiply;
+    use super::emulated::Emulated;
+    use super::kernel::Kernel;
+    use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
+    use crate::amx_support::has_amx;
+    use crate::element::Element;
+    use crate::matrix::{Addend, Matrix, MatrixMut};
+    use half::{bf16, f16};
+    use rayon::prelude::*;
+
+    /// Numbers in -1..1, of `T`.
+    fn values<T: Element>(len: usize, seed: usize) -> Vec<T> {
+        let value = |i: usize| ((i + seed) * 2_654_435_761 % 100_003) as f32 / 50_001.5 - 1.0;
+        (0..len).map(|i| T::nearest(value(i))).collect()
+    }
+
+    /// A product of two pairs inside larger buffers, of matrices stored by rows and by columns: `error` is what factors are off by, of
+    /// themselves.
+    fn check<K: Kernel, T: Element, Out: Element>(
+        (rows, cols): (usize, usize),
+        num_k: [usize; 2],
+        error: f64,
+    ) {
+        let lhs = num_k.map(|num_k| values::<T>(rows * num_k, num_k));
+        let rhs = num_k.map(|num_k| values::<T>(num_k * cols, num_k + 7));
+        let (bias, residual) = (values::<f32>(cols, 3), values::<Out>(rows * cols, 4));
+        let addends = [
+            Addend::Nothing,
+            Addend::Result,
+            Addend::Values(&residual),
+            Addend::Bias(&bias),
+        ];
+        for (lhs_by_rows, rhs_by_rows) in [(true, true), (true, false), (false, true)] {
+            let factors = [0, 1].map(|i| {
+                let lhs = match lhs_by_rows {
+                    true => Matrix::new(&lhs[i], rows, num_k[i], num_k[i]),
+                    false => Matrix::new(&lhs[i], num_k[i], rows, rows).t(),
+                };
+                let rhs = match rhs_by_rows {
+                    true => Matrix::new(&rhs[i], num_k[i], cols, cols),
+                    false => Matrix::new(&rhs[i], cols, num_k[i], num_k[i]).t(),
+                };
+                (lhs, rhs)
+            });
+            let (mut want, mut magnitude) = (vec![0f64; rows * cols], vec![0f64; rows * cols]);
+            for (lhs, rhs) in &factors {
+                for row in 0..rows {
+                    for k in 0..lhs.cols {
+                        let a = lhs.data[row * lhs.row_stride + k * lhs.col_stride].widen();
+                        for col in 0..cols {
+                            let b = rhs.data[k * rhs.row_stride + col * rhs.col_stride].widen();
+                            let term = f64::from(a) * f64::from(b);
+                            want[row * cols + col] += term;
+                            magnitude[row * cols + col] += term.abs();
+                        }
+                    }
+                }
+            }
+            for addend in addends {
+                let stride = cols + 5;
+                let mut out = vec![Out::nearest(0.5); rows * stride];
+                let matrix = MatrixMut::new(&mut out, rows, cols, stride);
+                // SAFETY: the tests ask whether the processor has the kernel's instructions, and the shapes fit.
+                unsafe { multiply::<K, T, Out>(&matrix, addend, &factors) };
+                for (i, got) in out.iter().enumerate() {
+                    let (row, col) = (i / stride, i % stride);
+                    let got = f64::from(got.widen());
+                    if col >= cols {
+                        assert_eq!(got, 0.5, "beyond row {row} of {rows} x {cols} x {num_k:?}");
+                        continue;
+                    }
+                    let i = row * cols + col;
+                    let added = f64::from(match addend {
+                        Addend::Nothing => 0.0,
+                        Addend::Result => 0.5,
+                        Addend::Values(values) => values[i].widen(),
+                        Addend::Bias(bias) => bias[col],
+                    });
+                    // Each term is rounded once for each term after it in its sum, and for each later sum.
+                    let num_roundings =
+                        |num_k: &usize| num_k.min(&K::SUM_LEN) + num_k / K::SUM_LEN + 2;
+                    let num_roundings: usize = num_k.iter().map(num_roundings).sum();
+                    let magnitude = magnitude[i] + added.abs();
+                    let bound = f64::from(f32::EPSILON) / 2.0 * num_roundings as f64 * magnitude;
+                    let bound = bound + 2.0 * error * magnitude;
+                    let want = want[i] + added;
+                    let nearest = |x: f64| f64::from(Out::nearest(x as f32).widen());
+                    assert!(
+                        (nearest(want - bound)..=nearest(want + bound)).contains(&got),
+                        "{row}, {col} of {rows} x {cols} x {num_k:?}: {got} {want}"
+                    );
+                }
+            }
+        }
+    }
+
+    fn check_shapes<K: Kernel, T: Element, Out: Element>(error: f64) {
+        for (extent, num_k) in [
+            ((28, 28), [1, 0]),
+            ((29, 49), [193, 2]),
+            ((57, 65), [17, 35]),
+            ((43, 1300), [40, 33]),
+            ((33, 31), [1, 5000]),
+        ] {
+            check::<K, T, Out>(extent, num_k, error);
+        }
+    }
+
+    #[test]
+    fn odd_products_by_multiply_adds() {
+        if has_avx512() {
+            check_shapes::<MultiplyAdds, f32, f32>(0.0);
+            check_shapes::<MultiplyAdds, bf16, bf16>(0.0);
+            check_shapes::<MultiplyAdds, bf16, f32>(0.0);
+            check_shapes::<MultiplyAdds, f16, f16>(0.0);
+        }
+    }
+
+    /// On processors without AMX the packing is the same, and the sums are those of its definition.
+    #[test]
+    fn odd_products_by_tiles() {
+        if has_avx512_bf16() {
+            check_shapes::<Emulated<1>, bf16, bf16>(0.0);
+            check_shapes::<Emulated<1>, bf16, f32>(0.0);
+            check_shapes::<Emulated<2>, f32, f32>(2f64.powi(-16));
+            check_shapes::<Emulated<3>, f32, f32>(2f64.powi(-24));
+        }
+        if has_amx() {
+            check_shapes::<Amx<1>, bf16, bf16>(0.0);
+            check_shapes::<Amx<1>, bf16, f32>(0.0);
+            check_shapes::<Amx<2>, f32, f32>(2f64.powi(-16));
+            check_shapes::<Amx<3>, f32, f32>(2f64.powi(-24));
+        }
+    }
+
+    fn same_bits<const PARTS: usize, T: Element>() {
+        let (rows, cols, num_k) = (45, 70, 600);
+        let (mut lhs, rhs) = (values::<T>(rows * num_k, 1), values::<T>(num_k * cols, 2));
+        for (i, value) in lhs.iter_mut().enumerate() {
+            *value = T::nearest(value.widen() * 2f32.powi(i as i32 % 200 - 150));
+        }
+        let factors = [(
+            Matrix::new(&lhs, rows, num_k, num_k),
+            Matrix::new(&rhs, num_k, cols, cols),
+        )];
+        let [mut got, mut want] = [vec![0f32; rows * cols], vec![0f32; rows * cols]];
+        // SAFETY: the test asks whether the processor has AMX, and the shapes fit.
+        unsafe {
+            let out = |out| MatrixMut::new(out, rows, cols, cols);
+            multiply::<Amx<PARTS>, T, f32>(&out(&mut got), Addend::Nothing, &factors);
+            multiply::<Emulated<PARTS>, T, f32>(&out(&mut want), Addend::Nothing, &factors);
+        }
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(got), bits(want));
+    }
+
+    #[test]
+    fn tiles_give_the_bits_of_their_definition() {
+        if has_amx() {
+            same_bits::<1, bf16>();
+            same_bits::<2, f32>();
+            same_bits::<3, f32>();
+        }
+    }
+
+    /// A thread that waits inside a product takes up another one, whose packed matrices must not replace its own.
+    #[test]
+    fn products_that_begin_inside_others() {
+        if !has_avx512() {
+            return;
+        }
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build();
+        pool.unwrap().install(|| {
+            (0..24).into_par_iter().with_max_len(1).for_each(|i| {
+                let extent = (60 + i, 1200 + 16 * (i % 5));
+                check::<MultiplyAdds, f32, f32>(extent, [40 - i, 3], 0.0);
+            });
+        });
+    }
+
+    /// Six products of parts are no less exact than multiply-adds, also of factors whose sizes differ much.
+    #[test]
+    fn products_of_three_parts_are_as_exact_as_those_of_f32() {
+        if !has_avx512_bf16() {
+            return;
+        }
+        for (num_k, spread) in [(64, 0), (515, 0), (515, 12), (2000, 6)] {
+            let [rows, cols] = [61, 66];
+            let spread_out = |mut values: Vec<f32>| {
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value *= 2f32.powi((i * 7 % (2 * spread + 1)) as i32 - spread as i32);
+                }
+                values
+            };
+            let lhs = spread_out(values(rows * num_k, 5));
+            let rhs = spread_out(values(num_k * cols, 11));
+            let factors = [(
+                Matrix::new(&lhs, rows, num_k, num_k),
+                Matrix::new(&rhs, num_k, cols, cols),
+            )];
+            let error = |product: &dyn Fn(&MatrixMut<'_>)| {
+                let mut out = vec![0f32; rows * cols];
+                product(&MatrixMut::new(&mut out, rows, cols, cols));
+                let off = out.iter().enumerate().map(|(i, got)| {
+                    let (lhs, rhs) = (&lhs[i / cols * num_k..], &rhs[i % cols..]);
+                    let terms = lhs.iter().zip(rhs.iter().step_by(cols)).take(num_k);
+                    let want: f64 = terms.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                    (f64::from(*got) - want).powi(2)
+                });
+                off.sum::<f64>().sqrt()
+            };
+            // SAFETY: the processor has the instructions, and the shapes fit.
+            let [parts, f32s] = unsafe {
+                [
+                    error(&|out| multiply::<Emulated<3>, f32, f32>(out, Addend::Nothing, &factors)),
+                    error(&|out| {
+                        multiply::<MultiplyAdds, f32, f32>(out, Addend::Nothing, &factors)
+                    }),
+                ]
+            };
+            assert!(parts <= f32s, "{num_k} terms: {parts:e}, of f32 {f32s:e}");
+        }
+    }
+
+    #[test]
+    fn odd_products_by_dots() {
+        if has_avx512_bf16() {
+            check_shapes::<Dots, bf16, bf16>(0.0);
+            check_shapes::<Dots, bf16, f32>(0.0);
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! A product cut into blocks: of columns and of `k` whose part of the right matrix stays in the last-level cache, of rows whose
+//! part of the left one stays in the second level, and of `k` that is summed in registers.
+
+use super::caches::second_level;
+use super::kernel::{COLS, Kernel, ROW_LINES};
+use super::lanes::Format;
+use super::packing::Layout;
+use super::store::Target;
+use crate::element::Element;
+use crate::lines::{LANES, Line, Lines};
+use crate::matrix::{Addend, Factors, MatrixMut, PARALLEL_MULTIPLICATIONS};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Bytes of the right matrix that are packed at a time, of the last-level cache.
+const RHS_BYTES: usize = 1 << 22;
+/// Rows of the left matrix whose lanes should fit half of the second-level cache, so that a panel of the right matrix is read from the
+/// last level only once for all of them.
+const LHS_ROWS: usize = 128;
+/// Panels of the right matrix that a task packs: their columns are read together.
+const RHS_PANELS: usize = 8;
+
+/// Values along `k` of one of the products, which are summed in registers.
+struct Sum {
+    factors: usize,
+    k: Range<usize>,
+    /// Lanes that they are packed into, and those packed before in the same pass.
+    lanes: usize,
+    first_lane: usize,
+}
+
+/// Sums of one packing.
+struct Pass<'a> {
+    sums: &'a [Sum],
+    /// Lanes along `k` of all.
+    lanes: usize,
+    is_first: bool,
+    is_last: bool,
+}
+
+/// `out = addend + sum of lhs * rhs`.
+///
+/// # Safety
+/// The processor has the kernel's instructions, the shapes fit, there is at least one value along `k`, and nobody else uses the elements
+/// of `out` meanwhile.
+pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
+    out: &MatrixMut<'_, Out>,
+    addend: Addend<'_, Out>,
+    factors: &[Factors<'_, T>],
+) {
+    let lane_bytes = size_of::<u32>() * K::Format::PARTS;
+    let max_lanes = second_level() / 2 / LHS_ROWS / lane_bytes;
+    let sums = sums::<K, T>(factors, max_lanes);
+    let passes: Vec<&[Sum]> = sums.chunk_by(|_, next| next.first_lane > 0).collect();
+    let pass_lanes = |sums: &[Sum]| sums.iter().map(|sum| sum.lanes).sum::<usize>();
+    let most_lanes = passes.iter().map(|sums| pass_lanes(sums)).max();
+    let block_cols = RHS_BYTES / (most_lanes.unwrap_or_default().max(1) * lane_bytes);
+    let block_cols = (block_cols / COLS * COLS).max(COLS);
+    let is_parallel = {
+        let num_k: usize = factors.iter().map(|(lhs, _)| lhs.cols).sum();
+        (out.rows * out.cols).saturating_mul(num_k) > PARALLEL_MULTIPLICATIONS
+    };
+    for col in (0..out.cols).step_by(block_cols) {
+        let cols = col..out.cols.min(col + block_cols);
+        let target = Target::new(out, addend, cols.clone(), passes.len());
+        for (i, sums) in passes.iter().enumerate() {
+            let pass = Pass {
+                sums,
+                lanes: pass_lanes(sums),
+                is_first: i == 0,
+                is_last: i + 1 == passes.len(),
+            };
+            let block = Block {
+                factors,
+                target: &target,
+                cols: cols.clone(),
+                pass,
+                is_parallel,
+            };
+            block.multiply::<K>();
+        }
+    }
+}
+
+/// All values along `k`, cut into sums of equal length, and these put together into passes of up to `max_lanes`.
+fn sums<K: Kernel, T>(factors: &[Factors<'_, T>], max_lanes: usize) -> Vec<Sum> {
+    let step = K::Format::TERMS * K::LANES_STEP;
+    let mut sums = Vec::new();
+    let mut first_lane = 0;
+    for (i, (lhs, _)) in factors.iter().enumerate() {
+        let num_k = lhs.cols;
+        let len = num_k.div_ceil(num_k.div_ceil(K::SUM_LEN).max(1));
+        let len = len.next_multiple_of(step).max(1);
+        for start in (0..num_k).step_by(len) {
+            let k = start..num_k.min(start + len);
+            let lanes = k.len().div_ceil(step) * K::LANES_STEP;
+            if first_lane + lanes > max_lanes {
+                first_lane = 0;
+            }
+            sums.push(Sum {
+                factors: i,
+                k,
+                lanes,
+                first_lane,
+            });
+            first_lane += lanes;
+        }
+    }
+    sums
+}
+
+/// The part of a product that takes one packing of the right matrix.
+struct Block<'a, T, Out> {
+    factors: &'a [Factors<'a, T>],
+    target: &'a Target<'a, Out>,
+    cols: Range<usize>,
+    pass: Pass<'a>,
+    is_parallel: bool,
+}
+
+impl<T: Element, Out: Element> Block<'_, T, Out> {
+    /// Lines of a panel, for each of the [`LANES`] vectors it has.
+    fn panel_lines<K: Kernel>(&self, width: usize) -> usize {
+        self.pass.lanes * width.div_ceil(LANES) * K::Format::PARTS
+    }
+
+    /// Where the lanes of a sum begin in a panel.
+    fn first_line<K: Kernel>(&self, sum: &Sum, width: usize) -> usize {
+        sum.first_lane * width.div_ceil(LANES) * K::Format::PARTS
+    }
+
+    fn layout<K: Kernel>(&self, sum: &Sum, width: usize, by_vectors: bool) -> Layout {
+        Layout {
+            width,
+            by_vectors,
+            lanes: sum.lanes,
+            stride: self.panel_lines::<K>(width),
+        }
+    }
+
+    fn multiply<K: Kernel>(&self) {
+        let panel_lines = self.panel_lines::<K>(COLS);
+        let mut rhs = Lines::new(self.cols.len().div_ceil(COLS) * panel_lines);
+        self.for_each_chunk(&mut rhs, RHS_PANELS * panel_lines, |group, lines| {
+            let start = self.cols.start + group * RHS_PANELS * COLS;
+            let cols = start..self.cols.end.min(start + RHS_PANELS * COLS);
+            for sum in self.pass.sums {
+                let source = self.factors[sum.factors].1.t();
+                let layout = self.layout::<K>(sum, COLS, false);
+                let lines = &mut lines[self.first_line::<K>(sum, COLS)..];
+                // SAFETY: the processor has what the kernel needs.
+                unsafe { K::Format::pack(source, cols.clone(), sum.k.clone(), layout, lines) };
+            }
+        });
+        let rhs = &*rhs;
+        let num_panels = self.target.rows().div_ceil(K::ROWS);
+        let num_tasks = self.num_tasks::<K>(num_panels);
+        let work = |task: usize| {
+            let start = task * num_panels / num_tasks * K::ROWS;
+            let end = (task + 1) * num_panels / num_tasks * K::ROWS;
+            let rows = start..end.min(self.target.rows());
+            self.multiply_rows::<K>(rows, rhs);
+        };
+        match self.is_parallel {
+            true => (0..num_tasks)
+                .into_par_iter()
+                .with_max_len(1)
+                .for_each(work),
+            false => (0..num_tasks).for_each(work),
+        }
+    }
+
+    /// Tasks of rows whose part of the left matrix fits half of the second-level cache, equally many for each thread.
+    fn num_tasks<K: Kernel>(&self, num_panels: usize) -> usize {
+        let panel_bytes = self.panel_lines::<K>(K::ROWS) * size_of::<Line>();
+        let max_panels = (second_level() / 2 / panel_bytes).max(1);
+        let num_threads = match self.is_parallel {
+            true => rayon::current_num_threads(),
+            false => 1,
+        };
+        let num_tasks = num_panels.div_ceil(max_panels);
+        let num_tasks = match num_threads {
+            1 => num_tasks,
+            _ => num_tasks.max(2 * num_threads).next_multiple_of(num_threads),
+        };
+        num_tasks.min(num_panels)
+    }
+
+    fn for_each_chunk(
+        &self,
+        lines: &mut [Line],
+        len: usize,
+        f: impl Fn(usize, &mut [Line]) + Sync,
+    ) {
+        match self.is_parallel {
+            true => lines
+                .par_chunks_mut(len)
+                .enumerate()
+                .with_max_len(1)
+                .for_each(|(i, lines)| f(i, lines)),
+            false => lines
+                .chunks_mut(len)
+                .enumerate()
+                .for_each(|(i, lines)| f(i, lines)),
+        }
+    }
+
+    fn multiply_rows<K: Kernel>(&self, rows: Range<usize>, rhs: &[Line]) {
+        let panel_lines = self.panel_lines::<K>(K::ROWS);
+        let num_panels = rows.len().div_ceil(K::ROWS);
+        let mut lhs = Lines::new(num_panels * panel_lines);
+        for sum in self.pass.sums {
+            let source = self.factors[sum.factors].0;
+            let layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
+            let lines = &mut lhs[self.first_line::<K>(sum, K::ROWS)..];
+            // SAFETY: the processor has what the kernel needs.
+            unsafe { K::Format::pack(source, rows.clone(), sum.k.clone(), layout, lines) };
+        }
+        let tile_lines = K::ROWS * ROW_LINES;
+        let mut tiles = Lines::new(num_panels * tile_lines);
+        // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
+        unsafe { K::begin() };
+        for (i, rhs) in rhs.chunks_exact(self.panel_lines::<K>(COLS)).enumerate() {
+            let col = self.cols.start + i * COLS;
+            let cols = col..self.cols.end.min(col + COLS);
+            for (i, sum) in self.pass.sums.iter().enumerate() {
+                let rhs_layout = self.layout::<K>(sum, COLS, false);
+                let rhs = &rhs[self.first_line::<K>(sum, COLS)..];
+                let rhs = rhs_layout.lanes_of(rhs, 0, sum.lanes);
+                let lhs_layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
+                let first_line = self.first_line::<K>(sum, K::ROWS);
+                let panels = lhs.chunks_exact(panel_lines);
+                let tiles = tiles.chunks_exact_mut(tile_lines).zip(panels);
+                for (panel, (tile, lhs)) in tiles.enumerate() {
+                    let extent = ((rows.len() - panel * K::ROWS).min(K::ROWS), cols.len());
+                    let lhs = lhs_layout.lanes_of(&lhs[first_line..], 0, sum.lanes);
+                    // SAFETY: the processor has what the kernel needs, and the thread is prepared.
+                    unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, lhs, rhs) };
+                }
+            }
+            let (is_first, is_last) = (self.pass.is_first, self.pass.is_last);
+            // SAFETY: nobody else writes these rows.
+            unsafe {
+                let (rows, cols) = (rows.clone(), cols.clone());
+                self.target.store(rows, cols, &tiles, (is_first, is_last));
+            }
+        }
+        // SAFETY: as above.
+        unsafe { K::end() };
+    }
+}

@@ -1,0 +1,56 @@
+//! What the kernels have in common.
+
+use super::lanes::Format;
+use super::packing::Panel;
+use crate::lines::{LANES, Line};
+
+/// Columns of a tile.
+pub(super) const COLS: usize = 2 * LANES;
+/// Lines of a row of a tile, and of a panel of the right matrix for each lane of `k`.
+pub(super) const ROW_LINES: usize = COLS / LANES;
+
+/// Computes tiles of up to `ROWS` by [`COLS`] sums.
+pub(super) trait Kernel {
+    /// How values are packed.
+    type Format: Format;
+
+    /// Rows of a tile.
+    const ROWS: usize;
+    /// Whether panels of the left matrix are packed by rows.
+    const BY_ROWS: bool;
+    /// Panels have a multiple of so many lanes along `k`.
+    const LANES_STEP: usize;
+    /// Most values along `k` that are summed in registers.
+    const SUM_LEN: usize;
+
+    /// Prepares the thread for [`Self::multiply`].
+    ///
+    /// # Safety
+    /// The processor has the instructions.
+    unsafe fn begin() {}
+
+    /// Ends what [`Self::begin`] began.
+    ///
+    /// # Safety
+    /// The processor has the instructions.
+    unsafe fn end() {}
+
+    /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of packed panels: [`ROW_LINES`] of every `row_lines` lines of f32, of which the
+    /// first `rows` and `cols` count. There are lines for all rows of a tile.
+    ///
+    /// # Safety
+    /// The processor has the instructions, and [`Self::begin`] was called on this thread.
+    unsafe fn multiply(
+        sums: &mut [Line],
+        row_lines: usize,
+        extent: (usize, usize),
+        add: bool,
+        lhs: Panel<'_>,
+        rhs: Panel<'_>,
+    );
+}
+
+/// Lines of a tile of `rows` rows in sums of `row_lines`.
+pub(super) const fn tile_lines(rows: usize, row_lines: usize) -> usize {
+    (rows - 1) * row_lines + ROW_LINES
+}

@@ -1,0 +1,159 @@
+//! Copying the parts of two matrices that are about to be multiplied into the order in which they are read.
+//!
+//! A panel is a few vectors, rows of the left matrix or columns of the right one, over a range of `k`. Its lines have the lanes
+//! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. What lies beyond
+//! the matrix is 0.
+
+use super::lanes::{Format, Lanes};
+use super::transpose::transposed;
+use crate::lines::{LANES, Line};
+use crate::matrix::Matrix;
+use std::arch::x86_64::{_mm512_setzero_si512, _mm512_store_si512};
+use std::ops::Range;
+
+/// How panels of a block of `k` lie in memory.
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    /// Vectors of a panel, a multiple of 16 if it is packed by vectors.
+    pub(super) width: usize,
+    /// Whether a line has lanes of one vector.
+    pub(super) by_vectors: bool,
+    /// Lanes of each vector along `k`, a multiple of 16 if packed by vectors.
+    pub(super) lanes: usize,
+    /// Lines from one panel to the next.
+    pub(super) stride: usize,
+}
+
+impl Layout {
+    /// Lines of a panel for each part of the values.
+    pub(super) fn part_lines(&self) -> usize {
+        self.lanes * self.width.div_ceil(LANES)
+    }
+
+    /// Some of the lanes of a panel, from a multiple of 16 on if it is packed by vectors.
+    pub(super) fn lanes_of<'a>(&self, panel: &'a [Line], first: usize, count: usize) -> Panel<'a> {
+        let lines_per_lane = self.width.div_ceil(LANES);
+        Panel {
+            lines: &panel[first * lines_per_lane..],
+            len: count * lines_per_lane,
+            part_stride: self.part_lines(),
+        }
+    }
+
+    /// The line from which, and the step by which, the block of 16 vectors by 16 lanes is stored.
+    fn place(&self, vector: usize, lane: usize) -> (usize, usize) {
+        let (sub, subs) = (vector % self.width / LANES, self.width.div_ceil(LANES));
+        let panel = vector / self.width * self.stride;
+        match self.by_vectors {
+            true => (panel + lane * subs + sub * LANES, 1),
+            false => (panel + lane * subs + sub, subs),
+        }
+    }
+}
+
+/// Lanes of a packed panel.
+#[derive(Clone, Copy)]
+pub(super) struct Panel<'a> {
+    lines: &'a [Line],
+    len: usize,
+    part_stride: usize,
+}
+
+impl<'a> Panel<'a> {
+    /// Those of one part of the values.
+    pub(super) fn part(self, part: usize) -> &'a [Line] {
+        &self.lines[part * self.part_stride..][..self.len]
+    }
+}
+
+macro_rules! packer {
+    ($name:ident, $features:literal) => {
+        /// Writes panels of the rows `vectors` of `source` over `k` to `lines`. The right matrix is to be given transposed.
+        ///
+        /// # Safety
+        /// The processor can make lanes of the format.
+        #[target_feature(enable = $features)]
+        pub(super) unsafe fn $name<F: Format, T: Lanes>(
+            source: Matrix<'_, T>,
+            vectors: Range<usize>,
+            k: Range<usize>,
+            layout: Layout,
+            lines: &mut [Line],
+        ) {
+            check(source, &vectors, &k);
+            let is_along = source.col_stride == 1;
+            let place = |vector: usize, k: usize| {
+                let offset = vector * source.row_stride + k * source.col_stride;
+                source.data.as_ptr().wrapping_add(offset)
+            };
+            let mut pack_block = |group: &Range<usize>, lane: usize| {
+                let first_k = k.start + lane * F::TERMS;
+                let len = k.end.saturating_sub(first_k).min(LANES * F::TERMS);
+                for part in 0..F::PARTS {
+                    let mut block = [_mm512_setzero_si512(); LANES];
+                    // SAFETY: the values lie in the matrix, by the check above.
+                    unsafe {
+                        if is_along {
+                            for (register, vector) in block.iter_mut().zip(group.clone()) {
+                                *register = F::along(place(vector, first_k), len, part);
+                            }
+                        } else {
+                            let ks = (first_k..first_k + len).step_by(F::TERMS);
+                            for (register, this_k) in block.iter_mut().zip(ks) {
+                                let next = match this_k + 1 < k.end {
+                                    true => place(group.start, this_k + 1),
+                                    false => std::ptr::null(),
+                                };
+                                let place = place(group.start, this_k);
+                                *register = F::across(place, next, group.len(), part);
+                            }
+                        }
+                    }
+                    if is_along != layout.by_vectors {
+                        block = transposed(&block);
+                    }
+                    let (first, step) = layout.place(group.start - vectors.start, lane);
+                    let count = match layout.by_vectors {
+                        true => LANES,
+                        false => LANES.min(layout.lanes - lane),
+                    };
+                    let lines = lines[part * layout.part_lines() + first..].iter_mut();
+                    for (line, register) in lines.step_by(step).zip(&block).take(count) {
+                        // SAFETY: a line is 64 bytes, aligned.
+                        unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *register) };
+                    }
+                }
+            };
+            // In the order in which memory is read.
+            let groups = groups(vectors.clone(), layout.width);
+            let lanes = (0..layout.lanes).step_by(LANES);
+            if is_along {
+                groups.for_each(|group| lanes.clone().for_each(|lane| pack_block(&group, lane)));
+            } else {
+                lanes.for_each(|lane| groups.clone().for_each(|group| pack_block(&group, lane)));
+            }
+        }
+    };
+}
+
+packer!(pack_terms, "avx512f,avx512bw,avx512vl,avx512dq");
+packer!(pack_pairs, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16");
+
+fn check<T: Lanes>(source: Matrix<'_, T>, vectors: &Range<usize>, k: &Range<usize>) {
+    assert!(vectors.end <= source.rows && k.end <= source.cols);
+    let is_empty = vectors.is_empty() || k.is_empty();
+    let last = || (vectors.end - 1) * source.row_stride + (k.end - 1) * source.col_stride;
+    assert!(is_empty || last() < source.data.len());
+    assert!(source.col_stride == 1 || source.row_stride == 1);
+}
+
+/// Groups of up to 16 of the vectors, each of one panel.
+fn groups(vectors: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    let end = vectors.end;
+    vectors.step_by(width).flat_map(move |panel| {
+        let end = end.min(panel + width);
+        (panel..end)
+            .step_by(LANES)
+            .map(move |first| first..end.min(first + LANES))
+    })
+}

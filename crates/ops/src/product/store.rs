@@ -1,0 +1,143 @@
+//! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
+
+use super::kernel::{COLS, ROW_LINES};
+use crate::element::Element;
+use crate::lines::{LANES, Line};
+use crate::matrix::{Addend, MatrixMut};
+use crate::vectorised::vectorised;
+use candle_core::DType;
+use std::ops::Range;
+use std::slice::from_raw_parts_mut;
+
+/// Some columns of a result.
+pub(super) struct Target<'a, Out> {
+    out: &'a MatrixMut<'a, Out>,
+    addend: Addend<'a, Out>,
+    cols: Range<usize>,
+    /// The sums of the passes so far, row by row, unless the result itself can hold them.
+    partial: Option<*mut f32>,
+    /// The memory of `partial`.
+    _memory: Vec<f32>,
+}
+
+// SAFETY: the one part that threads may not simply share is the memory written to, and each writes rows of its own.
+unsafe impl<Out> Sync for Target<'_, Out> {}
+
+impl<'a, Out: Element> Target<'a, Out> {
+    pub(super) fn new(
+        out: &'a MatrixMut<'a, Out>,
+        addend: Addend<'a, Out>,
+        cols: Range<usize>,
+        num_passes: usize,
+    ) -> Self {
+        let needs_memory = num_passes > 1 && Out::DTYPE != DType::F32;
+        let len = if needs_memory {
+            out.rows * cols.len()
+        } else {
+            0
+        };
+        let mut memory = Vec::with_capacity(len);
+        Self {
+            out,
+            addend,
+            cols,
+            partial: needs_memory.then_some(memory.as_mut_ptr()),
+            _memory: memory,
+        }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.out.rows
+    }
+
+    /// Stores rows of sums, [`ROW_LINES`] lines each, of up to [`COLS`] columns; `is_first` and `is_last` tell about the pass.
+    ///
+    /// # Safety
+    /// Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
+    pub(super) unsafe fn store(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        sums: &[Line],
+        (is_first, is_last): (bool, bool),
+    ) {
+        let adds_result = is_first && matches!(self.addend, Addend::Result);
+        vectorised(
+            #[inline(always)]
+            || {
+                for (row, lines) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
+                    let mut sums = values(lines);
+                    // SAFETY: the elements lie in the result, and are only ours as promised by the caller.
+                    let out = unsafe {
+                        let place = row * self.out.row_stride + cols.start;
+                        from_raw_parts_mut(self.out.data.add(place), cols.len())
+                    };
+                    let partial = self.partial.map(|partial| {
+                        let place = row * self.cols.len() + cols.start - self.cols.start;
+                        // SAFETY: as for the result, which has as many rows.
+                        unsafe { partial.add(place) }
+                    });
+                    match partial {
+                        // SAFETY: the pass before has written these.
+                        Some(partial) if !is_first => unsafe {
+                            add(&mut sums, from_raw_parts_mut(partial, cols.len()));
+                        },
+                        _ if adds_result || !is_first => add(&mut sums, out),
+                        _ => {}
+                    }
+                    match self.addend {
+                        Addend::Values(values) if is_first => {
+                            let start = row * self.out.cols + cols.start;
+                            add(&mut sums, &values[start..][..cols.len()]);
+                        }
+                        Addend::Bias(bias) if is_first => add(&mut sums, &bias[cols.clone()]),
+                        _ => {}
+                    }
+                    match partial {
+                        // SAFETY: there is room for the sums.
+                        Some(partial) if !is_last => unsafe {
+                            partial.copy_from_nonoverlapping(sums.as_ptr(), cols.len());
+                        },
+                        _ => write(out, &sums),
+                    }
+                }
+            },
+        );
+    }
+}
+
+#[inline(always)]
+fn values(lines: &[Line; ROW_LINES]) -> [f32; COLS] {
+    let mut values = [0f32; COLS];
+    for (values, line) in values.as_chunks_mut::<LANES>().0.iter_mut().zip(lines) {
+        *values = line.0.map(f32::from_bits);
+    }
+    values
+}
+
+#[inline(always)]
+fn add<T: Element>(sums: &mut [f32; COLS], values: &[T]) {
+    // Of a known length where it can be.
+    if let Some(values) = values.first_chunk::<COLS>() {
+        for (sum, value) in sums.iter_mut().zip(values) {
+            *sum += value.widen();
+        }
+    } else {
+        for (sum, value) in sums.iter_mut().zip(values) {
+            *sum += value.widen();
+        }
+    }
+}
+
+#[inline(always)]
+fn write<T: Element>(out: &mut [T], sums: &[f32; COLS]) {
+    if let Some(out) = out.first_chunk_mut::<COLS>() {
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = T::nearest(*sum);
+        }
+    } else {
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = T::nearest(*sum);
+        }
+    }
+}
