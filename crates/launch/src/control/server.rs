@@ -22,7 +22,7 @@ use nix::sys::socket::{Backlog, listen as listen_again};
 use super::ControlConfig;
 use super::handshake;
 use super::hello::Hello;
-use super::message::{FromRank, ToRank};
+use super::message::FromRank;
 use super::wire::{self, Limits, Timed};
 use hub::Hub;
 use strangers::Strangers;
@@ -150,8 +150,7 @@ fn meet(hub: &Arc<Hub>, stream: TcpStream) -> io::Result<(usize, BufReader<Timed
     let mut reader = BufReader::new(timed);
     let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;
     let rank = hello.rank;
-    if let Err(refusal) = hub.admit(hello, version, &stream) {
-        let told = ToRank::from(refusal);
+    if let Err(told) = hub.admit(hello, version, &stream) {
         let error = io::Error::other(format!("{told:?}"));
         stream.set_write_timeout(Some(HANDSHAKE))?;
         (&stream).write_all(&wire::frame(&told, &[])?)?;
