@@ -1,8 +1,10 @@
-//! Gated activations, act(gate) · up (arXiv:2002.05202), with explicit backward passes. SiLU's is fused; GELU's is made of candle's
-//! operations in f32, rounded once.
+//! Gated activations, act(gate) · up (arXiv:2002.05202), with explicit backward passes.
 
-use candle_core::{DType, Result, Tensor};
-use candle_ops::{swiglu_backward, swiglu_forward};
+use candle_core::{Result, Tensor};
+use candle_ops::{
+    geglu_backward, geglu_backward_and_output, geglu_forward, swiglu_backward,
+    swiglu_backward_and_output, swiglu_forward,
+};
 
 /// What the MLP does to its gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,11 +20,7 @@ impl Activation {
     pub(crate) fn forward(self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         match self {
             Self::Silu => swiglu_forward(gate, up),
-            Self::GeluTanh => {
-                let (x, dtype) = (gate.to_dtype(DType::F32)?, gate.dtype());
-                let ys = (&x * gelu_tanh(&x)?.affine(0.5, 0.5)?)?;
-                (ys * up.to_dtype(DType::F32)?)?.to_dtype(dtype)
-            }
+            Self::GeluTanh => geglu_forward(gate, up),
         }
     }
 
@@ -35,26 +33,20 @@ impl Activation {
     ) -> Result<(Tensor, Tensor)> {
         match self {
             Self::Silu => swiglu_backward(gate, up, dy),
-            Self::GeluTanh => {
-                let (x, dtype) = (gate.to_dtype(DType::F32)?, gate.dtype());
-                let (up, dy) = (up.to_dtype(DType::F32)?, dy.to_dtype(DType::F32)?);
-                let tanh = gelu_tanh(&x)?;
-                // With u the argument of tanh: (x (1 + tanh u) / 2)' = (1 + tanh u) / 2 + x (1 - tanh² u) / 2 · u'
-                let half = tanh.affine(0.5, 0.5)?;
-                let du = x.sqr()?.affine(3.0 * SCALE * CUBIC, SCALE)?;
-                let slope = (&half + ((&x * tanh.sqr()?.affine(-0.5, 0.5)?)? * du)?)?;
-                let dgate = ((&dy * up)? * slope)?.to_dtype(dtype)?;
-                Ok((dgate, (dy * (x * half)?)?.to_dtype(dtype)?))
-            }
+            Self::GeluTanh => geglu_backward(gate, up, dy),
         }
     }
-}
 
-/// √(2/π)
-const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
-const CUBIC: f64 = 0.044715;
-
-/// tanh(√(2/π) (x + 0.044715 x³)), in f32.
-fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    (x * x.sqr()?.affine(SCALE * CUBIC, SCALE)?)?.tanh()
+    /// [`Self::backward`] and [`Self::forward`]: the gradients of `gate` and `up`, and the output.
+    pub(crate) fn backward_and_output(
+        self,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        match self {
+            Self::Silu => swiglu_backward_and_output(gate, up, dy),
+            Self::GeluTanh => geglu_backward_and_output(gate, up, dy),
+        }
+    }
 }

@@ -68,12 +68,14 @@ impl Mlp {
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
         let Saved { gate, up } = saved;
-        let reads_ys = self.down_proj.needs_input();
-        let ys = reads_ys.then(|| self.activation.forward(&gate, &up));
-        let dys = self
-            .down_proj
-            .backward_linear(dy, ys.transpose()?.as_ref(), gradients)?;
-        let (dgate, dup) = self.activation.backward(&gate, &up, &dys)?;
+        let activation = self.activation;
+        let (dgate, dup) = self.down_proj.backward_with(dy, gradients, |dys| {
+            if !self.down_proj.needs_input() {
+                return Ok((activation.backward(&gate, &up, &dys)?, None));
+            }
+            let (dgate, dup, ys) = activation.backward_and_output(&gate, &up, &dys)?;
+            Ok(((dgate, dup), Some(ys)))
+        })?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
         column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
     }

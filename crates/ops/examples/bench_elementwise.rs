@@ -6,9 +6,10 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_ops::{
-    AdamWBuffers, AdamWConstants, AdamWSlot, RopeDirection, adamw, cross_entropy_grad_in_place,
-    embedding_forward, embedding_grad_into, rms_norm_backward, rms_norm_forward, rope_in_place,
-    softmax_stats, sum_of_squares, swiglu_backward, swiglu_forward,
+    AdamWBuffers, AdamWConstants, AdamWSlot, RopeDirection, adamw, add_into,
+    cross_entropy_grad_in_place, embedding_forward, embedding_grad_into, rms_norm_backward,
+    rms_norm_forward, rope_in_place, softmax_stats, sum_of_squares, swiglu_backward_and_output,
+    swiglu_forward,
 };
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,7 +17,7 @@ use std::time::Instant;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc; // as the programs have
 
-const TURNS: usize = 15;
+const TURNS: usize = 30;
 /// Sizes of `bench_train`'s default model. Each layer has tensors of its own, so that one finds in the caches what a step would.
 const LAYERS: usize = 8;
 const TOKENS: [usize; 2] = [4, 256];
@@ -28,8 +29,8 @@ const VOCAB: usize = 8192;
 const LOGIT_ROWS: usize = 512;
 /// Values of an optimizer's bucket, that of a decoder layer.
 const BUCKET: usize = 2_900_992;
-/// Values of the copy that measures the memory.
-const COPIED: usize = 32 << 20;
+/// Values of the copy that measures the memory: more than caches hold.
+const COPIED: usize = 16 << 20;
 
 fn main() -> Result<()> {
     let dtype = match std::env::args().nth(1).as_deref() {
@@ -69,7 +70,12 @@ impl Table {
     fn new(dtype: DType) -> Result<Self> {
         let from = Tensor::ones(COPIED, DType::F32, &Device::Cpu)?;
         let to = Tensor::ones(COPIED, DType::F32, &Device::Cpu)?;
-        let secs = fewest_secs(|| candle_ops::add_into(&to, false, &from))?;
+        let mut secs = f64::INFINITY;
+        for _ in 0..TURNS {
+            let start = Instant::now();
+            add_into(&to, false, &from)?;
+            secs = secs.min(start.elapsed().as_secs_f64());
+        }
         Ok(Self {
             dtype,
             bytes_per_sec: 8.0 * COPIED as f64 / secs,
@@ -86,8 +92,15 @@ impl Table {
         (values, floats): (usize, usize),
         mut op: impl FnMut(usize) -> Result<()>,
     ) -> Result<()> {
-        let secs = fewest_secs(|| (0..LAYERS).try_for_each(&mut op))?;
-        let secs = secs * calls as f64 / LAYERS as f64;
+        let mut fewest = [f64::INFINITY; LAYERS];
+        for _ in 0..TURNS {
+            for (i, fewest) in fewest.iter_mut().enumerate() {
+                let start = Instant::now();
+                op(i)?;
+                *fewest = fewest.min(start.elapsed().as_secs_f64());
+            }
+        }
+        let secs = fewest.iter().sum::<f64>() * calls as f64 / LAYERS as f64;
         let bytes = (calls * (values * self.dtype.size_in_bytes() + 4 * floats)) as f64;
         let ratio = secs / (bytes / self.bytes_per_sec);
         println!(
@@ -105,16 +118,6 @@ impl Table {
             (0..LAYERS).map(|_| Tensor::randn(0f32, 1.0, dims, &Device::Cpu)?.to_dtype(self.dtype));
         tensors.collect()
     }
-}
-
-fn fewest_secs(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    let mut fewest = f64::INFINITY;
-    for _ in 0..TURNS {
-        let start = Instant::now();
-        work()?;
-        fewest = fewest.min(start.elapsed().as_secs_f64());
-    }
-    Ok(fewest)
 }
 
 fn rows(table: &mut Table) -> Result<()> {
@@ -139,12 +142,13 @@ fn rows(table: &mut Table) -> Result<()> {
     let (gate, up) = (table.random(&[b, t, MLP])?, table.random(&[b, t, MLP])?);
     let dy = table.random(&[b, t, MLP])?;
     let n = b * t * MLP;
-    table.add("swiglu", 2 * LAYERS, (3 * n, 0), |i| {
+    table.add("swiglu", LAYERS, (3 * n, 0), |i| {
         drop(black_box(swiglu_forward(&gate[i], &up[i])?));
         Ok(())
     })?;
-    table.add("swiglu, backward", LAYERS, (5 * n, 0), |i| {
-        drop(black_box(swiglu_backward(&gate[i], &up[i], &dy[i])?));
+    table.add("swiglu, backward", LAYERS, (6 * n, 0), |i| {
+        let grads_and_output = swiglu_backward_and_output(&gate[i], &up[i], &dy[i])?;
+        drop(black_box(grads_and_output));
         Ok(())
     })
 }

@@ -219,8 +219,10 @@ fn step<T: Element>(
                 #[inline(always)]
                 || {
                     update([&mut *master, m, v], grad, constants);
-                    for (weight, master) in weights.into_iter().flatten().zip(master) {
-                        *weight = T::nearest(*master);
+                    if let Some(weights) = weights {
+                        for (weight, master) in weights.iter_mut().zip(master) {
+                            *weight = T::nearest(*master);
+                        }
                     }
                 },
             );

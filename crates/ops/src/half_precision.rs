@@ -21,8 +21,7 @@ impl Element for bf16 {
         let bits = value.to_bits();
         let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let quiet_nan = bits >> 16 | 0x40;
-        let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
-        Self::from_bits((if is_nan { quiet_nan } else { nearest }) as u16)
+        Self::from_bits((if value.is_nan() { quiet_nan } else { nearest }) as u16)
     }
 }
 

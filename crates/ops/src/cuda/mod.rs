@@ -19,6 +19,7 @@ mod element;
 mod elements;
 mod embedding;
 mod embedding_order;
+mod geglu;
 mod gpu;
 mod host_copies;
 mod kernel_files;
@@ -48,6 +49,7 @@ pub(crate) use cross_entropy::{
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
+pub(crate) use geglu::{geglu_backward, geglu_forward};
 pub(crate) use host_copies::{CopyStreams, PinnedBuffer, StreamCopy};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,

@@ -1,11 +1,11 @@
-//! swiglu and rope: forward and gradients to the rounding errors of f32.
+//! swiglu, geglu and rope: forward and gradients to the rounding errors of f32.
 
 use crate::check::{
     EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, on_each_device, random,
     random_var, rounding_error,
 };
 use candle_core::{Result, Tensor, Var};
-use candle_ops::{rope, swiglu};
+use candle_ops::{geglu_backward, geglu_backward_and_output, geglu_forward, rope, swiglu};
 
 #[test]
 fn swiglu_matches_the_reference() -> Result<()> {
@@ -36,6 +36,53 @@ fn swiglu_matches_the_reference() -> Result<()> {
             );
             assert_close("dup", &du, &each(&|i| d[i] * silu(g[i])), bound(4));
         }
+        Ok(())
+    })
+}
+
+#[test]
+fn geglu_matches_the_reference() -> Result<()> {
+    on_each_device(|| {
+        for shape in [vec![1], vec![97], vec![2, 127, 99]] {
+            let gate = (random(1, shape.clone())? * 3.0)?;
+            let (up, dy) = (random(2, shape.clone())?, random(3, shape)?);
+            let (g, u, d) = (doubles(&gate)?, doubles(&up)?, doubles(&dy)?);
+            let scale = std::f64::consts::FRAC_2_PI.sqrt();
+            let tanh = |x: f64| (scale * (x + 0.044715 * x.powi(3))).tanh();
+            let gelu = |x: f64| x * (1.0 + tanh(x)) / 2.0;
+            let gelu_prime = |x: f64| {
+                let slope = scale * (1.0 + 3.0 * 0.044715 * x * x);
+                (1.0 + tanh(x)) / 2.0 + x * (1.0 - tanh(x).powi(2)) / 2.0 * slope
+            };
+            let each = |f: &dyn Fn(usize) -> f64| -> Vec<f64> { (0..g.len()).map(f).collect() };
+            let bound = |operations: usize| rounding_error(EXP_ROUNDINGS + operations);
+            let y = geglu_forward(&gate, &up)?;
+            assert_close("y", &y, &each(&|i| gelu(g[i]) * u[i]), bound(8));
+            let (dg, du) = geglu_backward(&gate, &up, &dy)?;
+            let want = each(&|i| d[i] * u[i] * gelu_prime(g[i]));
+            assert_close("dgate", &dg, &want, bound(14));
+            assert_close("dup", &du, &each(&|i| d[i] * gelu(g[i])), bound(8));
+            let again = geglu_backward_and_output(&gate, &up, &dy)?;
+            assert_eq!(floats(&again.0)?, floats(&dg)?);
+            assert_eq!(floats(&again.1)?, floats(&du)?);
+            assert_eq!(floats(&again.2)?, floats(&y)?);
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn geglu_stays_finite_far_from_zero_and_passes_nan_on() -> Result<()> {
+    on_each_device(|| {
+        let gate = Tensor::new(&[-1e4f32, -100.0, -10.0, 0.0, 88.0, 1e4], &device())?;
+        let ones = gate.ones_like()?;
+        let (dg, du, y) = geglu_backward_and_output(&gate, &ones, &ones)?;
+        assert_eq!(floats(&y)?[3..], [0.0, 88.0, 1e4]);
+        assert!(floats(&y)?[..3].iter().all(|y| y.abs() < 1e-20));
+        let all = [floats(&dg)?, floats(&du)?].concat();
+        assert!(all.iter().all(|x| x.is_finite()));
+        let nan = Tensor::new(&[f32::NAN], &device())?;
+        assert!(floats(&geglu_forward(&nan, &nan.ones_like()?)?)?[0].is_nan());
         Ok(())
     })
 }

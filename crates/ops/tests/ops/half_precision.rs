@@ -7,11 +7,12 @@ use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{
     AttentionGrad, AttentionSpec, HeadGroups, RopeDirection, add_into, attention_backward,
     attention_forward, causal_attention, cross_entropy, cross_entropy_grad,
-    cross_entropy_grad_in_place, embedding, embedding_forward, embedding_grad_into, layer_norm,
-    layer_norm_backward, layer_norm_forward, linear, linear_bias_grad, linear_bias_grad_into,
-    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
-    linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
-    rope, rope_in_place, round_into, softmax_stats, swiglu, swiglu_backward, swiglu_forward,
+    cross_entropy_grad_in_place, embedding, embedding_forward, embedding_grad_into,
+    geglu_backward_and_output, geglu_forward, layer_norm, layer_norm_backward, layer_norm_forward,
+    linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+    rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place, round_into, softmax_stats,
+    swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward,
 };
 
 /// Values that `narrow` holds, as f32.
@@ -145,11 +146,7 @@ fn rows() -> Result<()> {
                 exact(narrow, 5, &[h])?,
             ];
             let norms = [narrow, narrow, narrow, F32, F32, narrow];
-            let dtypes = [
-                &[narrow, narrow, F32, narrow, narrow, narrow, narrow],
-                &norms[..],
-            ]
-            .concat();
+            let dtypes = [&[narrow, narrow, F32], &[narrow; 11][..], &norms].concat();
             assert_rounded_once("rows", narrow, &inputs, &dtypes, |inputs| {
                 let [x, w, dy, up, b] = inputs else {
                     unreachable!()
@@ -157,6 +154,8 @@ fn rows() -> Result<()> {
                 let (dx, dw) = rms_norm_backward(x, w, dy, 1e-5, Some(up), true)?;
                 let (alone, _) = rms_norm_backward(x, w, dy, 1e-5, None, false)?;
                 let (dgate, dup) = swiglu_backward(x, up, dy)?;
+                let again = swiglu_backward_and_output(x, up, dy)?;
+                let geglu = geglu_backward_and_output(x, up, dy)?;
                 let ys = [
                     rms_norm_forward(x, w, 1e-5)?,
                     dx,
@@ -174,8 +173,16 @@ fn rows() -> Result<()> {
                     db,
                     alone,
                 ];
-                let gates = [swiglu_forward(x, up)?, dgate, dup];
-                Ok([&ys[..], &gates, &norms].concat())
+                let gates = [
+                    swiglu_forward(x, up)?,
+                    dgate,
+                    dup,
+                    again.0,
+                    again.1,
+                    again.2,
+                ];
+                let of_geglu = [geglu_forward(x, up)?, geglu.0, geglu.1, geglu.2];
+                Ok([&ys[..], &gates, &of_geglu, &norms].concat())
             })?;
         }
         Ok(())

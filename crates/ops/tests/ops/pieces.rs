@@ -13,7 +13,7 @@ use candle_ops::{
     layer_norm_backward, layer_norm_forward, linear_bias_grad, linear_bias_grad_into,
     linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward,
-    rope, rope_in_place, swiglu, swiglu_backward, swiglu_forward,
+    rope, rope_in_place, swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward,
 };
 
 fn sum(a: &Tensor, b: &Tensor) -> Result<Vec<f64>> {
@@ -89,7 +89,11 @@ fn row_pieces_equal_the_operations() -> Result<()> {
             let y = swiglu(&x, &up)?;
             let [dg, du] = grads(&y, &dy, [&x, &up])?;
             assert_eq!(floats(&swiglu_forward(&x, &up)?)?, floats(&y)?);
+            let (again_dg, again_du, again_y) = swiglu_backward_and_output(&x, &up, &dy)?;
+            assert_eq!(floats(&again_y)?, floats(&y)?);
             let (got_dg, got_du) = swiglu_backward(&x, &up, &dy)?;
+            assert_eq!(floats(&again_dg)?, floats(&got_dg)?);
+            assert_eq!(floats(&again_du)?, floats(&got_du)?);
             assert_eq!(
                 (floats(&got_dg)?, floats(&got_du)?),
                 (floats(&dg)?, floats(&du)?)

@@ -9,7 +9,7 @@ use candle_ops::{
     embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward, linear,
     linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad,
     linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
-    softmax_stats, swiglu, swiglu_backward, swiglu_forward,
+    softmax_stats, swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward,
 };
 
 /// The gradients of `vars`, after a look at the shape of the value.
@@ -113,6 +113,7 @@ fn pieces() -> Result<()> {
             }
             assert_eq!(swiglu_forward(&x, &x)?.dims(), x.dims());
             assert_eq!(swiglu_backward(&x, &x, &x)?.1.dims(), x.dims());
+            assert_eq!(swiglu_backward_and_output(&x, &x, &x)?.2.dims(), x.dims());
         }
         for dims in [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4), (2, 3, 2, 0)] {
             let (x, table) = (random(1, dims)?, random(2, (dims.1, dims.3 / 2))?);

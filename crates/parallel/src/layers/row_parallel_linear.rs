@@ -118,21 +118,43 @@ impl RowParallelLinear {
         xs: Option<&Tensor>,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
+        self.backward_with(dy, gradients, |dx| Ok((dx, xs.cloned())))
+    }
+
+    /// [`Self::backward_linear`] for an input that is computed again beside what follows from its gradient: `rest` gets the gradient of the
+    /// input, and gives its own result and the input, which may be missing if the layer does not [need](Self::needs_input) it.
+    ///
+    /// # Errors
+    /// What operations, `rest` and `gradients` return.
+    pub fn backward_with<R>(
+        &self,
+        dy: &Tensor,
+        gradients: &mut dyn GradientSink,
+        rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
+    ) -> Result<R> {
+        let inner = self.low_rank.as_ref().map(|adapter| {
+            let inner = adapter.inner_grad(dy)?;
+            Result::Ok((adapter, inner))
+        });
+        let inner = inner.transpose()?;
+        let of_adapter = inner.iter();
+        let of_adapter = of_adapter.filter_map(|(adapter, inner)| adapter.input_term(inner));
+        let terms = std::iter::once((dy, &self.weight)).chain(of_adapter);
+        let mut dx = input_grad(&terms.collect::<Vec<_>>())?;
+        if let Some((adapter, inner)) = &inner {
+            dx = adapter.add_dropped(dx, inner)?;
+        }
+        let (result, xs) = rest(dx)?;
         gradients.write(self.weight(), &mut |dst, add| {
-            linear_weight_grad_into(dst, add, dy, kept(xs)?)
+            linear_weight_grad_into(dst, add, dy, kept(xs.as_ref())?)
         })?;
         if let Some(bias) = &self.bias {
             gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))?;
         }
-        let Some(adapter) = &self.low_rank else {
-            return input_grad(&[(dy, &self.weight)]);
-        };
-        let inner = adapter.inner_grad(dy)?;
-        if adapter.is_trained() {
-            adapter.write_gradients(&inner, kept(xs)?, dy, gradients)?;
+        if let Some((adapter, inner)) = inner.filter(|(adapter, _)| adapter.is_trained()) {
+            adapter.write_gradients(&inner, kept(xs.as_ref())?, dy, gradients)?;
         }
-        let terms = std::iter::once((dy, &self.weight)).chain(adapter.input_term(&inner));
-        adapter.add_dropped(input_grad(&terms.collect::<Vec<_>>())?, &inner)
+        Ok(result)
     }
 }
 
