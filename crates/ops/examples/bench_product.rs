@@ -1,144 +1,228 @@
-//! Matrix products of a training step against the same products by the `gemm` crate, in turns.
+//! Products of the linear layers of a training step, beside the same products by PyTorch (oneDNN), in turns.
 //!
-//! `cargo run --release -p candle-ops --example bench_product` prints GFLOP/s of both and their ratio; f32, all cores.
+//! `cargo run --release -p candle-ops --example bench_product -- [--python PYTHON] [--turns N]` prints a row for each product and
+//! precision: GFLOP/s of the forward pass, of the input gradient and of the weight gradient, which goes into an f32 buffer. PYTHON is an
+//! interpreter with torch; with it each cell also has our speed over PyTorch's. Of each product the fastest run counts. `all of` a
+//! model is the time of all products of its step, each as often as it occurs. All cores.
 
-use candle_core::{Device, Result, Tensor};
-use candle_ops::{linear_forward, linear_input_grad, linear_weight_grad_into};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_ops::{MatmulPrecision, linear_forward, linear_input_grad, linear_weight_grad_into};
 use std::hint::black_box;
-use std::time::Instant;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc; // as the programs have
 
-const TURNS: usize = 15;
+const SCRIPT: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../scripts/reference/bench_products_torch.py"
+);
+/// Runs of a product in a turn.
+const RUNS: usize = 3;
+/// Until threads of the other program no longer spin.
+const PAUSE: Duration = Duration::from_millis(5);
 
-/// Tokens, `in` and `out` of the linear layers of `bench_train`'s default model.
-const LAYERS: [(&str, usize, usize, usize); 5] = [
-    ("k_proj", 1024, 512, 256),
-    ("q_proj", 1024, 512, 512),
-    ("up_proj", 1024, 512, 1376),
-    ("down_proj", 1024, 1376, 512),
-    ("lm_head", 512, 512, 8192),
+/// Rows, `in` and `out` of a linear layer, and how often a step has it.
+struct Linear {
+    name: &'static str,
+    sizes: [usize; 3],
+    count: usize,
+}
+
+const fn linear(name: &'static str, sizes: [usize; 3], count: usize) -> Linear {
+    Linear { name, sizes, count }
+}
+
+/// The models are those of `bench_train.py`; the products of its default and its long case are the same.
+const MODELS: [(&str, &[Linear]); 3] = [
+    ("a cube", &[linear("2048³", [2048, 2048, 2048], 1)]),
+    (
+        "default and long",
+        &[
+            linear("k, v", [1024, 512, 256], 16),
+            linear("q, o", [1024, 512, 512], 16),
+            linear("gate, up", [1024, 512, 1376], 16),
+            linear("down", [1024, 1376, 512], 8),
+            linear("head", [1024, 512, 8192], 1),
+        ],
+    ),
+    (
+        "large",
+        &[
+            linear("q, k, v, o", [512, 768, 768], 48),
+            linear("gate, up", [512, 768, 2048], 24),
+            linear("down", [512, 2048, 768], 12),
+            linear("head", [512, 768, 32000], 1),
+        ],
+    ),
 ];
 
+/// What is asked of PyTorch by these names.
+const PASSES: [&str; 3] = ["forward", "input_grad", "weight_grad"];
+
 fn main() -> Result<()> {
-    println!("| product | GFLOP/s | gemm | ratio |\n|---|---|---|---|");
-    let mut totals = [0.0; 2];
-    for (name, tokens, num_in, num_out) in LAYERS {
-        let random = |dims: (usize, usize)| Tensor::randn(0f32, 1.0, dims, &Device::Cpu);
-        let (x, w) = (random((tokens, num_in))?, random((num_out, num_in))?);
-        let dy = random((tokens, num_out))?;
-        let (xs, ws, dys) = (floats(&x)?, floats(&w)?, floats(&dy)?);
-        let mut y = vec![0f32; tokens * num_out];
-        let mut dx = vec![0f32; tokens * num_in];
-        let mut dw = vec![0f32; num_out * num_in];
-        let flops = 2.0 * (tokens * num_in * num_out) as f64;
-        let mut report = |what: &str, secs: [f64; 2]| {
-            let speed = secs.map(|secs| flops / secs / 1e9);
-            let ratio = secs[1] / secs[0];
-            println!(
-                "| {name} {what} | {:.0} | {:.0} | {ratio:.2} |",
-                speed[0], speed[1]
-            );
-            totals
-                .iter_mut()
-                .zip(secs)
-                .for_each(|(total, secs)| *total += secs);
-        };
-        let ours = || linear_forward(&x, &w, None).map(|y| drop(black_box(y)));
-        let other = || {
-            gemm(
-                (&mut y, tokens, num_out),
-                (&xs, num_in, 1),
-                (&ws, 1, num_in),
-                num_in,
-                false,
-            )
-        };
-        report("forward", in_turns(ours, other)?);
-        let ours = || linear_input_grad(&dy, &w).map(|dx| drop(black_box(dx)));
-        let other = || {
-            gemm(
-                (&mut dx, tokens, num_in),
-                (&dys, num_out, 1),
-                (&ws, num_in, 1),
-                num_out,
-                false,
-            )
-        };
-        report("input gradient", in_turns(ours, other)?);
-        let ours_dw = Tensor::zeros(num_out * num_in, x.dtype(), x.device())?;
-        let ours = || linear_weight_grad_into(&ours_dw, true, &dy, &x);
-        let other = || {
-            gemm(
-                (&mut dw, num_out, num_in),
-                (&dys, 1, num_out),
-                (&xs, num_in, 1),
-                tokens,
-                true,
-            )
-        };
-        report("weight gradient", in_turns(ours, other)?);
+    let (mut python, mut turns) = (None, 7);
+    let mut args = std::env::args().skip(1);
+    while let Some(flag) = args.next() {
+        match (flag.as_str(), args.next()) {
+            ("--python", Some(program)) => python = Some(program),
+            ("--turns", Some(number)) => turns = number.parse::<usize>().map_err(Error::wrap)?,
+            _ => bail!("expected --python PYTHON or --turns N, got {flag}"),
+        }
     }
-    println!("| all | | | {:.2} |", totals[1] / totals[0]);
+    let mut torch = python.map(|python| Torch::start(&python)).transpose()?;
+    let mut precisions = vec![
+        (DType::F32, MatmulPrecision::Highest),
+        (DType::BF16, MatmulPrecision::Highest),
+    ];
+    if MatmulPrecision::matters_on(&Device::Cpu) {
+        precisions.insert(1, (DType::F32, MatmulPrecision::High));
+    }
+    println!(
+        "| product, rows x in x out | precision | forward, GFLOP/s{0} | input gradient{0} | weight gradient{0} |\n|---|---|---|---|---|",
+        torch.as_ref().map_or("", |_| ", ratio to PyTorch")
+    );
+    for (model, linears) in MODELS {
+        for (dtype, precision) in &precisions {
+            precision.set();
+            let what = match precision {
+                MatmulPrecision::Highest => dtype.as_str().to_string(),
+                precision => format!("{} {precision}", dtype.as_str()),
+            };
+            let mut totals = [[0.0; 2]; 3];
+            for Linear { name, sizes, count } in linears {
+                let [rows, num_in, num_out] = sizes;
+                let secs = secs_of_passes(*sizes, *dtype, turns, torch.as_mut())?;
+                let flops = 2.0 * (rows * num_in * num_out) as f64;
+                let cells = secs.map(|[ours, other]| cell(flops, [ours, other]));
+                println!(
+                    "| {name}: {rows} x {num_in} x {num_out} | {what} | {} |",
+                    cells.join(" | ")
+                );
+                for (total, secs) in totals.iter_mut().zip(secs) {
+                    *total = [0, 1].map(|i| total[i] + *count as f64 * secs[i]);
+                }
+            }
+            if linears.len() == 1 {
+                continue;
+            }
+            let flops = linears
+                .iter()
+                .map(|Linear { sizes, count, .. }| 2 * sizes.iter().product::<usize>() * count);
+            let flops = flops.sum::<usize>() as f64;
+            let cells = totals.map(|secs| cell(flops, secs));
+            let all = [0, 1].map(|i| totals.iter().map(|secs| secs[i]).sum());
+            println!(
+                "| **all of {model}: {}** | {what} | {} |",
+                cell(3.0 * flops, all),
+                cells.join(" | ")
+            );
+        }
+    }
     Ok(())
 }
 
-fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
-    tensor.flatten_all()?.to_vec1()
-}
-
-/// Fewest seconds of each, in turns.
-fn in_turns(mut ours: impl FnMut() -> Result<()>, mut other: impl FnMut()) -> Result<[f64; 2]> {
-    let mut best = [f64::MAX; 2];
-    for _ in 0..TURNS {
-        let start = Instant::now();
-        ours()?;
-        best[0] = best[0].min(start.elapsed().as_secs_f64());
-        let start = Instant::now();
-        other();
-        best[1] = best[1].min(start.elapsed().as_secs_f64());
+/// Our speed, and if the other one's seconds are known, the ratio.
+fn cell(flops: f64, [ours, other]: [f64; 2]) -> String {
+    let speed = format!("{:.0}", flops / ours / 1e9);
+    match other.is_finite() {
+        true => format!("{speed}, {:.2}", other / ours),
+        false => speed,
     }
-    Ok(best)
 }
 
-/// A matrix with its row and column stride.
-type Strided<'a> = (&'a [f32], usize, usize);
+/// Fewest seconds of each pass, ours and PyTorch's, which are infinite without it.
+fn secs_of_passes(
+    sizes: [usize; 3],
+    dtype: DType,
+    turns: usize,
+    mut torch: Option<&mut Torch>,
+) -> Result<[[f64; 2]; 3]> {
+    let [rows, num_in, num_out] = sizes;
+    let random = |dims: (usize, usize)| -> Result<Tensor> {
+        Tensor::randn(0f32, 1.0, dims, &Device::Cpu)?.to_dtype(dtype)
+    };
+    let (xs, weight) = (random((rows, num_in))?, random((num_out, num_in))?);
+    let dy = random((rows, num_out))?;
+    let dw = Tensor::zeros(num_out * num_in, DType::F32, &Device::Cpu)?;
+    let run = |pass| -> Result<()> {
+        match pass {
+            0 => drop(black_box(linear_forward(&xs, &weight, None)?)),
+            1 => drop(black_box(linear_input_grad(&dy, &weight)?)),
+            _ => linear_weight_grad_into(&dw, false, &dy, &xs)?,
+        }
+        Ok(())
+    };
+    let mut fewest = [[f64::INFINITY; 2]; 3];
+    for _ in 0..turns {
+        for (pass, fewest) in fewest.iter_mut().enumerate() {
+            std::thread::sleep(PAUSE);
+            for _ in 0..RUNS {
+                let start = Instant::now();
+                run(pass)?;
+                fewest[0] = fewest[0].min(start.elapsed().as_secs_f64());
+            }
+            if let Some(torch) = &mut torch {
+                std::thread::sleep(PAUSE);
+                fewest[1] = fewest[1].min(torch.secs(PASSES[pass], dtype, sizes)?);
+            }
+        }
+    }
+    Ok(fewest)
+}
 
-fn gemm(
-    (out, rows, cols): (&mut [f32], usize, usize),
-    (lhs, lhs_row, lhs_col): Strided<'_>,
-    (rhs, rhs_row, rhs_col): Strided<'_>,
-    depth: usize,
-    add: bool,
-) {
-    assert_eq!(
-        (out.len(), lhs.len(), rhs.len()),
-        (rows * cols, rows * depth, depth * cols)
-    );
-    let parallelism = gemm::Parallelism::Rayon(rayon::current_num_threads());
-    // SAFETY: the matrices fill their slices, by the check above.
-    unsafe {
-        gemm::gemm(
-            rows,
-            cols,
-            depth,
-            out.as_mut_ptr(),
-            1,
-            cols as isize,
-            add,
-            lhs.as_ptr(),
-            lhs_col as isize,
-            lhs_row as isize,
-            rhs.as_ptr(),
-            rhs_col as isize,
-            rhs_row as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            parallelism,
-        );
+/// The child process that multiplies with PyTorch.
+struct Torch {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Torch {
+    fn start(python: &str) -> Result<Self> {
+        let mut child = Command::new(python)
+            .arg(SCRIPT)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|err| Error::msg(format!("--python {python}: {err}")))?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(stdin), Some(stdout)) => Ok(Self {
+                child,
+                stdin,
+                stdout: BufReader::new(stdout),
+            }),
+            _ => bail!("--python {python}: it has no pipes"),
+        }
+    }
+
+    /// Fewest seconds of one turn's runs.
+    fn secs(
+        &mut self,
+        pass: &str,
+        dtype: DType,
+        [rows, num_in, num_out]: [usize; 3],
+    ) -> Result<f64> {
+        let dtype = dtype.as_str();
+        writeln!(
+            self.stdin,
+            "{pass} {dtype} {rows} {num_in} {num_out} {RUNS}"
+        )?;
+        let mut answer = String::new();
+        self.stdout.read_line(&mut answer)?;
+        match answer.trim().parse() {
+            Ok(secs) => Ok(secs),
+            Err(_) => bail!("{SCRIPT}: expected seconds of {pass}, got {answer:?}"),
+        }
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        // Nobody waits for its next answer.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }

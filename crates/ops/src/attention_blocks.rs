@@ -98,7 +98,7 @@ impl AttentionBlocks<'_> {
                 let q = self.head(q, (b, first, rows), (head, self.hq));
                 let mut weights = Sums::new(rows, seen.len());
                 P::multiply(
-                    (&mut weights, 0),
+                    weights.from_row(0),
                     false,
                     q,
                     &k_t[kv],
@@ -106,11 +106,10 @@ impl AttentionBlocks<'_> {
                     seen.clone(),
                 );
                 let mut inverse_sums = [0f32; STEP];
-                let row_len = weights.row_len();
                 vectorised(
                     #[inline(always)]
                     || {
-                        let rows = weights.lines.floats_mut().chunks_exact_mut(row_len);
+                        let rows = weights.rows_mut();
                         let rows = rows.zip(lse.iter_mut().zip(&mut inverse_sums));
                         for (row, (weights, (lse, inverse))) in rows.enumerate() {
                             let own = keep(weights, self.own(b, first + row, seen.start));
@@ -121,7 +120,7 @@ impl AttentionBlocks<'_> {
                 );
                 let weights = weights.matrix(rows, seen.len());
                 let mut sums = Sums::new(rows, self.d);
-                P::multiply((&mut sums, 0), false, weights, &v[kv], seen, 0..self.d);
+                P::multiply(sums.from_row(0), false, weights, &v[kv], seen, 0..self.d);
                 let rows = sums.rows(0..rows).zip(inverse_sums);
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
@@ -174,14 +173,20 @@ impl AttentionBlocks<'_> {
                 let q = self.head(q, (b, first, rows), (head, self.hq));
                 let grad = self.head(grad, (b, first, rows), (head, self.hq));
                 let (mut p, mut ds) = (Sums::new(rows, seen.len()), Sums::new(rows, seen.len()));
-                P::multiply((&mut p, 0), false, q, &k_t[kv], 0..self.d, seen.clone());
-                P::multiply((&mut ds, 0), false, grad, &v_t[kv], 0..self.d, seen.clone());
-                let row_len = p.row_len();
+                P::multiply(p.from_row(0), false, q, &k_t[kv], 0..self.d, seen.clone());
+                P::multiply(
+                    ds.from_row(0),
+                    false,
+                    grad,
+                    &v_t[kv],
+                    0..self.d,
+                    seen.clone(),
+                );
                 vectorised(
                     #[inline(always)]
                     || {
-                        let p = p.lines.floats_mut().chunks_exact_mut(row_len);
-                        let ds = ds.lines.floats_mut().chunks_exact_mut(row_len);
+                        let p = p.rows_mut();
+                        let ds = ds.rows_mut();
                         for (row, ((p, ds), lse)) in p.zip(ds).zip(lse).enumerate() {
                             let own = self.own(b, first + row, seen.start);
                             let (p, ds) = (keep(p, own.clone()), keep(ds, own));
@@ -193,7 +198,7 @@ impl AttentionBlocks<'_> {
                 let all = 0..self.d;
                 let (grad, q) = (P::pack(grad), P::pack(q));
                 P::multiply(
-                    (&mut dv, seen.start),
+                    dv.from_row(seen.start),
                     true,
                     p.t(),
                     &grad,
@@ -201,7 +206,7 @@ impl AttentionBlocks<'_> {
                     all.clone(),
                 );
                 P::multiply(
-                    (&mut dk, seen.start),
+                    dk.from_row(seen.start),
                     true,
                     ds.t(),
                     &q,
@@ -209,7 +214,7 @@ impl AttentionBlocks<'_> {
                     all.clone(),
                 );
                 let mut sums = Sums::new(rows, self.d);
-                P::multiply((&mut sums, 0), false, ds, &k[kv], seen, all);
+                P::multiply(sums.from_row(0), false, ds, &k[kv], seen, all);
                 let rows = sums.rows(0..rows).map(|row| (row, 1.0));
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: the blocks of rows of dq that `blocks_of` deals to this part of this head are only its own.

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
 /// Lanes of a line.
@@ -22,10 +23,11 @@ thread_local! {
     static BUFFERS: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Lines of any content, until they are dropped.
+/// Lines of any content, until they are dropped, by the same thread: what went from one to another would never be used again.
 pub(crate) struct Lines {
     buffer: Vec<Line>,
     len: usize,
+    not_send: PhantomData<*const ()>,
 }
 
 impl Lines {
@@ -42,20 +44,24 @@ impl Lines {
         if buffer.len() < len {
             buffer.resize(len, Line::ZERO);
         }
-        Self { buffer, len }
+        Self {
+            buffer,
+            len,
+            not_send: PhantomData,
+        }
     }
+}
 
-    /// The lanes as f32.
-    pub(crate) fn floats(&self) -> &[f32] {
-        // SAFETY: a line is 16 lanes without padding, any bits are an f32, and the lifetime is that of the borrow.
-        unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len * LANES) }
-    }
+/// The lanes as f32.
+pub(crate) fn floats(lines: &[Line]) -> &[f32] {
+    // SAFETY: a line is 16 lanes without padding, any bits are an f32, and the lifetime is that of the borrow.
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * LANES) }
+}
 
-    /// The lanes as f32, to be changed.
-    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as for `floats`.
-        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), self.len * LANES) }
-    }
+/// The lanes as f32, to be changed.
+pub(crate) fn floats_mut(lines: &mut [Line]) -> &mut [f32] {
+    // SAFETY: as for `floats`.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * LANES) }
 }
 
 impl Drop for Lines {
@@ -82,14 +88,14 @@ impl DerefMut for Lines {
 
 #[cfg(test)]
 mod tests {
-    use super::Lines;
+    use super::{Lines, floats, floats_mut};
 
     #[test]
     fn buffers_are_used_again_and_never_twice_at_a_time() {
         let (mut a, mut b) = (Lines::new(3), Lines::new(5));
-        a.floats_mut().fill(1.0);
-        b.floats_mut().fill(2.0);
-        assert!(a.floats().iter().all(|x| *x == 1.0) && a.floats().len() == 48);
+        floats_mut(&mut a).fill(1.0);
+        floats_mut(&mut b).fill(2.0);
+        assert_eq!(floats(&a), [1.0; 48]);
         let place = b.as_ptr();
         drop((a, b));
         assert_eq!(Lines::new(4).as_ptr(), place);

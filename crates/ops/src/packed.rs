@@ -1,53 +1,77 @@
 //! Matrices that are packed once for many small products, each on the calling thread.
 
 use crate::element::Element;
-use crate::lines::{LANES, Line, Lines};
+use crate::lines::{LANES, Line, Lines, floats, floats_mut};
 use crate::matrix::{Matrix, MatrixMut};
-use std::ops::Range;
+use std::ops::{DerefMut, Range};
 
 /// Where ranges of columns and of `k` of a packed matrix may begin: at multiples of it.
 pub(crate) const STEP: usize = 2 * LANES;
 
-/// Sums row by row, in f32.
-pub(crate) struct Sums {
-    pub(crate) lines: Lines,
+/// Sums row by row, in f32: in scratch memory, or in a `Vec` that may go to another thread.
+pub(crate) struct Sums<L = Lines> {
+    lines: L,
+    row_lines: usize,
+}
+
+/// The rows of sums from one on.
+pub(crate) struct Rows<'a> {
+    pub(crate) lines: &'a mut [Line],
     pub(crate) row_lines: usize,
 }
 
+/// Lines for `rows` by `cols` sums, with room for the whole tiles that products write, and those of a row.
+fn size(rows: usize, cols: usize) -> (usize, usize) {
+    let row_lines = cols.next_multiple_of(STEP) / LANES;
+    (rows.next_multiple_of(STEP) * row_lines, row_lines)
+}
+
 impl Sums {
-    /// Of any content, for `rows` by `cols`, with room for the whole tiles that products write.
+    /// Of any content.
     pub(crate) fn new(rows: usize, cols: usize) -> Self {
-        let row_lines = cols.next_multiple_of(STEP) / LANES;
+        let (len, row_lines) = size(rows, cols);
         Self {
-            lines: Lines::new(rows.next_multiple_of(STEP) * row_lines),
+            lines: Lines::new(len),
             row_lines,
         }
     }
+}
 
-    /// Zeros.
+impl Sums<Vec<Line>> {
     pub(crate) fn zeros(rows: usize, cols: usize) -> Self {
-        let mut sums = Self::new(rows, cols);
-        sums.lines.fill(Line::ZERO);
-        sums
+        let (len, row_lines) = size(rows, cols);
+        Self {
+            lines: vec![Line::ZERO; len],
+            row_lines,
+        }
+    }
+}
+
+impl<L: DerefMut<Target = [Line]>> Sums<L> {
+    pub(crate) fn from_row(&mut self, first: usize) -> Rows<'_> {
+        Rows {
+            lines: &mut self.lines[first * self.row_lines..],
+            row_lines: self.row_lines,
+        }
     }
 
     /// A row, with what lies between it and the next.
     pub(crate) fn row(&self, row: usize) -> &[f32] {
-        &self.lines.floats()[row * self.row_len()..][..self.row_len()]
+        floats(&self.lines[row * self.row_lines..][..self.row_lines])
     }
 
     pub(crate) fn rows(&self, rows: Range<usize>) -> impl Iterator<Item = &[f32]> {
         rows.map(|row| self.row(row))
     }
 
-    /// The first rows and columns.
-    pub(crate) fn matrix(&self, rows: usize, cols: usize) -> Matrix<'_> {
-        Matrix::new(self.lines.floats(), rows, cols, self.row_len())
+    /// All rows, to be changed.
+    pub(crate) fn rows_mut(&mut self) -> impl Iterator<Item = &mut [f32]> {
+        floats_mut(&mut self.lines).chunks_exact_mut(self.row_lines * LANES)
     }
 
-    /// From the start of a row to that of the next.
-    pub(crate) fn row_len(&self) -> usize {
-        self.row_lines * LANES
+    /// The first rows and columns.
+    pub(crate) fn matrix(&self, rows: usize, cols: usize) -> Matrix<'_> {
+        Matrix::new(floats(&self.lines), rows, cols, self.row_lines * LANES)
     }
 }
 
@@ -63,10 +87,9 @@ pub(crate) trait SmallProducts {
     fn pack<T: Element>(rhs: Matrix<'_, T>) -> Self::Rhs;
 
     /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of those `k` and columns of the right matrix, which begin at multiples of
-    /// [`STEP`]: into the rows of the sums from `first_row` on, and their first columns. What the sums hold in the rest of a tile
-    /// of 32 x 32 is lost.
+    /// [`STEP`]: into the first columns. What the sums hold in the rest of a tile of 32 x 32 is lost.
     fn multiply<T: Element>(
-        sums: (&mut Sums, usize),
+        sums: Rows<'_>,
         add: bool,
         lhs: Matrix<'_, T>,
         rhs: &Self::Rhs,
@@ -94,16 +117,16 @@ impl SmallProducts for Gemm {
     }
 
     fn multiply<T: Element>(
-        (sums, first_row): (&mut Sums, usize),
+        sums: Rows<'_>,
         add: bool,
         lhs: Matrix<'_, T>,
         (values, row_len): &Self::Rhs,
         k: Range<usize>,
         cols: Range<usize>,
     ) {
-        let row_len_of_sums = sums.row_len();
-        let sums = &mut sums.lines.floats_mut()[first_row * row_len_of_sums..];
-        let mut sums = MatrixMut::new(sums, lhs.rows, cols.len(), row_len_of_sums);
+        let row_stride = sums.row_lines * LANES;
+        let sums = floats_mut(sums.lines);
+        let mut sums = MatrixMut::new(sums, lhs.rows, cols.len(), row_stride);
         let rhs = values
             .get(k.start * row_len + cols.start..)
             .unwrap_or_default();

@@ -6,7 +6,7 @@ use super::packing::Layout;
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};
 use crate::matrix::Matrix;
-use crate::packed::{STEP, SmallProducts, Sums};
+use crate::packed::{Rows, STEP, SmallProducts};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -49,7 +49,7 @@ impl<K: Kernel> SmallProducts for Small<K> {
     }
 
     fn multiply<T: Element>(
-        (sums, first_row): (&mut Sums, usize),
+        sums: Rows<'_>,
         add: bool,
         lhs: Matrix<'_, T>,
         rhs: &Rhs,
@@ -78,7 +78,7 @@ impl<K: Kernel> SmallProducts for Small<K> {
                     .step_by(K::ROWS)
                     .zip(lines.chunks_exact(left.stride))
                 {
-                    let tile = (first_row + row) * row_lines + col / LANES;
+                    let tile = row * row_lines + col / LANES;
                     let tile = &mut sums.lines[tile..];
                     let lhs_panel = left.lanes_of(panel, lane, num_lanes);
                     let extent = ((lhs.rows - row).min(K::ROWS), (cols.len() - col).min(COLS));
