@@ -1,10 +1,7 @@
-//! Reading tensors of f32, bf16 or f16 in host memory as f32: what is f32 is read where it is, the others are widened.
+//! Tensors of f32, bf16 or f16 in host memory: the check that an operation makes first, and the values where they are.
 
-use crate::half_precision::widened;
 use crate::host::{Values, detached};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
-use half::{bf16, f16};
-use std::ops::Deref;
 
 /// A contiguous, detached tensor of f32, bf16 or f16 on the CPU.
 #[derive(Clone)]
@@ -36,15 +33,6 @@ impl HostFloats {
         self.0
     }
 
-    /// The values: f32 under candle's read lock, others as a widened copy that lives as long as what is returned.
-    pub(crate) fn read(&self) -> Floats<'_> {
-        match self.dtype() {
-            DType::BF16 => Floats::Widened(widened(&self.read_as::<bf16>())),
-            DType::F16 => Floats::Widened(widened(&self.read_as::<f16>())),
-            _ => Floats::InPlace(self.read_as()),
-        }
-    }
-
     /// The values of a tensor of `T`, as they are.
     pub(crate) fn read_as<T: WithDType>(&self) -> Values<'_, T> {
         Values::new(&self.0, |storage| {
@@ -68,21 +56,4 @@ pub(crate) fn one_dtype(op: &str, arguments: &[(&str, &HostFloats)]) -> Result<D
         }
     }
     Ok(host.dtype())
-}
-
-/// The values of a tensor, in row-major order, as f32.
-pub(crate) enum Floats<'a> {
-    InPlace(Values<'a, f32>),
-    Widened(Vec<f32>),
-}
-
-impl Deref for Floats<'_> {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        match self {
-            Self::InPlace(values) => values,
-            Self::Widened(values) => values,
-        }
-    }
 }

@@ -7,6 +7,7 @@
 use crate::cuda::Added;
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
+use crate::half_precision::widened;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Addend, Factors, Matrix, parallel_product};
@@ -101,12 +102,11 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutp
     let bias = match bias {
         Some(bias) => {
             let bias = HostFloats::new(NAME, "bias", bias)?;
-            one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
-            Some(bias)
+            let dtype = one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
+            Some(by_float!(dtype, T => widened(&bias.read_as::<T>())))
         }
         None => None,
     };
-    let bias = bias.as_ref().map(HostFloats::read);
     Ok(by_float!(product.xs.dtype(), T => {
         let addend = bias.as_deref().map_or(Addend::Nothing, Addend::Bias);
         OpOutput::of(product.compute::<T>(addend), dims)

@@ -4,7 +4,8 @@
 use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::dispatch::on_cuda;
-use crate::element::by_float;
+use crate::element::{Element, by_float};
+use crate::elements::add_values;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
@@ -190,7 +191,11 @@ fn bias_len(op: &str, dy: &Tensor) -> Result<usize> {
 
 /// Writes, or adds if `add`, the sum of rows as long as `dst`.
 fn sum_rows(dst: &mut [f32], add: bool, dy: &HostFloats) {
-    let (values, num_out) = (dy.read(), dst.len());
+    by_float!(dy.dtype(), T => sum_rows_of::<T>(dst, add, &dy.read_as()));
+}
+
+fn sum_rows_of<T: Element>(dst: &mut [f32], add: bool, values: &[T]) {
+    let num_out = dst.len();
     let rows = rows_per_partial(values.len() / num_out.max(1), num_out);
     let mut partials = vec![0f32; values.len().div_ceil((rows * num_out).max(1)) * num_out];
     for_each_chunk(&mut partials, num_out, values.len(), |chunk, sum| {
@@ -198,9 +203,7 @@ fn sum_rows(dst: &mut [f32], add: bool, dy: &HostFloats) {
         let mut block_sum = vec![0f32; num_out];
         for block in chunk.chunks(SUMMED_ROWS * num_out) {
             for dy in block.chunks_exact(num_out) {
-                for (sum, dy) in block_sum.iter_mut().zip(dy) {
-                    *sum += dy;
-                }
+                add_values(&mut block_sum, dy);
             }
             for (sum, block_sum) in sum.iter_mut().zip(&mut block_sum) {
                 *sum += std::mem::take(block_sum);
