@@ -16,13 +16,12 @@ pub(crate) fn has_amx() -> bool {
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {
-    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    use raw_cpuid::CpuId;
 
     pub(super) fn is_in_processor() -> bool {
-        const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
-        __cpuid(0).eax >= 0x1d
-            && __cpuid_count(7, 0).edx & BF16_AND_TILE == BF16_AND_TILE
-            && is_x86_feature_detected!("avx512bf16")
+        let features = CpuId::new().get_extended_feature_info();
+        let has_tiles = features.is_some_and(|x| x.has_amx_tile() && x.has_amx_bf16());
+        has_tiles && is_x86_feature_detected!("avx512bf16")
     }
 
     /// Asks Linux for the tiles, which it gives a process only then; an answer other than 0 is an error.

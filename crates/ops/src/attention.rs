@@ -25,7 +25,8 @@ const NAME: &str = "causal_attention";
 /// # Shapes
 /// `q (b, t, hq, d)`, `k (b, t, hkv, d)`, `v (b, t, hkv, d)` -> `(b, t, hq, d)`; one dtype. Memory beyond inputs, output and
 /// gradients: `b * hq * t` numbers, one or two blocks of rows of
-/// scores per thread, and for few sequences and heads some copies of the gradients of k and v.
+/// scores per thread, packed copies of k and v, and in the backward pass the gradients of k and v in f32, for few sequences and heads some
+/// times.
 ///
 /// # Errors
 /// When the shapes, the groups or the documents do not fit, the window is 0, or a tensor is not f32, bf16 or f16, or two differ in dtype or device.

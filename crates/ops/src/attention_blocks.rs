@@ -55,8 +55,9 @@ impl AttentionBlocks<'_> {
         (b, t, rows): (usize, usize, usize),
         (head, heads): (usize, usize),
     ) -> Matrix<'v, T> {
-        let values = &values[self.start(b, t, head, heads)..];
-        Matrix::new(values, rows, self.d, heads * self.d)
+        // Of no positions there are none to start at.
+        let values = values.get(self.start(b, t, head, heads)..);
+        Matrix::new(values.unwrap_or_default(), rows, self.d, heads * self.d)
     }
 
     /// Each key/value head of each sequence, packed as `of` makes it of the matrix (t, d), once for all blocks of all query heads.

@@ -4,7 +4,8 @@
 //! both giving the same bits for any number of threads: work is cut into chunks that depend on the shape alone, and
 //! partial sums are added in chunk order. Inputs are tensors of f32, bf16 or f16, all of one dtype and on one device; anything
 //! else is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for all: bf16 and f16 are
-//! widened when they are read, and the result is rounded once, to the dtype of the inputs. Losses, log-sum-exps, angles and
+//! widened when they are read, and the result is rounded once, to the dtype of the inputs; attention in bf16 multiplies with probabilities
+//! in bf16 where the processor has such products. Losses, log-sum-exps, angles and
 //! the gradients that `.._into` writes are always f32. Linear layers of f32 multiply as [`MatmulPrecision`] says. Gradients are computed only for the inputs candle tracks. [`quantize_int8`]
 //! packs values for their way between ranks, with the same bits on every device.
 //!

@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+use crate::chunks::for_each_chunk;
 use crate::element::Element;
 use crate::filled::zeros;
 use crate::half_precision::widened;
@@ -27,6 +28,24 @@ fn in_f32<T: Element>(values: &[T]) -> Cow<'_, [f32]> {
     match T::cpu_storage_ref(values) {
         CpuStorageRef::F32(values) => Cow::Borrowed(values),
         _ => Cow::Owned(widened(values)),
+    }
+}
+
+/// A pointer to rows of which each thread uses its own.
+struct SendPtr<T>(*mut T);
+
+// SAFETY: it is only a number; whoever uses it vouches for that.
+unsafe impl<T> Sync for SendPtr<T> {}
+
+impl<T> SendPtr<T> {
+    fn get(&self) -> *mut T {
+        self.0
+    }
+}
+
+fn add_values<T: Element>(sums: &mut [f32], values: &[T]) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum += value.widen();
     }
 }
 
@@ -177,22 +196,23 @@ impl<Out: Element> MatrixMut<'_, Out> {
         let (rows, cols) = (self.rows, self.cols);
         let mut sums = zeros(rows * cols);
         add(&mut MatrixMut::new(&mut sums, rows, cols, cols), false);
-        for (row, sums) in sums.chunks_exact(cols.max(1)).enumerate() {
-            // SAFETY: the row lies inside this matrix, which is the only access to its elements.
-            let out = unsafe {
-                let start = self.data.add(row * self.row_stride);
-                std::slice::from_raw_parts_mut(start, cols)
-            };
-            for (col, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
-                let added = match addend {
-                    Addend::Nothing => 0.0,
-                    Addend::Result => out.widen(),
-                    Addend::Values(values) => values[row * cols + col].widen(),
-                    Addend::Bias(bias) => bias[col],
-                };
-                *out = Out::nearest(added + sum);
+        let (data, row_stride) = (SendPtr(self.data), self.row_stride);
+        for_each_chunk(&mut sums, cols, multiplications, |row, sums| {
+            // SAFETY: the row lies inside this matrix, the only access to its elements, and each is one task's.
+            let place = unsafe { data.get().add(row * row_stride) };
+            // SAFETY: as above; what is to be added was written before.
+            let values = |values: *const Out| unsafe { std::slice::from_raw_parts(values, cols) };
+            match addend {
+                Addend::Nothing => {}
+                Addend::Result => add_values(sums, values(place)),
+                Addend::Values(all) => add_values(sums, &all[row * cols..][..cols]),
+                Addend::Bias(bias) => add_values(sums, bias),
             }
-        }
+            for (col, sum) in sums.iter().enumerate() {
+                // SAFETY: as above.
+                unsafe { place.add(col).write(Out::nearest(*sum)) };
+            }
+        });
     }
 
     /// The pointers are only as good as these shapes.
@@ -212,8 +232,15 @@ impl MatrixMut<'_> {
         lhs: Matrix<'_, T>,
         rhs: Matrix<'_>,
     ) {
-        let values = in_f32(lhs.data);
-        self.write(add, lhs.with(&values), rhs, Parallelism::None);
+        if let CpuStorageRef::F32(values) = T::cpu_storage_ref(lhs.data) {
+            return self.write(add, lhs.with(values), rhs, Parallelism::None);
+        }
+        let place = |i: usize| i / lhs.cols * lhs.row_stride + i % lhs.cols * lhs.col_stride;
+        let values: Vec<f32> = (0..lhs.rows * lhs.cols)
+            .map(|i| lhs.data[place(i)].widen())
+            .collect();
+        let lhs = Matrix::new(&values, lhs.rows, lhs.cols, lhs.cols);
+        self.write(add, lhs, rhs, Parallelism::None);
     }
 
     fn write(&mut self, add: bool, lhs: Matrix<'_>, rhs: Matrix<'_>, parallelism: Parallelism) {
@@ -239,8 +266,7 @@ impl MatrixMut<'_> {
     ) {
         self.check_shapes(lhs, rhs);
         // SAFETY: each matrix was checked to lie inside its slice when it was made, the shapes fit (checked above),
-        // and `self` is the only access to its elements: it came from an exclusive borrow, or from
-        // `SharedBuffer::matrix`, whose caller vouches for it. Strides are at most a slice's length, so fit isize.
+        // and `self` is the only access to its elements. Strides are at most a slice's length, so fit isize.
         unsafe {
             gemm::gemm(
                 self.rows,

@@ -130,7 +130,8 @@ impl SmallProducts for Gemm {
         let rhs = values
             .get(k.start * row_len + cols.start..)
             .unwrap_or_default();
-        sums.small_product(add, lhs, Matrix::new(rhs, k.len(), cols.len(), *row_len));
+        let rhs = Matrix::new(rhs, k.len(), cols.len(), *row_len);
+        sums.small_product(add, lhs, rhs);
     }
 }
 
@@ -138,7 +139,7 @@ impl SmallProducts for Gemm {
 macro_rules! with_small_products {
     ($t:ty, $p:ident => $expression:expr) => {{
         #[cfg(target_arch = "x86_64")]
-        $crate::product::with_kernel!($t, K => {
+        $crate::product::with_kernel!($t, $crate::MatmulPrecision::Highest, K => {
             type $p = $crate::product::Small<K>;
             return $expression;
         });

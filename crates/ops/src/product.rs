@@ -6,7 +6,7 @@
 //! The example `bench_product` of this crate prints speeds.
 //!
 //! All sums are f32. An element is summed over `k` in the same blocks, in order, whatever tile or thread it belongs to: the
-//! bits are the same for any number of threads.
+//! bits are the same for any number of threads, on all machines with the same instructions.
 
 #![allow(unsafe_code)]
 
@@ -52,8 +52,9 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
     addend: Addend<'_, Out>,
     factors: &[Factors<'_, T>],
 ) {
+    let precision = MatmulPrecision::get();
     // SAFETY: the processor has what the kernel needs, the rest as promised by the caller.
-    unsafe { with_kernel!(T, K => multiply::<K, T, Out>(out, addend, factors)) };
+    unsafe { with_kernel!(T, precision, K => multiply::<K, T, Out>(out, addend, factors)) };
 }
 
 /// The kernels, by what they multiply with.
@@ -66,14 +67,14 @@ pub(crate) enum Instructions {
 }
 
 /// The best for values of `T`, if the processor has AVX-512.
-pub(crate) fn instructions<T: Element>() -> Option<Instructions> {
+pub(crate) fn instructions<T: Element>(precision: MatmulPrecision) -> Option<Instructions> {
     if !has_avx512() {
         return None;
     }
     Some(match T::DTYPE {
         DType::BF16 if has_amx() => Instructions::Tiles,
         DType::BF16 if has_avx512_bf16() => Instructions::Dots,
-        DType::F32 if has_amx() => match MatmulPrecision::get() {
+        DType::F32 if has_amx() => match precision {
             MatmulPrecision::Highest => Instructions::TilesOfThreeParts,
             MatmulPrecision::High => Instructions::TilesOfTwoParts,
         },
@@ -83,7 +84,7 @@ pub(crate) fn instructions<T: Element>() -> Option<Instructions> {
 
 /// Evaluates an expression with `$k` being the best kernel for values of `$t`, if the processor has AVX-512.
 macro_rules! with_kernel {
-    ($t:ty, $k:ident => $expression:expr) => {{
+    ($t:ty, $precision:expr, $k:ident => $expression:expr) => {{
         use $crate::product::{Amx, Dots, Instructions, MultiplyAdds, instructions};
         macro_rules! with {
             ($kernel:ty) => {{
@@ -91,7 +92,7 @@ macro_rules! with_kernel {
                 $expression
             }};
         }
-        match instructions::<$t>() {
+        match instructions::<$t>($precision) {
             None => {}
             Some(Instructions::MultiplyAdds) => with!(MultiplyAdds),
             Some(Instructions::Dots) => with!(Dots),

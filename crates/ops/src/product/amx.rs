@@ -99,6 +99,7 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 rhs: rhs.as_ptr(),
             };
         }
+        let sums = sums.as_mut_ptr();
         // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows, `row`
         // bytes apart; each product reads as many steps of 2 KiB as both parts have.
         unsafe {
@@ -140,14 +141,14 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 "tilestored [{lower} + {row}], tmm2",
                 "tilestored [{lower} + {row} + 64], tmm3",
                 add = in(reg) u32::from(add),
-                sums = in(reg) sums.as_mut_ptr(),
+                sums = in(reg) sums,
                 starts = inout(reg) starts.as_ptr() => _,
                 products = inout(reg) products.len() => _,
                 steps = in(reg) len / STEP_LINES,
                 left = out(reg) _,
                 lhs = out(reg) _,
                 rhs = out(reg) _,
-                lower = in(reg) sums[LANES * row_lines..].as_mut_ptr(),
+                lower = in(reg) sums.wrapping_add(LANES * row_lines),
                 row = in(reg) row_lines * size_of::<Line>(),
                 line = in(reg) 64usize,
                 options(nostack)

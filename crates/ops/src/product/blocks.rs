@@ -14,9 +14,10 @@ use std::ops::Range;
 
 /// Bytes of the right matrix that are packed at a time, of the last-level cache.
 const RHS_BYTES: usize = 1 << 22;
-/// Rows of the left matrix whose lanes should fit half of the second-level cache, so that a panel of the right matrix is read from the
-/// last level only once for all of them.
-const LHS_ROWS: usize = 128;
+/// Most lanes along `k`, of all parts, that are packed at a time: so that many rows of the left matrix fit the second-level cache, and a
+/// panel of the right one is read from the last level only once for all of them. The order of sums depends on it, so it is the same on all
+/// machines.
+const MAX_LANES: usize = 1 << 10;
 /// Panels of the right matrix that a task packs: their columns are read together.
 const RHS_PANELS: usize = 8;
 
@@ -49,8 +50,7 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
     factors: &[Factors<'_, T>],
 ) {
     let lane_bytes = size_of::<u32>() * K::Format::PARTS;
-    let max_lanes = second_level() / 2 / LHS_ROWS / lane_bytes;
-    let sums = sums::<K, T>(factors, max_lanes);
+    let sums = sums::<K, T>(factors, MAX_LANES / K::Format::PARTS);
     let passes: Vec<&[Sum]> = sums.chunk_by(|_, next| next.first_lane > 0).collect();
     let pass_lanes = |sums: &[Sum]| sums.iter().map(|sum| sum.lanes).sum::<usize>();
     let most_lanes = passes.iter().map(|sums| pass_lanes(sums)).max();

@@ -67,6 +67,10 @@ impl<K: Kernel> SmallProducts for Small<K> {
             K::begin();
         }
         let row_lines = sums.row_lines;
+        if left.lanes == 0 && !add {
+            let rows = sums.lines.chunks_mut(row_lines).take(lhs.rows);
+            rows.for_each(|row| row.fill(Line::ZERO));
+        }
         let step = num_lanes::<K>(K::SUM_LEN / STEP * STEP);
         for lane in (0..left.lanes).step_by(step) {
             let num_lanes = step.min(left.lanes - lane);

@@ -6,6 +6,7 @@ use crate::lines::{LANES, Line};
 use crate::matrix::{Addend, MatrixMut};
 use crate::vectorised::vectorised;
 use candle_core::DType;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::slice::from_raw_parts_mut;
 
@@ -67,11 +68,8 @@ impl<'a, Out: Element> Target<'a, Out> {
             || {
                 for (row, lines) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
                     let mut sums = values(lines);
-                    // SAFETY: the elements lie in the result, and are only ours as promised by the caller.
-                    let out = unsafe {
-                        let place = row * self.out.row_stride + cols.start;
-                        from_raw_parts_mut(self.out.data.add(place), cols.len())
-                    };
+                    let place = row * self.out.row_stride + cols.start;
+                    let out = self.out.data.wrapping_add(place);
                     let partial = self.partial.map(|partial| {
                         let place = row * self.cols.len() + cols.start - self.cols.start;
                         // SAFETY: as for the result, which has as many rows.
@@ -82,7 +80,10 @@ impl<'a, Out: Element> Target<'a, Out> {
                         Some(partial) if !is_first => unsafe {
                             add(&mut sums, from_raw_parts_mut(partial, cols.len()));
                         },
-                        _ if adds_result || !is_first => add(&mut sums, out),
+                        // SAFETY: the elements lie in the result, which holds values then, and are only ours as promised by the caller.
+                        _ if adds_result || !is_first => unsafe {
+                            add(&mut sums, from_raw_parts_mut(out, cols.len()));
+                        },
                         _ => {}
                     }
                     match self.addend {
@@ -98,7 +99,10 @@ impl<'a, Out: Element> Target<'a, Out> {
                         Some(partial) if !is_last => unsafe {
                             partial.copy_from_nonoverlapping(sums.as_ptr(), cols.len());
                         },
-                        _ => write(out, &sums),
+                        // SAFETY: as above; they need not hold values yet.
+                        _ => unsafe {
+                            write::<Out>(from_raw_parts_mut(out.cast(), cols.len()), &sums);
+                        },
                     }
                 }
             },
@@ -130,14 +134,14 @@ fn add<T: Element>(sums: &mut [f32; COLS], values: &[T]) {
 }
 
 #[inline(always)]
-fn write<T: Element>(out: &mut [T], sums: &[f32; COLS]) {
+fn write<T: Element>(out: &mut [MaybeUninit<T>], sums: &[f32; COLS]) {
     if let Some(out) = out.first_chunk_mut::<COLS>() {
         for (out, sum) in out.iter_mut().zip(sums) {
-            *out = T::nearest(*sum);
+            out.write(T::nearest(*sum));
         }
     } else {
         for (out, sum) in out.iter_mut().zip(sums) {
-            *out = T::nearest(*sum);
+            out.write(T::nearest(*sum));
         }
     }
 }
