@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare each operation of candle-ops, and PyTorch's f32, with PyTorch's f64; print a Markdown table.
+"""Compare each operation of candle-ops, and PyTorch's of the same type, with PyTorch's f64; print a Markdown table.
 
     cargo run --release -p candle-ops --example op_accuracy -- --output FOLDER
     python3 scripts/reference/op_accuracy.py FOLDER
@@ -83,7 +83,7 @@ def embedding(a):
 
 def cross_entropy(a):
     (logits,) = tracked(a, "logits")
-    loss = F.cross_entropy(logits, a["targets"], reduction="none")
+    loss = F.cross_entropy(logits, a["targets"], reduction="none").to(a["grad"].dtype)
     peak = logits.amax(-1)
     sum_exp = (logits - peak[:, None]).exp().sum(-1)
     return {"maximum": peak, "sum_exp": sum_exp, "loss": loss, "dlogits": back(loss, a["grad"], [logits])[0]}
@@ -110,17 +110,17 @@ def compare(path):
     for call, tensors in calls.items():
         op = next(op for op in OPS if op.__name__ == call.split()[0])
         double = {name: x.double() if x.is_floating_point() else x for name, x in tensors["in"].items()}
-        want, torch_f32 = op(double), op(tensors["in"])
+        want, torch_result = op(double), op(tensors["in"])
         assert want.keys() == tensors["out"].keys(), f"{call}: {want.keys()} and {tensors['out'].keys()}"
         for name, value in want.items():
-            rows[call, name] = errors(tensors["out"][name], value), errors(torch_f32[name], value)
+            rows[call, name] = errors(tensors["out"][name], value), errors(torch_result[name], value)
     return rows
 
 
 def main():
     seeds = [compare(path) for path in sorted(pathlib.Path(sys.argv[1]).glob("*.safetensors"))]
     print(f"{len(seeds)} seeds, PyTorch {torch.__version__.split('+')[0]} on the CPU.\n")
-    print("| operation and shape | output | candle-ops | PyTorch f32 | ratio |\n|---|---|---|---|---|")
+    print("| operation and shape | output | candle-ops | PyTorch | ratio |\n|---|---|---|---|---|")
     for call, name in seeds[0]:
         columns = []
         for side in (0, 1):

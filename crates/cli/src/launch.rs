@@ -12,7 +12,8 @@ pub(crate) struct LaunchArgs {
     /// Number of ranks to start on this host
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..), required_unless_present = "hostfile")]
     nproc_per_node: Option<usize>,
-    /// Number of hosts, if this command is run once on each
+    /// Number of hosts, if this command is run once on each. The hosts then share a secret, by which the ranks know each other: in a
+    /// file that only you can read, which CANDLE_TRAIN_RUN_TOKEN_FILE names
     #[arg(long, value_name = "M", default_value_t = 1, value_parser = whole::<usize>(1..))]
     nnodes: usize,
     /// Number of this host, from 0 (the one that --rdzv names)
@@ -21,10 +22,6 @@ pub(crate) struct LaunchArgs {
     /// Where the ranks meet: a name of the first host, and a port that is free there
     #[arg(long, value_name = "HOST:PORT")]
     rdzv: Option<RendezvousAddress>,
-    /// Token of this run, the same on all its hosts: ranks with another one are refused [default: random, or with
-    /// --nnodes what --rdzv says]
-    #[arg(long, value_name = "TOKEN")]
-    run_id: Option<String>,
     /// Start ranks on the hosts of this file over ssh; lines: `host slots=4`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["nproc_per_node", "nnodes", "node_rank"])]
     hostfile: Option<PathBuf>,
@@ -71,7 +68,6 @@ impl From<LaunchArgs> for LaunchConfig {
             nnodes: args.nnodes,
             node_rank: args.node_rank,
             rdzv: args.rdzv,
-            run_id: args.run_id,
             hostfile: args.hostfile,
             ssh: args.ssh,
             env: args.env,

@@ -41,6 +41,10 @@ pub struct RankArgs {
     /// How long a rank may wait for the others in one operation before the run ends with a report
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = whole::<u64>(1..=604_800))]
     pub deadline: u64,
+    /// With processes: how long a rank may say nothing before it is taken for dead and the run ends. Ranks say that they live several
+    /// times a second, whatever they compute; one that is stopped or swaps, or whose network is cut, does not
+    #[arg(long, default_value_t = 6, value_name = "SECONDS", value_parser = whole::<u64>(1..=86_400))]
+    pub rank_timeout: u64,
 }
 
 impl RankArgs {
@@ -93,6 +97,7 @@ impl RankArgs {
         });
         Ok(RunConfig {
             deadline: Duration::from_secs(self.deadline),
+            rank_timeout: Duration::from_secs(self.rank_timeout),
             check_collectives: self.check_collectives,
             half_sums: self.half_sums,
             ..config

@@ -27,8 +27,6 @@ use crate::sequence_args::SequenceArgs;
 
 /// Part of the steps in which the rate of a WSD schedule falls.
 const WSD_DECAY_RATIO: f64 = 0.2;
-/// More ranks than this are a slip of the keyboard.
-const MAX_RANKS: usize = 1024;
 
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug)]
@@ -268,19 +266,11 @@ impl BatchArgs {
 }
 
 impl TrainingArgs {
-    /// How this process takes part in the run; more ranks than machines can run are an error.
+    /// How this process takes part in the run.
     pub(crate) fn run_config(&self) -> Result<RunConfig> {
         let degrees = self.layout.degrees();
         self.layout.data_parallel().validate(degrees.dp)?;
-        match degrees.world_size() {
-            Some(world_size) if world_size <= MAX_RANKS => self.ranks.config(degrees),
-            _ => bail!(
-                "pp({}) * dp({}) * tp({}) is more than {MAX_RANKS} ranks; expected a number that machines can run",
-                degrees.pp,
-                degrees.dp,
-                degrees.tp
-            ),
-        }
+        self.ranks.config(degrees)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.

@@ -3,63 +3,58 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use candle_core::{DType, Shape};
+use candle_core::{DType, Shape, Tensor};
 
-use crate::{P2p, ReduceOp};
-
-/// An operation and the arguments that all ranks must agree on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Operation {
-    AllReduce(ReduceOp),
-    AllGather,
-    ReduceScatter(ReduceOp),
-    Broadcast {
-        root: usize,
-    },
-    AllToAll,
-    Barrier,
-    Split,
-    /// Sends and receives, described.
-    Batch(Arc<str>),
-}
-
-impl std::fmt::Display for Operation {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::AllReduce(op) => write!(f, "all_reduce({op})"),
-            Self::AllGather => f.write_str("all_gather"),
-            Self::ReduceScatter(op) => write!(f, "reduce_scatter({op})"),
-            Self::Broadcast { root } => write!(f, "broadcast(root {root})"),
-            Self::AllToAll => f.write_str("all_to_all"),
-            Self::Barrier => f.write_str("barrier"),
-            Self::Split => f.write_str("split"),
-            Self::Batch(what) => write!(f, "batch_send_recv({what})"),
-        }
-    }
-}
+use crate::operation::Message;
+use crate::{Operation, call_site};
 
 /// One rank's call: the operation, on what, from where.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub operation: Operation,
-    pub tensor: Option<(Shape, DType)>,
+    on: On,
     pub site: &'static Location<'static>,
 }
 
+/// What a call is on, as far as messages show it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum On {
+    Nothing,
+    Tensor(Shape, DType),
+    /// Messages in words, with world ranks.
+    Messages(Arc<str>),
+}
+
 impl Call {
+    /// A call by a rank of the group of these world ranks, at the user's place that is [noted](call_site::current).
+    #[track_caller]
+    pub fn new(operation: &Operation, xs: &[Tensor], members: &[usize]) -> Self {
+        let on = match (operation, xs) {
+            (Operation::Messages { messages, .. }, _) => {
+                On::Messages(describe(messages, xs, members).into())
+            }
+            (Operation::Barrier | Operation::Split, _) | (_, []) => On::Nothing,
+            (_, [xs, ..]) => On::Tensor(xs.shape().clone(), xs.dtype()),
+        };
+        Self {
+            operation: operation.clone(),
+            on,
+            site: call_site::current(),
+        }
+    }
+
     /// Whether two ranks called the same operation on the same kind of tensor, wherever they did.
     pub fn agrees(&self, other: &Self) -> bool {
-        self.operation == other.operation && self.tensor == other.tensor
+        self.operation == other.operation && self.on == other.on
     }
 
     /// The operation and on what, equal on ranks that agree.
     pub fn what(&self) -> String {
-        match &self.tensor {
-            None => self.operation.to_string(),
-            Some((shape, dtype)) => {
-                let dtype = dtype.as_str();
-                format!("{} of {dtype} {:?}", self.operation, shape.dims())
-            }
+        let operation = &self.operation;
+        match &self.on {
+            On::Nothing => operation.to_string(),
+            On::Tensor(shape, dtype) => format!("{operation} of {}", kind(*dtype, shape)),
+            On::Messages(messages) => format!("{operation}({messages})"),
         }
     }
 }
@@ -70,26 +65,27 @@ impl std::fmt::Display for Call {
     }
 }
 
-/// A batch in words, with world ranks.
-pub(crate) fn describe(ops: &[P2p<'_>], members: &[usize]) -> String {
-    let entries: Vec<String> = ops
-        .iter()
-        .map(|op| match op {
-            P2p::Send { xs, dst } => format!(
-                "send {} {:?} to rank {}",
-                xs.dtype().as_str(),
-                xs.dims(),
-                members[*dst]
-            ),
-            P2p::Recv { shape, dtype, src } => {
-                format!(
-                    "receive {} {:?} from rank {}",
-                    dtype.as_str(),
-                    shape.dims(),
-                    members[*src]
-                )
-            }
-        })
-        .collect();
-    entries.join(", ")
+/// Messages in words.
+fn describe(messages: &[Message], sends: &[Tensor], members: &[usize]) -> String {
+    let mut sends = sends.iter();
+    let entries = messages.iter().map(|message| match message {
+        Message::Send { dst } => {
+            let kind = sends.next().map(|xs| kind(xs.dtype(), xs.shape()));
+            let kind = kind.unwrap_or_default();
+            format!("send {kind} to rank {}", members[*dst])
+        }
+        Message::Recv { shape, dtype, src } => {
+            format!(
+                "receive {} from rank {}",
+                kind(*dtype, shape),
+                members[*src]
+            )
+        }
+    });
+    entries.collect::<Vec<_>>().join(", ")
+}
+
+/// A tensor's dtype and shape, on which the sender and the receiver of a message must agree.
+pub(crate) fn kind(dtype: DType, shape: &Shape) -> String {
+    format!("{} {:?}", dtype.as_str(), shape.dims())
 }

@@ -11,6 +11,9 @@ use crate::device::make_current;
 /// How many threads candle has for large elementwise operations, all ranks of a process together.
 const CANDLE_THREADS: &str = "CANDLE_NUM_THREADS";
 
+/// The stack of each of a rank's threads: candle walks and drops graphs recursively. Memory is used as it grows only.
+const STACK_BYTES: usize = 64 << 20;
+
 /// Threads that compute at once: RAYON_NUM_THREADS, or the cores that this process may use. Nothing is started to find out.
 pub(crate) fn num_cores() -> usize {
     let wanted = std::env::var("RAYON_NUM_THREADS").ok();
@@ -23,14 +26,14 @@ pub(crate) fn num_cores() -> usize {
 /// A rank's own threads. What it drops there is freed on its device.
 pub(crate) fn pool_of_rank(
     rank: usize,
-    (num_threads, stack_bytes): (usize, usize),
+    num_threads: usize,
     device: &Device,
 ) -> Result<ThreadPool, ThreadPoolBuildError> {
     let device = device.clone();
     ThreadPoolBuilder::new()
         .num_threads(num_threads.max(1))
         .thread_name(move |_| format!("rank-{rank}"))
-        .stack_size(stack_bytes)
+        .stack_size(STACK_BYTES)
         // If it fails it does so on the rank's main thread too, which says it.
         .start_handler(move |_| drop(make_current(&device)))
         .build()

@@ -4,9 +4,8 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor,
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use crate::call::Operation;
 use crate::device::name as device_name;
-use crate::{Error, ReduceOp};
+use crate::{Error, Operation, ReduceOp};
 
 /// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
 const BLOCK: usize = 4096;
@@ -145,11 +144,10 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
 
 /// An error unless there are kernels that reduce `dtype` on `device`, if that is what `operation` does.
 pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
-    let reduces = matches!(
-        operation,
-        Operation::AllReduce(_) | Operation::ReduceScatter(_)
-    );
-    if reduces && !device.is_cpu() && matches!(dtype, DType::I16 | DType::I32) {
+    if operation.reduce_op().is_some()
+        && !device.is_cpu()
+        && matches!(dtype, DType::I16 | DType::I32)
+    {
         return Err(Error::Argument(format!(
             "{operation} of {} works on the CPU only: candle adds and compares no such integers on GPUs\n\
              hint: use i64 or u32",
@@ -158,6 +156,24 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
         .into());
     }
     Ok(())
+}
+
+/// What `read` makes of `len` elements of the contiguous `xs`, from element `first` on.
+#[cfg(feature = "mpi")]
+pub(crate) fn read<T: Element, R>(
+    xs: &Tensor,
+    (first, len): (usize, usize),
+    read: impl FnOnce(&[T]) -> R,
+) -> Result<R> {
+    let (storage, layout) = xs.storage_and_layout();
+    let candle_core::Storage::Cpu(storage) = &*storage else {
+        candle_core::bail!("a tensor is not in host memory");
+    };
+    let start = layout.start_offset() + first;
+    match storage.as_slice::<T>()?.get(start..start + len) {
+        Some(elements) => Ok(read(elements)),
+        None => candle_core::bail!("a tensor is shorter than its shape"),
+    }
 }
 
 /// Overwrites the elements of `xs` from `first` on. The storage is locked only meanwhile: it may be part of a larger one, which

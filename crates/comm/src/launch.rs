@@ -105,8 +105,7 @@ pub fn threads_with<T: Send>(
         let mut handles = Vec::new();
         for rank in 0..config.world_size {
             let (thread_world, run) = (world.clone(), &run);
-            let threads = (threads_per_rank, config.stack_bytes);
-            let pool = pool_of_rank(rank, threads, world.device(rank));
+            let pool = pool_of_rank(rank, threads_per_rank, world.device(rank));
             let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
                 let rank_main = move || pool.install(|| run_rank(&thread_world, rank, run));
                 Builder::new().spawn_scoped(scope, rank_main)

@@ -42,6 +42,7 @@ mod mesh;
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod operation;
 mod pending;
 mod plan;
 mod process_group;
@@ -53,7 +54,7 @@ mod watched;
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
-pub use communicator::{Communicator, P2p, ReduceOp};
+pub use communicator::Communicator;
 pub use counters::{Counters, OpCount};
 pub use error::{Error, message_of};
 pub use half_sums::HalfSums;
@@ -63,7 +64,8 @@ pub use mesh::{Degrees, Mesh};
 pub use mpi::MpiConfig;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
+pub use operation::{Message, Operation, ReduceOp};
 pub use pending::{Pending, hidden, waited};
-pub use process_group::ProcessGroup;
+pub use process_group::{P2p, ProcessGroup};
 pub use run_config::RunConfig;
 pub use watched::Watched;

@@ -33,11 +33,8 @@ use candle_core::{Device, Result, Tensor};
 pub use config::LocalConfig;
 pub(crate) use world::World;
 
-use crate::call::Operation;
-use crate::communicator::own_slice;
-use crate::{Communicator, P2p, Pending, ReduceOp};
-
-use slot::{Output, Payload};
+use crate::call::Call;
+use crate::{Communicator, Operation, Pending, element};
 
 /// One rank's end of a group of threads.
 pub(crate) struct LocalCommunicator {
@@ -84,77 +81,32 @@ impl Communicator for LocalCommunicator {
     }
 
     #[track_caller]
-    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs, None)
+    fn start(
+        &self,
+        operation: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let call = Call::new(operation, xs, &self.members);
+        for xs in xs {
+            element::check(xs, self.world_rank(), &self.device)?;
+        }
+        self.world.delay(self.world_rank());
+        match operation {
+            Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
+            _ => self.start_collective(call, operation.only_tensor(xs)?, place),
+        }
     }
 
-    #[track_caller]
-    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs, None)
-    }
-
-    #[track_caller]
-    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
-    }
-
-    #[track_caller]
-    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
-    }
-
-    #[track_caller]
-    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let slice = own_slice(self, &xs.detach())?;
-        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
-    }
-
-    #[track_caller]
-    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let slice = own_slice(self, xs)?;
-        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
-    }
-
-    #[track_caller]
-    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
-    }
-
-    #[track_caller]
-    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs, None)
-    }
-
-    #[track_caller]
-    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        self.start_batch(ops)
-    }
-
-    #[track_caller]
-    fn barrier(&self) -> Result<Pending<()>> {
-        let in_flight = self.start(Operation::Barrier, None, Payload::Nothing)?;
-        Ok(Pending::from_work(Box::new(in_flight)))
-    }
-
-    #[track_caller]
-    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let output = self
-            .start(Operation::Split, None, Payload::Split { color, key })?
-            .wait_for_output()?;
-        let Output::Group {
-            group,
-            rank,
-            members,
-        } = output
-        else {
-            candle_core::bail!("split gave {output:?} instead of a group");
-        };
-        let world = self.world.clone();
+    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
+        let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
+        let group = self.world.subgroup(self.group, self.rank, &members);
+        let rank = ranks.iter().position(|rank| *rank == self.rank);
         Ok(Box::new(Self {
-            world,
+            world: self.world.clone(),
             group,
             members,
-            rank,
+            rank: rank.unwrap_or(0),
             device: self.device.clone(),
         }))
     }

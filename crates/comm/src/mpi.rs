@@ -4,10 +4,9 @@
 //! that do not block, polls for completed ones, reduces, and sleeps ever longer while it is idle.
 //!
 //! ```text
-//! communicator -> engine -> collective -> meeting                first messages: do all ranks call the same?
-//!                        |             -> rendezvous             barrier, split
-//!                        |             -> exchange -> movement   data of collectives, along a route
-//!                        -> channels -> inbox                    messages between two ranks
+//! communicator -> engine -> collective -> meeting    first messages: do all ranks call the same?
+//!                        |             -> movement   data of collectives, along a route
+//!                        -> channels -> inbox        messages between two ranks
 //! ```
 //! MPI reduces in whatever order it likes, so it only moves bytes here. Reductions are those of the local backend, in rank
 //! order, with the same bits; [`route`] says which rank makes which part, so that the bytes are those of a ring.
@@ -23,7 +22,6 @@ mod config;
 mod context;
 mod engine;
 mod environment;
-mod exchange;
 mod gathering;
 mod header;
 mod in_flight;
@@ -34,7 +32,6 @@ mod movement;
 mod part;
 mod pause;
 mod place;
-mod rendezvous;
 mod route;
 mod run;
 mod shutdown;

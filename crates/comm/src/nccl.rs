@@ -22,7 +22,6 @@ mod config;
 mod group;
 mod in_flight;
 mod joining;
-mod motion;
 mod reduction;
 mod run;
 mod run_state;

@@ -54,19 +54,29 @@ impl<T> Pending<T> {
         }
     }
 
-    /// A result that `wait` blocks for and returns. `wait` is called exactly once, also when the handle is dropped.
-    pub fn new(wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self
-    where
-        T: 'static,
-    {
-        Self::from_work(Box::new(wait))
-    }
-
     pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
         Self {
             work: Some(Inner::Working(work, Instant::now())),
             traced: None,
         }
+    }
+
+    /// The operation with what `finish` makes of its result, when it is waited for.
+    pub(crate) fn map<U>(
+        mut self,
+        finish: impl FnOnce(T) -> Result<U> + Send + 'static,
+    ) -> Pending<U>
+    where
+        T: 'static,
+    {
+        let work = self.work.take().map(|work| match work {
+            Inner::Ready(value) => Inner::Ready(value.and_then(finish)),
+            Inner::Working(work, started) => {
+                Inner::Working(Box::new(Mapped { work, finish }), started)
+            }
+        });
+        let traced = self.traced.take();
+        Pending { work, traced }
     }
 
     /// The operation, which the trace that is being recorded calls what `op` returns.
@@ -134,15 +144,24 @@ impl<T> std::fmt::Debug for Pending<T> {
     }
 }
 
-impl<T, F: FnOnce() -> Result<T> + Send> Work<T> for F {
-    fn wait(self: Box<Self>) -> Result<T> {
-        self()
+/// An operation and what makes its result.
+struct Mapped<T, F> {
+    work: Box<dyn Work<T>>,
+    finish: F,
+}
+
+impl<T, U, F: FnOnce(T) -> Result<U> + Send> Work<U> for Mapped<T, F> {
+    fn completed(&self) -> Option<Instant> {
+        self.work.completed()
+    }
+
+    fn wait(self: Box<Self>) -> Result<U> {
+        let Self { work, finish } = *self;
+        finish(work.wait()?)
     }
 
     fn abandon(self: Box<Self>) {
-        if let Err(error) = self() {
-            tracing::warn!("an operation whose result was dropped failed: {error}");
-        }
+        self.work.abandon();
     }
 }
 

@@ -12,8 +12,7 @@
 
 use candle_core::Shape;
 
-use crate::ReduceOp;
-use crate::call::Operation;
+use crate::{Operation, ReduceOp};
 
 /// Reduces ranges of the inputs into ranges of the outputs, all of `len` elements.
 pub(crate) struct Piece {
@@ -37,16 +36,8 @@ pub(crate) struct Plan {
 impl Plan {
     /// The plan for one input of this shape for each of `world_size` ranks.
     pub fn new(operation: &Operation, shape: &Shape, world_size: usize) -> Self {
-        let mut dims = shape.dims().to_vec();
-        match (operation, dims.first_mut()) {
-            (Operation::AllGather, Some(dim)) => *dim *= world_size,
-            (Operation::ReduceScatter(_), Some(dim)) => *dim /= world_size,
-            _ => {}
-        }
-        let op = match operation {
-            Operation::AllReduce(op) | Operation::ReduceScatter(op) => *op,
-            _ => ReduceOp::Sum,
-        };
+        let dims = operation.output_dims(shape, world_size);
+        let op = operation.reduce_op().unwrap_or(ReduceOp::Sum);
         let pieces = match dims.iter().product() {
             0 => Vec::new(),
             len => pieces(operation, len, world_size),
@@ -85,7 +76,7 @@ fn pieces(operation: &Operation, len: usize, world_size: usize) -> Vec<Piece> {
     let everywhere = |first: usize| ranks.clone().map(|rank| (rank, first)).collect();
     let part = len / world_size;
     match operation {
-        Operation::AllGather => ranks
+        Operation::AllGather | Operation::Split => ranks
             .clone()
             .map(|rank| Piece {
                 sources: vec![(rank, 0)],

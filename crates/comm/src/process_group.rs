@@ -3,7 +3,10 @@
 mod blocking;
 mod dims;
 mod in_place;
+mod messages;
 mod started;
+
+pub use messages::P2p;
 
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +17,7 @@ use candle_launch::Control;
 use crate::call_site::scope;
 use crate::single::Single;
 use crate::trace::{self, OpSpan, TracedOp};
-use crate::{Communicator, Counters, Error, Pending, ReduceOp, Watched};
+use crate::{Communicator, Counters, Error, Operation, Pending, Watched};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -70,7 +73,7 @@ impl ProcessGroup {
 
     /// A world of one rank.
     pub fn single(device: Device) -> Self {
-        Self::new(Box::new(Single::new(device)))
+        Self::new(Box::new(Single(device)))
     }
 
     /// This rank's index in the group.
@@ -99,15 +102,38 @@ impl ProcessGroup {
     }
 
     /// Splits the group: the ranks that pass the same `color` form a new group, ordered by `key`, then by rank. The
-    /// new group has counters of its own. Every rank of this group must call it.
+    /// new group has counters of its own. Every rank of this group must call it. A rank splits one group at a time, in the same
+    /// order as the others.
     ///
     /// # Errors
-    /// As for every operation: see [`Pending::wait`](crate::Pending::wait).
+    /// A color or key beyond `i64`; else as for every operation: see [`Pending::wait`](crate::Pending::wait).
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
-        let site = Location::caller();
-        let comm = scope(site, || self.comm.split(color, key))?;
-        Ok(Self::new(comm).along(self.axis))
+        scope(Location::caller(), || {
+            let ranks = self.ranks_of_color(color, key)?;
+            Ok(Self::new(self.comm.subgroup(&ranks)?).along(self.axis))
+        })
+    }
+
+    /// The ranks of this group that say the same color, in the order of their keys.
+    fn ranks_of_color(&self, color: usize, key: usize) -> Result<Vec<usize>> {
+        if self.is_single() {
+            return Ok(vec![0]);
+        }
+        let number = |number: usize| {
+            i64::try_from(number).map_err(|_| {
+                Error::Argument(format!("split: {number} is too large a color or key"))
+            })
+        };
+        let mine = Tensor::new(&[[number(color)?, number(key)?]], self.device())?;
+        let all = self.comm.start(&Operation::Split, &[mine], None)?.wait()?;
+        let all = one(all)?.to_vec2::<i64>()?;
+        self.comm.check()?;
+        let mut ranks: Vec<usize> = (0..all.len())
+            .filter(|rank| all[*rank][0] == all[self.rank()][0])
+            .collect();
+        ranks.sort_by_key(|rank| all[*rank][1]);
+        Ok(ranks)
     }
 
     /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'
@@ -134,23 +160,49 @@ impl ProcessGroup {
         self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes that a ring moves per rank: `numerator * (N-1)/N * size_in_bytes`.
-    fn ring_bytes(&self, numerator: usize, size_in_bytes: usize) -> u64 {
+    /// Bytes that this rank sends if the operation moves as in a ring; see [`Counters`].
+    fn ring_bytes(&self, operation: &Operation, xs: &[Tensor]) -> u64 {
         let n = self.world_size() as u128;
-        let bytes = numerator as u128 * (n - 1) * size_in_bytes as u128 / n;
+        let bytes_of = |xs: &Tensor| {
+            let bytes_per_value = match operation.reduce_op() {
+                Some(op) => self.comm.bytes_per_reduced_value(op, xs.dtype()),
+                None => xs.dtype().size_in_bytes(),
+            };
+            (xs.elem_count() * bytes_per_value) as u128
+        };
+        let size: u128 = xs.iter().map(bytes_of).sum();
+        let bytes = match operation {
+            Operation::Messages { .. } => size,
+            Operation::AllReduce(_) => 2 * (n - 1) * size / n,
+            Operation::AllGather | Operation::Split => (n - 1) * size,
+            _ => (n - 1) * size / n,
+        };
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 
-    /// Counts a call that sends so many bytes, and starts it.
+    /// Counts an operation, and starts it.
     #[track_caller]
-    fn start<T>(
+    fn start(
         &self,
-        (operation, bytes): (&'static str, u64),
-        start: impl FnOnce() -> Result<Pending<T>>,
-    ) -> Result<Pending<T>> {
-        self.lock_counters().add(operation, bytes);
+        operation: Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let (name, bytes) = (operation.name(), self.ring_bytes(&operation, xs));
+        self.lock_counters().add(name, bytes);
+        let start = || self.comm.start(&operation, xs, place);
         let pending = scope(Location::caller(), start)?;
-        Ok(pending.traced(|| self.traced(operation, bytes)))
+        Ok(pending.traced(|| self.traced(name, bytes)))
+    }
+
+    /// Starts an operation that gives one tensor; a group of one gives `xs`.
+    #[track_caller]
+    fn start_one(&self, operation: Operation, xs: &Tensor) -> Result<Pending<Tensor>> {
+        if self.is_single() {
+            return Ok(Pending::ready(xs.detach()));
+        }
+        let xs = dims::contiguous(xs)?;
+        Ok(self.start(operation, &[xs], None)?.map(one))
     }
 
     /// An operation as a trace shows it.
@@ -167,11 +219,6 @@ impl ProcessGroup {
         }
     }
 
-    /// Bytes of `xs` as a reduction sends them.
-    fn reduced_bytes(&self, xs: &Tensor, op: ReduceOp) -> usize {
-        xs.elem_count() * self.comm.bytes_per_reduced_value(op, xs.dtype())
-    }
-
     /// An error unless `rank` is in the group.
     fn check_rank(&self, operation: &str, role: &str, rank: usize) -> Result<()> {
         if rank < self.world_size() {
@@ -185,6 +232,13 @@ impl ProcessGroup {
     }
 }
 
-fn size_in_bytes(xs: &Tensor) -> usize {
-    xs.elem_count() * xs.dtype().size_in_bytes()
+/// The result of an operation that gives one tensor.
+fn one(results: Vec<Tensor>) -> Result<Tensor> {
+    let [result] = <[Tensor; 1]>::try_from(results).map_err(|results| {
+        let num_results = results.len();
+        Error::Backend(format!(
+            "an operation gave {num_results} tensors, expected 1"
+        ))
+    })?;
+    Ok(result)
 }

@@ -8,6 +8,9 @@ use candle_launch::{Fingerprint, RankEnv, StartedBy};
 use crate::cores::keep_candle_from_threads;
 use crate::{Backend, Degrees, Error, HalfSums};
 
+/// More threads than this are a slip of the keyboard.
+const MAX_THREADS: usize = 1024;
+
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
 #[derive(Debug, Clone)]
 pub struct RunConfig {
@@ -21,6 +24,8 @@ pub struct RunConfig {
     pub devices: Vec<Device>,
     /// How long a rank may wait for the others in one operation before the run ends with an error. Default: 10 minutes.
     pub deadline: Duration,
+    /// How long a rank that is a process may say nothing before it is taken for dead; a second at least. Default: 6 seconds.
+    pub rank_timeout: Duration,
     /// How NCCL adds bf16 and f16. Default: in f32.
     pub half_sums: HalfSums,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
@@ -52,6 +57,7 @@ impl RunConfig {
             degrees,
             devices,
             deadline: Duration::from_secs(600),
+            rank_timeout: Duration::from_secs(6),
             half_sums: HalfSums::default(),
             threads_per_rank: None,
             check_collectives: false,
@@ -87,35 +93,40 @@ impl RunConfig {
 
     /// An error unless the fields fit each other and this build.
     pub(crate) fn check(&self) -> Result<()> {
-        let (backend, num_processes) = (self.backend, self.env.world_size());
+        let (backend, degrees, num_processes) = (self.backend, self.degrees, self.env.world_size());
         let started_by = self.env.started_by();
-        let refused = |message: String| Err(Error::Argument(message).into());
         if !backend.is_built() {
             return Err(self.not_built());
         }
-        let Some(world_size) = self.degrees.world_size().filter(|&ranks| ranks > 0) else {
-            return refused(format!(
-                "{} is not a number of ranks: every degree must be at least 1",
-                self.degrees
-            ));
-        };
-        if backend == Backend::Local && num_processes > 1 {
-            return refused(format!(
+        let message = match (backend, degrees.world_size()) {
+            (_, Some(0)) => {
+                format!("{degrees} is not a number of ranks: every degree must be at least 1")
+            }
+            (Backend::Local, ranks) if ranks.is_none_or(|ranks| ranks > MAX_THREADS) => format!(
+                "{degrees} is more than the {MAX_THREADS} ranks that may be threads of one process\n\
+                 hint: with --backend mpi or nccl each rank is a process, of which there may be more"
+            ),
+            (Backend::Local, _) if num_processes > 1 => format!(
                 "the backend local runs all ranks as threads of one process, but {started_by} started {num_processes} \
                  processes, each of which would train by itself\nhint: --backend mpi or nccl, or start one process"
-            ));
-        }
-        if backend != Backend::Local && num_processes != world_size {
-            let processes = match started_by {
-                StartedBy::Nobody => "this process is alone: no launcher started it".to_string(),
-                _ => format!("{started_by} started {num_processes} processes"),
-            };
-            return refused(format!(
-                "{} = {world_size} ranks, but {processes}\nhint: with the backend {backend} each rank is a process of its own",
-                self.degrees
-            ));
-        }
-        Ok(())
+            ),
+            (Backend::Local, _) => return Ok(()),
+            (_, Some(ranks)) if ranks == num_processes => return Ok(()),
+            (_, ranks) => {
+                let ranks =
+                    ranks.map_or("too many to count".into(), |ranks| format!("{ranks} ranks"));
+                let processes = match started_by {
+                    StartedBy::Nobody => {
+                        "this process is alone: no launcher started it".to_string()
+                    }
+                    _ => format!("{started_by} started {num_processes} processes"),
+                };
+                format!(
+                    "{degrees} = {ranks}, but {processes}\nhint: with the backend {backend} each rank is a process of its own"
+                )
+            }
+        };
+        Err(Error::Argument(message).into())
     }
 
     /// The error about a backend that this build does not have.

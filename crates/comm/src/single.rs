@@ -2,18 +2,10 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use crate::{Communicator, Error, P2p, Pending, ReduceOp};
+use crate::{Communicator, Operation, Pending};
 
-/// A world of one rank: every collective returns its input.
-pub(crate) struct Single {
-    device: Device,
-}
-
-impl Single {
-    pub(crate) fn new(device: Device) -> Self {
-        Self { device }
-    }
-}
+/// A world of one rank, where every operation gives its input.
+pub(crate) struct Single(pub Device);
 
 impl Communicator for Single {
     fn rank(&self) -> usize {
@@ -25,44 +17,20 @@ impl Communicator for Single {
     }
 
     fn device(&self) -> &Device {
-        &self.device
+        &self.0
     }
 
-    fn all_reduce(&self, xs: &Tensor, _op: ReduceOp) -> Result<Pending<Tensor>> {
-        Ok(Pending::ready(xs.detach()))
+    fn start(
+        &self,
+        _: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let results = place.map_or(xs, std::slice::from_ref);
+        Ok(Pending::ready(results.iter().map(Tensor::detach).collect()))
     }
 
-    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        Ok(Pending::ready(xs.detach()))
-    }
-
-    fn reduce_scatter(&self, xs: &Tensor, _op: ReduceOp) -> Result<Pending<Tensor>> {
-        Ok(Pending::ready(xs.detach()))
-    }
-
-    fn broadcast(&self, xs: &Tensor, _root: usize) -> Result<Pending<Tensor>> {
-        Ok(Pending::ready(xs.detach()))
-    }
-
-    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        Ok(Pending::ready(xs.detach()))
-    }
-
-    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        if !ops.is_empty() {
-            return Err(Error::Argument(
-                "a world of one rank has nobody to send to or receive from".into(),
-            )
-            .into());
-        }
-        Ok(Pending::ready(Vec::new()))
-    }
-
-    fn barrier(&self) -> Result<Pending<()>> {
-        Ok(Pending::ready(()))
-    }
-
-    fn split(&self, _color: usize, _key: usize) -> Result<Box<dyn Communicator>> {
-        Ok(Box::new(Self::new(self.device.clone())))
+    fn subgroup(&self, _: &[usize]) -> Result<Box<dyn Communicator>> {
+        Ok(Box::new(Self(self.0.clone())))
     }
 }

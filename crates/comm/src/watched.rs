@@ -7,10 +7,9 @@ use std::time::Instant;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
-use crate::call::describe;
-use crate::call::{Call, Operation};
+use crate::call::Call;
 use crate::pending::Work;
-use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
+use crate::{Communicator, Error, Operation, Pending, ReduceOp, call_site};
 
 /// A backend's group whose operations the run's [`Control`] knows: what a rank does is in the messages that the others print
 /// when it dies or hangs, and the deadline counts.
@@ -56,14 +55,6 @@ impl Watched {
         })
     }
 
-    fn call(&self, operation: Operation, xs: Option<&Tensor>, site: Site) -> Call {
-        Call {
-            operation,
-            tensor: xs.map(|xs| (xs.shape().clone(), xs.dtype())),
-            site,
-        }
-    }
-
     /// Announces a call, compares it if that is asked for, and gives its ticket. Messages have no number.
     fn announce(&self, call: &Call, seq: Option<u64>) -> Result<Ticket> {
         let operation = candle_launch::Operation {
@@ -103,72 +94,20 @@ impl Watched {
         }
         .into())
     }
-
-    fn next_seq(&self) -> u64 {
-        self.next_seq.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Announces a collective, then starts it.
-    #[track_caller]
-    fn collective<T: Send + 'static>(
-        &self,
-        operation: Operation,
-        xs: Option<&Tensor>,
-        start: impl FnOnce(&dyn Communicator) -> Result<Pending<T>>,
-    ) -> Result<Pending<T>> {
-        let call = self.call(operation, xs, call_site::current());
-        let ticket = self.announce(&call, Some(self.next_seq()))?;
-        self.start(ticket, call.site, start)
-    }
-
-    fn start<T: Send + 'static>(
-        &self,
-        ticket: Ticket,
-        site: Site,
-        start: impl FnOnce(&dyn Communicator) -> Result<Pending<T>>,
-    ) -> Result<Pending<T>> {
-        let start = || call_site::scope(site, || start(&*self.inner));
-        let (pending, ticket) = call_site::offer(ticket, start);
-        let pending = pending?;
-        // Else the backend says when the operation is complete.
-        Ok(match ticket {
-            None => pending,
-            Some(ticket) => {
-                ticket.started();
-                Pending::from_work(Box::new(WatchedWork { pending, ticket }))
-            }
-        })
-    }
-
-    /// The world ranks of a group that has just been split off.
-    fn members(&self, inner: &dyn Communicator) -> Result<Vec<usize>> {
-        let rank = self.control.rank();
-        if inner.world_size() == 1 {
-            return Ok(vec![rank]);
-        }
-        let rank = i64::try_from(rank).map_err(candle_core::Error::wrap)?;
-        let mine = Tensor::new(&[rank], inner.device())?;
-        let members: Vec<i64> = inner.all_gather(&mine)?.wait()?.to_vec1()?;
-        let members = members.into_iter().map(usize::try_from);
-        let members: std::result::Result<_, _> = members.collect();
-        members.map_err(candle_core::Error::wrap)
-    }
 }
 
-type Site = &'static std::panic::Location<'static>;
-
 /// A watched operation in flight.
-struct WatchedWork<T> {
-    pending: Pending<T>,
+struct WatchedWork {
+    pending: Pending<Vec<Tensor>>,
     ticket: Ticket,
 }
 
-impl<T: Send> Work<T> for WatchedWork<T> {
+impl Work<Vec<Tensor>> for WatchedWork {
     fn completed(&self) -> Option<Instant> {
         self.pending.completed()
     }
 
-    fn wait(self: Box<Self>) -> Result<T> {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         self.ticket.waits();
         self.pending.wait_uncounted()
     }
@@ -196,86 +135,49 @@ impl Communicator for Watched {
         self.inner.bytes_per_reduced_value(op, dtype)
     }
 
+    /// Announces an operation, then starts it.
     #[track_caller]
-    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let operation = Operation::AllReduce(op);
-        self.collective(operation, Some(xs), |inner| inner.all_reduce(xs, op))
-    }
-
-    #[track_caller]
-    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.collective(Operation::AllGather, Some(xs), |inner| inner.all_gather(xs))
-    }
-
-    #[track_caller]
-    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let operation = Operation::ReduceScatter(op);
-        self.collective(operation, Some(xs), |inner| inner.reduce_scatter(xs, op))
-    }
-
-    #[track_caller]
-    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let operation = Operation::AllReduce(op);
-        self.collective(operation, Some(xs), |inner| {
-            inner.all_reduce_in_place(xs, op)
+    fn start(
+        &self,
+        operation: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let call = Call::new(operation, xs, &self.group.members);
+        let seq = match operation {
+            Operation::Messages { .. } => None,
+            _ => Some(self.next_seq.fetch_add(1, Ordering::Relaxed)),
+        };
+        let ticket = self.announce(&call, seq)?;
+        let start = || self.inner.start(operation, xs, place);
+        let (pending, ticket) = call_site::offer(ticket, start);
+        let pending = pending?;
+        // Else the backend says when the operation is complete.
+        Ok(match ticket {
+            None => pending,
+            Some(ticket) => {
+                ticket.started();
+                Pending::from_work(Box::new(WatchedWork { pending, ticket }))
+            }
         })
     }
 
     #[track_caller]
-    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.collective(Operation::ReduceScatter(op), Some(xs), |inner| {
-            inner.reduce_scatter_in_place(xs, op)
-        })
-    }
-
-    #[track_caller]
-    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.collective(Operation::AllGather, Some(xs), |inner| {
-            inner.all_gather_in_place(xs)
-        })
-    }
-
-    #[track_caller]
-    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        let operation = Operation::Broadcast { root };
-        self.collective(operation, Some(xs), |inner| inner.broadcast(xs, root))
-    }
-
-    #[track_caller]
-    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.collective(Operation::AllToAll, Some(xs), |inner| inner.all_to_all(xs))
-    }
-
-    #[track_caller]
-    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        let operation = Operation::Batch(describe(ops, &self.group.members).into());
-        let call = self.call(operation, None, call_site::current());
-        let ticket = self.announce(&call, None)?;
-        self.start(ticket, call.site, |inner| inner.batch_send_recv(ops))
-    }
-
-    #[track_caller]
-    fn barrier(&self) -> Result<Pending<()>> {
-        self.collective(Operation::Barrier, None, |inner| inner.barrier())
-    }
-
-    #[track_caller]
-    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let call = self.call(Operation::Split, None, call_site::current());
-        let seq = self.next_seq();
-        let _ticket = self.announce(&call, Some(seq))?;
-        let inner = call_site::scope(call.site, || self.inner.split(color, key))?;
-        let inner: Arc<dyn Communicator> = Arc::from(inner);
-        let members = call_site::scope(call.site, || self.members(&*inner))?;
-        let id = format!("{}/{seq}:{color}", self.group.id);
+    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
+        let inner = self.inner.subgroup(ranks)?;
+        let members: Vec<usize> = ranks.iter().map(|rank| self.group.members[*rank]).collect();
+        // All ranks have called as much in the parent.
+        let seq = self.next_seq.load(Ordering::Relaxed);
+        let id = format!("{}/{seq}:{members:?}", self.group.id);
         Ok(Box::new(Self {
-            inner,
+            inner: Arc::from(inner),
             control: self.control.clone(),
             group: Arc::new(RankGroup { id, members }),
             next_seq: AtomicU64::new(0),
             checks_collectives: self.checks_collectives,
         }))
     }
+
     fn set_step(&self, step: u64, phase: &'static str) {
         self.control.set_step(step, phase);
     }

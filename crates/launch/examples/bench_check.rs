@@ -47,11 +47,13 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         host: "here".into(),
         master: ("127.0.0.1".into(), port),
         is_one_host: true,
-        token: "bench".into(),
+        secret: "bench".into(),
+        is_guessable: false,
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(60),
+        rank_timeout: Duration::from_secs(6),
         ends_process: false,
     }
 }
@@ -62,7 +64,7 @@ fn checks(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Durat
         Some(listener) => Control::join_at(config, listener)?,
         None => Control::join(config)?,
     };
-    control.barrier("start")?;
+    control.gather("start", &[])?;
     let begun = Instant::now();
     for round in 0..ROUNDS {
         let operation = Operation {

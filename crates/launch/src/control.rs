@@ -9,16 +9,18 @@ mod clock;
 mod config;
 mod ending;
 mod failure;
+mod handshake;
 mod hello;
 mod joining;
 mod link;
+mod listening;
 mod message;
 mod operation;
 mod server;
 mod sigterm;
 mod wire;
 
-use std::net::TcpListener;
+use std::net::{TcpListener, ToSocketAddrs};
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,18 +38,6 @@ use server::Server;
 
 /// The longest time between two beats of a rank.
 const BEAT: Duration = Duration::from_millis(500);
-
-/// How often a rank says what it does and that it is alive: often enough that what is known of one that is killed is not much
-/// older than its end, and not so often that many ranks keep rank 0 busy.
-fn beat_interval(world_size: usize) -> Duration {
-    let micros = u64::try_from(world_size)
-        .unwrap_or(u64::MAX)
-        .saturating_mul(500);
-    Duration::from_micros(micros).clamp(Duration::from_millis(50), BEAT)
-}
-
-/// A rank that says nothing for so long is taken for dead.
-const SILENCE: Duration = Duration::from_secs(6);
 
 /// How long a rank's word that it cannot start, or that it failed, waits for others that may say the same. Less than [`FAREWELL`].
 const SAME_WORDS: Duration = Duration::from_secs(1);
@@ -82,15 +72,27 @@ impl Control {
         }
     }
 
-    /// Joins as rank 0 that serves at `listener`, whose address the other ranks get in any way as their `master`. A
-    /// listener on port 0 takes a free port.
+    /// A listener for rank 0 at a free port of what `host`, its own name, means to the other ranks.
+    ///
+    /// # Errors
+    /// The name has no address; no port is free.
+    pub fn listen(host: &str, is_one_host: bool) -> Result<TcpListener> {
+        let addresses = (host, 0).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+        addresses
+            .and_then(|addresses| listening::listen(host, &addresses, is_one_host))
+            .map_err(|error| Error::Join(format!("rank 0 cannot listen on {host}: {error}")))
+    }
+
+    /// Joins as rank 0 that serves at `listener`, whose address the other ranks get in any way as their `master`.
     ///
     /// # Errors
     /// As [`join`](Self::join).
     pub fn join_at(config: &ControlConfig, listener: TcpListener) -> Result<Arc<Self>> {
-        let server = Server::start(listener, config).map_err(|error| {
-            Error::Join(format!("rank 0 cannot serve the other ranks: {error}"))
-        })?;
+        let unable = |error| Error::Join(format!("rank 0 cannot serve the other ranks: {error}"));
+        if config.is_guessable && config.world_size > 1 {
+            listening::warn_of_guesses(&listener).map_err(unable)?;
+        }
+        let server = Server::start(listener, config).map_err(unable)?;
         match joining::connect(config, Some(server.local_address())) {
             Ok(link) => Ok(Self::of(config, link, Some(server))),
             Err(error) => {
@@ -123,11 +125,6 @@ impl Control {
         &self.world
     }
 
-    /// The hosts of the ranks, by rank.
-    pub fn hosts(&self) -> &[String] {
-        self.link.hosts()
-    }
-
     /// The bytes that the ranks pass for `key`, by rank. All ranks must call it.
     ///
     /// # Errors
@@ -151,43 +148,6 @@ impl Control {
                 parts.ok_or_else(|| unexpected("gather", &key, "fewer bytes than announced"))
             }
             (answer, _) => Err(unanswered("gather", &key, &answer)),
-        }
-    }
-
-    /// Returns when all ranks have called it with this key.
-    ///
-    /// # Errors
-    /// A rank failed, died or left.
-    #[track_caller]
-    pub fn barrier(&self, key: &str) -> Result<()> {
-        self.gather(key, &[]).map(drop)
-    }
-
-    /// Keeps `bytes` for whoever [gets](Self::get) this key.
-    ///
-    /// # Errors
-    /// A rank failed or died; more than 1 GiB.
-    #[track_caller]
-    pub fn set(&self, key: &str, bytes: &[u8]) -> Result<()> {
-        let _ticket = self.begin(self.question("set", key));
-        let question = Question::Set { key: key.into() };
-        match self.link.ask(question, bytes)? {
-            (Answer::Kept, _) => Ok(()),
-            (answer, _) => Err(unanswered("set", key, &answer)),
-        }
-    }
-
-    /// The bytes that a rank [sets](Self::set) for this key; waits for them.
-    ///
-    /// # Errors
-    /// A rank failed or died.
-    #[track_caller]
-    pub fn get(&self, key: &str) -> Result<Vec<u8>> {
-        let _ticket = self.begin(self.question("get", key));
-        let question = Question::Get { key: key.into() };
-        match self.link.ask(question, &[])? {
-            (Answer::Value, value) => Ok(value),
-            (answer, _) => Err(unanswered("get", key, &answer)),
         }
     }
 

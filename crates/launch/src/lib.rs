@@ -6,6 +6,7 @@ mod error;
 mod fingerprint;
 pub mod launcher;
 mod rank_env;
+mod secret;
 mod stop_signals;
 
 pub use control::{
@@ -15,4 +16,5 @@ pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use launcher::{PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use rank_env::{RankEnv, StartedBy};
+pub use secret::Secret;
 pub use stop_signals::StopSignals;

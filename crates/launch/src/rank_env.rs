@@ -13,6 +13,7 @@
 
 mod identity;
 mod meeting_point;
+mod secret_file;
 mod slurm_list;
 mod started_by;
 mod variables;
@@ -21,12 +22,12 @@ pub use started_by::StartedBy;
 
 use std::fmt;
 
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 use identity::Identity;
 use meeting_point::MeetingPoint;
 use variables::Variables;
 
-/// A rank's place in its run: its numbers, its host, where the ranks meet, and the token that only they know.
+/// A rank's place in its run: its numbers, its host, where the ranks meet, and the secret that only they know.
 #[derive(Debug, Clone)]
 pub struct RankEnv {
     rank: usize,
@@ -35,7 +36,8 @@ pub struct RankEnv {
     local_world_size: usize,
     host: String,
     started_by: StartedBy,
-    run_token: String,
+    secret: Secret,
+    is_guessable: bool,
     num_restarts: usize,
     master_addr: Option<String>,
     master_port: Option<u16>,
@@ -50,9 +52,7 @@ impl RankEnv {
         let host = nix::unistd::gethostname()
             .map(|name| name.to_string_lossy().into_owned())
             .unwrap_or_else(|_| "localhost".to_string());
-        Self::from_lookup(&host, &|name| {
-            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-        })
+        Self::from_lookup(&host, &variable)
     }
 
     /// The same from any source of variables, on a host of that name (`CANDLE_TRAIN_HOST` overrides it).
@@ -72,7 +72,8 @@ impl RankEnv {
                 .get("CANDLE_TRAIN_HOST")
                 .unwrap_or_else(|| host.to_string()),
             started_by: identity.started_by,
-            run_token: meeting.run_token,
+            secret: meeting.secret,
+            is_guessable: meeting.is_guessable,
             num_restarts: num_restarts(&vars, identity.started_by)?,
             master_addr: meeting.address,
             master_port: meeting.port,
@@ -109,12 +110,17 @@ impl RankEnv {
         self.started_by
     }
 
-    /// A string that the ranks of one run share and other runs do not have.
+    /// A string that the ranks of one run share and other runs do not have, by which they know each other.
     ///
-    /// Secret under `candle-train launch` without `--nnodes`; a job's number under the other launchers. The variable
-    /// `CANDLE_TRAIN_RUN_TOKEN`, the same on all ranks, overrides it.
-    pub fn run_token(&self) -> &str {
-        &self.run_token
+    /// A secret under `candle-train launch`, or where the variable CANDLE_TRAIN_RUN_TOKEN, the same on all ranks, gives one, or
+    /// CANDLE_TRAIN_RUN_TOKEN_FILE names a file that has it. Else it is [guessable](Self::is_guessable).
+    pub fn secret(&self) -> &Secret {
+        &self.secret
+    }
+
+    /// Whether the secret only follows from what others may know too: a job's number, or where the ranks meet.
+    pub fn is_guessable(&self) -> bool {
+        self.is_guessable
     }
 
     /// How often the launcher has started the ranks before, because a start ended in a failure: the run should go on where it was.
@@ -160,6 +166,18 @@ impl fmt::Display for RankEnv {
             self.started_by
         )
     }
+}
+
+/// The secret that the environment of this process has for a run, if it has one.
+///
+/// # Errors
+/// It is empty; its file cannot be read, or others can read it too.
+pub(crate) fn given_secret() -> Result<Option<Secret>> {
+    secret_file::given(&Variables::new(&variable))
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 fn num_restarts(vars: &Variables, started_by: StartedBy) -> Result<usize> {

@@ -7,7 +7,7 @@
 //!
 //! Keys are `number/operation shape/in/name` and `number/operation shape/out/name`, in the order of the calls.
 
-use candle_core::{Device, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_ops::{
     AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
     cross_entropy_grad, cross_entropy_loss, embedding_forward, embedding_grad_into,
@@ -58,6 +58,8 @@ struct Run {
     rng: ChaCha8Rng,
     tensors: HashMap<String, Tensor>,
     num_calls: usize,
+    /// Of the inputs.
+    dtype: DType,
 }
 
 impl Run {
@@ -66,10 +68,11 @@ impl Run {
             rng: ChaCha8Rng::seed_from_u64(seed),
             tensors: HashMap::new(),
             num_calls: 0,
+            dtype: DType::F32,
         }
     }
 
-    /// Each operation in a shape of a Llama and in an odd one.
+    /// Each operation in a shape of a Llama and in an odd one, and the heavy ones in bf16.
     fn all(&mut self) -> Result<()> {
         self.rms_norm(1024, 512)?;
         self.rms_norm(127, 515)?;
@@ -92,10 +95,19 @@ impl Run {
         self.layer_norm(127, 515, 0.0)?;
         self.layer_norm(8192, 64, 0.0)?;
         self.layer_norm(127, 515, 100.0)?;
-        self.attention((1, 1000, 3, 1, 48), Some(100))
+        self.attention((1, 1000, 3, 1, 48), Some(100))?;
+        self.dtype = DType::BF16;
+        self.rms_norm(1024, 512)?;
+        self.swiglu(1024, 1376)?;
+        self.attention((4, 256, 8, 4, 64), None)?;
+        self.attention((1, 1000, 3, 1, 48), None)?;
+        self.linear(1024, 512, 1376)?;
+        self.linear(1024, 1376, 512)?;
+        self.linear(127, 97, 515)?;
+        self.cross_entropy(1024, 8192)
     }
 
-    /// Normally distributed values.
+    /// Normally distributed values of the run's type.
     fn normal(&mut self, mean: f64, deviation: f64, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
         let mut one = || {
@@ -104,7 +116,7 @@ impl Run {
             (mean + deviation * normal) as f32
         };
         let values: Vec<f32> = (0..shape.elem_count()).map(|_| one()).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu)
+        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(self.dtype)
     }
 
     /// Ids of a vocabulary, the small ones more often than the large ones, as in text.
@@ -115,9 +127,13 @@ impl Run {
     }
 
     fn keep(&mut self, op: &str, inputs: &[(&str, &Tensor)], outputs: &[(&str, &Tensor)]) {
+        let dtype = match self.dtype {
+            DType::F32 => String::new(),
+            dtype => format!(" {}", dtype.as_str()),
+        };
         for (side, tensors) in [("in", inputs), ("out", outputs)] {
             for (name, tensor) in tensors {
-                let key = format!("{:02}/{op}/{side}/{name}", self.num_calls);
+                let key = format!("{:02}/{op}{dtype}/{side}/{name}", self.num_calls);
                 self.tensors.insert(key, (*tensor).clone());
             }
         }
@@ -291,6 +307,7 @@ impl Run {
             self.normal(0.0, 1.0, (rows, num_out))?,
         );
         let dy2 = self.normal(0.0, 1.0, (rows, num_out))?;
+        let start = start.to_dtype(DType::F32)?;
         let sum = start.copy()?;
         linear_weight_grad_into(&sum, true, &dy, &xs)?;
         self.keep(
@@ -337,7 +354,7 @@ impl Run {
             &format!("embedding {count} of {vocab_size} x {h}"),
             &[
                 ("weight", &weight),
-                ("ids", &ids.to_dtype(candle_core::DType::I64)?),
+                ("ids", &ids.to_dtype(DType::I64)?),
                 ("dy", &dy),
             ],
             &[
@@ -353,7 +370,7 @@ impl Run {
             self.normal(0.0, 3.0, (rows, vocab_size))?,
             self.ids(rows, vocab_size)?,
         );
-        let grad = self.normal(0.0, 1.0, rows)?;
+        let grad = self.normal(0.0, 1.0, rows)?.to_dtype(DType::F32)?;
         let loss = candle_ops::cross_entropy(&logits, &targets)?;
         let stats = softmax_stats(&logits, &targets, 0)?;
         let (_, log_sum_exp) = cross_entropy_loss(&stats, &targets, vocab_size)?;
@@ -362,7 +379,7 @@ impl Run {
             &format!("cross_entropy {rows} x {vocab_size}"),
             &[
                 ("logits", &logits),
-                ("targets", &targets.to_dtype(candle_core::DType::I64)?),
+                ("targets", &targets.to_dtype(DType::I64)?),
                 ("grad", &grad),
             ],
             &[

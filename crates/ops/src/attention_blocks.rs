@@ -98,7 +98,7 @@ impl AttentionBlocks<'_> {
                 let q = self.head(q, (b, first, rows), (head, self.hq));
                 let mut weights = Sums::new(rows, seen.len());
                 P::multiply(
-                    weights.from_row(0),
+                    weights.rows_from(0),
                     false,
                     q,
                     &k_t[kv],
@@ -120,7 +120,7 @@ impl AttentionBlocks<'_> {
                 );
                 let weights = weights.matrix(rows, seen.len());
                 let mut sums = Sums::new(rows, self.d);
-                P::multiply(sums.from_row(0), false, weights, &v[kv], seen, 0..self.d);
+                P::multiply(sums.rows_from(0), false, weights, &v[kv], seen, 0..self.d);
                 let rows = sums.rows(0..rows).zip(inverse_sums);
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: every (b, head, block of rows) is visited by one task, and these are its elements only.
@@ -173,9 +173,9 @@ impl AttentionBlocks<'_> {
                 let q = self.head(q, (b, first, rows), (head, self.hq));
                 let grad = self.head(grad, (b, first, rows), (head, self.hq));
                 let (mut p, mut ds) = (Sums::new(rows, seen.len()), Sums::new(rows, seen.len()));
-                P::multiply(p.from_row(0), false, q, &k_t[kv], 0..self.d, seen.clone());
+                P::multiply(p.rows_from(0), false, q, &k_t[kv], 0..self.d, seen.clone());
                 P::multiply(
-                    ds.from_row(0),
+                    ds.rows_from(0),
                     false,
                     grad,
                     &v_t[kv],
@@ -198,7 +198,7 @@ impl AttentionBlocks<'_> {
                 let all = 0..self.d;
                 let (grad, q) = (P::pack(grad), P::pack(q));
                 P::multiply(
-                    dv.from_row(seen.start),
+                    dv.rows_from(seen.start),
                     true,
                     p.t(),
                     &grad,
@@ -206,7 +206,7 @@ impl AttentionBlocks<'_> {
                     all.clone(),
                 );
                 P::multiply(
-                    dk.from_row(seen.start),
+                    dk.rows_from(seen.start),
                     true,
                     ds.t(),
                     &q,
@@ -214,7 +214,7 @@ impl AttentionBlocks<'_> {
                     all.clone(),
                 );
                 let mut sums = Sums::new(rows, self.d);
-                P::multiply(sums.from_row(0), false, ds, &k[kv], seen, all);
+                P::multiply(sums.rows_from(0), false, ds, &k[kv], seen, all);
                 let rows = sums.rows(0..rows).map(|row| (row, 1.0));
                 let start = self.start(b, first, head, self.hq);
                 // SAFETY: the blocks of rows of dq that `blocks_of` deals to this part of this head are only its own.

@@ -48,7 +48,7 @@ impl Sums<Vec<Line>> {
 }
 
 impl<L: DerefMut<Target = [Line]>> Sums<L> {
-    pub(crate) fn from_row(&mut self, first: usize) -> Rows<'_> {
+    pub(crate) fn rows_from(&mut self, first: usize) -> Rows<'_> {
         Rows {
             lines: &mut self.lines[first * self.row_lines..],
             row_lines: self.row_lines,

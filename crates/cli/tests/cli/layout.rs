@@ -28,7 +28,7 @@ fn degrees_and_sizes_that_do_not_fit_are_named_with_their_numbers() {
         ),
         (
             &[("--tp", "64"), ("--pp", "64"), ("--dp", "64")],
-            &["pp(64) * dp(64) * tp(64)", "1024"],
+            &["pp(64) * dp(64) * cp(1) * tp(64) is more than the 1024 ranks that may be threads"],
         ),
         (
             &[("--tp", &max), ("--pp", &max), ("--dp", &max)],

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use candle_core::Result;
-#[cfg(feature = "mpi")]
-use candle_launch::RankEnv;
 use candle_launch::{Control, ControlConfig};
+#[cfg(feature = "mpi")]
+use candle_launch::{RankEnv, Secret};
 
 use super::cannot_start::{known, meeting_begins, said_by_all};
 use crate::{ProcessGroup, RunConfig, message_of};
+
+/// Where ranks of one host meet that no launcher has told.
+const LOOPBACK: &str = "127.0.0.1";
 
 /// Runs this rank over MPI, by which the ranks also learn where to meet if their launcher did not say it.
 #[cfg(feature = "mpi")]
@@ -21,7 +24,6 @@ pub(super) fn mpi<T: Send>(
         threads_per_rank: config
             .threads_per_rank
             .or_else(|| threads_of_stages(config)),
-        ..crate::MpiConfig::default()
     };
     meeting_begins();
     // What all ranks know when they meet ends none of them by MPI_Abort.
@@ -70,15 +72,10 @@ pub(super) fn nccl<T: Send>(
 /// Joins the control plane where the environment says; a rank that is alone meets nobody and needs no such place.
 #[cfg(feature = "nccl")]
 fn meet(config: &RunConfig) -> candle_launch::Result<Arc<Control>> {
-    use std::net::{Ipv4Addr, TcpListener};
-
     match config.env.master() {
         Err(_) if config.env.world_size() == 1 => {
-            let host = Ipv4Addr::LOCALHOST;
-            let listener = TcpListener::bind((host, 0)).map_err(|error| {
-                candle_launch::Error::Join(format!("this rank cannot listen on {host}: {error}"))
-            })?;
-            Control::join_at(&control_config(config, (host.to_string(), 0)), listener)
+            let listener = Control::listen(LOOPBACK, true)?;
+            Control::join_at(&control_config(config, (LOOPBACK.into(), 0)), listener)
         }
         master => Control::join(&control_config(config, master?)),
     }
@@ -93,7 +90,7 @@ fn threads_of_stages(config: &RunConfig) -> Option<usize> {
     (num_stages > 1).then(|| (crate::cores::num_cores() * num_stages / on_host.max(1)).max(1))
 }
 
-/// Joins the control plane where rank 0 says, over `world`: at the meeting point of its environment, or else at a port of its own.
+/// Joins the control plane where rank 0 says, over `world`: at the meeting point of its environment, or else at a port of its own; by a secret that it has made and that has come over MPI.
 /// What the environments of the others say does not count, as launchers do not give all ranks the same. The inner error is one that
 /// all ranks have.
 #[cfg(feature = "mpi")]
@@ -103,38 +100,39 @@ pub(super) fn meet_over(
     config: impl FnOnce((String, u16)) -> ControlConfig,
 ) -> Result<candle_launch::Result<Arc<Control>>> {
     use crate::Error;
-    use std::net::{Ipv4Addr, TcpListener};
 
     let (mut own, mut listener) = (String::new(), None);
     if world.rank() == 0 {
         let (host, port) = match env.master() {
             Ok(master) => master,
             Err(_) => {
-                let unusable = |error: std::io::Error| {
-                    Error::Argument(format!("rank 0 cannot listen for the other ranks: {error}"))
-                };
-                let free = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(unusable)?;
-                let port = free.local_addr().map_err(unusable)?.port();
+                let is_one_host = env.local_world_size() == env.world_size();
+                let host = if is_one_host { LOOPBACK } else { env.host() };
+                let free = Control::listen(host, is_one_host).map_err(candle_core::Error::wrap)?;
+                let port = free.local_addr()?.port();
                 listener = Some(free);
-                match env.local_world_size() == env.world_size() {
-                    true => (Ipv4Addr::LOCALHOST.to_string(), port),
-                    false => (env.host().to_string(), port),
-                }
+                (host.to_string(), port)
             }
         };
-        own = format!("{host} {port}");
+        let secret = Secret::random().map_err(candle_core::Error::wrap)?;
+        own = format!("{host} {port} {}", secret.as_str());
     }
     let said = world.all_gather_bytes(own.as_bytes())?;
     let first = said.into_iter().next().map(String::from_utf8);
-    let master = first.and_then(|address| {
-        let address = address.ok()?;
-        let (host, port) = address.rsplit_once(' ')?;
-        Some((host.to_string(), port.parse().ok()?))
+    let meeting = first.and_then(|said| {
+        let said = said.ok()?;
+        let mut words = said.split(' ').map(String::from);
+        let (host, port, secret) = (words.next()?, words.next()?, words.next()?);
+        Some(((host, port.parse().ok()?), secret))
     });
-    let Some(master) = master else {
+    let Some((master, secret)) = meeting else {
         return Err(Error::Argument("rank 0 did not say where the ranks meet".into()).into());
     };
-    let config = config(master);
+    let config = ControlConfig {
+        secret: secret.into(),
+        is_guessable: false,
+        ..config(master)
+    };
     let joined = match listener {
         Some(listener) => Control::join_at(&config, listener),
         None => Control::join(&config),
@@ -151,6 +149,7 @@ fn control_config(config: &RunConfig, master: (String, u16)) -> ControlConfig {
     ControlConfig {
         fingerprint: config.fingerprint.clone().into_entries(),
         deadline: config.deadline,
+        rank_timeout: config.rank_timeout,
         ..ControlConfig::at(&config.env, master)
     }
 }

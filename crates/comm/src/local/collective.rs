@@ -1,28 +1,25 @@
 //! Starting collectives, doing their work, and waiting for them.
 
-use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::slot::{Deposit, Mismatch, Output, Payload, Released, Slot, Taken};
-use super::world::{Group, LastCall, Polled, State, World};
+use super::slot::{Deposit, Payload, Released, Slot, Taken};
+use super::world::{LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
 use crate::adopted::{adopt, give_away};
-use crate::call::{Call, Operation};
-use crate::element;
+use crate::call::Call;
 use crate::pending::Work;
-use crate::plan::Plan;
-use crate::{Error, Pending, call_site};
+use crate::{Error, Operation, Pending, element};
 
 /// From this input size on, in bytes, work on the CPU goes to a background job: about where handing it over costs less than
 /// doing it while everybody waits.
 const BACKGROUND_BYTES: usize = 256 << 10;
 
 /// A started collective, of which a rank is to get its output.
-pub(super) struct InFlight {
+struct InFlight {
     world: Arc<World>,
     group: usize,
     seq: u64,
@@ -32,46 +29,19 @@ pub(super) struct InFlight {
     /// Number and type of the values of a result that is not in a place of the caller's.
     adopted: Option<(usize, DType)>,
     /// What this rank gave, so that it is freed where it was allocated, whoever is the last to read it.
-    _input: Option<Tensor>,
+    _input: Tensor,
 }
 
 impl LocalCommunicator {
-    #[track_caller]
-    pub(super) fn start_on_tensor(
-        &self,
-        operation: Operation,
-        xs: &Tensor,
-        place: Option<Tensor>,
-    ) -> Result<Pending<Tensor>> {
-        element::check(xs, self.world_rank(), &self.device)?;
-        element::check_reduces(&operation, xs.dtype(), &self.device)?;
-        let tensor = Some((xs.shape().clone(), xs.dtype()));
-        let len = Plan::new(&operation, xs.shape(), self.members.len()).len();
-        let adopted = place.is_none().then_some((len, xs.dtype()));
-        let mut in_flight = self.start(operation, tensor, Payload::Tensor(xs.detach(), place))?;
-        if let Some((len, dtype)) = adopted {
-            adopt(len, dtype, &self.device);
-        }
-        in_flight.adopted = adopted;
-        in_flight._input = Some(xs.clone());
-        Ok(Pending::from_work(Box::new(in_flight)))
-    }
-
     /// Deposits this rank's part of a collective. The last rank to arrive does the work.
-    #[track_caller]
-    pub(super) fn start(
+    pub(super) fn start_collective(
         &self,
-        operation: Operation,
-        tensor: Option<(candle_core::Shape, candle_core::DType)>,
-        payload: Payload,
-    ) -> Result<InFlight> {
-        let call = Call {
-            operation,
-            tensor,
-            site: call_site::current(),
-        };
+        call: Call,
+        xs: &Tensor,
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        element::check_reduces(&call.operation, xs.dtype(), &self.device)?;
         let world_rank = self.world_rank();
-        self.world.delay(world_rank);
         let mut state = self.world.lock();
         World::check_alive(&state, world_rank, &call)?;
         let State { ranks, groups, .. } = &mut *state;
@@ -87,56 +57,46 @@ impl LocalCommunicator {
             .slots
             .entry(seq)
             .or_insert_with(|| Slot::new(self.members.len()));
-        let mismatch = Mismatch {
-            members: &self.members,
-            seq,
+        let deposit = Deposit {
+            call: call.clone(),
+            payload: Payload::Tensor(xs.detach(), place.map(Tensor::detach)),
         };
-        let deposits = slot.deposit(
-            self.rank,
-            Deposit {
-                call: call.clone(),
-                payload,
-            },
-            mismatch,
-        );
+        let deposits = slot.deposit(self.rank, deposit, (&self.members, seq));
         let has_failed = slot.has_failed();
+        drop(state);
         match deposits {
-            Some(deposits) if call.tensor.is_some() => {
-                drop(state);
-                self.work(seq, &call.operation, deposits)?;
-            }
-            Some(deposits) => {
-                let outputs = rendezvous(&mut state, self.group, &deposits);
-                drop(state);
-                self.world.finish(self.group, seq, Ok(outputs));
-            }
+            Some(deposits) => self.work(seq, &call.operation, deposits)?,
             None if has_failed => self.world.notify(&self.members),
             None => {}
         }
-        Ok(InFlight {
+        let dims = call.operation.output_dims(xs.shape(), self.members.len());
+        let adopted = place.is_none().then(|| (dims.iter().product(), xs.dtype()));
+        if let Some((len, dtype)) = adopted {
+            adopt(len, dtype, &self.device);
+        }
+        Ok(Pending::from_work(Box::new(InFlight {
             world: self.world.clone(),
             group: self.group,
             seq,
             rank: self.rank,
             world_rank,
             call,
-            adopted: None,
-            _input: None,
-        })
+            adopted,
+            _input: xs.clone(),
+        })))
     }
 
     /// Computes the outputs of all ranks, here or in the background. On GPUs that is to enqueue it, which is done here.
     fn work(&self, seq: u64, operation: &Operation, deposits: Vec<Deposit>) -> Result<()> {
         let mut copies = Vec::new();
         let tensors = deposits.into_iter();
-        let tensors = tensors.filter_map(|deposit| match deposit.payload {
-            Payload::Tensor(xs, place) => Some((xs, place)),
+        let tensors = tensors.map(|deposit| match deposit.payload {
+            Payload::Tensor(xs, place) => (xs, place),
             Payload::Copy(copy) => {
                 let xs = copy.tensor().clone();
                 copies.push(copy);
-                Some((xs, None))
+                (xs, None)
             }
-            _ => None,
         });
         let (inputs, places): (Vec<Tensor>, Vec<Option<Tensor>>) = tensors.unzip();
         let in_background = self.device.is_cpu()
@@ -152,7 +112,7 @@ impl LocalCommunicator {
                 work::run(&operation, &inputs, &places, &devices, in_background)
             }));
             let outputs = match outputs {
-                Ok(Ok(outputs)) => Ok(outputs.into_iter().map(Output::Tensor).collect()),
+                Ok(Ok(outputs)) => Ok(outputs),
                 Ok(Err(error)) => Err(Error::Argument(format!("{operation}: {error}"))),
                 Err(_) => Err(Error::Argument(format!("{operation}: the work panicked"))),
             };
@@ -170,7 +130,7 @@ impl LocalCommunicator {
 }
 
 impl World {
-    fn finish(&self, group: usize, seq: u64, outputs: std::result::Result<Vec<Output>, Error>) {
+    fn finish(&self, group: usize, seq: u64, outputs: std::result::Result<Vec<Tensor>, Error>) {
         let mut state = self.lock();
         let group = &mut state.groups[group];
         let mut unwanted = Vec::new();
@@ -182,49 +142,15 @@ impl World {
         }
         let members = group.members.clone();
         drop(state);
-        for output in unwanted {
-            if let Output::Tensor(xs) = output {
-                adopt(xs.elem_count(), xs.dtype(), xs.device());
-            }
+        for xs in unwanted {
+            adopt(xs.elem_count(), xs.dtype(), xs.device());
         }
         self.notify(&members);
     }
 }
 
-/// The outputs of an operation without tensors: nothing for a barrier, a new group per color for a split.
-fn rendezvous(state: &mut State, group: usize, deposits: &[Deposit]) -> Vec<Output> {
-    let parent = state.groups[group].members.clone();
-    let mut colors: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
-    for (rank, deposit) in deposits.iter().enumerate() {
-        if let Payload::Split { color, key } = deposit.payload {
-            colors.entry(color).or_default().push((key, rank));
-        }
-    }
-    let mut outputs: Vec<Output> = deposits.iter().map(|_| Output::Nothing).collect();
-    for mut ranks in colors.into_values() {
-        ranks.sort_unstable();
-        let members: Arc<[usize]> = ranks.iter().map(|(_, rank)| parent[*rank]).collect();
-        let group = state.groups.len();
-        for (new_rank, (_, rank)) in ranks.into_iter().enumerate() {
-            outputs[rank] = Output::Group {
-                group,
-                rank: new_rank,
-                members: members.clone(),
-            };
-        }
-        state.groups.push(Group::new(members));
-    }
-    outputs
-}
-
 impl InFlight {
-    pub(super) fn wait_for_output(&self) -> Result<Output> {
-        Ok(self
-            .world
-            .wait(self.world_rank, &self.call, |state| self.poll(state))?)
-    }
-
-    fn poll(&self, state: &mut State) -> Polled<Output> {
+    fn poll(&self, state: &mut State) -> Polled<Option<Tensor>> {
         let group = &mut state.groups[self.group];
         let Some(slot) = group.slots.get_mut(&self.seq) else {
             return Polled::Failed(Error::Argument(format!(
@@ -243,7 +169,7 @@ impl InFlight {
         }
     }
 
-    fn poll_release(&self, state: &mut State) -> Polled<Option<Output>> {
+    fn poll_release(&self, state: &mut State) -> Polled<Option<Tensor>> {
         let group = &mut state.groups[self.group];
         let Some(slot) = group.slots.get_mut(&self.seq) else {
             return Polled::Ready(None);
@@ -263,22 +189,20 @@ fn world_ranks(members: &[usize], group_ranks: Vec<usize>) -> Vec<usize> {
     group_ranks.into_iter().map(|rank| members[rank]).collect()
 }
 
-impl Work<Tensor> for InFlight {
+impl Work<Vec<Tensor>> for InFlight {
     fn completed(&self) -> Option<Instant> {
         let state = self.world.lock();
         let slot = state.groups[self.group].slots.get(&self.seq);
         slot.and_then(Slot::finished)
     }
 
-    fn wait(self: Box<Self>) -> Result<Tensor> {
-        match self.wait_for_output() {
-            Ok(Output::Tensor(xs)) => Ok(xs),
-            Ok(other) => {
-                candle_core::bail!("{} gave {other:?} instead of a tensor", self.call)
-            }
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
+        let poll = |state: &mut State| self.poll(state);
+        match self.world.wait(self.world_rank, &self.call, poll) {
+            Ok(output) => Ok(Vec::from_iter(output)),
             Err(error) => {
                 self.get_nothing();
-                Err(error)
+                Err(error.into())
             }
         }
     }
@@ -291,21 +215,9 @@ impl Work<Tensor> for InFlight {
     }
 }
 
-/// Of an operation that gives nothing: only that it took place counts.
-impl Work<()> for InFlight {
-    fn wait(self: Box<Self>) -> Result<()> {
-        self.wait_for_output()?;
-        Ok(())
-    }
-
-    fn abandon(self: Box<Self>) {
-        self.release();
-    }
-}
-
 impl InFlight {
     /// The output, if it was there.
-    fn release(&self) -> Option<Output> {
+    fn release(&self) -> Option<Tensor> {
         let released = self.world.wait(self.world_rank, &self.call, |state| {
             self.poll_release(state)
         });

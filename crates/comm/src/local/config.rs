@@ -24,9 +24,6 @@ pub struct LocalConfig {
     /// Threads on which a rank computes, with those of its own rayon pool counted in. Default: the cores (or
     /// RAYON_NUM_THREADS) divided evenly over the ranks, at least one each.
     pub threads_per_rank: Option<usize>,
-    /// Stack of each rank's thread in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks
-    /// and drops graphs recursively.
-    pub stack_bytes: usize,
 }
 
 impl LocalConfig {
@@ -67,7 +64,6 @@ impl Default for LocalConfig {
             deadline: Duration::from_secs(600),
             delays: None,
             threads_per_rank: None,
-            stack_bytes: 64 << 20,
         }
     }
 }

@@ -11,11 +11,10 @@ use candle_core::{
     CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
 };
 
-use crate::ReduceOp;
-use crate::call::Operation;
 use crate::device::empty;
 use crate::element::with_element;
 use crate::plan::{Piece, Plan};
+use crate::{Operation, ReduceOp};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added one by one.

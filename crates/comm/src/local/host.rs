@@ -3,11 +3,10 @@
 use candle_core::{Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
-use crate::ReduceOp;
 use crate::adopted::give_away;
-use crate::call::Operation;
 use crate::element::{Element, reduce, with_element, write};
 use crate::plan::Plan;
+use crate::{Operation, ReduceOp};
 
 /// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
 const TASK_BYTES: usize = 512 << 10;

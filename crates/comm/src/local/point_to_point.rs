@@ -9,14 +9,13 @@ use candle_core::{DType, Result, Shape, Tensor};
 use super::world::{LastCall, Polled, State, World};
 use super::{LocalCommunicator, work};
 use crate::adopted::GivenAway;
-use crate::call::{Call, Operation, describe};
-use crate::element;
+use crate::call::{Call, kind};
 use crate::error::group_name;
 use crate::pending::Work;
-use crate::{Error, P2p, Pending, call_site};
+use crate::{Error, Message, Pending};
 
 /// A sent tensor: a copy on the receiver's device that nobody else can write to.
-pub(super) struct Message {
+pub(super) struct Sent {
     xs: GivenAway,
     site: &'static Location<'static>,
 }
@@ -27,12 +26,12 @@ pub(super) struct Message {
 pub(super) struct Channel {
     num_sends: u64,
     num_recvs: u64,
-    messages: HashMap<u64, Message>,
+    messages: HashMap<u64, Sent>,
     given_up: HashSet<u64>,
 }
 
 impl Channel {
-    pub fn send(&mut self, message: Message) {
+    pub fn send(&mut self, message: Sent) {
         if !self.given_up.remove(&self.num_sends) {
             self.messages.insert(self.num_sends, message);
         }
@@ -45,7 +44,7 @@ impl Channel {
         self.num_recvs - 1
     }
 
-    pub fn take(&mut self, number: u64) -> Option<Message> {
+    pub fn take(&mut self, number: u64) -> Option<Sent> {
         self.messages.remove(&number)
     }
 
@@ -82,32 +81,32 @@ struct BatchInFlight {
 }
 
 impl LocalCommunicator {
-    #[track_caller]
-    pub(super) fn start_batch(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        let operation = Operation::Batch(describe(ops, &self.members).into());
-        let call = Call {
-            operation,
-            tensor: None,
-            site: call_site::current(),
-        };
+    pub(super) fn start_messages(
+        &self,
+        call: Call,
+        messages: &[Message],
+        sends: &[Tensor],
+    ) -> Result<Pending<Vec<Tensor>>> {
         let world_rank = self.world_rank();
-        self.world.delay(world_rank);
-        let mut messages = Vec::new();
-        for op in ops {
-            if let P2p::Send { xs, dst } = op {
-                element::check(xs, world_rank, &self.device)?;
-                let device = self.world.device(self.members[*dst]);
-                messages.push((
-                    *dst,
-                    Message {
-                        xs: GivenAway::new(work::copy(xs, device)?),
-                        site: call.site,
-                    },
-                ));
-            }
-        }
+        let destinations = messages.iter().filter_map(|message| match message {
+            Message::Send { dst } => Some(*dst),
+            Message::Recv { .. } => None,
+        });
+        let copy = |(dst, xs): (usize, &Tensor)| {
+            let device = self.world.device(self.members[dst]);
+            let xs = GivenAway::new(work::copy(xs, device)?);
+            Ok((
+                dst,
+                Sent {
+                    xs,
+                    site: call.site,
+                },
+            ))
+        };
+        let sent = destinations.zip(sends).map(copy);
+        let sent = sent.collect::<Result<Vec<_>>>()?;
         self.world.make_current(world_rank)?;
-        let receivers: Vec<usize> = messages.iter().map(|(dst, _)| self.members[*dst]).collect();
+        let receivers: Vec<usize> = sent.iter().map(|(dst, _)| self.members[*dst]).collect();
 
         let mut state = self.world.lock();
         World::check_alive(&state, world_rank, &call)?;
@@ -117,12 +116,12 @@ impl LocalCommunicator {
             call: call.clone(),
         });
         let channels = &mut state.groups[self.group].channels;
-        for (dst, message) in messages {
-            channels.entry((self.rank, dst)).or_default().send(message);
+        for (dst, sent) in sent {
+            channels.entry((self.rank, dst)).or_default().send(sent);
         }
         let mut recvs = Vec::new();
-        for op in ops {
-            if let P2p::Recv { shape, dtype, src } = op {
+        for message in messages {
+            if let Message::Recv { shape, dtype, src } = message {
                 let number = channels.entry((*src, self.rank)).or_default().start_recv();
                 recvs.push(Recv {
                     src: *src,
@@ -165,17 +164,13 @@ impl BatchInFlight {
                 missing.push(self.members[recv.src]);
                 continue;
             };
-            let Message { xs, site } = message;
+            let Sent { xs, site } = message;
             let xs = xs.tensor().clone();
             let (src, dst) = (self.members[recv.src], self.members[self.rank]);
             if xs.shape() != &recv.shape || xs.dtype() != recv.dtype {
-                let sent = format!("sent {} {:?} at {site}", xs.dtype().as_str(), xs.dims());
-                let dtype = recv.dtype.as_str();
-                let asked = format!(
-                    "receives {dtype} {:?} at {}",
-                    recv.shape.dims(),
-                    self.call.site
-                );
+                let sent = format!("sent {} at {site}", kind(xs.dtype(), xs.shape()));
+                let asked = kind(recv.dtype, &recv.shape);
+                let asked = format!("receives {asked} at {}", self.call.site);
                 let group = group_name(&self.members);
                 return Polled::Failed(Error::MessageMismatch {
                     group,

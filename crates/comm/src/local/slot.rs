@@ -1,6 +1,5 @@
 //! One collective operation of a group, from the first rank's arrival to the last one's departure.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{Result, Tensor};
@@ -8,6 +7,7 @@ use candle_core::{Result, Tensor};
 use crate::Error;
 use crate::adopted::GivenAway;
 use crate::call::Call;
+use crate::error::group_name;
 
 /// What a rank brings to an operation.
 #[derive(Debug)]
@@ -16,23 +16,6 @@ pub(super) enum Payload {
     Tensor(Tensor, Option<Tensor>),
     /// A copy of the input of a rank that has given up its output.
     Copy(GivenAway),
-    Split {
-        color: usize,
-        key: usize,
-    },
-    Nothing,
-}
-
-/// What a rank takes away from an operation.
-#[derive(Debug)]
-pub(super) enum Output {
-    Tensor(Tensor),
-    Group {
-        group: usize,
-        rank: usize,
-        members: Arc<[usize]>,
-    },
-    Nothing,
 }
 
 #[derive(Debug)]
@@ -52,7 +35,7 @@ enum Phase {
 
 /// What [`Slot::take`] found.
 pub(super) enum Taken {
-    Output(Output),
+    Output(Option<Tensor>),
     Failed(Error),
     /// Not complete; these group ranks have not arrived (none: the work is being done).
     Missing(Vec<usize>),
@@ -63,7 +46,7 @@ pub(super) enum Released {
     /// It is being read.
     NotYet,
     /// Nobody reads it any more. With the output, if it was there.
-    Input(Option<Output>),
+    Input(Option<Tensor>),
 }
 
 /// One collective operation of a group.
@@ -71,7 +54,7 @@ pub(super) struct Slot {
     phase: Phase,
     arrived: Vec<bool>,
     deposits: Vec<Option<Deposit>>,
-    outputs: Vec<Option<Output>>,
+    outputs: Vec<Option<Tensor>>,
     /// Ranks that want nothing more from this slot.
     released: Vec<bool>,
     /// When the outputs came.
@@ -90,13 +73,13 @@ impl Slot {
         }
     }
 
-    /// Adds a rank's deposit. Two calls that differ fail the slot at once. The last rank to arrive gets all deposits,
+    /// Adds a rank's deposit to operation `seq` of the group of these world ranks. Two calls that differ fail the slot at once. The last rank to arrive gets all deposits,
     /// in rank order, and must call [`finish`](Self::finish).
     pub fn deposit(
         &mut self,
         rank: usize,
         deposit: Deposit,
-        mismatch: Mismatch<'_>,
+        (members, seq): (&[usize], u64),
     ) -> Option<Vec<Deposit>> {
         self.arrived[rank] = true;
         let other = self
@@ -108,16 +91,12 @@ impl Slot {
             && matches!(self.phase, Phase::Gathering)
             && !other.agrees(&deposit.call)
         {
-            let mut pair = [
-                (mismatch.members[other_rank], other),
-                (mismatch.members[rank], &deposit.call),
-            ];
+            let mut pair = [(members[other_rank], other), (members[rank], &deposit.call)];
             pair.sort_by_key(|(rank, _)| *rank);
             let [first, second] = pair.map(|(rank, call)| (rank, call.to_string()));
-            let group = crate::error::group_name(mismatch.members);
             self.phase = Phase::Failed(Error::Mismatch {
-                group,
-                seq: mismatch.seq,
+                group: group_name(members),
+                seq,
                 first,
                 second,
             });
@@ -136,7 +115,7 @@ impl Slot {
     }
 
     /// Sets the outputs, one per rank in rank order, or the error that all ranks get. Returns outputs that their ranks have given up.
-    pub fn finish(&mut self, outputs: std::result::Result<Vec<Output>, Error>) -> Vec<Output> {
+    pub fn finish(&mut self, outputs: std::result::Result<Vec<Tensor>, Error>) -> Vec<Tensor> {
         self.finished = Some(Instant::now());
         let mut unwanted = Vec::new();
         match outputs {
@@ -175,7 +154,7 @@ impl Slot {
             }
             Phase::Done => {
                 self.released[rank] = true;
-                Taken::Output(self.outputs[rank].take().unwrap_or(Output::Nothing))
+                Taken::Output(self.outputs[rank].take())
             }
         }
     }
@@ -208,10 +187,4 @@ impl Slot {
         self.released.iter().all(|released| *released)
             && matches!(self.phase, Phase::Done | Phase::Failed(_))
     }
-}
-
-/// What a mismatch error says beside the calls.
-pub(super) struct Mismatch<'a> {
-    pub members: &'a [usize],
-    pub seq: u64,
 }

@@ -5,7 +5,7 @@ use candle_core::{Device, Result, Tensor};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::host;
-use crate::call::Operation;
+use crate::Operation;
 
 /// The outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device. On GPUs it is only
 /// enqueued on return. With `parallel` on all cores.

@@ -38,6 +38,8 @@ pub(super) struct State {
     pub failure: Option<Failure>,
     pub ranks: Vec<RankState>,
     pub groups: Vec<Group>,
+    /// Groups that were split off, by their parent, the number of collectives there before, and their members.
+    subgroups: HashMap<(usize, u64, Arc<[usize]>), usize>,
 }
 
 pub(super) struct Failure {
@@ -103,6 +105,7 @@ impl World {
             failure: None,
             ranks: ranks.clone().map(|_| RankState::default()).collect(),
             groups: vec![Group::new(ranks.clone().collect())],
+            subgroups: HashMap::new(),
         };
         Ok(Arc::new(Self {
             deadline: config.deadline,
@@ -142,6 +145,19 @@ impl World {
 
     pub(super) fn members(&self, group: usize) -> Arc<[usize]> {
         self.lock().groups[group].members.clone()
+    }
+
+    /// The number of the group of these world ranks that `rank` of the group `parent` has split off: the first of them makes it.
+    pub(super) fn subgroup(&self, parent: usize, rank: usize, members: &Arc<[usize]>) -> usize {
+        let mut state = self.lock();
+        let State {
+            groups, subgroups, ..
+        } = &mut *state;
+        let split = (parent, groups[parent].next_seq[rank], members.clone());
+        *subgroups.entry(split).or_insert_with(|| {
+            groups.push(Group::new(members.clone()));
+            groups.len() - 1
+        })
     }
 
     /// The bookkeeping. No code panics while it holds the lock, so a poisoned lock still guards a sound state.

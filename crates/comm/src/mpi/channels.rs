@@ -13,7 +13,7 @@ use super::inbox::{self, Inbox};
 use super::messages::{Batch, Data, Received, data_of};
 use super::part::Part;
 use super::tags;
-use super::transfer::Transfer;
+use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::group_name;
 
@@ -90,8 +90,8 @@ impl Channels {
 
     /// Moves what can move; returns whether something did.
     pub fn poll(&mut self, ctx: &Context, group: usize) -> Result<bool> {
-        let mut moved = poll_sends(ctx, &mut self.heads)?;
-        moved |= poll_sends(ctx, &mut self.data)?;
+        let mut moved = poll_all(&ctx.mpi, &mut self.heads)?;
+        moved |= poll_all(&ctx.mpi, &mut self.data)?;
         for (from, queue) in &mut self.receives {
             for receive in queue.iter_mut() {
                 moved |= receive.poll(ctx, group, *from)?;
@@ -167,21 +167,6 @@ impl Channels {
             }
         }
     }
-}
-
-/// Drops what is complete.
-fn poll_sends<B: super::transfer::Lend>(
-    ctx: &Context,
-    sends: &mut Vec<Transfer<B>>,
-) -> Result<bool> {
-    let (mut index, num_sends) = (0, sends.len());
-    while index < sends.len() {
-        match sends[index].poll(&ctx.mpi)? {
-            true => drop(sends.swap_remove(index)),
-            false => index += 1,
-        }
-    }
-    Ok(sends.len() < num_sends)
 }
 
 impl Receive {

@@ -1,75 +1,59 @@
-//! An operation of all ranks of a group: they meet, then each does its task.
+//! A collective on its way: the ranks meet, then their data move.
 
 use std::sync::Arc;
 
+use candle_core::{Device, Shape, Tensor};
+
+use super::bytes;
 use super::context::Context;
 use super::engine::{Activity, Progress};
-use super::header::Header;
+use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
+use super::movement::Movement;
+use super::route::Route;
 use crate::Error;
 use crate::call::Call;
+use crate::element::{Element, reduce};
+use crate::plan::Plan;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// What a rank does once all have met.
-pub(super) trait Task: Send {
-    /// What the operation gives.
-    type Output: Send;
-
-    /// What this rank sends with its first message.
-    fn data(&self) -> Result<Vec<u8>>;
-
-    /// Starts, given what each rank sent with its first message, for operation `seq` of `group`.
-    fn start(
-        &mut self,
-        ctx: &mut Context,
-        place: (usize, u64),
-        data: Vec<Vec<u8>>,
-    ) -> Result<Status<Self::Output>>;
-
-    /// Goes on; returns whether something has moved, and the output when nothing is under way any more.
-    fn poll(&mut self, ctx: &mut Context) -> Result<(bool, Status<Self::Output>)>;
-}
-
-/// How far a task is.
-pub(super) enum Status<T> {
-    Working,
-    Done(T),
-}
-
-/// An operation of all ranks of a group on its way.
-pub(super) struct Collective<W: Task> {
-    in_flight: Arc<InFlight<W::Output>>,
+/// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
+/// all compute their own output; else the data move as the [`Route`] says.
+pub(super) struct Collective<T> {
+    in_flight: Arc<InFlight>,
     call: Call,
-    task: W,
+    /// Of the input of each rank.
+    shape: Shape,
+    /// The group, and the operation's number there.
     place: (usize, u64),
     meeting: Option<Meeting>,
-    phase: Phase,
+    phase: Phase<T>,
 }
 
-enum Phase {
+enum Phase<T> {
     Meeting,
-    Working,
+    Moving(Movement<T>),
     /// The result is there.
     Done,
 }
 
-impl<W: Task> Collective<W> {
-    pub fn new(in_flight: Arc<InFlight<W::Output>>, call: Call, task: W) -> Self {
+impl<T: Element> Collective<T> {
+    pub fn new(in_flight: Arc<InFlight>, call: Call, shape: Shape) -> Self {
         Self {
             in_flight,
             call,
-            task,
+            shape,
             place: (0, 0),
             meeting: None,
             phase: Phase::Meeting,
         }
     }
 
-    fn complete(&mut self, outcome: Result<W::Output>) {
+    fn complete(&mut self, outcome: Result<Tensor>) {
         self.phase = Phase::Done;
-        self.in_flight.complete(outcome);
+        self.in_flight.complete(outcome.map(|output| vec![output]));
     }
 
     fn poll_meeting(&mut self, ctx: &Context) -> Result<bool> {
@@ -89,39 +73,92 @@ impl<W: Task> Collective<W> {
         Ok(moved)
     }
 
-    fn work(&mut self, ctx: &mut Context, may_move: bool) -> Result<bool> {
-        let (moved, step) = match (&self.phase, &mut self.meeting) {
+    /// Goes on once all have met.
+    fn work(&mut self, ctx: &Context, may_move: bool) -> Result<bool> {
+        match (&mut self.phase, &mut self.meeting) {
             (Phase::Meeting, Some(meeting)) if may_move && meeting.is_complete() => {
                 let data = meeting.take_data();
-                self.phase = Phase::Working;
-                (true, self.task.start(ctx, self.place, data)?)
+                let rank = ctx.groups[self.place.0].rank;
+                if self.is_small() {
+                    let output = self.reduce_here(rank, &data)?;
+                    self.complete(Ok(output));
+                } else {
+                    let (operation, n) = (&self.call.operation, data.len());
+                    let route = Route::new(operation, &self.shape, n, size_of::<T>());
+                    let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
+                    self.phase = Phase::Moving(movement);
+                }
+                Ok(true)
             }
-            (Phase::Working, _) => self.task.poll(ctx)?,
-            _ => (false, Status::Working),
-        };
-        if let Status::Done(output) = step {
-            self.complete(Ok(output));
+            (Phase::Moving(movement), _) => {
+                let moved = movement.poll(ctx, &self.in_flight)?;
+                if !movement.is_over() {
+                    return Ok(moved);
+                }
+                if let Phase::Moving(movement) = std::mem::replace(&mut self.phase, Phase::Done) {
+                    let output = movement.into_output(&self.in_flight)?;
+                    self.complete(Ok(output));
+                }
+                Ok(true)
+            }
+            _ => Ok(false),
         }
-        Ok(moved)
+    }
+
+    fn is_small(&self) -> bool {
+        self.shape.elem_count() * size_of::<T>() <= INLINE_BYTES
+    }
+
+    /// This rank's output, from all inputs.
+    fn reduce_here(&self, rank: usize, data: &[Vec<u8>]) -> Result<Tensor> {
+        let Plan { dims, op, pieces } = Plan::new(&self.call.operation, &self.shape, data.len());
+        let mut output = T::zeros(dims.iter().product());
+        let num_elements = self.shape.elem_count();
+        let inputs: Result<Vec<Vec<T>>> = data
+            .iter()
+            .enumerate()
+            .map(|(source, data)| {
+                bytes::to_elements(data, num_elements).ok_or_else(|| {
+                    let (call, got) = (&self.in_flight.call, data.len());
+                    let expected = num_elements * size_of::<T>();
+                    Error::Backend(format!(
+                        "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
+                    ))
+                })
+            })
+            .collect();
+        let inputs = inputs?;
+        for piece in &pieces {
+            let to = piece.destinations.iter().find(|(to, _)| *to == rank);
+            let Some((_, to)) = to else { continue };
+            let sources: Vec<&[T]> = piece
+                .sources
+                .iter()
+                .map(|(from, first)| &inputs[*from][*first..first + piece.len])
+                .collect();
+            reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
+        }
+        self.in_flight.write(0, &output)?;
+        match self.in_flight.place() {
+            Some(place) => Ok(place),
+            None => Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend),
+        }
     }
 }
 
-impl<W: Task> Activity for Collective<W> {
+impl<T: Element> Activity for Collective<T> {
     fn begin(&mut self, ctx: &Context, group: usize, seq: u64) -> Result<()> {
         self.place = (group, seq);
-        let Call {
-            operation,
-            tensor,
-            site,
-        } = &self.call;
-        let on = match tensor {
-            Some((shape, dtype)) => format!(" of {} {:?}", dtype.as_str(), shape.dims()),
-            None => String::new(),
+        let data = match self.is_small() {
+            true => (self.in_flight).read(0, self.shape.elem_count(), |xs: &[T]| {
+                bytes::of(xs).to_vec()
+            })?,
+            false => Vec::new(),
         };
         let header = Header {
-            call: format!("{operation}{on}"),
-            site: site.to_string(),
-            data: self.task.data()?,
+            call: self.call.what(),
+            site: self.call.site.to_string(),
+            data,
         };
         let meeting = Meeting::begin(ctx, group, seq, header)?;
         self.in_flight.set_missing(meeting.missing(ctx));
@@ -129,7 +166,7 @@ impl<W: Task> Activity for Collective<W> {
         Ok(())
     }
 
-    fn poll(&mut self, ctx: &mut Context, may_move: bool) -> Result<Progress> {
+    fn poll(&mut self, ctx: &Context, may_move: bool) -> Result<Progress> {
         let outcome = self
             .poll_meeting(ctx)
             .and_then(|met| Ok(met | self.work(ctx, may_move)?));

@@ -1,24 +1,20 @@
 //! The end of a group over MPI that ranks see.
 
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::collective::{Collective, Task};
+use super::collective::Collective;
 use super::context::LastCalls;
 use super::engine::{Activity, Job};
-use super::exchange::Exchange;
 use super::in_flight::{InFlight, Tensors};
 use super::inbox::inbox;
-use super::messages::{Batch, Incoming, Outgoing, copy_bytes, kind};
-use super::rendezvous::{Barrier, NewGroup, Split};
-use crate::call::describe;
-use crate::call::{Call, Operation};
-use crate::communicator::own_slice;
+use super::messages::{Batch, Incoming, Outgoing, copy_bytes};
+use crate::call::{Call, kind};
 use crate::element::{self, Element, with_element};
-use crate::{Communicator, Error, P2p, Pending, ReduceOp, call_site};
+use crate::{Communicator, Error, Message, Operation, Pending};
 
 /// What all groups of a process share.
 pub(super) struct Shared {
@@ -26,9 +22,6 @@ pub(super) struct Shared {
     pub deadline: Duration,
     pub last_calls: Arc<LastCalls>,
     pub jobs: Sender<Job>,
-    /// Splits of one process take place one after the other: two at once, met in another order by another rank, would wait
-    /// for each other inside MPI.
-    pub splitting: Mutex<()>,
 }
 
 /// One rank's end of a group of processes.
@@ -53,7 +46,7 @@ impl MpiCommunicator {
         }
     }
 
-    fn in_flight<T>(&self, call: &str, tensors: Tensors) -> Arc<InFlight<T>> {
+    fn in_flight(&self, call: &Call, tensors: Tensors) -> Arc<InFlight> {
         let Shared {
             world_rank,
             deadline,
@@ -72,51 +65,70 @@ impl MpiCommunicator {
         sent.map_err(|_| Error::Backend("MPI has ended already".into()).into())
     }
 
-    /// Starts an operation without a tensor.
-    #[track_caller]
-    fn start<W: Task + 'static>(
+    fn start_collective(
         &self,
-        operation: Operation,
-        task: W,
-    ) -> Result<Arc<InFlight<W::Output>>> {
-        let call = Call {
-            operation,
-            tensor: None,
-            site: call_site::current(),
-        };
-        let in_flight = self.in_flight(&call.to_string(), Tensors::default());
-        let collective = Collective::new(in_flight.clone(), call, task);
-        self.send(Job::Start(self.group, Box::new(collective)))?;
-        Ok(in_flight)
-    }
-
-    #[track_caller]
-    fn start_on_tensor(
-        &self,
-        operation: Operation,
+        call: Call,
         xs: &Tensor,
-        place: Option<Tensor>,
-    ) -> Result<Pending<Tensor>> {
-        fn exchange<T: Element>(
-            in_flight: &Arc<InFlight<Tensor>>,
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        fn typed<T: Element>(
+            in_flight: &Arc<InFlight>,
             call: Call,
             xs: &Tensor,
         ) -> Result<Box<dyn Activity>> {
-            let (operation, shape) = (call.operation.clone(), xs.shape().clone());
-            let task = Exchange::<T>::new(in_flight.clone(), operation, shape);
-            Ok(Box::new(Collective::new(in_flight.clone(), call, task)))
+            let collective = Collective::<T>::new(in_flight.clone(), call, xs.shape().clone());
+            Ok(Box::new(collective))
         }
-        element::check(xs, self.shared.world_rank, &Device::Cpu)?;
-        let call = Call {
-            operation,
-            tensor: Some((xs.shape().clone(), xs.dtype())),
-            site: call_site::current(),
+        let tensors = Tensors {
+            input: Some(xs.detach()),
+            place: place.map(Tensor::detach),
         };
-        let input = Some(xs.detach());
-        let in_flight = self.in_flight(&call.to_string(), Tensors { input, place });
-        let activity = with_element!(xs.dtype(), exchange(&in_flight, call, xs))?;
+        let in_flight = self.in_flight(&call, tensors);
+        let activity = with_element!(xs.dtype(), typed(&in_flight, call, xs))?;
         self.send(Job::Start(self.group, activity))?;
         Ok(Pending::from_work(Box::new(in_flight)))
+    }
+
+    fn start_messages(
+        &self,
+        call: Call,
+        messages: &[Message],
+        tensors: &[Tensor],
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let mut tensors = tensors.iter();
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for message in messages {
+            match message {
+                Message::Send { dst } => {
+                    if let Some(xs) = tensors.next() {
+                        sends.push(Outgoing {
+                            to: *dst,
+                            kind: kind(xs.dtype(), xs.shape()),
+                            data: copy_bytes(xs)?,
+                        });
+                    }
+                }
+                Message::Recv { shape, dtype, src } => receives.push(Incoming {
+                    from: *src,
+                    kind: kind(*dtype, shape),
+                    inbox: inbox(shape, *dtype)?,
+                }),
+            }
+        }
+        let in_flight = self.in_flight(&call, Tensors::default());
+        let only_sends = receives.is_empty();
+        let batch = Batch {
+            call: call.to_string(),
+            site: call.site.to_string(),
+            sends,
+            receives,
+            in_flight: in_flight.clone(),
+        };
+        self.send(Job::Messages(self.group, batch))?;
+        Ok(match only_sends {
+            true => Pending::ready(Vec::new()),
+            false => Pending::from_work(Box::new(in_flight)),
+        })
     }
 }
 
@@ -134,106 +146,39 @@ impl Communicator for MpiCommunicator {
     }
 
     #[track_caller]
-    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs, None)
-    }
-
-    #[track_caller]
-    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllGather, xs, None)
-    }
-
-    #[track_caller]
-    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::ReduceScatter(op), xs, None)
-    }
-
-    #[track_caller]
-    fn all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllReduce(op), xs, Some(xs.detach()))
-    }
-
-    #[track_caller]
-    fn reduce_scatter_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        let slice = own_slice(self, &xs.detach())?;
-        self.start_on_tensor(Operation::ReduceScatter(op), xs, Some(slice))
-    }
-
-    #[track_caller]
-    fn all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let slice = own_slice(self, xs)?;
-        self.start_on_tensor(Operation::AllGather, &slice, Some(xs.detach()))
-    }
-
-    #[track_caller]
-    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::Broadcast { root }, xs, None)
-    }
-
-    #[track_caller]
-    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.start_on_tensor(Operation::AllToAll, xs, None)
-    }
-
-    #[track_caller]
-    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        let site = call_site::current();
-        let operation = Operation::Batch(describe(ops, &self.members).into());
-        let call = format!("{operation} at {site}");
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for op in ops {
-            match op {
-                P2p::Send { xs, dst } => {
-                    element::check(xs, self.shared.world_rank, &Device::Cpu)?;
-                    sends.push(Outgoing {
-                        to: *dst,
-                        kind: kind(xs.dtype(), xs.dims()),
-                        data: copy_bytes(xs)?,
-                    });
-                }
-                P2p::Recv { shape, dtype, src } => receives.push(Incoming {
-                    from: *src,
-                    kind: kind(*dtype, shape.dims()),
-                    inbox: inbox(shape, *dtype)?,
-                }),
-            }
+    fn start(
+        &self,
+        operation: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let call = Call::new(operation, xs, &self.members);
+        for xs in xs {
+            element::check(xs, self.shared.world_rank, &Device::Cpu)?;
         }
-        let in_flight = self.in_flight(&call, Tensors::default());
-        let only_sends = receives.is_empty();
-        let batch = Batch {
-            call,
-            site: site.to_string(),
-            sends,
-            receives,
-            in_flight: in_flight.clone(),
-        };
-        self.send(Job::Messages(self.group, batch))?;
-        Ok(match only_sends {
-            true => Pending::ready(Vec::new()),
-            false => Pending::from_work(Box::new(in_flight)),
-        })
+        match operation {
+            Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
+            _ => self.start_collective(call, operation.only_tensor(xs)?, place),
+        }
     }
 
-    #[track_caller]
-    fn barrier(&self) -> Result<Pending<()>> {
-        let in_flight = self.start(Operation::Barrier, Barrier)?;
-        Ok(Pending::from_work(Box::new(in_flight)))
-    }
-
-    #[track_caller]
-    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let _one_at_a_time = (self.shared.splitting.lock()).unwrap_or_else(PoisonError::into_inner);
-        let in_flight = self.start(Operation::Split, Split { color, key })?;
-        let NewGroup {
-            index,
-            members,
-            rank,
-        } = Pending::from_work(Box::new(in_flight)).wait()?;
+    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
+        let (reply, replied) = channel();
+        self.send(Job::Split(self.group, ranks.to_vec(), reply))?;
+        let deadline = self.shared.deadline;
+        let group = replied.recv_timeout(deadline).map_err(|_| {
+            let (rank, secs) = (self.shared.world_rank, deadline.as_secs_f64());
+            Error::Backend(format!(
+                "split on rank {rank} is not complete after {secs} s\n\
+                 hint: a rank splits one group at a time, in the same order as the others"
+            ))
+        })??;
+        let rank = ranks.iter().position(|rank| *rank == self.rank);
         Ok(Box::new(Self {
             shared: self.shared.clone(),
-            group: index,
-            members,
-            rank,
+            group,
+            members: ranks.iter().map(|rank| self.members[*rank]).collect(),
+            rank: rank.unwrap_or(0),
         }))
     }
 }

@@ -11,9 +11,6 @@ pub struct MpiConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.
     pub threads_per_rank: Option<usize>,
-    /// Stack of the rank's thread in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks and
-    /// drops graphs recursively.
-    pub stack_bytes: usize,
 }
 
 impl Default for MpiConfig {
@@ -21,7 +18,6 @@ impl Default for MpiConfig {
         Self {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
-            stack_bytes: 64 << 20,
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::sys::{Comm, Mpi};
+use crate::Error;
 
 /// MPI, and the groups that this rank is in.
 pub(super) struct Context {
@@ -13,6 +14,32 @@ pub(super) struct Context {
     pub last_calls: Arc<LastCalls>,
     /// The world is the first.
     pub groups: Vec<Group>,
+}
+
+impl Context {
+    /// Makes a group of these ranks of `group`, and returns its number. MPI waits in it for all ranks of `group`.
+    pub fn split(&mut self, group: usize, ranks: &[usize]) -> Result<usize, Error> {
+        let parent = &self.groups[group];
+        // Each new group is named by its lowest rank.
+        let color = ranks.iter().min().copied().unwrap_or(parent.rank);
+        let rank = ranks.iter().position(|rank| *rank == parent.rank);
+        let rank = rank.unwrap_or(0);
+        let comm = self.mpi.split(parent.comm, color, rank)?;
+        let (mpi_rank, mpi_size) = (self.mpi.rank(comm)?, self.mpi.size(comm)?);
+        if (mpi_rank, mpi_size) != (rank, ranks.len()) {
+            return Err(Error::Backend(format!(
+                "MPI_Comm_split made this rank number {mpi_rank} of {mpi_size}, expected {rank} of {}",
+                ranks.len()
+            )));
+        }
+        let members = ranks.iter().map(|rank| parent.members[*rank]).collect();
+        self.groups.push(Group {
+            comm,
+            members,
+            rank,
+        });
+        Ok(self.groups.len() - 1)
+    }
 }
 
 /// A group that this rank is in.

@@ -1,6 +1,6 @@
 //! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 
 use super::channels::Channels;
 use super::context::Context;
@@ -21,7 +21,7 @@ pub(super) trait Activity: Send {
     fn begin(&mut self, ctx: &Context, group: usize, seq: u64) -> Result<()>;
 
     /// Does what can be done now; data move only if `may_move`.
-    fn poll(&mut self, ctx: &mut Context, may_move: bool) -> Result<Progress>;
+    fn poll(&mut self, ctx: &Context, may_move: bool) -> Result<Progress>;
 
     /// The world ranks without which it cannot go on.
     fn missing(&self, ctx: &Context) -> Vec<usize>;
@@ -47,6 +47,8 @@ pub(super) enum Job {
     Start(usize, Box<dyn Activity>),
     /// Starts messages of a group.
     Messages(usize, Batch),
+    /// Makes a group of these ranks of a group, and gives its number. The other ranks do the same.
+    Split(usize, Vec<usize>, Sender<Result<usize>>),
     /// Ends MPI with all ranks.
     End,
     /// Ends all ranks now.
@@ -98,42 +100,32 @@ impl Engine {
 
     fn work(&mut self) -> Result<End> {
         let mut pause = Pause::new();
+        let mut moved = true;
         loop {
-            loop {
-                match self.jobs.try_recv() {
-                    Ok(Job::End) => return self.finish(),
-                    Ok(Job::Abort) | Err(TryRecvError::Disconnected) => return Ok(End::Failed),
-                    Ok(job) => self.start(job),
-                    Err(TryRecvError::Empty) => break,
-                }
-                pause = Pause::new();
-            }
-            let job = if self.poll() {
-                pause = Pause::new();
-                continue;
-            } else if self.is_idle() {
+            let job = if !moved && self.is_idle() {
                 self.jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
-                match pause.next() {
-                    Some(sleep) => self.jobs.recv_timeout(sleep),
-                    None => continue,
-                }
+                let sleep = if moved { None } else { pause.next() };
+                self.jobs.recv_timeout(sleep.unwrap_or_default())
             };
-            match job {
+            moved = match job {
                 Ok(Job::End) => return self.finish(),
                 Ok(Job::Abort) | Err(RecvTimeoutError::Disconnected) => return Ok(End::Failed),
                 Ok(job) => {
                     self.start(job);
-                    pause = Pause::new();
+                    true
                 }
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Timeout) => self.poll(),
+            };
+            if moved {
+                pause = Pause::new();
             }
         }
     }
 
     fn start(&mut self, job: Job) {
         let group = match &job {
-            Job::Start(group, _) | Job::Messages(group, _) => *group,
+            Job::Start(group, _) | Job::Messages(group, _) | Job::Split(group, ..) => *group,
             Job::End | Job::Abort => return,
         };
         self.open_groups(group + 1);
@@ -161,6 +153,14 @@ impl Engine {
                 if let Err(error) = started {
                     self.break_with(None, error);
                 }
+            }
+            Job::Split(_, ranks, reply) => {
+                let split = match &self.broken {
+                    None => self.ctx.split(group, &ranks),
+                    Some(error) => Err(error.clone()),
+                };
+                // Who asked may have given up.
+                drop(reply.send(split));
             }
             Job::End | Job::Abort => {}
         }
@@ -203,7 +203,7 @@ impl Engine {
             let mut index = 0;
             while index < self.active[group].len() {
                 let may_move = index < NUM_MOVING;
-                match self.active[group][index].poll(&mut self.ctx, may_move)? {
+                match self.active[group][index].poll(&self.ctx, may_move)? {
                     Progress::None => index += 1,
                     Progress::Some => {
                         moved = true;

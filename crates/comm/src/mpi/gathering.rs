@@ -2,8 +2,6 @@
 
 use std::ffi::c_int;
 
-use candle_core::Tensor;
-
 use super::context::Context;
 use super::in_flight::InFlight;
 use super::place::{Buffers, Place};
@@ -58,7 +56,7 @@ impl<T: Element> Gathering<T> {
     }
 
     /// Whether all contributions are here.
-    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
         if let Some(only) = &mut self.only {
             if !only.poll(&ctx.mpi)? {
                 return Ok(false);
@@ -80,7 +78,7 @@ impl<T: Element> Gathering<T> {
     pub fn finish(
         self,
         op: ReduceOp,
-        in_flight: &InFlight<Tensor>,
+        in_flight: &InFlight,
         buffers: &mut Buffers<T>,
     ) -> Result<(Place<T>, Vec<usize>)> {
         let Self { chunk, rank, .. } = self;

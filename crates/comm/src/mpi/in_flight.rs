@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use candle_core::{Storage, Tensor};
+use candle_core::Tensor;
 
 use super::context::LastCalls;
 use crate::Error;
@@ -13,7 +13,7 @@ use crate::error::rank_list;
 use crate::pending::Work;
 
 /// A started operation, shared by who waits for it and who does it.
-pub(super) struct InFlight<T> {
+pub(super) struct InFlight {
     /// This rank's number in the world.
     pub world_rank: usize,
     /// What it called, where.
@@ -21,7 +21,7 @@ pub(super) struct InFlight<T> {
     deadline: Duration,
     last_calls: Arc<LastCalls>,
     tensors: Mutex<Tensors>,
-    state: Mutex<State<T>>,
+    state: Mutex<State>,
     changed: Condvar,
 }
 
@@ -34,8 +34,8 @@ pub(super) struct Tensors {
     pub place: Option<Tensor>,
 }
 
-struct State<T> {
-    outcome: Option<Result<T, Error>>,
+struct State {
+    outcome: Option<Result<Vec<Tensor>, Error>>,
     is_over: bool,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,
@@ -46,7 +46,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<T> InFlight<T> {
+impl InFlight {
     /// An operation of the rank that `last_calls` belongs to.
     pub fn new(
         (world_rank, call): (usize, String),
@@ -76,20 +76,12 @@ impl<T> InFlight<T> {
         len: usize,
         read: impl FnOnce(&[E]) -> R,
     ) -> Result<R, Error> {
-        let unreadable = |why: &str| Error::Backend(format!("{}: its input {why}", self.call));
-        let tensors = lock(&self.tensors);
-        let Some(xs) = &tensors.input else {
-            return Err(unreadable("has been given up already"));
-        };
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            return Err(unreadable("is not in host memory"));
-        };
-        let all = storage.as_slice::<E>().map_err(Error::of_backend)?;
-        let start = layout.start_offset() + start;
-        match all.get(start..start + len) {
-            Some(elements) => Ok(read(elements)),
-            None => Err(unreadable("is shorter than its shape")),
+        let error = |why: &str| Error::Backend(format!("{}: its input: {why}", self.call));
+        match &lock(&self.tensors).input {
+            Some(xs) => {
+                element::read(xs, (start, len), read).map_err(|why| error(&crate::message_of(&why)))
+            }
+            None => Err(error("it has been given up already")),
         }
     }
 
@@ -136,7 +128,7 @@ impl<T> InFlight<T> {
     }
 
     /// Sets the result and wakes who waits. Only the first result counts.
-    pub fn complete(&self, outcome: Result<T, Error>) {
+    pub fn complete(&self, outcome: Result<Vec<Tensor>, Error>) {
         self.drop_input();
         let mut state = lock(&self.state);
         if !state.is_over {
@@ -147,7 +139,7 @@ impl<T> InFlight<T> {
         }
     }
 
-    fn wait(&self) -> Result<T, Error> {
+    fn wait(&self) -> Result<Vec<Tensor>, Error> {
         let mut deadline = Deadline::new(self.deadline);
         let mut state = lock(&self.state);
         loop {
@@ -180,12 +172,12 @@ impl<T> InFlight<T> {
     }
 }
 
-impl<T: Send> Work<T> for Arc<InFlight<T>> {
+impl Work<Vec<Tensor>> for Arc<InFlight> {
     fn completed(&self) -> Option<Instant> {
         lock(&self.state).completed
     }
 
-    fn wait(self: Box<Self>) -> candle_core::Result<T> {
+    fn wait(self: Box<Self>) -> candle_core::Result<Vec<Tensor>> {
         Ok(InFlight::wait(&self)?)
     }
 

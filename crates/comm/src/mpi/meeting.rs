@@ -39,17 +39,16 @@ impl Meeting {
             let message = message.clone();
             sends.push(Transfer::send(&ctx.mpi, here.comm, rank, tag, message)?);
         }
-        let mut said = vec![None; here.members.len()];
-        let meeting = Self {
+        let mut meeting = Self {
             group,
             seq,
-            said: Vec::new(),
+            said: vec![None; here.members.len()],
             receives,
             sends,
         };
         meeting.note(ctx, here.rank, &own);
-        said[here.rank] = Some(own);
-        Ok(Self { said, ..meeting })
+        meeting.said[here.rank] = Some(own);
+        Ok(meeting)
     }
 
     /// Takes in what has come; returns whether something has.

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use candle_core::{Storage, Tensor};
+use candle_core::Tensor;
 
 use super::bytes;
 use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::inbox::Inbox;
 use crate::Error;
-use crate::element::{Element, with_element};
+use crate::element::{self, Element, with_element};
 
 /// In front of data that are in the first message.
 const HERE: u8 = 1;
@@ -24,7 +24,7 @@ pub(super) struct Batch {
     pub sends: Vec<Outgoing>,
     pub receives: Vec<Incoming>,
     /// Whoever waits for what is received.
-    pub in_flight: Arc<InFlight<Vec<Tensor>>>,
+    pub in_flight: Arc<InFlight>,
 }
 
 impl Batch {
@@ -47,24 +47,10 @@ pub(super) struct Incoming {
     pub inbox: Box<dyn Inbox>,
 }
 
-/// A tensor's dtype and shape, on which sender and receiver must agree.
-pub(super) fn kind(dtype: candle_core::DType, dims: &[usize]) -> String {
-    format!("{} {dims:?}", dtype.as_str())
-}
-
 /// A copy of a contiguous tensor's bytes.
 pub(super) fn copy_bytes(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
     fn typed<T: Element>(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            candle_core::bail!("a tensor to send is not in host memory");
-        };
-        let start = layout.start_offset();
-        let end = start + xs.elem_count();
-        match storage.as_slice::<T>()?.get(start..end) {
-            Some(elements) => Ok(bytes::of(elements).to_vec()),
-            None => candle_core::bail!("a tensor to send is shorter than its shape"),
-        }
+        element::read(xs, (0, xs.elem_count()), |xs: &[T]| bytes::of(xs).to_vec())
     }
     with_element!(xs.dtype(), typed(xs))
 }
@@ -111,7 +97,7 @@ pub(super) fn data_of(head: &Header) -> Option<Data<'_>> {
 pub(super) struct Received {
     pub call: String,
     pub site: String,
-    in_flight: Arc<InFlight<Vec<Tensor>>>,
+    in_flight: Arc<InFlight>,
     /// By receive: the tensor, or the world rank that it is to come from.
     entries: Vec<std::result::Result<Tensor, usize>>,
 }

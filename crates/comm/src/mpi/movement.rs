@@ -63,7 +63,7 @@ impl<T: Element> Movement<T> {
         route: Route,
         place: (usize, u64),
         rank: usize,
-        in_flight: &InFlight<Tensor>,
+        in_flight: &InFlight,
     ) -> Result<Self> {
         let Route {
             dims,
@@ -116,12 +116,7 @@ impl<T: Element> Movement<T> {
     }
 
     /// Adds this rank's share of a chunk; `room` is for the chunk's result, if this rank wants it.
-    fn add(
-        &mut self,
-        chunk: Chunk,
-        room: Option<Room<T>>,
-        in_flight: &InFlight<Tensor>,
-    ) -> Result<()> {
+    fn add(&mut self, chunk: Chunk, room: Option<Room<T>>, in_flight: &InFlight) -> Result<()> {
         if chunk.owner == self.rank {
             let room = room.ok_or_else(|| wrong_route(in_flight))?;
             self.own.push_back((chunk, room));
@@ -147,7 +142,7 @@ impl<T: Element> Movement<T> {
     }
 
     /// Does what can be done; returns whether something was.
-    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.peers.len() {
             moved |= self.contribute(ctx, index, in_flight)?;
@@ -165,12 +160,7 @@ impl<T: Element> Movement<T> {
     }
 
     /// Sends contributions to one peer's chunks.
-    fn contribute(
-        &mut self,
-        ctx: &Context,
-        index: usize,
-        in_flight: &InFlight<Tensor>,
-    ) -> Result<bool> {
+    fn contribute(&mut self, ctx: &Context, index: usize, in_flight: &InFlight) -> Result<bool> {
         let peer = &mut self.peers[index];
         let mut moved = false;
         while let Some(sent) = poll_front(ctx, &mut peer.contributions_out)? {
@@ -198,7 +188,7 @@ impl<T: Element> Movement<T> {
         &mut self,
         ctx: &Context,
         index: usize,
-        in_flight: &InFlight<Tensor>,
+        in_flight: &InFlight,
     ) -> Result<bool> {
         let peer = &mut self.peers[index];
         let mut moved = false;
@@ -224,7 +214,7 @@ impl<T: Element> Movement<T> {
     }
 
     /// Goes on with own chunks.
-    fn gather(&mut self, ctx: &Context, in_flight: &InFlight<Tensor>) -> Result<bool> {
+    fn gather(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
         let mut moved = false;
         let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
         while self.gathering.len() < NUM_GATHERED
@@ -265,7 +255,7 @@ impl<T: Element> Movement<T> {
     }
 
     /// The output of this rank.
-    pub fn into_output(self, in_flight: &InFlight<Tensor>) -> Result<Tensor> {
+    pub fn into_output(self, in_flight: &InFlight) -> Result<Tensor> {
         let Self { region, dims, .. } = self;
         let output = match region {
             Some(region) => region.into_vec().ok_or_else(|| wrong_route(in_flight))?,
@@ -313,7 +303,7 @@ fn poll_front<B: super::transfer::Lend>(
     Ok(None)
 }
 
-fn wrong_route(in_flight: &InFlight<Tensor>) -> Error {
+fn wrong_route(in_flight: &InFlight) -> Error {
     Error::Backend(format!(
         "{}: its pieces do not fill its output",
         in_flight.call

@@ -2,8 +2,6 @@
 
 use std::ops::{Deref, DerefMut};
 
-use candle_core::Tensor;
-
 use super::in_flight::InFlight;
 use super::part::Part;
 use crate::Error;
@@ -58,7 +56,7 @@ impl<T: Element> Room<T> {
 
 impl<T: Element> Place<T> {
     /// Takes note that the values are here.
-    pub fn fill(&self, in_flight: &InFlight<Tensor>) -> Result<(), Error> {
+    pub fn fill(&self, in_flight: &InFlight) -> Result<(), Error> {
         match self {
             Self::Part(_) => Ok(()),
             Self::Given(first, values) => in_flight.write(*first, values),

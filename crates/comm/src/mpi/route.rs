@@ -12,9 +12,8 @@
 
 use candle_core::Shape;
 
-use crate::ReduceOp;
-use crate::call::Operation;
 use crate::plan::{Piece, Plan};
+use crate::{Operation, ReduceOp};
 
 /// What one message holds at most: little enough to stay in a cache while it is copied and reduced.
 const CHUNK_BYTES: usize = 512 << 10;

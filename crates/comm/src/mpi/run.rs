@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle, scope};
 use std::time::Duration;
 
@@ -63,7 +63,6 @@ pub fn mpi<T: Send>(
         deadline: config.deadline,
         last_calls: start.last_calls.clone(),
         jobs: jobs.clone(),
-        splitting: Mutex::new(()),
     });
     let rank = start.world_rank;
     let outcome = run_rank(&config, &start, shared, run);
@@ -228,7 +227,7 @@ fn run_rank<T: Send>(
     let world = MpiCommunicator::world(shared, start.world_size);
     let group = ProcessGroup::new(Box::new(world));
     let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
-    let pool = pool_of_rank(rank, (num_threads, config.stack_bytes), &Device::Cpu)
+    let pool = pool_of_rank(rank, num_threads, &Device::Cpu)
         .map_err(|error| format!("its threads could not be started: {error}"))?;
     let message_of_panic =
         |panic: Box<dyn Any + Send>| format!("panicked: {}", panic_message(&*panic));

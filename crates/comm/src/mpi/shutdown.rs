@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::context::Context;
 use super::tags;
-use super::transfer::Transfer;
+use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::rank_list;
 
@@ -72,13 +72,7 @@ impl Shutdown {
                 *left = Some(Instant::now());
             }
         }
-        let mut index = 0;
-        while index < self.sends.len() {
-            match self.sends[index].poll(&ctx.mpi)? {
-                true => drop(self.sends.swap_remove(index)),
-                false => index += 1,
-            }
-        }
+        poll_all(&ctx.mpi, &mut self.sends)?;
         Ok(())
     }
 

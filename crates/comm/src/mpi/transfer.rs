@@ -206,6 +206,18 @@ impl<B: LendMut> Transfer<B> {
     }
 }
 
+/// Drops the messages that are complete; returns whether there was one.
+pub(super) fn poll_all<B: Lend>(mpi: &Mpi, transfers: &mut Vec<Transfer<B>>) -> Result<bool> {
+    let (mut index, num_transfers) = (0, transfers.len());
+    while index < transfers.len() {
+        match transfers[index].poll(mpi)? {
+            true => drop(transfers.swap_remove(index)),
+            false => index += 1,
+        }
+    }
+    Ok(transfers.len() < num_transfers)
+}
+
 impl<B> Drop for Transfer<B> {
     fn drop(&mut self) {
         if !self.is_over {

@@ -28,9 +28,6 @@ pub struct NcclConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS or the cores, divided by the number of GPUs; at least
     /// one.
     pub threads_per_rank: Option<usize>,
-    /// Stack of the rank's threads in bytes; memory is used as the stack grows only. Default: 64 MiB, as candle walks and
-    /// drops graphs recursively.
-    pub stack_bytes: usize,
 }
 
 impl NcclConfig {
@@ -44,7 +41,6 @@ impl NcclConfig {
             deadline: Duration::from_secs(600),
             half_sums: HalfSums::default(),
             threads_per_rank: None,
-            stack_bytes: 64 << 20,
         }
     }
 }

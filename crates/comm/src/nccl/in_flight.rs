@@ -74,27 +74,27 @@ impl Drop for Held {
 }
 
 /// What an operation gives, made of what NCCL wrote.
-pub(super) type Finish<T> = Box<dyn FnOnce() -> Result<T> + Send>;
+pub(super) type Finish = Box<dyn FnOnce() -> Result<Vec<Tensor>> + Send>;
 
 /// An operation that is on its group's stream.
-pub(super) struct InFlight<T> {
+pub(super) struct InFlight {
     session: Arc<Session>,
     call: String,
     // Before what it may free.
     held: Held,
     done: Arc<CudaEvent>,
-    finish: Finish<T>,
+    finish: Finish,
     /// Whether the host waits too: for a barrier.
     waits_on_host: bool,
 }
 
-impl<T> InFlight<T> {
+impl InFlight {
     /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
         call: String,
         mut held: Held,
-        (finish, waits_on_host): (Finish<T>, bool),
+        (finish, waits_on_host): (Finish, bool),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
         let ticket = call_site::take_ticket();
@@ -131,8 +131,8 @@ impl<T> InFlight<T> {
     }
 }
 
-impl<T> Work<T> for InFlight<T> {
-    fn wait(mut self: Box<Self>) -> Result<T> {
+impl Work<Vec<Tensor>> for InFlight {
+    fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
         self.session.compute.context().bind_to_thread().w()?;
         self.held.end(&self.done)?;
         if self.waits_on_host {

@@ -1,17 +1,17 @@
-//! Who is in a group: all ranks, and those that a split puts together.
+//! How a rank joins the group of all ranks.
 
 use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::result::stream::get_priority_range;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result};
 
 use super::group::Group;
 use super::session::Session;
 use super::{NcclCommunicator, NcclConfig, sys};
+use crate::Error;
 use crate::device::{self, has_a_stream};
-use crate::{Communicator, Error};
 
 impl NcclCommunicator {
     /// Joins the group of all ranks, and returns when all are there.
@@ -65,27 +65,6 @@ impl NcclCommunicator {
             device: config.device.clone(),
             half_sums: config.half_sums,
         })
-    }
-
-    /// Who is in the new group of this rank when all ranks split, and the number of its color among those that there are.
-    pub(super) fn split_members(&self, color: usize, key: usize) -> Result<(usize, Vec<usize>)> {
-        let as_i64 = |number: usize| {
-            i64::try_from(number).map_err(|_| {
-                Error::Argument(format!("split: {number} is too large a color or key"))
-            })
-        };
-        let mine = Tensor::new(&[[as_i64(color)?, as_i64(key)?]], &self.device)?;
-        let all = self.all_gather(&mine)?.wait()?.to_vec2::<i64>()?;
-        self.check()?;
-        let mut colors: Vec<i64> = all.iter().map(|said| said[0]).collect();
-        let mut members: Vec<usize> = (0..all.len())
-            .filter(|r| colors[*r] == color as i64)
-            .collect();
-        members.sort_by_key(|rank| all[*rank][1]);
-        colors.sort_unstable();
-        colors.dedup();
-        let number = colors.partition_point(|other| *other < color as i64);
-        Ok((number, members))
     }
 }
 

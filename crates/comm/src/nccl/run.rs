@@ -29,8 +29,7 @@ pub fn nccl<T: Send>(
     let threads = config
         .threads_per_rank
         .unwrap_or(num_cores() / num_gpus as usize);
-    let pool = pool_of_rank(rank, (threads, config.stack_bytes), &config.device)
-        .map_err(candle_core::Error::wrap)?;
+    let pool = pool_of_rank(rank, threads, &config.device).map_err(candle_core::Error::wrap)?;
     // What the rank returns may be freed on this thread, which takes a current context.
     make_current(&config.device)?;
     pool.install(|| {

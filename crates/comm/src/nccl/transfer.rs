@@ -1,70 +1,136 @@
-//! What an operation moves: tensors of this rank, or parts of them.
+//! NCCL's operations on tensors of a GPU.
 #![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
 use candle_core::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
+use cudarc::nccl::sys::{self, ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
-use super::motion::{DataType, Memory, Motion, RedOp, grouped};
-use super::sys::Handle;
+use super::sys::{Handle, accepted};
 use crate::element::{unsupported, with_element};
 use crate::{Error, ReduceOp};
 
-/// A step of an operation, between contiguous tensors of the group's GPU that have elements.
-pub(super) enum Transfer {
-    AllReduce(ReduceOp, Tensor, Tensor),
-    ReduceScatter(ReduceOp, Tensor, Tensor),
-    AllGather(Tensor, Tensor),
-    Broadcast(usize, Tensor, Tensor),
-    Send(usize, Tensor),
-    Recv(usize, Tensor),
+/// What NCCL is asked for. Ranks are those of the group.
+#[derive(Clone, Copy)]
+pub(super) enum Motion {
+    AllReduce(ReduceOp),
+    ReduceScatter(ReduceOp),
+    AllGather,
+    Broadcast(usize),
+    Send(usize),
+    Recv(usize),
+}
+
+/// A step of an operation, between contiguous tensors of the group's GPU that have elements. A send and a receive have one.
+pub(super) struct Transfer {
+    pub motion: Motion,
+    pub from: Tensor,
+    pub to: Tensor,
 }
 
 impl Transfer {
-    /// What NCCL is asked for. `compute` is the stream that the tensors belong to.
-    pub fn motion(&self, compute: &CudaStream) -> Result<Motion> {
-        let memory = |xs| memory_of(xs, compute);
-        Ok(match self {
-            Self::AllReduce(op, xs, ys) => Motion::AllReduce(red_op(*op), memory(xs)?, memory(ys)?),
-            Self::ReduceScatter(op, xs, ys) => {
-                Motion::ReduceScatter(red_op(*op), memory(xs)?, memory(ys)?)
-            }
-            Self::AllGather(xs, ys) => Motion::AllGather(memory(xs)?, memory(ys)?),
-            Self::Broadcast(root, xs, ys) => {
-                Motion::Broadcast(number(*root)?, memory(xs)?, memory(ys)?)
-            }
-            Self::Send(dst, xs) => Motion::Send(number(*dst)?, memory(xs)?),
-            Self::Recv(src, ys) => Motion::Recv(number(*src)?, memory(ys)?),
-        })
+    /// A send of `xs`, or a receive into it.
+    pub fn one_sided(motion: Motion, xs: Tensor) -> Self {
+        Self {
+            motion,
+            from: xs.clone(),
+            to: xs,
+        }
     }
 
-    /// The tensors, to be kept until the operation is complete.
-    pub fn tensors(&self) -> Vec<Tensor> {
-        match self {
-            Self::AllReduce(_, xs, ys)
-            | Self::ReduceScatter(_, xs, ys)
-            | Self::AllGather(xs, ys)
-            | Self::Broadcast(_, xs, ys) => vec![xs.clone(), ys.clone()],
-            Self::Send(_, xs) | Self::Recv(_, xs) => vec![xs.clone()],
-        }
+    /// With the addresses of its tensors, which belong to the stream `compute`.
+    pub fn located(&self, compute: &CudaStream) -> Result<Located> {
+        Ok(Located {
+            motion: self.motion,
+            from: memory_of(&self.from, compute)?,
+            to: memory_of(&self.to, compute)?,
+        })
     }
 }
 
-/// Puts motions on `stream`, all under way together.
+/// A step of an operation on memory of a GPU.
+pub(super) struct Located {
+    motion: Motion,
+    from: Memory,
+    to: Memory,
+}
+
+/// An address on the GPU, and how many values are there.
+struct Memory {
+    address: u64,
+    len: usize,
+    data_type: DataType,
+}
+
+impl Located {
+    /// Puts it on `stream`; on the stream it may be only when the group has settled.
+    ///
+    /// # Safety
+    /// As for [`enqueue`].
+    unsafe fn enqueue(&self, comm: Handle, stream: &CudaStream) -> std::result::Result<(), Error> {
+        let (stream, comm) = (stream.cu_stream().cast(), comm.0);
+        let (from, to) = (
+            self.from.address as *const c_void,
+            self.to.address as *mut c_void,
+        );
+        let (from_len, to_len, data_type) = (self.from.len, self.to.len, self.from.data_type);
+        // SAFETY: as the caller promises; the handle is alive, and the stream is of its GPU.
+        let (what, code) = unsafe {
+            match self.motion {
+                Motion::AllReduce(op) => {
+                    let op = red_op(op);
+                    let code = sys::ncclAllReduce(from, to, from_len, data_type, op, comm, stream);
+                    ("all_reduce", code)
+                }
+                Motion::ReduceScatter(op) => {
+                    let op = red_op(op);
+                    let code =
+                        sys::ncclReduceScatter(from, to, to_len, data_type, op, comm, stream);
+                    ("reduce_scatter", code)
+                }
+                Motion::AllGather => {
+                    let code = sys::ncclAllGather(from, to, from_len, data_type, comm, stream);
+                    ("all_gather", code)
+                }
+                Motion::Broadcast(root) => {
+                    let root = number(root)?;
+                    let code =
+                        sys::ncclBroadcast(from, to, from_len, data_type, root, comm, stream);
+                    ("broadcast", code)
+                }
+                Motion::Send(dst) => {
+                    let code = sys::ncclSend(from, from_len, data_type, number(dst)?, comm, stream);
+                    ("a send", code)
+                }
+                Motion::Recv(src) => {
+                    let code = sys::ncclRecv(to, to_len, data_type, number(src)?, comm, stream);
+                    ("a receive", code)
+                }
+            }
+        };
+        accepted(what, code)
+    }
+}
+
+/// Puts steps on `stream`, all under way together.
 ///
 /// # Safety
-/// As for [`Motion::enqueue`].
+/// The addresses are of the group's GPU, and hold values for all the operations read and write, which nobody frees, or
+/// writes to, until the stream is complete.
 pub(super) unsafe fn enqueue(
-    motions: &[Motion],
+    steps: &[Located],
     comm: Handle,
     stream: &CudaStream,
 ) -> std::result::Result<(), Error> {
-    grouped(|| {
-        motions.iter().try_for_each(|motion| {
-            // SAFETY: as the caller promises.
-            unsafe { motion.enqueue(comm, stream) }
-        })
-    })
+    // SAFETY: it has no arguments. The group is ended below, whatever happens.
+    accepted("a group of calls", unsafe { sys::ncclGroupStart() })?;
+    // SAFETY: as the caller promises.
+    let called = (steps.iter()).try_for_each(|step| unsafe { step.enqueue(comm, stream) });
+    // SAFETY: a group was started on this thread.
+    let ended = accepted("a group of calls", unsafe { sys::ncclGroupEnd() });
+    called.and(ended)
 }
 
 /// Memory for a result, which an operation must write before anything reads it.
@@ -74,8 +140,8 @@ pub(super) fn unwritten(shape: impl Into<Shape>, dtype: DType, device: &Device) 
 }
 
 /// A rank as NCCL counts it.
-pub(super) fn number(rank: usize) -> Result<i32> {
-    i32::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")).into())
+fn number(rank: usize) -> std::result::Result<c_int, Error> {
+    c_int::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")))
 }
 
 fn red_op(op: ReduceOp) -> RedOp {

@@ -3,8 +3,8 @@
 use candle_core::shape::Dim;
 use candle_core::{Result, Tensor};
 
-use super::{ProcessGroup, dims, size_in_bytes};
-use crate::{Error, P2p, ReduceOp};
+use super::{ProcessGroup, dims, one};
+use crate::{Error, Operation, ReduceOp};
 
 /// What counters and traces call the exchange of byte strings.
 const GATHER_BYTES: &str = "all_gather_bytes";
@@ -76,17 +76,6 @@ impl ProcessGroup {
         dims::front_to_dim(&ys, dim, self.world_size())
     }
 
-    /// Sends and receives a batch of messages; the result holds the received tensors in the order of the `Recv`
-    /// entries. Sends do not wait for their receiver.
-    ///
-    /// # Errors
-    /// A rank outside the group or this rank itself, a message of another shape or dtype than asked for; else as
-    /// [`all_reduce`](Self::all_reduce).
-    #[track_caller]
-    pub fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Vec<Tensor>> {
-        self.start_batch_send_recv(ops)?.wait()
-    }
-
     /// Returns once every rank of the group has called it.
     ///
     /// # Errors
@@ -105,9 +94,8 @@ impl ProcessGroup {
         let all = self.exchange(bytes)?;
         if !self.is_single() {
             let longest = all.iter().map(Vec::len).max().unwrap_or(0);
-            let moved = self.world_size() * (longest + size_of::<i64>());
-            let moved = self.ring_bytes(1, moved);
-            self.lock_counters().add(GATHER_BYTES, moved);
+            let moved = (self.world_size() - 1) * (longest + size_of::<i64>());
+            self.lock_counters().add(GATHER_BYTES, moved as u64);
         }
         Ok(all)
     }
@@ -121,7 +109,7 @@ impl ProcessGroup {
         }
         crate::call_site::scope(std::panic::Location::caller(), || {
             let length = Tensor::new(&[bytes.len() as i64], self.device())?;
-            let lengths = self.gather_traced(&length)?.to_vec1::<i64>()?;
+            let lengths = self.gather_traced(length)?.to_vec1::<i64>()?;
             self.comm.check()?;
             let longest = lengths.iter().max().map_or(0, |longest| *longest as usize);
             if longest == 0 {
@@ -130,7 +118,7 @@ impl ProcessGroup {
             let mut padded = bytes.to_vec();
             padded.resize(longest, 0);
             let padded = Tensor::from_vec(padded, longest, self.device())?;
-            let all = self.gather_traced(&padded)?.to_vec1::<u8>()?;
+            let all = self.gather_traced(padded)?.to_vec1::<u8>()?;
             self.comm.check()?;
             if all.len() != longest * lengths.len() {
                 return Err(Error::Argument(format!(
@@ -149,9 +137,10 @@ impl ProcessGroup {
     }
 
     /// `(n) -> (world_size * n)`, without counting.
-    fn gather_traced(&self, xs: &Tensor) -> Result<Tensor> {
-        let pending = self.comm.all_gather(xs)?;
-        let bytes = self.ring_bytes(1, self.world_size() * size_in_bytes(xs));
-        pending.traced(|| self.traced(GATHER_BYTES, bytes)).wait()
+    fn gather_traced(&self, xs: Tensor) -> Result<Tensor> {
+        let (operation, xs) = (Operation::AllGather, [xs]);
+        let pending = self.comm.start(&operation, &xs, None)?;
+        let bytes = self.ring_bytes(&operation, &xs);
+        one(pending.traced(|| self.traced(GATHER_BYTES, bytes)).wait()?)
     }
 }

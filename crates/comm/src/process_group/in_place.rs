@@ -5,9 +5,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{ProcessGroup, dims, size_in_bytes};
-use crate::communicator::own_slice;
-use crate::{Error, Pending, ReduceOp};
+use super::{ProcessGroup, dims, one};
+use crate::{Error, Operation, Pending, ReduceOp};
 
 impl ProcessGroup {
     /// Starts an [`all_reduce`](Self::all_reduce) whose result overwrites `xs`, and is `xs`, which must not be read or written to
@@ -21,14 +20,8 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         check_contiguous("all_reduce in place", xs)?;
-        if self.is_single() || xs.elem_count() == 0 {
-            return Ok(Pending::ready(xs.detach()));
-        }
-        let bytes = self.ring_bytes(2, self.reduced_bytes(xs, op));
         let xs = xs.detach();
-        self.start(("all_reduce", bytes), || {
-            self.comm.all_reduce_in_place(&xs, op)
-        })
+        self.start_in_place(Operation::AllReduce(op), &xs, &xs)
     }
 
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0 whose result overwrites this rank's slice of `xs`, and is a
@@ -48,14 +41,8 @@ impl ProcessGroup {
         let operation = "reduce_scatter in place";
         dims::check_divides(operation, xs, 0, self.world_size())?;
         check_contiguous(operation, xs)?;
-        if self.is_single() || xs.elem_count() == 0 {
-            return Ok(Pending::ready(own_slice(&*self.comm, &xs.detach())?));
-        }
-        let bytes = self.ring_bytes(1, self.reduced_bytes(xs, op));
         let xs = xs.detach();
-        self.start(("reduce_scatter", bytes), || {
-            self.comm.reduce_scatter_in_place(&xs, op)
-        })
+        self.start_in_place(Operation::ReduceScatter(op), &xs, &self.own_slice(&xs)?)
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0 of each rank's own slice of `xs`, which overwrites the others; the
@@ -71,12 +58,28 @@ impl ProcessGroup {
         let operation = "all_gather in place";
         dims::check_divides(operation, xs, 0, self.world_size())?;
         check_contiguous(operation, xs)?;
-        if self.is_single() || xs.elem_count() == 0 {
-            return Ok(Pending::ready(xs.detach()));
-        }
-        let bytes = self.ring_bytes(1, size_in_bytes(xs));
         let xs = xs.detach();
-        self.start(("all_gather", bytes), || self.comm.all_gather_in_place(&xs))
+        self.start_in_place(Operation::AllGather, &self.own_slice(&xs)?, &xs)
+    }
+
+    /// This rank's slice of `xs` along dim 0.
+    fn own_slice(&self, xs: &Tensor) -> Result<Tensor> {
+        let len = xs.dim(0)? / self.world_size();
+        xs.narrow(0, self.rank() * len, len)
+    }
+
+    #[track_caller]
+    fn start_in_place(
+        &self,
+        operation: Operation,
+        xs: &Tensor,
+        place: &Tensor,
+    ) -> Result<Pending<Tensor>> {
+        if self.is_single() || place.elem_count() == 0 {
+            return Ok(Pending::ready(place.clone()));
+        }
+        let xs = std::slice::from_ref(xs);
+        Ok(self.start(operation, xs, Some(place))?.map(one))
     }
 }
 

@@ -219,6 +219,25 @@ fn messages_of_another_shape_or_dtype() {
 }
 
 #[test]
+fn uneven_parts_of_another_size() {
+    let error = launch::threads(2, |world| {
+        let (xs, rank) = (zeros(&[3, 2], DType::F32), world.rank());
+        let sizes = [[1, 2], [2, 1]][rank];
+        let receives = [[1, 2], [1, 1]][rank];
+        world.all_to_all_uneven(&xs, &sizes, &receives).map(|_| ())
+    });
+    let error = error.unwrap_err().to_string();
+    for word in [
+        "rank 1 failed: a message does not match its receive, in group [0, 1]",
+        "rank 0: sent f32 [2, 2] at",
+        "rank 1: receives f32 [1, 2] at",
+        "mismatches.rs:",
+    ] {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+}
+
+#[test]
 fn arguments() {
     let message = |run: &(dyn Fn(&ProcessGroup, &Tensor) -> Result<()> + Sync)| {
         let said = errors(3, |world| run(world, &zeros(&[4, 2], DType::F32)));
@@ -257,6 +276,28 @@ fn arguments() {
             .map(|_| ())
     });
     assert_eq!(said, "batch_send_recv: dst 0 is this rank itself");
+    let uneven = |sends: &[usize], receives: &[usize]| {
+        message(&|world, xs| world.all_to_all_uneven(xs, sends, receives).map(|_| ()))
+    };
+    assert_eq!(
+        uneven(&[4, 0], &[4, 0]),
+        "all_to_all of uneven parts: expected a size to send and one to receive for each of 3 ranks, got 2 and 2"
+    );
+    assert_eq!(
+        uneven(&[1, 1, 1], &[1, 1, 1]),
+        "all_to_all of uneven parts: the sizes to send, [1, 1, 1], do not add up to the 4 rows of the tensor"
+    );
+    let said = message(&|world, xs| {
+        let mut receives = [0, 0, 0];
+        receives[world.rank()] = 1;
+        world
+            .all_to_all_uneven(xs, &[0, 2, 2], &receives)
+            .map(|_| ())
+    });
+    assert_eq!(
+        said,
+        "all_to_all of uneven parts: rank 0 sends itself 0 rows, but receives 1"
+    );
     let said = message(&|world, xs| world.all_gather(xs, 2).map(|_| ()));
     assert!(said.contains("[4, 2]") && said.contains('2'), "{said}");
     let said = message(&|world, _| world.start_all_gather(&zeros(&[], DType::F32)).map(|_| ()));

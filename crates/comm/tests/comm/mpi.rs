@@ -4,7 +4,9 @@ use std::net::TcpListener;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use candle_comm::{MpiConfig, P2p, ProcessGroup, RankEnv, ReduceOp, launch};
+use candle_comm::{
+    Backend, Degrees, MpiConfig, P2p, ProcessGroup, RankEnv, ReduceOp, RunConfig, launch,
+};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::{Control, ControlConfig};
 
@@ -24,6 +26,31 @@ fn conforms(world: &ProcessGroup) -> Result<()> {
     for_each_conformance!(each);
     conformance::large(mpi)?;
     conformance::background(mpi)
+}
+
+/// Threads are limited, processes are not.
+#[test]
+fn a_run_may_have_more_ranks_than_a_process_has_threads() -> Result<()> {
+    let config = |backend, num_processes: usize| {
+        let env = RankEnv::from_lookup("here", &|name| match name {
+            "RANK" | "LOCAL_RANK" => Some("0".into()),
+            "WORLD_SIZE" => Some(num_processes.to_string()),
+            "LOCAL_WORLD_SIZE" => Some("1".into()),
+            _ => None,
+        });
+        let degrees = Degrees {
+            dp: 1025,
+            ..Degrees::default()
+        };
+        RunConfig::new(backend, env.unwrap(), degrees, vec![Device::Cpu])
+    };
+    assert_eq!(config(Backend::Mpi, 1025)?.env.world_size(), 1025);
+    let threads = config(Backend::Local, 1).unwrap_err().to_string();
+    let expected = "pp(1) * dp(1025) * cp(1) * tp(1) is more than the 1024 ranks that may be threads of one process\nhint: ";
+    assert!(threads.starts_with(expected), "{threads}");
+    let processes = config(Backend::Mpi, 1024).unwrap_err().to_string();
+    assert!(processes.contains(" = 1025 ranks, but "), "{processes}");
+    Ok(())
 }
 
 #[test]

@@ -102,7 +102,6 @@ fn is_rank(
         let config = MpiConfig {
             deadline,
             threads_per_rank: Some(1),
-            ..MpiConfig::default()
         };
         launch::mpi(config, rank_main).unwrap();
     }

@@ -124,11 +124,13 @@ fn watched(world_size: usize, run: impl Fn(ProcessGroup) -> Result<()> + Sync) -
             host: "here".into(),
             master: ("127.0.0.1".into(), port),
             is_one_host: true,
-            token: "secret".into(),
+            secret: "secret".into(),
+            is_guessable: false,
             fingerprint: Vec::new(),
             cannot_start: None,
             join_timeout: LONG,
             deadline: short(),
+            rank_timeout: Duration::from_secs(6),
             ends_process: false,
         };
         let control = match world.rank() {

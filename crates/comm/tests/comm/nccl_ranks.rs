@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_comm::{Communicator, HalfSums, NcclCommunicator, NcclConfig, P2p, ReduceOp};
+use candle_comm::{
+    Communicator, HalfSums, Message, NcclCommunicator, NcclConfig, Operation, P2p, ReduceOp,
+};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::nccl::{Board, devices, each, each_with};
@@ -22,28 +24,36 @@ fn a_world_of_one() -> Result<()> {
             for (seed, len) in [(1, 1), (2, 7), (3, 4099)] {
                 let expected = input(seed, 0, &[len], dtype)?;
                 let xs = expected.to_device(world.device())?;
-                for op in [ReduceOp::Sum, ReduceOp::Max] {
-                    assert_same("all_reduce", &world.all_reduce(&xs, op)?.wait()?, &expected)?;
-                    assert_same(
-                        "reduce_scatter",
-                        &world.reduce_scatter(&xs, op)?.wait()?,
-                        &expected,
-                    )?;
+                let operations = [
+                    Operation::AllReduce(ReduceOp::Sum),
+                    Operation::AllReduce(ReduceOp::Max),
+                    Operation::ReduceScatter(ReduceOp::Sum),
+                    Operation::ReduceScatter(ReduceOp::Max),
+                    Operation::AllGather,
+                    Operation::Broadcast { root: 0 },
+                    Operation::AllToAll,
+                    Operation::Messages {
+                        name: "batch_send_recv",
+                        messages: Arc::new([
+                            Message::Send { dst: 0 },
+                            Message::Recv {
+                                shape: xs.shape().clone(),
+                                dtype,
+                                src: 0,
+                            },
+                        ]),
+                    },
+                ];
+                for operation in operations {
+                    let xs = std::slice::from_ref(&xs);
+                    let got = world.start(&operation, xs, None)?.wait()?;
+                    assert_same(&operation.to_string(), &got[0], &expected)?;
                 }
-                assert_same("all_gather", &world.all_gather(&xs)?.wait()?, &expected)?;
-                assert_same("broadcast", &world.broadcast(&xs, 0)?.wait()?, &expected)?;
-                assert_same("all_to_all", &world.all_to_all(&xs)?.wait()?, &expected)?;
-                let recv = P2p::Recv {
-                    shape: xs.shape().clone(),
-                    dtype,
-                    src: 0,
-                };
-                let got = world.batch_send_recv(&[P2p::Send { xs: &xs, dst: 0 }, recv])?;
-                assert_same("message", &got.wait()?[0], &expected)?;
             }
         }
-        world.barrier()?.wait()?;
-        assert_eq!(world.split(3, 4)?.world_size(), 1);
+        let nothing = Tensor::zeros(1, DType::U8, world.device())?.narrow(0, 0, 0)?;
+        world.start(&Operation::Barrier, &[nothing], None)?.wait()?;
+        assert_eq!(world.subgroup(&[0])?.world_size(), 1);
         world.check()?;
     }
     Ok(())

@@ -4,68 +4,11 @@ use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use candle_comm::{Communicator, P2p, Pending, ProcessGroup, ReduceOp, Watched, launch};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_comm::{P2p, ProcessGroup, ReduceOp, launch};
+use candle_core::{DType, Result, Tensor};
 use candle_launch::{Control, ControlConfig};
 
 use crate::conformance::{self, Launch};
-
-/// A group of threads as a backend.
-struct Threads(ProcessGroup);
-
-impl Communicator for Threads {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.0.world_size()
-    }
-
-    fn device(&self) -> &Device {
-        self.0.device()
-    }
-
-    #[track_caller]
-    fn all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.0.start_all_reduce(xs, op)
-    }
-
-    #[track_caller]
-    fn all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.0.start_all_gather(xs)
-    }
-
-    #[track_caller]
-    fn reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.0.start_reduce_scatter(xs, op)
-    }
-
-    #[track_caller]
-    fn broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
-        self.0.start_broadcast(xs, root)
-    }
-
-    #[track_caller]
-    fn all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        self.0.start_all_to_all(xs)
-    }
-
-    #[track_caller]
-    fn batch_send_recv(&self, ops: &[P2p<'_>]) -> Result<Pending<Vec<Tensor>>> {
-        self.0.start_batch_send_recv(ops)
-    }
-
-    #[track_caller]
-    fn barrier(&self) -> Result<Pending<()>> {
-        self.0.start_barrier()
-    }
-
-    #[track_caller]
-    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        Ok(Box::new(Self(self.0.split(color, key)?)))
-    }
-}
 
 fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
     ControlConfig {
@@ -74,11 +17,13 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         host: "here".into(),
         master: ("127.0.0.1".into(), port),
         is_one_host: true,
-        token: "secret".into(),
+        secret: "secret".into(),
+        is_guessable: false,
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(20),
+        rank_timeout: Duration::from_secs(6),
         ends_process: false,
     }
 }
@@ -113,8 +58,7 @@ fn run_watched<T: Send>(
             _ => Control::join(&config),
         };
         let control = control.map_err(candle_core::Error::wrap)?;
-        let watched = Watched::new(Arc::new(Threads(world)), control.clone(), checks)?;
-        let result = run(ProcessGroup::new(Box::new(watched)), &control);
+        let result = run(world.watched(&control, checks)?, &control);
         match &result {
             Ok(_) => control.leave().map_err(candle_core::Error::wrap)?,
             Err(error) => drop(control.fail(&error.to_string())),

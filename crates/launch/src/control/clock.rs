@@ -3,30 +3,30 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A pause between two ticks counts as no more than this.
-const LONGEST_TICK: Duration = Duration::from_secs(1);
-
 /// A clock that stands still while the process is stopped (SIGSTOP, Ctrl-Z, a suspended machine): that time is no time
-/// for which other ranks were silent or late. It runs on [`tick`](Self::tick), to be called more than once a second.
+/// for which other ranks were silent or late. It runs on [`tick`](Self::tick), to be called more often than the longest tick.
 pub(super) struct RunClock(Mutex<Ticks>);
 
 struct Ticks {
     run: Duration,
     last: Instant,
+    /// A pause between two ticks counts as no more than this.
+    longest: Duration,
 }
 
 impl Ticks {
     fn now(&self) -> Duration {
-        self.run + self.last.elapsed().min(LONGEST_TICK)
+        self.run + self.last.elapsed().min(self.longest)
     }
 }
 
 impl RunClock {
-    pub(super) fn new() -> Self {
-        let last = Instant::now();
+    /// A clock for ranks that are taken for dead after this time: of a pause it counts no more than a sixth of that.
+    pub(super) fn new(rank_timeout: Duration) -> Self {
         Self(Mutex::new(Ticks {
             run: Duration::ZERO,
-            last,
+            last: Instant::now(),
+            longest: rank_timeout / 6,
         }))
     }
 

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::{RankEnv, Result};
+use super::BEAT;
+use crate::{RankEnv, Result, Secret};
 
 /// How a rank joins its run: see [`Control::join`](super::Control::join).
 #[derive(Debug, Clone)]
@@ -15,10 +16,13 @@ pub struct ControlConfig {
     pub host: String,
     /// Host name or address of rank 0, and the port where it waits for the others.
     pub master: (String, u16),
-    /// Whether all ranks are on this host: then rank 0 listens on loopback only, if `master` is there.
+    /// Whether all ranks are on this host: then `master` may be a name that means another address on other hosts.
     pub is_one_host: bool,
-    /// What the ranks of this run know and others do not. It is sent in the clear.
-    pub token: String,
+    /// What the ranks of this run know and others do not. They show each other that they know it, and do not send it.
+    pub secret: Secret,
+    /// Whether others may guess the secret. Rank 0 warns of that, unless it listens on loopback only. Default: as the environment
+    /// says.
+    pub is_guessable: bool,
     /// What must be the same on all ranks, by name: flags, data, code version. Default: nothing.
     pub fingerprint: Vec<(String, String)>,
     /// Why this rank cannot start, if it comes only to say so: then the run starts on none. Default: it can.
@@ -27,13 +31,25 @@ pub struct ControlConfig {
     pub join_timeout: Duration,
     /// How long a rank may be blocked in one operation before the run is given up. Default: 10 minutes.
     pub deadline: Duration,
+    /// A rank that says nothing for so long is taken for dead; the same on all ranks, a second at least. Default: 6 seconds.
+    pub rank_timeout: Duration,
     /// Whether the process ends, by `_exit`, a second after it has said that another rank is gone. Default: true; false
     /// for ranks that are threads of one process.
     pub ends_process: bool,
 }
 
 impl ControlConfig {
-    /// The rank, the meeting point and the token of this process's environment.
+    /// How often a rank says what it does and that it is alive: often enough that what is known of one that is killed is not much
+    /// older than its end and that a few words may be late, and not so often that many ranks keep rank 0 busy.
+    pub(super) fn beat_interval(&self) -> Duration {
+        let micros = u64::try_from(self.world_size)
+            .unwrap_or(u64::MAX)
+            .saturating_mul(500);
+        let interval = Duration::from_micros(micros).clamp(Duration::from_millis(50), BEAT);
+        interval.min(self.rank_timeout / 8)
+    }
+
+    /// The rank, the meeting point and the secret of this process's environment.
     ///
     /// # Errors
     /// The environment does not say where the ranks meet.
@@ -41,7 +57,7 @@ impl ControlConfig {
         Ok(Self::at(env, env.master()?))
     }
 
-    /// The rank and the token of this process's environment; the ranks meet at `master`.
+    /// The rank and the secret of this process's environment; the ranks meet at `master`.
     pub fn at(env: &RankEnv, master: (String, u16)) -> Self {
         Self {
             rank: env.rank(),
@@ -49,11 +65,13 @@ impl ControlConfig {
             host: env.host().to_string(),
             master,
             is_one_host: env.local_world_size() == env.world_size(),
-            token: env.run_token().to_string(),
+            secret: env.secret().clone(),
+            is_guessable: env.is_guessable(),
             fingerprint: Vec::new(),
             cannot_start: None,
             join_timeout: Duration::from_secs(300),
             deadline: Duration::from_secs(600),
+            rank_timeout: Duration::from_secs(6),
             ends_process: true,
         }
     }

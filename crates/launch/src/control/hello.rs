@@ -7,7 +7,6 @@ use super::{ControlConfig, wire};
 /// What a rank says of itself when it comes. Versions may add fields, never change these.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Hello {
-    pub token: String,
     pub rank: usize,
     pub world_size: usize,
     pub host: String,
@@ -21,7 +20,6 @@ pub(super) struct Hello {
 impl Hello {
     pub(super) fn new(config: &ControlConfig) -> Self {
         Self {
-            token: config.token.clone(),
             rank: config.rank,
             world_size: config.world_size,
             host: config.host.clone(),
@@ -31,7 +29,7 @@ impl Hello {
         }
     }
 
-    /// What keeps a rank that knows the token out of the run that `self`, rank 0, is in; `None` if nothing does.
+    /// What keeps a rank that knows the secret out of the run that `self`, rank 0, is in; `None` if nothing does.
     pub(super) fn objection(&self, other: &Hello, version: u32) -> Option<String> {
         let who = format!("rank {} on host {}", other.rank, other.host);
         if version != wire::VERSION {

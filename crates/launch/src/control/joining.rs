@@ -1,18 +1,18 @@
 //! How a rank finds rank 0 and is let in.
 
 use std::io::{self, BufReader, ErrorKind, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::ControlConfig;
 use super::hello::Hello;
 use super::link::Link;
 use super::message::ToRank;
 use super::wire::{self, Limits, Timed};
+use super::{ControlConfig, handshake, listening};
 use crate::{Error, Result};
 
-/// How long one attempt to connect may take.
+/// How long one attempt to connect may take, and then whoever is there to show that it knows the secret.
 const CONNECT: Duration = Duration::from_secs(2);
 
 /// How long a rank insists when it is told that another run is at the address: that run may be about to end.
@@ -81,15 +81,7 @@ fn persist<T>(
 /// A listener at the meeting point; `None` if the port is taken.
 fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Refused> {
     let (host, port) = &config.master;
-    let addresses = resolve(config)?;
-    // A run within one host is nobody else's business. Else by all interfaces: the name may be that of a proxy, and many hosts
-    // resolve their own name to a loopback address, which the other hosts' ranks cannot reach.
-    let address = match addresses.first() {
-        Some(first) if first.ip().is_loopback() && config.is_one_host => *first,
-        Some(SocketAddr::V6(_)) => (Ipv6Addr::UNSPECIFIED, *port).into(),
-        _ => (Ipv4Addr::UNSPECIFIED, *port).into(),
-    };
-    match TcpListener::bind(address) {
+    match listening::listen(host, &resolve(config)?, config.is_one_host) {
         Ok(listener) => Ok(Some(listener)),
         Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
         Err(error) => Err(Refused::ForGood(format!(
@@ -124,19 +116,41 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    /// Tries the server at `address`, or at each address of the meeting point.
     fn run(&mut self, address: Option<SocketAddr>) -> std::result::Result<Arc<Link>, Refused> {
-        let mut stream = self.connect(address)?;
+        let addresses = match address {
+            Some(address) => vec![address],
+            None => resolve(self.config)?,
+        };
+        let no_address = io::Error::new(ErrorKind::NotFound, "the name has no address");
+        let mut refused = Refused::Io(no_address);
+        for address in addresses {
+            match self.meet(&address) {
+                Err(error @ (Refused::Io(_) | Refused::OtherRun(_))) => refused = error,
+                met => return met,
+            }
+        }
+        Err(refused)
+    }
+
+    fn meet(&mut self, address: &SocketAddr) -> std::result::Result<Arc<Link>, Refused> {
+        let mut stream = TcpStream::connect_timeout(address, CONNECT)?;
         stream.set_nodelay(true)?;
-        stream.write_all(&wire::opening(wire::VERSION))?;
+        let mut timed = Timed::new(stream.try_clone()?, CONNECT);
+        if !handshake::as_rank(&mut timed, &self.config.secret, wire::VERSION)? {
+            return Err(Refused::OtherRun(
+                "who listens there does not know this run's secret: it is another run, or another program".into(),
+            ));
+        }
         stream.write_all(&wire::frame(&Hello::new(self.config), &[])?)?;
-        let rest = self.until.saturating_duration_since(Instant::now());
-        let mut reader = BufReader::new(Timed::new(stream.try_clone()?, rest));
+        timed.extend(self.until.saturating_duration_since(Instant::now()));
+        let mut reader = BufReader::new(timed);
         loop {
             match wire::read(&mut reader, Limits::RANK)?.0 {
                 ToRank::Waiting { missing } => self.missing = missing,
-                ToRank::Welcome { hosts } => {
+                ToRank::Welcome { host } => {
                     reader.get_mut().lift()?;
-                    return Ok(Link::start(self.config, hosts, reader, stream)?);
+                    return Ok(Link::start(self.config, host, reader, stream)?);
                 }
                 ToRank::Refused {
                     message,
@@ -156,23 +170,9 @@ impl Attempt<'_> {
             }
         }
     }
-
-    fn connect(&self, address: Option<SocketAddr>) -> io::Result<TcpStream> {
-        let addresses = match address {
-            Some(address) => vec![address],
-            None => resolve(self.config)?,
-        };
-        let mut failure = io::Error::new(ErrorKind::NotFound, "the name has no address");
-        for address in addresses {
-            match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => failure = error,
-            }
-        }
-        Err(failure)
-    }
 }
 
+/// The addresses of the meeting point.
 fn resolve(config: &ControlConfig) -> io::Result<Vec<SocketAddr>> {
     let (host, port) = &config.master;
     Ok((host.as_str(), *port).to_socket_addrs()?.collect())
@@ -182,8 +182,8 @@ fn not_this_run(config: &ControlConfig, why: &str) -> Error {
     let (host, port) = &config.master;
     Error::Join(format!(
         "rank {} on host {} could not join the run at {host}:{port}: {why}\n\
-         hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, the ranks' tokens \
-         differ (CANDLE_TRAIN_RUN_TOKEN)",
+         hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were given \
+         different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)",
         config.rank, config.host
     ))
 }

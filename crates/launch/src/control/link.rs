@@ -13,16 +13,17 @@ use super::clock::RunClock;
 use super::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, Failure, FailureKind, Operation, SILENCE, beat_interval, ending};
+use super::{ControlConfig, Failure, FailureKind, Operation, ending};
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
 pub(super) struct Link {
     rank: usize,
     host: String,
-    /// By rank.
-    hosts: Vec<String>,
+    /// Rank 0's.
+    host_of_zero: String,
     deadline: Duration,
+    rank_timeout: Duration,
     ends_process: bool,
     clock: RunClock,
     queue: Sender<Arc<Vec<u8>>>,
@@ -56,12 +57,12 @@ impl Link {
     /// Takes over a connection on which the server has said that all ranks are there.
     pub(super) fn start(
         config: &ControlConfig,
-        hosts: Vec<String>,
+        host_of_zero: String,
         reader: BufReader<Timed>,
         stream: TcpStream,
     ) -> io::Result<Arc<Self>> {
         let (queue, frames) = mpsc::channel();
-        let clock = RunClock::new();
+        let clock = RunClock::new(config.rank_timeout);
         let state = State {
             activity: Activity::default(),
             heard: clock.now(),
@@ -80,8 +81,9 @@ impl Link {
         let link = Arc::new(Self {
             rank: config.rank,
             host: config.host.clone(),
-            hosts,
+            host_of_zero,
             deadline: config.deadline,
+            rank_timeout: config.rank_timeout,
             ends_process: config.ends_process,
             clock,
             queue,
@@ -94,17 +96,13 @@ impl Link {
         let listening = link.clone();
         spawn("control-read").spawn(move || listening.listen(reader))?;
         let beating = link.clone();
-        let interval = beat_interval(config.world_size);
+        let interval = config.beat_interval();
         spawn("control-beat").spawn(move || {
             while beating.beat() {
                 std::thread::sleep(interval);
             }
         })?;
         Ok(link)
-    }
-
-    pub(super) fn hosts(&self) -> &[String] {
-        &self.hosts
     }
 
     pub(super) fn failure(&self) -> Option<Failure> {
@@ -279,7 +277,7 @@ impl Link {
         }
         let silence = now.saturating_sub(state.heard);
         drop(state);
-        if silence > SILENCE {
+        if silence > self.rank_timeout {
             self.lost(&silent(silence), SILENT_HINT);
         }
         true
@@ -302,7 +300,7 @@ impl Link {
             let age = now.saturating_sub(state.heard);
             let message = format!(
                 "rank 0 on host {} {what}\n  its last operation: {}\n{hint}",
-                self.hosts.first().map_or("", String::as_str),
+                self.host_of_zero,
                 state.zero.describe(age)
             );
             let failure = Failure {

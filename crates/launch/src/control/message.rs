@@ -38,10 +38,6 @@ pub(super) enum FromRank {
 pub(super) enum Question {
     /// The bodies of all ranks that ask with this key.
     Gather { key: String },
-    /// Keep the body for whoever gets this key.
-    Set { key: String },
-    /// The body that was, or will be, set for this key.
-    Get { key: String },
     /// Do all members of the group make the same call?
     Check {
         group: RankGroup,
@@ -56,8 +52,8 @@ pub(super) enum Question {
 pub(super) enum ToRank {
     /// The rank is in, but these are not yet.
     Waiting { missing: Vec<usize> },
-    /// All ranks are there; their hosts.
-    Welcome { hosts: Vec<String> },
+    /// All ranks are there; the host of rank 0.
+    Welcome { host: String },
     /// The rank is not let in. `retry`: it may be another run's server, about to end; `all`: nobody is, the run does not start.
     Refused {
         message: String,
@@ -80,10 +76,6 @@ pub(super) enum ToRank {
 pub(super) enum Answer {
     /// The body is all ranks' bytes one after the other, of these lengths.
     Gathered { lens: Vec<usize> },
-    /// The value is kept.
-    Kept,
-    /// The body is the value.
-    Value,
     /// To a check.
     Verdict(Verdict),
     /// This rank has left the run, so there will be no answer.

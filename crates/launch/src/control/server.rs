@@ -7,25 +7,28 @@ mod exchange;
 mod failures;
 mod hub;
 mod report;
+mod strangers;
 
 use std::io::{self, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 use std::time::Duration;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::socket::{Backlog, listen as listen_again};
+
+use super::ControlConfig;
+use super::handshake;
 use super::hello::Hello;
-use super::message::{FromRank, ToRank};
+use super::message::FromRank;
 use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, beat_interval};
 use hub::Hub;
+use strangers::Strangers;
 
 /// How long a stranger may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(2);
-
-/// How many strangers beyond the world size may be at it at once.
-const SPARE_HANDSHAKES: usize = 64;
 
 /// The stack of a thread that moves messages.
 const STACK_BYTES: usize = 256 << 10;
@@ -41,14 +44,17 @@ impl Server {
     /// Serves the ranks that come to `listener`.
     pub(super) fn start(listener: TcpListener, config: &ControlConfig) -> io::Result<Self> {
         let server = Self {
-            hub: Arc::new(Hub::new(Hello::new(config), config.join_timeout)),
+            hub: Arc::new(Hub::new(config)),
             address: listener.local_addr()?,
             closed: Arc::default(),
         };
+        allow_connections(config.world_size);
+        // Else a hundred connections that have not been accepted yet hold all others up for a second.
+        listen_again(&listener, Backlog::MAXCONN)?;
         let (hub, closed) = (server.hub.clone(), server.closed.clone());
         spawn("control-accept", move || accept(&hub, &listener, &closed))?;
         let (hub, closed) = (server.hub.clone(), server.closed.clone());
-        let interval = beat_interval(config.world_size);
+        let interval = config.beat_interval();
         spawn("control-watch", move || {
             while !closed.load(Ordering::Acquire) {
                 hub.tick();
@@ -85,6 +91,20 @@ impl Drop for Server {
     }
 }
 
+/// Lets this process have as many files open as connections of ranks take, of which it has three each, if it may.
+fn allow_connections(world_size: usize) {
+    let wanted = 4 * world_size as u64 + 2048;
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(now, most)| match now < wanted {
+        true => setrlimit(Resource::RLIMIT_NOFILE, wanted.min(most), most),
+        false => Ok(()),
+    });
+    if let Err(errno) = raised {
+        tracing::warn!(
+            "rank 0 cannot have {wanted} files open, so some ranks may not get in: {errno}"
+        );
+    }
+}
+
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let builder = Builder::new()
         .name(name.to_string())
@@ -93,32 +113,30 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
 }
 
 fn accept(hub: &Arc<Hub>, listener: &TcpListener, closed: &AtomicBool) {
-    let num_handshakes = Arc::new(AtomicUsize::new(0));
-    for stream in listener.incoming() {
+    let strangers = Arc::new(Strangers::new(hub.world_size()));
+    for (number, stream) in (0..).zip(listener.incoming()) {
         if closed.load(Ordering::Acquire) {
             return;
         }
-        let Ok(stream) = stream else {
+        let stream = stream.and_then(|stream| Ok((stream.try_clone()?, stream)));
+        let Ok((clone, stream)) = stream else {
             // Out of file descriptors, say: it passes or it does not, but it is no reason to spin.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if num_handshakes.fetch_add(1, Ordering::AcqRel) >= hub.world_size() + SPARE_HANDSHAKES {
-            num_handshakes.fetch_sub(1, Ordering::AcqRel);
-            continue;
-        }
-        let (hub, count) = (hub.clone(), num_handshakes.clone());
+        strangers.add(number, clone);
+        let (hub, here) = (hub.clone(), strangers.clone());
         let spawned = spawn("control-rank", move || {
             let peer = stream.peer_addr();
             let met = meet(&hub, stream);
-            count.fetch_sub(1, Ordering::AcqRel);
+            here.remove(number);
             match met {
                 Ok((rank, reader)) => listen(&hub, rank, reader),
                 Err(error) => tracing::debug!("refused a connection from {peer:?}: {error}"),
             }
         });
         if let Err(error) = spawned {
-            num_handshakes.fetch_sub(1, Ordering::AcqRel);
+            strangers.remove(number);
             tracing::warn!("no thread for a connection of a rank: {error}");
         }
     }
@@ -127,12 +145,12 @@ fn accept(hub: &Arc<Hub>, listener: &TcpListener, closed: &AtomicBool) {
 /// Finds out who has connected; returns its rank if it is let in.
 fn meet(hub: &Arc<Hub>, stream: TcpStream) -> io::Result<(usize, BufReader<Timed>)> {
     stream.set_nodelay(true)?;
-    let mut reader = BufReader::new(Timed::new(stream.try_clone()?, HANDSHAKE));
-    let version = wire::read_opening(&mut reader)?;
+    let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
+    let version = handshake::as_server(&mut timed, &hub.secret)?;
+    let mut reader = BufReader::new(timed);
     let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;
     let rank = hello.rank;
-    if let Err(refusal) = hub.admit(hello, version, &stream) {
-        let told = ToRank::from(refusal);
+    if let Err(told) = hub.admit(hello, version, &stream) {
         let error = io::Error::other(format!("{told:?}"));
         stream.set_write_timeout(Some(HANDSHAKE))?;
         (&stream).write_all(&wire::frame(&told, &[])?)?;

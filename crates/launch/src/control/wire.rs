@@ -1,7 +1,6 @@
-//! Bytes on the control connection: an opening, then frames.
+//! Bytes on the control connection, after the [handshake](super::handshake): frames.
 //!
-//! The opening is 8 bytes that no other protocol starts with, and a version. A frame is `u32 json_len, u32 body_len`
-//! (little endian), a message as JSON, and bytes that belong to it. Opening, frame layout and the fields of
+//! A frame is `u32 json_len, u32 body_len` (little endian), a message as JSON, and bytes that belong to it. This and the fields of
 //! [`Hello`](super::hello::Hello) never change, so that ranks of different versions can tell each other so.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -12,9 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// The version of the messages.
-pub(super) const VERSION: u32 = 2;
-
-const MAGIC: [u8; 8] = *b"\x89candle\n";
+pub(super) const VERSION: u32 = 3;
 
 /// How much a frame may hold.
 #[derive(Clone, Copy)]
@@ -24,7 +21,7 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// From somebody who has not shown the run's token.
+    /// From somebody who is not in.
     pub(super) const STRANGER: Self = Self {
         json: 1 << 20,
         body: 0,
@@ -34,21 +31,6 @@ impl Limits {
         json: 1 << 24,
         body: 1 << 30,
     };
-}
-
-/// The opening of a connection by a program of `version`.
-pub(super) fn opening(version: u32) -> Vec<u8> {
-    [MAGIC.as_slice(), &version.to_le_bytes()].concat()
-}
-
-/// Reads an opening and returns its version.
-pub(super) fn read_opening(reader: &mut impl Read) -> Result<u32> {
-    let mut magic = [0; 8];
-    reader.read_exact(&mut magic)?;
-    if magic != MAGIC {
-        return Err(invalid("it does not speak the control protocol".into()));
-    }
-    read_u32(reader)
 }
 
 /// A frame's bytes.
@@ -111,6 +93,11 @@ impl Timed {
         Self { stream, until }
     }
 
+    /// From now on reads may last until then.
+    pub(super) fn extend(&mut self, limit: Duration) {
+        self.until = Some(Instant::now() + limit);
+    }
+
     /// From now on reads may last.
     pub(super) fn lift(&mut self) -> Result<()> {
         self.until = None;
@@ -128,6 +115,16 @@ impl Read for Timed {
             self.stream.set_read_timeout(Some(rest))?;
         }
         self.stream.read(buffer)
+    }
+}
+
+impl Write for Timed {
+    fn write(&mut self, bytes: &[u8]) -> Result<usize> {
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.stream.flush()
     }
 }
 

@@ -15,9 +15,6 @@ pub struct LaunchConfig {
     pub node_rank: Option<usize>,
     /// Where the ranks meet.
     pub rdzv: Option<RendezvousAddress>,
-    /// Token of the run, the same on all its hosts: ranks with another one are refused. Default: random, or with several
-    /// launchers what `rdzv` says.
-    pub run_id: Option<String>,
     /// File of the hosts to start ranks on.
     pub hostfile: Option<PathBuf>,
     /// Command that runs a command on a host of the host file. Default: ssh.

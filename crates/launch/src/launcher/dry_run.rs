@@ -46,9 +46,7 @@ impl DryRun<'_> {
         for (name, value) in &plan.env {
             match name.as_str() {
                 "MASTER_PORT" if self.0.random_port => writeln!(f, "    {name}=(chosen at start)")?,
-                "CANDLE_TRAIN_RUN_TOKEN" if self.0.random_token => {
-                    writeln!(f, "    {name}=(chosen at start)")?;
-                }
+                "CANDLE_TRAIN_RUN_TOKEN" => writeln!(f, "    {name}=(a secret)")?,
                 _ => writeln!(f, "    {name}={value}")?,
             }
         }

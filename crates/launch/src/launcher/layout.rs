@@ -1,7 +1,5 @@
 //! Which ranks run where, from its configuration: everything that is decided before anything is started.
 
-use std::fs::File;
-use std::io::Read;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::time::Duration;
 
@@ -10,7 +8,9 @@ use super::host_plan::HostPlan;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use super::shares::{Share, is_loopback};
-use crate::{Error, Result};
+use crate::rank_env::given_secret;
+use crate::secret::random_bytes;
+use crate::{Error, Result, Secret};
 
 /// A silence this long means that a link is cut, unless the user says otherwise; at least some of the words that both
 /// sides send every second must fit in.
@@ -30,9 +30,8 @@ pub(super) struct Layout {
     pub(super) hosts: Vec<Host>,
     pub(super) world_size: usize,
     pub(super) meeting: RendezvousAddress,
-    /// Whether port and token are other ones at each start.
+    /// Whether the port is another one at each start.
     pub(super) random_port: bool,
-    pub(super) random_token: bool,
     /// What ranks have to end after a failure, and after a signal to the launcher.
     pub(super) grace_after_failure: Duration,
     pub(super) grace_after_signal: Duration,
@@ -59,22 +58,17 @@ impl Layout {
     ) -> Result<Self> {
         let started: usize = shares.iter().map(|share| share.num_ranks).sum();
         let world_size = config.nnodes * started;
-        let secret = random_bytes()?;
-        let (meeting, random_port) = meeting(config, &shares, &secret)?;
-        let (token, random_token) = match (&config.run_id, config.nnodes) {
-            (Some(token), _) => (token.clone(), false),
-            (None, 1) => (
-                secret.iter().map(|byte| format!("{byte:02x}")).collect(),
-                true,
-            ),
-            // Started once per host, so the token must follow from what the hosts share.
-            (None, _) => (format!("rdzv.{meeting}"), false),
+        let (meeting, random_port) = meeting(config, &shares)?;
+        let secret = match config.nnodes {
+            1 => Some(Secret::random()?),
+            // Started once per host, so the hosts must share it. Without one, ranks know each other by where they meet.
+            _ => given_secret()?,
         };
         let variables = rank_variables::Run {
             world_size,
             num_hosts: shares.len().max(config.nnodes),
             meeting: &meeting,
-            token: &token,
+            secret: secret.as_ref(),
             num_restarts,
             given: &rank_variables::given(&config.env)?,
         };
@@ -114,7 +108,6 @@ impl Layout {
             world_size,
             meeting,
             random_port,
-            random_token,
             grace_after_failure: Duration::from_millis(grace_ms_after_failure),
             grace_after_signal: Duration::from_millis(grace_ms_after_signal),
         })
@@ -156,11 +149,7 @@ fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
 }
 
 /// Where the ranks meet, and whether the port is a random one.
-fn meeting(
-    config: &LaunchConfig,
-    shares: &[Share],
-    secret: &[u8; 16],
-) -> Result<(RendezvousAddress, bool)> {
+fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress, bool)> {
     let first = &shares[0];
     if let Some(meeting) = &config.rdzv {
         if first.is_here {
@@ -181,7 +170,9 @@ fn meeting(
         )));
     }
     // Below the ports that systems hand out by themselves, so probably free there.
-    let port = 20000 + u16::from_le_bytes([secret[0], secret[1]]) % 12000;
+    let random =
+        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
+    let port = 20000 + u16::from_le_bytes(random) % 12000;
     let host = first.name.clone();
     Ok((RendezvousAddress { host, port }, true))
 }
@@ -213,14 +204,6 @@ fn free_port() -> Result<u16> {
         Ok(address) => Ok(address.port()),
         Err(error) => Err(Error::Launch(format!("no free port on 127.0.0.1: {error}"))),
     }
-}
-
-fn random_bytes() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    File::open("/dev/urandom")
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|error| Error::Launch(format!("cannot read /dev/urandom: {error}")))?;
-    Ok(bytes)
 }
 
 fn current_folder() -> Result<String> {

@@ -1,12 +1,12 @@
 //! The environment that ranks are given, with torchrun's names.
 
 use super::rendezvous_address::RendezvousAddress;
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 
 /// Variables with these beginnings steer a run, so ranks on other hosts get this host's.
 const PASSED_ON: [&str; 5] = ["CANDLE_", "NCCL_", "OMP_", "RAYON_", "RUST_"];
 /// The variables that the launcher itself decides.
-const OWN: [&str; 12] = [
+const OWN: [&str; 13] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -18,6 +18,7 @@ const OWN: [&str; 12] = [
     "NODE_RANK",
     "CANDLE_TRAIN_HOST",
     "CANDLE_TRAIN_RUN_TOKEN",
+    "CANDLE_TRAIN_RUN_TOKEN_FILE",
     "CANDLE_TRAIN_RESTART_COUNT",
 ];
 
@@ -26,7 +27,8 @@ pub(super) struct Run<'a> {
     pub(super) world_size: usize,
     pub(super) num_hosts: usize,
     pub(super) meeting: &'a RendezvousAddress,
-    pub(super) token: &'a str,
+    /// By which they know each other, if there is one.
+    pub(super) secret: Option<&'a Secret>,
     /// How often ranks of this run were started before.
     pub(super) num_restarts: usize,
     /// What the user gave with `--env`.
@@ -51,12 +53,14 @@ impl Run<'_> {
             ("GROUP_WORLD_SIZE", self.num_hosts.to_string()),
             ("NODE_RANK", node_rank.to_string()),
             ("CANDLE_TRAIN_HOST", name.to_string()),
-            ("CANDLE_TRAIN_RUN_TOKEN", self.token.to_string()),
             ("CANDLE_TRAIN_RESTART_COUNT", self.num_restarts.to_string()),
         ];
         let passed_on = if is_here { Vec::new() } else { passed_on() };
+        let secret =
+            (self.secret).map(|secret| ("CANDLE_TRAIN_RUN_TOKEN", secret.as_str().to_string()));
+        let own = own.into_iter().chain(secret);
         let own = own.map(|(name, value)| (name.to_string(), value));
-        [passed_on, self.given.to_vec(), own.to_vec()].concat()
+        [passed_on, self.given.to_vec(), own.collect()].concat()
     }
 }
 

@@ -24,7 +24,7 @@ impl Identity {
         let is_mpi_inside = vars.is_set("CANDLE_TRAIN_RESTART_COUNT")
             && (vars.is_set("OMPI_COMM_WORLD_RANK") || vars.is_set("PMI_RANK"));
         if !is_mpi_inside && (vars.is_set("RANK") || vars.is_set("WORLD_SIZE")) {
-            let started_by = if vars.is_set("CANDLE_TRAIN_RUN_TOKEN") {
+            let started_by = if vars.is_set("CANDLE_TRAIN_RESTART_COUNT") {
                 StartedBy::CandleTrain
             } else if vars.is_set("TORCHELASTIC_RUN_ID") {
                 StartedBy::Torchrun

@@ -1,34 +1,39 @@
-//! Where the ranks of a run meet, and the token by which they know each other.
+//! Where the ranks of a run meet, and the secret by which they know each other.
 
 use super::identity::Identity;
-use super::slurm_list;
 use super::started_by::StartedBy;
 use super::variables::Variables;
-use crate::{Error, Result};
+use super::{secret_file, slurm_list};
+use crate::{Error, Result, Secret};
 
 /// Ports below those that systems hand out by themselves, so that a port derived from a job is probably free.
 const DERIVED_PORTS: std::ops::Range<u16> = 20000..32000;
 
-/// Address and port of rank 0, as far as known, and the run's token.
+/// Address and port of rank 0, as far as known, and the run's secret.
 pub(super) struct MeetingPoint {
-    pub(super) run_token: String,
+    pub(super) secret: Secret,
+    /// It follows from what others may know.
+    pub(super) is_guessable: bool,
     pub(super) address: Option<String>,
     pub(super) port: Option<u16>,
 }
 
 impl MeetingPoint {
     pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
-        let job = job_token(vars, identity.started_by);
+        let job = job_name(vars, identity.started_by);
+        let given = secret_file::given(vars)?;
         let address = address(vars, identity)?;
         let port = port(vars, job.as_deref())?;
+        let is_guessable = given.is_none();
         // Without a job's number two runs differ at least in where they meet.
-        let run_token = match (job, &address, port) {
-            (Some(job), _, _) => job,
-            (None, Some(address), Some(port)) => format!("{address}:{port}"),
-            _ => String::new(),
+        let secret = match (given.or(job.map(Secret::from)), &address, port) {
+            (Some(secret), _, _) => secret,
+            (None, Some(address), Some(port)) => format!("{address}:{port}").into(),
+            _ => "".into(),
         };
         Ok(Self {
-            run_token,
+            secret,
+            is_guessable,
             address,
             port,
         })
@@ -36,10 +41,7 @@ impl MeetingPoint {
 }
 
 /// What the launcher calls this run.
-fn job_token(vars: &Variables, started_by: StartedBy) -> Option<String> {
-    if let Some(token) = vars.get("CANDLE_TRAIN_RUN_TOKEN") {
-        return Some(token);
-    }
+fn job_name(vars: &Variables, started_by: StartedBy) -> Option<String> {
     match started_by {
         StartedBy::Torchrun => {
             // The id is "none" unless the user gives one, so where the run meets belongs to its name.

@@ -8,3 +8,4 @@ mod processes;
 mod ranks;
 mod rendezvous;
 mod slow_rank;
+mod strangers;

@@ -1,5 +1,8 @@
 //! Who a process is, from the variables of each launcher.
 
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+
 use candle_launch::{RankEnv, Result, StartedBy};
 
 /// The rank that these variables describe, on a host called `box`.
@@ -69,7 +72,7 @@ fn torchrun() {
     assert_eq!(env.started_by(), StartedBy::Torchrun);
     // Its agent listens on the port it names.
     assert_eq!(env.master().unwrap(), ("10.0.0.1".to_string(), 29501));
-    assert_eq!(env.run_token(), "torchrun.none.2.10.0.0.1.29500");
+    assert_eq!(env.secret().as_str(), "torchrun.none.2.10.0.0.1.29500");
     let own_port = with(&TORCHRUN, &[("CANDLE_TRAIN_MASTER_PORT", "4000")]);
     assert_eq!(read(&own_port).unwrap().master().unwrap().1, 4000);
     let no_store = without(&TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE");
@@ -86,7 +89,8 @@ fn two_runs_differ_in_their_tokens() {
     let token = |changes: &[(&str, &str)]| {
         read(&with(&TORCHRUN, changes))
             .unwrap()
-            .run_token()
+            .secret()
+            .as_str()
             .to_string()
     };
     let other_ranks = [("RANK", "0"), ("LOCAL_RANK", "0")];
@@ -99,12 +103,13 @@ fn two_runs_differ_in_their_tokens() {
 fn our_own_launcher() {
     let own = [
         ("CANDLE_TRAIN_RUN_TOKEN", "a1b2"),
+        ("CANDLE_TRAIN_RESTART_COUNT", "0"),
         ("CANDLE_TRAIN_HOST", "gpu7"),
     ];
     let plain: Vec<_> = TORCHRUN[..6].to_vec();
     let env = read(&with(&plain, &own)).unwrap();
     assert_eq!(env.started_by(), StartedBy::CandleTrain);
-    assert_eq!(env.run_token(), "a1b2");
+    assert_eq!((env.secret().as_str(), env.is_guessable()), ("a1b2", false));
     assert_eq!(env.host(), "gpu7");
     assert_eq!(env.master().unwrap(), ("10.0.0.1".to_string(), 29500));
 }
@@ -113,9 +118,46 @@ fn our_own_launcher() {
 fn variables_by_hand() {
     let env = read(&TORCHRUN[..6]).unwrap();
     assert_eq!(env.started_by(), StartedBy::Variables);
-    assert_eq!(env.run_token(), "10.0.0.1:29500");
+    assert_eq!(
+        (env.secret().as_str(), env.is_guessable()),
+        ("10.0.0.1:29500", true)
+    );
     let alone = read(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap();
     assert_eq!(numbers(&alone), [0, 1, 0, 1]);
+}
+
+#[test]
+fn a_secret_is_given_by_a_variable_or_by_a_file_that_nobody_else_can_read() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(b"  from the file\n").unwrap();
+    let path = file.path().to_str().unwrap().to_string();
+    let named = with(&TORCHRUN, &[("CANDLE_TRAIN_RUN_TOKEN_FILE", path.as_str())]);
+    let env = read(&named).unwrap();
+    assert_eq!(
+        (env.secret().as_str(), env.is_guessable()),
+        ("from the file", false)
+    );
+    assert_eq!(env.started_by(), StartedBy::Torchrun);
+    let both = with(&named, &[("CANDLE_TRAIN_RUN_TOKEN", "given")]);
+    assert_eq!(read(&both).unwrap().secret().as_str(), "given");
+    let empty = error(&with(&TORCHRUN, &[("CANDLE_TRAIN_RUN_TOKEN", " ")]));
+    assert_eq!(
+        empty,
+        "CANDLE_TRAIN_RUN_TOKEN: expected a secret, got nothing"
+    );
+    for mode in [0o640, 0o604, 0o666] {
+        let permissions = std::fs::Permissions::from_mode(mode);
+        file.as_file().set_permissions(permissions).unwrap();
+        let refused = error(&named);
+        assert!(refused.contains(&format!("(mode {mode:o})")), "{refused}");
+        assert!(refused.contains(&path) && !refused.contains("from the file"));
+    }
+    file.as_file()
+        .set_permissions(std::fs::Permissions::from_mode(0o400))
+        .unwrap();
+    assert_eq!(read(&named).unwrap().secret().as_str(), "from the file");
+    drop(file);
+    assert!(error(&named).contains(&path));
 }
 
 #[test]
@@ -131,7 +173,7 @@ fn open_mpi() {
     let env = read(&vars).unwrap();
     assert_eq!(numbers(&env), [3, 4, 3, 4]);
     assert_eq!(env.started_by(), StartedBy::OpenMpi);
-    assert_eq!(env.run_token(), "ompi.1039990785");
+    assert_eq!(env.secret().as_str(), "ompi.1039990785");
     // One host: it is this one, and the job's number gives the port.
     let (address, port) = env.master().unwrap();
     assert_eq!(address, "127.0.0.1");

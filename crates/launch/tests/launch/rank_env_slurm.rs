@@ -22,7 +22,7 @@ fn a_task_of_a_step() {
     let env = read(&step(&[])).unwrap();
     assert_eq!(numbers(&env), [4, 5, 0, 1]);
     assert_eq!(env.started_by(), StartedBy::Slurm);
-    assert_eq!(env.run_token(), "slurm.4711.0");
+    assert_eq!(env.secret().as_str(), "slurm.4711.0");
     let (address, port) = env.master().unwrap();
     assert_eq!(address, "node08");
     // All ranks of a step derive the same port, another step another one.
@@ -41,7 +41,7 @@ fn srun_with_pmi2() {
     let env = read(&step(&[("PMI_RANK", "4"), ("PMI_SIZE", "5")])).unwrap();
     assert_eq!(numbers(&env), [4, 5, 0, 1]);
     assert_eq!(env.master().unwrap().0, "node08");
-    assert_eq!(env.run_token(), "slurm.4711.0");
+    assert_eq!(env.secret().as_str(), "slurm.4711.0");
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn assert_rounded_once(
             let mean_square = want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64;
             for (got, want) in doubles(&got.to_dtype(F32)?)?.iter().zip(&want) {
                 let power = want.abs().max(f64::MIN_POSITIVE).log2().floor().exp2();
-                let bound = half_of_last_place * power + 1e-6 * mean_square.sqrt();
+                let bound = half_of_last_place * power + 1e-5 * mean_square.sqrt();
                 assert!((got - want).abs() <= bound, "{what} {i}: {got} {want}");
             }
             continue;

@@ -26,8 +26,8 @@ fn a_dry_run_prints_what_would_run_where() {
          host localhost\n  started: directly\n  folder: {}\n  command: touch 'it'\\''s'\n  \
          environment of all its ranks:\n    A=b\n    WORLD_SIZE=2\n    LOCAL_WORLD_SIZE=2\n    \
          MASTER_ADDR=127.0.0.1\n    MASTER_PORT=(chosen at start)\n    GROUP_RANK=0\n    GROUP_WORLD_SIZE=1\n    \
-         NODE_RANK=0\n    CANDLE_TRAIN_HOST=localhost\n    CANDLE_TRAIN_RUN_TOKEN=(chosen at start)\n    \
-         CANDLE_TRAIN_RESTART_COUNT=0\n  \
+         NODE_RANK=0\n    CANDLE_TRAIN_HOST=localhost\n    CANDLE_TRAIN_RESTART_COUNT=0\n    \
+         CANDLE_TRAIN_RUN_TOKEN=(a secret)\n  \
          rank 0: RANK=0 LOCAL_RANK=0\n  rank 1: RANK=1 LOCAL_RANK=1\n",
         here.display()
     );
@@ -46,8 +46,6 @@ fn a_dry_run_of_two_hosts() {
         "--dry-run",
         "--rdzv",
         "[::1]:29500",
-        "--run-id",
-        "t",
         "true",
     ];
     let ended = start_in(folder, &args, &|_| {}).wait();
@@ -70,7 +68,10 @@ fn a_dry_run_of_two_hosts() {
         text.contains("MASTER_ADDR=::1\n    MASTER_PORT=29500\n"),
         "{text}"
     );
-    assert!(text.contains("CANDLE_TRAIN_RUN_TOKEN=t\n"), "{text}");
+    assert!(
+        text.contains("CANDLE_TRAIN_RUN_TOKEN=(a secret)\n"),
+        "{text}"
+    );
     assert!(
         text.ends_with("  rank 1: RANK=1 LOCAL_RANK=0\n  rank 2: RANK=2 LOCAL_RANK=1\n"),
         "{text}"

@@ -1,6 +1,7 @@
 //! What ranks find when they start.
 
-use super::launching::{run_script, start_in};
+use super::launching::{run_script, start_in, write_script};
+use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 #[test]
@@ -63,11 +64,8 @@ fn variables_are_inherited_given_and_replaced() {
         "GIVEN=a=b",
         "--env",
         "HERE",
-        "--run-id",
-        "mine",
     ];
-    let script =
-        "echo $GIVEN $HERE $INHERITED $RANK $CANDLE_TRAIN_RUN_TOKEN $TORCHELASTIC_USE_AGENT_STORE.";
+    let script = "echo $GIVEN $HERE $INHERITED $RANK $TORCHELASTIC_USE_AGENT_STORE.";
     let args = [&args[..], &["sh", "-c", script]].concat();
     let ended = start_in(TempDir::new().unwrap(), &args, &|command| {
         command.env("INHERITED", "yes").env("HERE", "here");
@@ -79,7 +77,7 @@ fn variables_are_inherited_given_and_replaced() {
     let ended = ended.wait();
     assert_eq!(
         ended.sorted_lines(),
-        ["[rank 0] a=b here yes 0 mine ."],
+        ["[rank 0] a=b here yes 0 ."],
         "{}",
         ended.err
     );
@@ -121,4 +119,37 @@ fn ranks_read_what_the_launcher_set() {
         assert!(line.starts_with(&expected), "{line}");
     }
     assert_eq!(ended.sorted_lines().len(), 2, "{}", ended.err);
+}
+
+/// On this host and, with a stand-in for ssh, on another one.
+#[test]
+fn the_secret_is_on_no_command_line() {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(
+        folder.path().join("hosts"),
+        "localhost slots=1\nb slots=1\n",
+    )
+    .unwrap();
+    write_script(&folder.path().join("ssh"), "shift; exec sh -c \"$*\"");
+    let script =
+        "printf %s $CANDLE_TRAIN_RUN_TOKEN > new-$RANK; mv new-$RANK token-$RANK; exec sleep 1000";
+    let rdzv = "127.0.0.1:29501";
+    let options = ["--hostfile", "hosts", "--ssh", "./ssh", "--rdzv", rdzv];
+    let args = [&options[..], &["sh", "-c", script]].concat();
+    let launching = start_in(folder, &args, &|_| {});
+    launching.await_files(&["token-0", "token-1"]);
+    let secret = std::fs::read_to_string(launching.path("token-0")).unwrap();
+    assert_eq!(secret.len(), 32);
+    let mut num_seen = 0;
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(line) = std::fs::read(process.path().join("cmdline")) else {
+            continue;
+        };
+        num_seen += 1;
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        assert!(!line.contains(&secret), "{line}");
+    }
+    assert!(num_seen > 4);
+    launching.signal(Signal::SIGTERM);
+    launching.wait();
 }

@@ -52,13 +52,6 @@ fn all_ranks_are_started_again_until_they_succeed() {
 }
 
 #[test]
-fn the_name_that_the_user_gave_stays() {
-    let script = format!("echo $CANDLE_TRAIN_RUN_TOKEN; exit $((1 - {COUNT}))");
-    let ended = run_script(1, &["--max-restarts", "1", "--run-id", "mine"], &script);
-    assert_eq!(ended.sorted_lines(), ["[rank 0] mine"; 2], "{}", ended.err);
-}
-
-#[test]
 fn the_last_failure_counts_when_no_restart_is_left() {
     let script = format!("echo why >&2; exit $((5 + {COUNT}))");
     let ended = run_script(1, &["--max-restarts", "2"], &script);

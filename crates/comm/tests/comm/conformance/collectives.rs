@@ -144,6 +144,42 @@ pub fn all_to_all(launch: &impl Launch) -> Result<()> {
     })
 }
 
+/// Parts of all sizes, none at all among them, of tensors with and without elements.
+pub fn all_to_all_uneven(launch: &impl Launch) -> Result<()> {
+    let shapes: [&[usize]; 4] = [&[1], &[5], &[3, 2], &[0]];
+    for_all(launch, &shapes, |world, dims, dtype| {
+        let (rank, n) = (world.rank(), world.world_size());
+        for most in [0, 1, 2, 5] {
+            // Rows from one rank to another.
+            let size = |from: usize, to: usize| (from * 7 + to * 5 + from * to) % (most + 1);
+            let sent = |from: usize| -> Vec<usize> { (0..n).map(|to| size(from, to)).collect() };
+            let input_of = |from: usize| {
+                let mut dims = dims.to_vec();
+                dims.insert(0, sent(from).iter().sum());
+                input(13, from, &dims, dtype)
+            };
+            let receives: Vec<usize> = (0..n).map(|from| size(from, rank)).collect();
+            let mine = on(world, &input_of(rank)?)?;
+            let got = world.all_to_all_uneven(&mine, &sent(rank), &receives)?;
+            let parts = (0..n).map(|from| {
+                let first = sent(from)[..rank].iter().sum();
+                input_of(from)?.narrow(0, first, size(from, rank))
+            });
+            let parts = parts.filter(|part| part.as_ref().is_ok_and(|part| part.elem_count() > 0));
+            let what = format!("all_to_all of at most {most} rows of {dims:?}");
+            match &parts.collect::<Result<Vec<_>>>()?[..] {
+                [] => assert_eq!(got.dims()[0], receives.iter().sum::<usize>(), "{what}"),
+                parts => assert_same(&what, &got, &cat(parts, 0)?)?,
+            }
+            if n > 1 && got.elem_count() > 0 {
+                got.zero_set()?;
+                assert_same("its input", &mine, &input_of(rank)?)?;
+            }
+        }
+        Ok(())
+    })
+}
+
 /// Large enough for the work to be shared out or done in the background, with sizes that nothing divides.
 pub fn large(launch: &impl Launch) -> Result<()> {
     for (world_size, dtype) in [(2, DType::F32), (3, DType::BF16), (5, DType::F32)] {

@@ -59,6 +59,7 @@ macro_rules! for_each_conformance {
             in_place,
             broadcast,
             all_to_all,
+            all_to_all_uneven,
             batch_send_recv,
             views,
             independent_results,

@@ -12,56 +12,23 @@ use crate::control::hello::Hello;
 use crate::control::message::ToRank;
 use crate::control::wire;
 
-/// Why somebody is not let in.
-pub(super) struct Refusal {
-    message: String,
-    /// It may have come to the wrong run, whose server is about to end.
-    retry: bool,
-    /// Nobody is let in.
-    all: bool,
-}
-
-impl Refusal {
-    fn new(message: String, retry: bool) -> Self {
-        let all = false;
-        Self {
-            message,
-            retry,
-            all,
-        }
-    }
-
-    fn of_all(message: String) -> Self {
-        Self {
-            message,
-            retry: false,
-            all: true,
-        }
-    }
-}
-
-impl From<Refusal> for ToRank {
-    fn from(refusal: Refusal) -> Self {
-        Self::Refused {
-            message: refusal.message,
-            retry: refusal.retry,
-            all: refusal.all,
-        }
+/// What somebody is told who is not let in: `retry` if it may be due to a moment only, `all` if nobody is.
+fn refused(message: String, retry: bool, all: bool) -> ToRank {
+    ToRank::Refused {
+        message,
+        retry,
+        all,
     }
 }
 
 impl Hub {
-    /// Lets a rank in, or says why not. With the right token the reason ends the run for all: it could never start.
+    /// Lets a rank, which knows the secret, in, or says why not. The reason ends the run for all: it could never start.
     pub(super) fn admit(
         &self,
         hello: Hello,
         version: u32,
         stream: &TcpStream,
-    ) -> Result<(), Refusal> {
-        if hello.token != self.own.token {
-            let message = "another run is at this address: its token differs".to_string();
-            return Err(Refusal::new(message, true));
-        }
+    ) -> Result<(), Box<ToRank>> {
         let mut state = self.lock();
         if state.started {
             let message = format!(
@@ -70,7 +37,7 @@ impl Hub {
                 hello.host,
                 self.world_size()
             );
-            return Err(Refusal::new(message, false));
+            return Err(refused(message, false, false).into());
         }
         if state.refusal.is_none()
             && let Some(why) = self.objection(&state, &hello, version)
@@ -82,12 +49,12 @@ impl Hub {
                 state.told.insert(hello.rank);
             }
             self.notify();
-            return Err(Refusal::of_all(message));
+            return Err(refused(message, false, true).into());
         }
         let (rank, cannot_start) = (hello.rank, hello.cannot_start.clone());
         let peer = self.peer(hello, stream).map_err(|error| {
             let message = format!("rank 0 has no thread or connection left: {error}");
-            Refusal::new(message, true)
+            Box::new(refused(message, true, false))
         })?;
         state.peers[rank] = Some(peer);
         if let Some(why) = cannot_start {
@@ -103,8 +70,8 @@ impl Hub {
                 peer.heard = now;
             }
             state.started = true;
-            let hosts = state.present().map(|(_, peer)| peer.host.clone()).collect();
-            state.broadcast(&ToRank::Welcome { hosts });
+            let host = self.own.host.clone();
+            state.broadcast(&ToRank::Welcome { host });
         } else if let Some(peer) = &state.peers[rank] {
             peer.send(&ToRank::Waiting { missing }, &[]);
         }
@@ -167,7 +134,7 @@ impl Hub {
 
     /// The run does not start, for all that are here and all that come.
     fn refuse_with(&self, state: &mut State, message: String) {
-        state.broadcast(&Refusal::of_all(message.clone()).into());
+        state.broadcast(&refused(message.clone(), false, true));
         let present: Vec<usize> = state.present().map(|(rank, _)| rank).collect();
         state.told.extend(present);
         state.refusal = Some(message);

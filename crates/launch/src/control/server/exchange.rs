@@ -1,4 +1,4 @@
-//! Questions that wait for other ranks: gathers, values, checks. No I/O: it returns what to answer to whom.
+//! Questions that wait for other ranks: gathers and checks. No I/O: it returns what to answer to whom.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,13 +13,10 @@ pub(super) struct Reply {
     pub body: Vec<u8>,
 }
 
-/// What has been asked and not answered yet, and the values that are kept.
+/// What has been asked and not answered yet.
 #[derive(Default)]
 pub(super) struct Exchange {
     gathers: HashMap<String, BTreeMap<usize, (u64, Vec<u8>)>>,
-    values: HashMap<String, Vec<u8>>,
-    /// Who waits for a value, with the ids of their questions.
-    gets: HashMap<String, Vec<(usize, u64)>>,
     checks: HashMap<(String, u64), Check>,
 }
 
@@ -47,31 +44,6 @@ impl Exchange {
                 }
                 self.gathers.remove(&key).map_or_else(Vec::new, gathered)
             }
-            Question::Set { key } => {
-                let waiting = self.gets.remove(&key).unwrap_or_default();
-                let value = |(rank, id)| Reply {
-                    rank,
-                    id,
-                    answer: Answer::Value,
-                    body: body.clone(),
-                };
-                let mut replies: Vec<Reply> = waiting.into_iter().map(value).collect();
-                self.values.insert(key, body);
-                replies.push(bare(rank, id, Answer::Kept));
-                replies
-            }
-            Question::Get { key } => match self.values.get(&key) {
-                Some(value) => vec![Reply {
-                    rank,
-                    id,
-                    answer: Answer::Value,
-                    body: value.clone(),
-                }],
-                None => {
-                    self.gets.entry(key).or_default().push((rank, id));
-                    Vec::new()
-                }
-            },
             Question::Check {
                 group,
                 seq,

@@ -9,7 +9,7 @@ use super::{report, spawn};
 use crate::control::activity::GroupProgress;
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
-use crate::control::{BEAT, Failure, FailureKind, RankGroup, SAME_WORDS, SILENCE};
+use crate::control::{BEAT, Failure, FailureKind, RankGroup, SAME_WORDS};
 
 /// How long a rank's word that it failed is held back. It may have failed because another one died, which shows as a
 /// closed connection at about the same time.
@@ -242,11 +242,11 @@ impl Hub {
             let here = (state.present()).filter(|(_, peer)| !peer.left && !peer.gone);
             here.filter(move |(_, peer)| silence(peer.heard) > limit)
         };
-        if state.failure.is_some() || silent_for(SILENCE).next().is_none() {
+        if state.failure.is_some() || silent_for(self.rank_timeout).next().is_none() {
             return;
         }
         // Ranks behind the same cut fall silent within a beat.
-        let lost: Vec<_> = silent_for(SILENCE - 2 * BEAT).collect();
+        let lost: Vec<_> = silent_for(self.rank_timeout * 5 / 6).collect();
         let lines = lost.iter().map(|(rank, peer)| {
             format!(
                 "{} {}\n  its last operation: {}",

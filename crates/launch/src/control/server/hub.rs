@@ -7,7 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::exchange::{Exchange, Reply};
-use super::report;
+use super::{ControlConfig, report};
+use crate::Secret;
 use crate::control::activity::Snapshot;
 use crate::control::clock::RunClock;
 use crate::control::hello::Hello;
@@ -19,7 +20,9 @@ use crate::control::{Failure, RankGroup};
 pub(super) struct Hub {
     /// Rank 0's: what all have to match.
     pub(super) own: Hello,
+    pub(super) secret: Secret,
     pub(super) join_timeout: Duration,
+    pub(super) rank_timeout: Duration,
     pub(super) clock: RunClock,
     state: Mutex<State>,
     changed: Condvar,
@@ -128,7 +131,8 @@ impl State {
 }
 
 impl Hub {
-    pub(super) fn new(own: Hello, join_timeout: Duration) -> Self {
+    pub(super) fn new(config: &ControlConfig) -> Self {
+        let own = Hello::new(config);
         let state = State {
             peers: (0..own.world_size).map(|_| None).collect(),
             groups: HashMap::new(),
@@ -143,8 +147,10 @@ impl Hub {
         };
         Self {
             own,
-            join_timeout,
-            clock: RunClock::new(),
+            secret: config.secret.clone(),
+            join_timeout: config.join_timeout,
+            rank_timeout: config.rank_timeout,
+            clock: RunClock::new(config.rank_timeout),
             state: Mutex::new(state),
             changed: Condvar::new(),
         }

@@ -113,6 +113,7 @@ fn stopped_ranks() {
         scope.spawn(|| goes_on_after_a_stop(&[1], 4));
         scope.spawn(|| goes_on_after_a_stop(&[0, 1], 8));
         scope.spawn(a_rank_that_stays_stopped_is_taken_for_dead);
+        scope.spawn(a_second_may_be_enough);
     });
 }
 
@@ -137,6 +138,29 @@ fn a_rank_that_stays_stopped_is_taken_for_dead() {
             "rank 2 on host host-2 (process ",
             "has not been heard of for ",
             "hint: its process is stopped, its host is down or the network between the hosts is cut",
+        ]);
+    }
+}
+
+fn a_second_may_be_enough() {
+    let mut stopped = None;
+    let ends = others_after(&["work 20000 1", "stuck 20000 1", "hold 20000 1"], |rank| {
+        // Ranks that live are not taken for dead, and a moment's pause is no death.
+        std::thread::sleep(Duration::from_secs(2));
+        rank.signal(Signal::SIGSTOP);
+        std::thread::sleep(Duration::from_millis(400));
+        rank.signal(Signal::SIGCONT);
+        std::thread::sleep(Duration::from_millis(500));
+        rank.signal(Signal::SIGSTOP);
+        stopped = Some(Instant::now());
+    });
+    // Before a run with the default would have begun to end.
+    let time = stopped.unwrap().elapsed();
+    assert!(time < Duration::from_secs(6), "{time:?}");
+    for end in ends {
+        end.because_of_another(&[
+            "rank 2 on host host-2 (process ",
+            "has not been heard of for 1 s",
         ]);
     }
 }

@@ -124,12 +124,13 @@ fn rank_process() {
     let config = ControlConfig {
         master: (host.to_string(), port.parse().unwrap()),
         deadline: Duration::from_millis(role.get(4).map_or(20_000, |ms| ms.parse().unwrap())),
+        rank_timeout: Duration::from_secs(role.get(5).map_or(6, |secs| secs.parse().unwrap())),
         ends_process: true,
         ..config(rank, world_size, 0)
     };
     let control = Control::join(&config).unwrap();
     control.set_step(3, "forward");
-    control.barrier("all here").unwrap();
+    control.gather("all here", &[]).unwrap();
     println!("ready");
     act(role[3], control);
 }

@@ -1,10 +1,13 @@
 //! Ranks as threads with a `Control` each.
 
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use candle_launch::{Control, ControlConfig, Operation, RankGroup, Result};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
 
 /// A rank's configuration for a run at `port` of this host.
 pub fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
@@ -14,11 +17,13 @@ pub fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         host: format!("host-{rank}"),
         master: ("127.0.0.1".into(), port),
         is_one_host: true,
-        token: "secret".into(),
+        secret: "secret".into(),
+        is_guessable: false,
         fingerprint: vec![("--lr".into(), "1e-4".into())],
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
         deadline: Duration::from_secs(20),
+        rank_timeout: Duration::from_secs(6),
         ends_process: false,
     }
 }
@@ -76,4 +81,34 @@ pub fn operation(group: &Arc<RankGroup>, seq: u64, call: &str) -> Operation {
         call: call.into(),
         site: std::panic::Location::caller(),
     }
+}
+
+/// A connection in bare bytes, by somebody who believes in this secret and says that its messages are of this version; fails if the
+/// other end does not know it.
+pub fn shake_hands(port: u16, secret: &str, version: u32) -> std::io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    let version = version.to_le_bytes();
+    let opening = [b"\x89candle\n".as_slice(), &version, &[7; 32]].concat();
+    stream.write_all(&opening)?;
+    let mut answer = [0; 64];
+    stream.read_exact(&mut answer)?;
+    let (random, proof) = answer.split_at(32);
+    if proof != prove(secret, "server", &opening, random) {
+        return Err(std::io::Error::other("the server does not know the secret"));
+    }
+    stream.write_all(&prove(secret, "rank", &opening, random))?;
+    Ok(stream)
+}
+
+/// What shows that one knows the secret.
+pub fn prove(secret: &str, who: &str, opening: &[u8], random: &[u8]) -> Vec<u8> {
+    let mac = Hmac::<Sha256>::new_from_slice(secret.as_bytes()).unwrap();
+    let mac = mac.chain_update(who).chain_update(opening);
+    mac.chain_update(random).finalize().into_bytes().to_vec()
+}
+
+/// A message without a body.
+pub fn frame(json: &str) -> Vec<u8> {
+    let len = u32::try_from(json.len()).unwrap().to_le_bytes();
+    [len.as_slice(), &[0; 4], json.as_bytes()].concat()
 }

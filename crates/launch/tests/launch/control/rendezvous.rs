@@ -1,12 +1,12 @@
 //! Who is let into a run, and what is said to whom when one is not.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use candle_launch::{Control, ControlConfig, Error};
 
-use super::ranks::{config, free_listener, join, ranks_with};
+use super::ranks::{config, frame, free_listener, join, ranks_with, shake_hands};
 
 /// How the start of a run of three fails when the last rank is changed: on all ranks with the same message.
 fn refused_on_all(change: impl Fn(&mut ControlConfig) + Sync) -> String {
@@ -69,97 +69,21 @@ fn a_second_rank_0_is_named_on_all_ranks() {
     );
 }
 
-/// A rank's first words in a protocol of this version.
-fn words(version: u32, hello: &str) -> Vec<u8> {
-    let version = version.to_le_bytes();
-    let len = u32::try_from(hello.len()).unwrap().to_le_bytes();
-    [
-        b"\x89candle\n".as_slice(),
-        &version,
-        &len,
-        &[0; 4],
-        hello.as_bytes(),
-    ]
-    .concat()
-}
-
 #[test]
 fn a_rank_of_another_version_is_named_on_all_ranks() {
     let (listener, port) = free_listener();
     std::thread::scope(|scope| {
         let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
-        let hello = r#"{"token": "secret", "rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        stream.write_all(&words(3, hello)).unwrap();
+        let hello =
+            r#"{"rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
+        let mut stream = shake_hands(port, "secret", 4).unwrap();
+        stream.write_all(&frame(hello)).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         let answer = String::from_utf8_lossy(&answer);
-        let expected = "rank 1 on host b: it speaks version 3 of the control protocol, expected 2 as on rank 0";
+        let expected = "rank 1 on host b: it speaks version 4 of the control protocol, expected 3 as on rank 0";
         assert!(answer.contains(expected), "{answer:?}");
         assert!(zero.join().unwrap().to_string().contains(expected));
-    });
-}
-
-#[test]
-fn strangers_do_not_disturb_a_run() {
-    let (listener, port) = free_listener();
-    let address = ("127.0.0.1", port);
-    let config = |rank| ControlConfig {
-        join_timeout: Duration::from_secs(8),
-        ..config(rank, 2, port)
-    };
-    std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&config(0), Some(listener)).unwrap());
-        // Of another run, which gets its turn for some seconds only.
-        let other = scope.spawn(|| {
-            let other = ControlConfig {
-                token: "guessed".into(),
-                join_timeout: Duration::from_secs(2),
-                ..config(1)
-            };
-            join(&other, None).err().unwrap().to_string()
-        });
-        let mut garbage = TcpStream::connect(address).unwrap();
-        garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        assert_eq!(garbage.read(&mut [0; 64]).unwrap_or(0), 0);
-        let mut huge = TcpStream::connect(address).unwrap();
-        huge.write_all(&[words(1, "")[..12].to_vec(), vec![0xff; 8]].concat())
-            .unwrap();
-        assert_eq!(huge.read(&mut [0; 64]).unwrap_or(0), 0);
-        let scanners: Vec<_> = (0..100)
-            .map(|_| TcpStream::connect(address).unwrap())
-            .collect();
-        // One that sends a byte now and then is cut off after 2 s.
-        let begun = Instant::now();
-        let mut slow = TcpStream::connect(address).unwrap();
-        let cut_off = words(1, &" ".repeat(1000)).iter().position(|byte| {
-            std::thread::sleep(Duration::from_millis(50));
-            slow.write_all(&[*byte]).is_err()
-        });
-        assert!(cut_off.is_some());
-        assert!(
-            begun.elapsed() < Duration::from_secs(4),
-            "{:?}",
-            begun.elapsed()
-        );
-        drop(scanners);
-        let one = join(&config(1), None).unwrap();
-        let zero = zero.join().unwrap();
-        // After the start the door is still watched.
-        let late = join(&config(1), None).err().unwrap().to_string();
-        assert!(
-            late.contains("rank 1 on host host-1 comes too late"),
-            "{late}"
-        );
-        let mut garbage = TcpStream::connect(address).unwrap();
-        garbage.write_all(&[7; 64]).unwrap();
-        scope.spawn(move || one.leave().unwrap());
-        zero.leave().unwrap();
-        let other = other.join().unwrap();
-        assert!(
-            other.contains("another run is at this address: its token differs"),
-            "{other}"
-        );
     });
 }
 

@@ -7,25 +7,22 @@ use std::time::{Duration, Instant};
 
 use candle_launch::{Control, RankGroup, Verdict};
 
-use super::ranks::{config, free_listener, join, operation};
+use super::ranks::{config, frame, free_listener, join, operation, shake_hands};
 
-fn frame(json: &str) -> Vec<u8> {
-    let len = u32::try_from(json.len()).unwrap().to_le_bytes();
-    [len.as_slice(), &[0; 4], json.as_bytes()].concat()
-}
+const NUM_GATHERS: usize = 32;
 
 /// Rank 2 in bare bytes: it asks for much, and reads nothing.
 fn slow_rank(port: u16) -> TcpStream {
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let fingerprint = r#"[["--lr", "1e-4"]]"#;
     let hello = format!(
-        r#"{{"token": "secret", "rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
+        r#"{{"rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
     );
-    stream.write_all(b"\x89candle\n\x02\0\0\0").unwrap();
+    let mut stream = shake_hands(port, "secret", 3).unwrap();
     stream.write_all(&frame(&hello)).unwrap();
     stream.read_exact(&mut [0; 8]).unwrap();
-    for id in 0..100 {
-        let ask = format!(r#"{{"Ask": {{"id": {id}, "question": {{"Get": {{"key": "big"}}}}}}}}"#);
+    for id in 0..NUM_GATHERS {
+        let question = format!(r#"{{"Gather": {{"key": "big {id}"}}}}"#);
+        let ask = format!(r#"{{"Ask": {{"id": {id}, "question": {question}}}}}"#);
         stream.write_all(&frame(&ask)).unwrap();
     }
     stream
@@ -51,8 +48,16 @@ fn a_rank_that_does_not_read_stalls_nobody() {
             .collect();
         let mut slow = slow_rank(port);
         let fast: Vec<_> = fast.into_iter().map(|rank| rank.join().unwrap()).collect();
-        // 100 MiB for the slow rank, far more than its connection holds.
-        fast[0].set("big", &vec![7; 1 << 20]).unwrap();
+        // 64 MiB for the slow rank, far more than its connection holds.
+        std::thread::scope(|scope| {
+            for control in &fast {
+                scope.spawn(|| {
+                    for id in 0..NUM_GATHERS {
+                        control.gather(&format!("big {id}"), &[7; 1 << 20]).unwrap();
+                    }
+                });
+            }
+        });
         let group = Arc::new(RankGroup {
             id: "fast".into(),
             members: vec![0, 1],

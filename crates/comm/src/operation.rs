@@ -1,0 +1,129 @@
+//! What the ranks of a group do together.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Shape, Tensor};
+
+use crate::Error;
+
+/// How a reduction combines the values of the ranks, elementwise and in rank order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum. bf16 and f16 are accumulated in f32 and rounded once, but with [`HalfSums::Native`](crate::HalfSums); integers wrap.
+    Sum,
+    /// The largest value. A NaN on any rank gives NaN.
+    Max,
+}
+
+impl std::fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+        })
+    }
+}
+
+/// What the ranks of a group do together. `N` is their number; all but messages act on dim 0 of one tensor for each rank, of
+/// the same shape and dtype on all, and give one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operation {
+    /// `(n, ..) -> (n, ..)`: the elementwise reduction over the ranks, on every rank.
+    AllReduce(ReduceOp),
+    /// `(n, ..) -> (N * n, ..)`: the ranks' tensors one after the other, on every rank.
+    AllGather,
+    /// `(N * n, ..) -> (n, ..)`: this rank's slice of the elementwise reduction.
+    ReduceScatter(ReduceOp),
+    /// `(n, ..) -> (n, ..)`: root's tensor on every rank. Values matter on the root only.
+    Broadcast {
+        /// The rank, in the group, whose tensor it is.
+        root: usize,
+    },
+    /// `(N * n, ..) -> (N * n, ..)`: slice `j` goes to rank `j`; what came from rank `i` is slice `i`.
+    AllToAll,
+    /// Complete once every rank of the group has started it. Its tensor has no elements.
+    Barrier,
+    /// An [`AllGather`](Self::AllGather) of what ranks say before they split the group.
+    Split,
+    /// Sends and receives, all in flight together. It takes the tensors to send and gives the received ones, in the order of the
+    /// messages.
+    Messages {
+        /// What the user called, for the others' messages about it.
+        name: &'static str,
+        /// The sends and receives.
+        messages: Arc<[Message]>,
+    },
+}
+
+/// A send or a receive among the [messages](Operation::Messages) that a rank starts together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Message {
+    /// Sends the next of the tensors. It is copied at the start; the caller may write to it afterwards.
+    Send {
+        /// The rank, in the group, that receives it.
+        dst: usize,
+    },
+    /// Receives a tensor.
+    Recv {
+        /// The shape that it must have.
+        shape: Shape,
+        /// The dtype that it must have.
+        dtype: DType,
+        /// The rank, in the group, that sends it.
+        src: usize,
+    },
+}
+
+impl Operation {
+    /// What it is called.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::AllReduce(_) => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::Broadcast { .. } => "broadcast",
+            Self::AllToAll => "all_to_all",
+            Self::Barrier => "barrier",
+            Self::Split => "split",
+            Self::Messages { name, .. } => name,
+        }
+    }
+
+    /// How it combines values, if it does.
+    pub fn reduce_op(&self) -> Option<ReduceOp> {
+        match self {
+            Self::AllReduce(op) | Self::ReduceScatter(op) => Some(*op),
+            _ => None,
+        }
+    }
+
+    /// The tensor of an operation that is no messages.
+    pub(crate) fn only_tensor<'a>(&self, xs: &'a [Tensor]) -> Result<&'a Tensor> {
+        match xs {
+            [xs] => Ok(xs),
+            _ => Err(Error::Argument(format!("{self} takes one tensor, got {}", xs.len())).into()),
+        }
+    }
+
+    /// The dims of what it gives for a tensor of `shape` on each of `world_size` ranks.
+    pub fn output_dims(&self, shape: &Shape, world_size: usize) -> Vec<usize> {
+        let mut dims = shape.dims().to_vec();
+        match (self, dims.first_mut()) {
+            (Self::AllGather | Self::Split, Some(dim)) => *dim *= world_size,
+            (Self::ReduceScatter(_), Some(dim)) => *dim /= world_size,
+            _ => {}
+        }
+        dims
+    }
+}
+
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = self.name();
+        match self {
+            Self::AllReduce(op) | Self::ReduceScatter(op) => write!(f, "{name}({op})"),
+            Self::Broadcast { root } => write!(f, "{name}(root {root})"),
+            _ => f.write_str(name),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! How both ends of a new connection show each other that they know the run's secret, without sending it.
+//!
+//! ```text
+//! rank -> server    opening: magic, version of its messages, 32 random bytes
+//! server -> rank    32 random bytes, HMAC-SHA256(secret, "server", opening, these bytes)
+//! rank -> server    HMAC-SHA256(secret, "rank", opening, the server's bytes)
+//! ```
+//! (RFC 2104.) The random bytes are new for each connection, so what somebody heard of an earlier one is of no use, and neither
+//! end can send the other its own proof back. A rank says nothing of itself before it has seen the server's proof. This never
+//! changes, so that ranks of different versions can tell each other so.
+//!
+//! What follows is not encrypted: who can change packets between the hosts is not kept out.
+
+use std::io::{Error, ErrorKind, Read, Result, Write};
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use crate::Secret;
+use crate::secret::random_bytes;
+
+const MAGIC: [u8; 8] = *b"\x89candle\n";
+const NUM_RANDOM: usize = 32;
+const PROOF_BYTES: usize = 32;
+
+/// Magic, version and random bytes.
+const OPENING_BYTES: usize = MAGIC.len() + 4 + NUM_RANDOM;
+
+/// Who proves that it knows the secret.
+const RANK: &str = "rank";
+const SERVER: &str = "server";
+
+/// As a rank whose messages are of `version`: whether the other end knows the secret.
+///
+/// # Errors
+/// The connection breaks off, or ends in time.
+pub(super) fn as_rank(
+    stream: &mut (impl Read + Write),
+    secret: &Secret,
+    version: u32,
+) -> Result<bool> {
+    let random = random_bytes::<NUM_RANDOM>()?;
+    let opening = [MAGIC.as_slice(), &version.to_le_bytes(), &random].concat();
+    stream.write_all(&opening)?;
+    let (mut random, mut proof) = ([0; NUM_RANDOM], [0; PROOF_BYTES]);
+    stream.read_exact(&mut random)?;
+    stream.read_exact(&mut proof)?;
+    if !is_proof(&proof, mac(secret, SERVER, &opening, &random)?) {
+        return Ok(false);
+    }
+    let proof = mac(secret, RANK, &opening, &random)?.finalize();
+    stream.write_all(&proof.into_bytes())?;
+    Ok(true)
+}
+
+/// As the server: the version of the messages of a rank that knows the secret.
+///
+/// # Errors
+/// The other end does not know it, or says something else; the connection breaks off, or ends in time.
+pub(super) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Result<u32> {
+    let mut opening = [0; OPENING_BYTES];
+    stream.read_exact(&mut opening[..MAGIC.len()])?;
+    if !opening.starts_with(&MAGIC) {
+        let message = "it does not speak the control protocol";
+        return Err(Error::new(ErrorKind::InvalidData, message));
+    }
+    stream.read_exact(&mut opening[MAGIC.len()..])?;
+    let random = random_bytes::<NUM_RANDOM>()?;
+    let proof = mac(secret, SERVER, &opening, &random)?.finalize();
+    stream.write_all(&[random, proof.into_bytes().into()].concat())?;
+    let mut proof = [0; PROOF_BYTES];
+    stream.read_exact(&mut proof)?;
+    if !is_proof(&proof, mac(secret, RANK, &opening, &random)?) {
+        let message = "it does not know the run's secret";
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
+    }
+    let mut version = [0; 4];
+    version.copy_from_slice(&opening[MAGIC.len()..][..4]);
+    Ok(u32::from_le_bytes(version))
+}
+
+fn mac(secret: &Secret, who: &str, opening: &[u8], random: &[u8]) -> Result<Hmac<Sha256>> {
+    let mac = Hmac::<Sha256>::new_from_slice(secret.as_str().as_bytes()).map_err(Error::other)?;
+    Ok(mac
+        .chain_update(who)
+        .chain_update(opening)
+        .chain_update(random))
+}
+
+/// Whether it is this proof, found in a time that does not tell by how much it is not.
+fn is_proof(proof: &[u8], expected: Hmac<Sha256>) -> bool {
+    expected.verify_slice(proof).is_ok()
+}
