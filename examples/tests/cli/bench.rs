@@ -79,6 +79,8 @@ fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
             ("--pp", pp),
             ("--dp", dp),
             ("--zero", zero),
+            // Of several threads it would be chance which ones allocate scratch memory, and in which passes.
+            ("--threads", tp * dp),
         ];
         let program = example("bench_train").flag("--recompute", mode);
         let program = sizes
