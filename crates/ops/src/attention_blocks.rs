@@ -289,7 +289,10 @@ fn exponentials(scores: &mut [f32], scale: f32) -> (f32, f32) {
 /// Turns raw scores into probabilities and the gradient of the probabilities into that of the raw scores, in place.
 #[inline(always)]
 fn softmax_backward(p: &mut [f32], ds: &mut [f32], lse: f32, scale: f32) {
-    let along_p = lanes::replace_by_exp_and_dot(p, ds, |score| score * scale - lse);
+    let (sum, dot) = lanes::replace_by_exp_and_dot(p, ds, |score| score * scale - lse);
+    // The sum is 1 but for rounding; with it the gradients of a row of scores add up to 0 as they should, and so do those of a bias of
+    // the keys, of which little else is left.
+    let along_p = dot / sum;
     for (p, ds) in p.iter().zip(ds.iter_mut()) {
         *ds = *p * (*ds - along_p) * scale;
     }

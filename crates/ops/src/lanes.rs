@@ -52,26 +52,31 @@ pub(crate) fn replace_by_exp(values: &mut [f32], f: impl Fn(f32) -> f32) -> f32 
     join(lanes, |a, b| a + b)
 }
 
-/// Replaces each `x` of `a` by `exp(f(x))`; returns the sum of their products with `b`, a slice of the same length.
+/// Replaces each `x` of `a` by `exp(f(x))`; returns their sum, and that of their products with `b`, a slice of the same length.
 #[inline(always)]
-pub(crate) fn replace_by_exp_and_dot(a: &mut [f32], b: &[f32], f: impl Fn(f32) -> f32) -> f32 {
-    let mut lanes = [0f32; LANES];
+pub(crate) fn replace_by_exp_and_dot(
+    a: &mut [f32],
+    b: &[f32],
+    f: impl Fn(f32) -> f32,
+) -> (f32, f32) {
+    let (mut sums, mut dots) = ([0f32; LANES], [0f32; LANES]);
     let (mut a, b) = (a.chunks_exact_mut(LANES), b.chunks_exact(LANES));
     let b_rest = b.remainder();
     for (a, b) in (&mut a).zip(b) {
-        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter_mut().zip(b)) {
+        let lanes = sums.iter_mut().zip(&mut dots);
+        for ((sum, dot), (a, b)) in lanes.zip(a.iter_mut().zip(b)) {
             *a = exp(f(*a));
-            *lane += *a * b;
+            *sum += *a;
+            *dot += *a * b;
         }
     }
-    for (lane, (a, b)) in lanes
-        .iter_mut()
-        .zip(a.into_remainder().iter_mut().zip(b_rest))
-    {
+    let rest = a.into_remainder().iter_mut().zip(b_rest);
+    for ((sum, dot), (a, b)) in sums.iter_mut().zip(&mut dots).zip(rest) {
         *a = exp(f(*a));
-        *lane += *a * b;
+        *sum += *a;
+        *dot += *a * b;
     }
-    join(lanes, |a, b| a + b)
+    [sums, dots].map(|lanes| join(lanes, |a, b| a + b)).into()
 }
 
 #[inline(always)]

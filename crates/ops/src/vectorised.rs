@@ -55,9 +55,8 @@ mod tests {
         results.push(lanes::max(values, |x| x * 0.3));
         let mut exps = values.to_vec();
         results.push(lanes::replace_by_exp(&mut exps, |x| x * 0.7 - 0.1));
-        results.push(lanes::replace_by_exp_and_dot(&mut exps, values, |x| {
-            x * 0.7
-        }));
+        let (sum, dot) = lanes::replace_by_exp_and_dot(&mut exps, values, |x| x * 0.7);
+        results.extend([sum, dot]);
         results.extend(exps);
         results.into_iter().map(f32::to_bits).collect()
     }
