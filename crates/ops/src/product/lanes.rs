@@ -1,6 +1,6 @@
 //! Lanes of 32 bits, which the kernels multiply: one f32, or two bf16 that follow each other along `k`.
 
-use super::packing::{Layout, pack_pairs, pack_terms};
+use super::packing::Layout;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use half::{bf16, f16};
@@ -190,27 +190,14 @@ impl Lanes for f16 {
     }
 }
 
-/// How values become lanes.
+/// How values become lanes, and these panels: see [`super::packing`].
 pub(super) trait Format {
     /// Values of a lane, along `k`.
     const TERMS: usize;
     /// Lanes for each value.
     const PARTS: usize;
 
-    /// Up to 16 lanes along `k`, from up to `16 * TERMS` values.
-    ///
-    /// # Safety
-    /// The processor can make such lanes; `place` points to `len` values.
-    unsafe fn along<T: Lanes>(place: *const T, len: usize, part: usize) -> __m512i;
-
-    /// Lanes of up to 16 vectors at the same `k`; `next` are their values at the next `k`, null at the end.
-    ///
-    /// # Safety
-    /// The processor can make such lanes; the places point to `len` values.
-    unsafe fn across<T: Lanes>(place: *const T, next: *const T, len: usize, part: usize)
-    -> __m512i;
-
-    /// Packs panels, see [`super::packing`].
+    /// Writes panels of the rows `vectors` of `source` over `k` to `lines`. The right matrix is to be given transposed.
     ///
     /// # Safety
     /// The processor can make such lanes.
@@ -226,75 +213,5 @@ pub(super) trait Format {
 /// f32.
 pub(super) struct Terms;
 
-impl Format for Terms {
-    const TERMS: usize = 1;
-    const PARTS: usize = 1;
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn along<T: Lanes>(place: *const T, len: usize, _part: usize) -> __m512i {
-        // SAFETY: as promised by the caller.
-        unsafe { T::terms(place, len) }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn across<T: Lanes>(
-        place: *const T,
-        _next: *const T,
-        len: usize,
-        _part: usize,
-    ) -> __m512i {
-        // SAFETY: as promised by the caller.
-        unsafe { T::terms(place, len) }
-    }
-
-    unsafe fn pack<T: Lanes>(
-        source: Matrix<'_, T>,
-        vectors: Range<usize>,
-        k: Range<usize>,
-        layout: Layout,
-        lines: &mut [Line],
-    ) {
-        // SAFETY: as promised by the caller.
-        unsafe { pack_terms::<Self, T>(source, vectors, k, layout, lines) }
-    }
-}
-
 /// Two bf16, of sums of `PARTS` of them.
 pub(super) struct Pairs<const PARTS: usize>;
-
-impl<const PARTS: usize> Format for Pairs<PARTS> {
-    const TERMS: usize = 2;
-    const PARTS: usize = PARTS;
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    unsafe fn along<T: Lanes>(place: *const T, len: usize, part: usize) -> __m512i {
-        // SAFETY: as promised by the caller.
-        unsafe { T::pairs(place, len, part) }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
-    unsafe fn across<T: Lanes>(
-        place: *const T,
-        next: *const T,
-        len: usize,
-        part: usize,
-    ) -> __m512i {
-        // SAFETY: as promised by the caller.
-        unsafe { T::interleaved(place, next, len, part) }
-    }
-
-    unsafe fn pack<T: Lanes>(
-        source: Matrix<'_, T>,
-        vectors: Range<usize>,
-        k: Range<usize>,
-        layout: Layout,
-        lines: &mut [Line],
-    ) {
-        // SAFETY: as promised by the caller.
-        unsafe { pack_pairs::<Self, T>(source, vectors, k, layout, lines) }
-    }
-}

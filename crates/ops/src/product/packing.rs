@@ -2,9 +2,9 @@
 //!
 //! A panel is a few vectors, rows of the left matrix or columns of the right one, over a range of `k`. Its lines have the lanes
 //! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. What lies beyond
-//! the matrix is 0.
+//! the matrix is 0, but where a panel has no vector in a group of 16: there it is what was there before, and goes to sums that nobody reads.
 
-use super::lanes::{Format, Lanes};
+use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
@@ -66,78 +66,98 @@ impl<'a> Panel<'a> {
     }
 }
 
-macro_rules! packer {
-    ($name:ident, $features:literal) => {
-        /// Writes panels of the rows `vectors` of `source` over `k` to `lines`. The right matrix is to be given transposed.
-        ///
-        /// # Safety
-        /// The processor can make lanes of the format.
-        #[target_feature(enable = $features)]
-        pub(super) unsafe fn $name<F: Format, T: Lanes>(
-            source: Matrix<'_, T>,
-            vectors: Range<usize>,
-            k: Range<usize>,
-            layout: Layout,
-            lines: &mut [Line],
-        ) {
-            check(source, &vectors, &k);
-            let is_along = source.col_stride == 1;
-            let place = |vector: usize, k: usize| {
-                let offset = vector * source.row_stride + k * source.col_stride;
-                source.data.as_ptr().wrapping_add(offset)
-            };
-            let mut pack_block = |group: &Range<usize>, lane: usize| {
-                let first_k = k.start + lane * F::TERMS;
-                let len = k.end.saturating_sub(first_k).min(LANES * F::TERMS);
-                for part in 0..F::PARTS {
-                    let mut block = [_mm512_setzero_si512(); LANES];
-                    // SAFETY: the values lie in the matrix, by the check above.
-                    unsafe {
-                        if is_along {
-                            for (register, vector) in block.iter_mut().zip(group.clone()) {
-                                *register = F::along(place(vector, first_k), len, part);
-                            }
-                        } else {
-                            let ks = (first_k..first_k + len).step_by(F::TERMS);
-                            for (register, this_k) in block.iter_mut().zip(ks) {
-                                let next = match this_k + 1 < k.end {
-                                    true => place(group.start, this_k + 1),
-                                    false => std::ptr::null(),
-                                };
-                                let place = place(group.start, this_k);
-                                *register = F::across(place, next, group.len(), part);
+/// `$along` makes up to 16 lanes along `k` of a place, a number of values and a part of them, `$across` those of up to 16 vectors at one
+/// `k`, and at the next, or null.
+macro_rules! impl_format {
+    ($format:ty, [$($generics:tt)*], $terms:expr, $parts:expr, $features:literal, $along:expr, $across:expr) => {
+        impl<$($generics)*> Format for $format {
+            const TERMS: usize = $terms;
+            const PARTS: usize = $parts;
+
+            #[target_feature(enable = $features)]
+            unsafe fn pack<T: Lanes>(
+                source: Matrix<'_, T>,
+                vectors: Range<usize>,
+                k: Range<usize>,
+                layout: Layout,
+                lines: &mut [Line],
+            ) {
+                check(source, &vectors, &k);
+                let is_along = source.col_stride == 1;
+                let place = |vector: usize, k: usize| {
+                    let offset = vector * source.row_stride + k * source.col_stride;
+                    source.data.as_ptr().wrapping_add(offset)
+                };
+                let mut pack_block = |group: &Range<usize>, lane: usize| {
+                    let first_k = k.start + lane * Self::TERMS;
+                    let len = k.end.saturating_sub(first_k).min(LANES * Self::TERMS);
+                    for part in 0..Self::PARTS {
+                        let mut block = [_mm512_setzero_si512(); LANES];
+                        // SAFETY: the values lie in the matrix, by the check above.
+                        unsafe {
+                            if is_along {
+                                for (register, vector) in block.iter_mut().zip(group.clone()) {
+                                    *register = $along(place(vector, first_k), len, part);
+                                }
+                            } else {
+                                let ks = (first_k..first_k + len).step_by(Self::TERMS);
+                                for (register, this_k) in block.iter_mut().zip(ks) {
+                                    let next = match this_k + 1 < k.end {
+                                        true => place(group.start, this_k + 1),
+                                        false => std::ptr::null(),
+                                    };
+                                    let place = place(group.start, this_k);
+                                    *register = $across(place, next, group.len(), part);
+                                }
                             }
                         }
+                        if is_along != layout.by_vectors {
+                            block = transposed(&block);
+                        }
+                        let (first, step) = layout.place(group.start - vectors.start, lane);
+                        let count = match layout.by_vectors {
+                            true => LANES,
+                            false => LANES.min(layout.lanes - lane),
+                        };
+                        let lines = lines[part * layout.part_lines() + first..].iter_mut();
+                        for (line, register) in lines.step_by(step).zip(&block).take(count) {
+                            // SAFETY: a line is 64 bytes, aligned.
+                            unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *register) };
+                        }
                     }
-                    if is_along != layout.by_vectors {
-                        block = transposed(&block);
-                    }
-                    let (first, step) = layout.place(group.start - vectors.start, lane);
-                    let count = match layout.by_vectors {
-                        true => LANES,
-                        false => LANES.min(layout.lanes - lane),
-                    };
-                    let lines = lines[part * layout.part_lines() + first..].iter_mut();
-                    for (line, register) in lines.step_by(step).zip(&block).take(count) {
-                        // SAFETY: a line is 64 bytes, aligned.
-                        unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *register) };
-                    }
+                };
+                // In the order in which memory is read.
+                let groups = groups(vectors.clone(), layout.width);
+                let lanes = (0..layout.lanes).step_by(LANES);
+                if is_along {
+                    groups.for_each(|group| lanes.clone().for_each(|lane| pack_block(&group, lane)));
+                } else {
+                    lanes.for_each(|lane| groups.clone().for_each(|group| pack_block(&group, lane)));
                 }
-            };
-            // In the order in which memory is read.
-            let groups = groups(vectors.clone(), layout.width);
-            let lanes = (0..layout.lanes).step_by(LANES);
-            if is_along {
-                groups.for_each(|group| lanes.clone().for_each(|lane| pack_block(&group, lane)));
-            } else {
-                lanes.for_each(|lane| groups.clone().for_each(|group| pack_block(&group, lane)));
             }
         }
     };
 }
 
-packer!(pack_terms, "avx512f,avx512bw,avx512vl,avx512dq");
-packer!(pack_pairs, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16");
+impl_format!(
+    Terms,
+    [],
+    1,
+    1,
+    "avx512f,avx512bw,avx512vl,avx512dq",
+    |place, len, _part| T::terms(place, len),
+    |place, _next, len, _part| T::terms(place, len)
+);
+
+impl_format!(
+    Pairs<PARTS>,
+    [const PARTS: usize],
+    2,
+    PARTS,
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16",
+    T::pairs,
+    T::interleaved
+);
 
 fn check<T: Lanes>(source: Matrix<'_, T>, vectors: &Range<usize>, k: &Range<usize>) {
     assert!(vectors.end <= source.rows && k.end <= source.cols);
