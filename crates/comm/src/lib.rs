@@ -43,6 +43,7 @@ mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;
+mod pairwise;
 mod pending;
 mod plan;
 mod process_group;

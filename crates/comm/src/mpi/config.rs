@@ -11,6 +11,9 @@ pub struct MpiConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.
     pub threads_per_rank: Option<usize>,
+    /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
+    /// Default: those that share memory, as MPI says.
+    pub ranks_per_host: Option<usize>,
 }
 
 impl Default for MpiConfig {
@@ -18,6 +21,7 @@ impl Default for MpiConfig {
         Self {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
+            ranks_per_host: None,
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::hosts::Hosts;
 use super::sys::{Comm, Mpi};
 use crate::Error;
 
@@ -32,12 +33,13 @@ impl Context {
                 ranks.len()
             )));
         }
-        let members = ranks.iter().map(|rank| parent.members[*rank]).collect();
-        self.groups.push(Group {
+        let group = Group {
             comm,
-            members,
+            members: ranks.iter().map(|rank| parent.members[*rank]).collect(),
             rank,
-        });
+            hosts: Arc::new(parent.hosts.of_group(ranks)),
+        };
+        self.groups.push(group);
         Ok(self.groups.len() - 1)
     }
 }
@@ -50,6 +52,7 @@ pub(super) struct Group {
     pub members: Arc<[usize]>,
     /// This rank in the group.
     pub rank: usize,
+    pub hosts: Arc<Hosts>,
 }
 
 impl Group {

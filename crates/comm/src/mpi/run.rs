@@ -19,6 +19,7 @@ use super::engine::{End, Engine, Job};
 use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
+use super::hosts::Hosts;
 use super::sys::Mpi;
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
@@ -42,7 +43,7 @@ struct Start {
 /// so operations progress while the rank computes; it sleeps while nothing is under way.
 ///
 /// Results equal those of [`threads`](crate::launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
-/// rank order.
+/// the same order.
 ///
 /// # Errors
 /// Before the ranks have met: MPI cannot be initialised, or this process is the only rank although its launcher says that
@@ -57,7 +58,7 @@ pub fn mpi<T: Send>(
         keep_candle_from_threads();
     }
     let (jobs, received) = channel();
-    let (engine, start) = start_engine(config.deadline, received)?;
+    let (engine, start) = start_engine(&config, received)?;
     let shared = Arc::new(Shared {
         world_rank: start.world_rank,
         deadline: config.deadline,
@@ -108,10 +109,11 @@ fn say_failed(rank: usize, message: &str) {
 type EngineThread = JoinHandle<std::result::Result<u64, Error>>;
 
 /// Starts MPI's thread, which initialises MPI.
-fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
+fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
     let (started, start) = channel();
+    let (deadline, ranks_per_host) = (config.deadline, config.ranks_per_host);
     let engine = Builder::new().name("mpi".into()).spawn(move || {
-        let begun = begin(deadline);
+        let begun = begin(deadline, ranks_per_host);
         match begun {
             Ok((context, start)) => {
                 // The other end waits for it.
@@ -139,7 +141,10 @@ fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread
 }
 
 /// Initialises MPI and looks around.
-fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
+fn begin(
+    deadline: Duration,
+    ranks_per_host: Option<usize>,
+) -> std::result::Result<(Context, Start), Error> {
     let mpi = Mpi::init()?;
     let world = mpi.world();
     let (world_rank, world_size) = (mpi.rank(world)?, mpi.size(world)?);
@@ -155,8 +160,21 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         mpi.finalize()?;
         return Err(Error::Argument(message));
     }
-    let own = cores_id();
-    let on_host = mpi.gather_on_host(own)?;
+    let (own, host) = (cores_id(), mpi.host()?);
+    let on_host = mpi.gather(host, own)?;
+    // A host is known by its lowest rank.
+    let lowest = mpi.gather(host, world_rank as u64)?[0];
+    mpi.free(host)?;
+    let host_of: Vec<usize> = match ranks_per_host {
+        Some(ranks_per_host) => (0..world_size)
+            .map(|rank| rank / ranks_per_host.max(1))
+            .collect(),
+        None => mpi
+            .gather(world, lowest)?
+            .iter()
+            .map(|rank| *rank as usize)
+            .collect(),
+    };
     let threads = match std::env::var_os("RAYON_NUM_THREADS") {
         // It is each process's own.
         Some(_) => num_cores(),
@@ -175,6 +193,7 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         comm: world,
         members,
         rank: world_rank,
+        hosts: Arc::new(Hosts::new(&host_of)),
     };
     let context = Context {
         mpi,

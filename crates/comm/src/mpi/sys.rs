@@ -127,21 +127,25 @@ impl Mpi {
         Ok(Comm(new))
     }
 
-    /// Each value that a rank on this host passes. All ranks of the world must call it.
-    pub fn gather_on_host(&self, value: u64) -> Result<Vec<u64>> {
+    /// A communicator of the ranks of the world that share memory with this one. All ranks of the world must call it.
+    pub fn host(&self) -> Result<Comm> {
         let mut host = self.world.0;
         // SAFETY: the communicator is live, the constants are initialised C data, `host` is valid for the call.
         check("MPI_Comm_split_type", unsafe {
             let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
             ffi::MPI_Comm_split_type(self.world.0, kind, 0, info, &mut host)
         })?;
-        let mut values = vec![0u64; self.size(Comm(host))?];
-        // SAFETY: one u64 is read from `value`, and one for each rank of `host` written to `values`, which has as many.
+        Ok(Comm(host))
+    }
+
+    /// Each value that a rank of `comm` passes. All of them must call it.
+    pub fn gather(&self, comm: Comm, value: u64) -> Result<Vec<u64>> {
+        let mut values = vec![0u64; self.size(comm)?];
+        // SAFETY: one u64 is read from `value`, and one for each rank of `comm` written to `values`, which has as many.
         check("MPI_Allgather", unsafe {
             let (u64s, from) = (ffi::RSMPI_UINT64_T, (&raw const value).cast());
-            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, host)
+            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm.0)
         })?;
-        self.free(Comm(host))?;
         Ok(values)
     }
 

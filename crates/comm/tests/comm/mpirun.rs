@@ -58,7 +58,28 @@ pub fn output(
     deadline: Duration,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) -> Option<Output> {
-    if is_rank(num_ranks, deadline, rank_main) {
+    let config = MpiConfig {
+        deadline,
+        ..config()
+    };
+    output_with(test, num_ranks, config, rank_main)
+}
+
+fn config() -> MpiConfig {
+    MpiConfig {
+        deadline: Duration::from_secs(60),
+        threads_per_rank: Some(1),
+        ..MpiConfig::default()
+    }
+}
+
+fn output_with(
+    test: &str,
+    num_ranks: usize,
+    config: MpiConfig,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) -> Option<Output> {
+    if is_rank(num_ranks, config, rank_main) {
         return None;
     }
     let Some(mut mpirun) = mpirun(num_ranks) else {
@@ -74,7 +95,7 @@ pub fn output(
 
 /// As [`output`], on one rank that no mpirun has started and whose environment says that there are four.
 pub fn output_alone(test: &str) -> Option<Output> {
-    if is_rank(1, Duration::from_secs(60), |_| Ok(())) {
+    if is_rank(1, config(), |_| Ok(())) {
         return None;
     }
     if mpirun(1).is_none() {
@@ -92,17 +113,13 @@ pub fn output_alone(test: &str) -> Option<Output> {
 /// Whether this process is a rank of a test; if it is one of `num_ranks`, it has run `rank_main`.
 fn is_rank(
     num_ranks: usize,
-    deadline: Duration,
+    config: MpiConfig,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) -> bool {
     let Ok(role) = env::var(ROLE) else {
         return false;
     };
     if role == num_ranks.to_string() {
-        let config = MpiConfig {
-            deadline,
-            threads_per_rank: Some(1),
-        };
         launch::mpi(config, rank_main).unwrap();
     }
     true
@@ -114,7 +131,29 @@ pub fn run(
     num_ranks: usize,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) {
-    let Some(output) = output(test, num_ranks, Duration::from_secs(60), rank_main) else {
+    run_with(test, num_ranks, config(), rank_main);
+}
+
+/// As [`run`], where so many ranks in a row take themselves for those of one host.
+pub fn run_on_hosts(
+    test: &str,
+    (num_ranks, ranks_per_host): (usize, usize),
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
+    let config = MpiConfig {
+        ranks_per_host: Some(ranks_per_host),
+        ..config()
+    };
+    run_with(test, num_ranks, config, rank_main);
+}
+
+fn run_with(
+    test: &str,
+    num_ranks: usize,
+    config: MpiConfig,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
+    let Some(output) = output_with(test, num_ranks, config, rank_main) else {
         return;
     };
     let said = said(&output);
