@@ -32,6 +32,7 @@ mod messages;
 mod movement;
 mod part;
 mod pause;
+mod peer;
 mod place;
 mod route;
 mod run;

@@ -105,7 +105,8 @@ pub fn each_with<T: Send>(
 struct Nccl;
 
 impl Launch for Nccl {
-    /// NCCL adds in an order of its own. Emulated it is ours; on a GPU that ranks share, two ranks give the same bits in any.
+    /// NCCL adds in an order of its own. Emulated it is that of the ranks, which is ours for up to three; on a GPU that ranks share,
+    /// two ranks give the same bits in any.
     fn world_sizes(&self) -> &[usize] {
         match may_share() {
             true => &[1, 2],
