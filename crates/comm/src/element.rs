@@ -13,7 +13,7 @@ const BLOCK: usize = 4096;
 /// An element type that ranks exchange.
 pub(crate) trait Element: WithDType {
     /// What sums are accumulated in.
-    type Acc: Copy + Default;
+    type Acc: Copy + Default + Send;
     /// Zeroed memory, lazily where the system can.
     fn zeros(len: usize) -> Vec<Self>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;

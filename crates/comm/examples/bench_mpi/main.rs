@@ -40,7 +40,11 @@ const TURNS: usize = 3;
 
 fn main() -> Result<()> {
     let arguments = Arguments::from_env();
-    launch::mpi(MpiConfig::default(), |world| {
+    let config = MpiConfig {
+        reduction: arguments.reduction,
+        ..MpiConfig::default()
+    };
+    launch::mpi(config, |world| {
         for &bytes in &arguments.sizes {
             for &operation in &arguments.ops {
                 let case = Case::new(&world, operation, bytes)?;
@@ -109,16 +113,17 @@ impl<'a> Case<'a> {
             };
             println!(
                 "{{\"bench\":\"mpi\",\"op\":\"{}\",\"ranks\":{},\"bytes\":{bytes},\"samples\":{samples},\"calls\":{calls},\
-                 \"bare\":\"{name}\",{}}}",
+                 \"bare\":\"{name}\",\"reduction\":\"{}\",{}}}",
                 self.operation.name(),
                 self.world.world_size(),
+                arguments.reduction,
                 figures(ours, bare),
             );
         }
         Ok(())
     }
 
-    /// An error unless ours and MPI's give the same.
+    /// Ends all unless ours and MPI's give the same.
     fn check(&mut self) -> Result<()> {
         let got = self.operation.run(self.world, &self.input)?;
         self.calm_down()?;

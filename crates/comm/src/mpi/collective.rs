@@ -11,6 +11,7 @@ use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
+use super::native::NativeSum;
 use super::route::Route;
 use crate::Error;
 use crate::call::Call;
@@ -21,7 +22,7 @@ type Result<T> = std::result::Result<T, Error>;
 
 /// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
 /// all compute their own output; else the data move as the [`Route`] says.
-pub(super) struct Collective<T> {
+pub(super) struct Collective<T: Element> {
     in_flight: Arc<InFlight>,
     call: Call,
     /// Of the input of each rank.
@@ -32,8 +33,10 @@ pub(super) struct Collective<T> {
     phase: Phase<T>,
 }
 
-enum Phase<T> {
+enum Phase<T: Element> {
     Meeting,
+    /// MPI adds.
+    Summing(NativeSum<T>),
     Moving(Movement<T>),
     /// The result is there.
     Done,
@@ -82,11 +85,27 @@ impl<T: Element> Collective<T> {
                 if self.is_small() {
                     let output = self.reduce_here(rank, &data)?;
                     self.complete(Ok(output));
+                } else if let Some(group) = ctx.groups[self.place.0].native
+                    && NativeSum::<T>::is_for(&self.call.operation)
+                {
+                    let (what, group) = ((&self.call.operation, &self.shape), (group, data.len()));
+                    let sum = NativeSum::begin(&ctx.mpi, group, what, &self.in_flight)?;
+                    self.phase = Phase::Summing(sum);
                 } else {
                     let (operation, n) = (&self.call.operation, data.len());
                     let route = Route::new(operation, &self.shape, n, size_of::<T>());
                     let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
                     self.phase = Phase::Moving(movement);
+                }
+                Ok(true)
+            }
+            (Phase::Summing(sum), _) => {
+                if !sum.poll(&ctx.mpi)? {
+                    return Ok(false);
+                }
+                if let Phase::Summing(sum) = std::mem::replace(&mut self.phase, Phase::Done) {
+                    let output = sum.into_output(&self.in_flight)?;
+                    self.complete(Ok(output));
                 }
                 Ok(true)
             }
@@ -184,6 +203,10 @@ impl<T: Element> Activity for Collective<T> {
             (_, true) => Progress::Some,
             _ => Progress::None,
         })
+    }
+
+    fn has_met(&self) -> bool {
+        !matches!(self.phase, Phase::Meeting)
     }
 
     fn missing(&self, ctx: &Context) -> Vec<usize> {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::MpiReduction;
+
 /// How this process takes part in a run under MPI; see [`launch::mpi`](crate::launch::mpi).
 #[derive(Debug, Clone)]
 pub struct MpiConfig {
@@ -11,6 +13,8 @@ pub struct MpiConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.
     pub threads_per_rank: Option<usize>,
+    /// Who adds large tensors, the same on all ranks. Default: we do.
+    pub reduction: MpiReduction,
 }
 
 impl Default for MpiConfig {
@@ -18,6 +22,7 @@ impl Default for MpiConfig {
         Self {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
+            reduction: MpiReduction::default(),
         }
     }
 }

@@ -1,8 +1,10 @@
 //! One rank per process: from MPI_Init to MPI_Finalize.
 
 use std::any::Any;
+use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle, scope};
 use std::time::Duration;
@@ -19,10 +21,11 @@ use super::engine::{End, Engine, Job};
 use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
-use super::sys::Mpi;
+use super::native::NativeGroup;
+use super::sys::{Comm, Mpi};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
-use crate::{Error, ProcessGroup, message_of};
+use crate::{Error, MpiReduction, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
@@ -33,6 +36,8 @@ struct Start {
     world_size: usize,
     threads_per_rank: usize,
     last_calls: Arc<LastCalls>,
+    max_tag: c_int,
+    native: Option<NativeGroup>,
 }
 
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
@@ -57,12 +62,14 @@ pub fn mpi<T: Send>(
         keep_candle_from_threads();
     }
     let (jobs, received) = channel();
-    let (engine, start) = start_engine(config.deadline, received)?;
+    let (engine, start) = start_engine(&config, received)?;
     let shared = Arc::new(Shared {
         world_rank: start.world_rank,
         deadline: config.deadline,
         last_calls: start.last_calls.clone(),
         jobs: jobs.clone(),
+        num_groups: AtomicI64::new(1),
+        max_tag: start.max_tag,
     });
     let rank = start.world_rank;
     let outcome = run_rank(&config, &start, shared, run);
@@ -108,10 +115,11 @@ fn say_failed(rank: usize, message: &str) {
 type EngineThread = JoinHandle<std::result::Result<u64, Error>>;
 
 /// Starts MPI's thread, which initialises MPI.
-fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
+fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
     let (started, start) = channel();
+    let (deadline, reduction) = (config.deadline, config.reduction);
     let engine = Builder::new().name("mpi".into()).spawn(move || {
-        let begun = begin(deadline);
+        let begun = begin(deadline, reduction);
         match begun {
             Ok((context, start)) => {
                 // The other end waits for it.
@@ -139,10 +147,12 @@ fn start_engine(deadline: Duration, jobs: Receiver<Job>) -> Result<(EngineThread
 }
 
 /// Initialises MPI and looks around.
-fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
-    let mpi = Mpi::init()?;
-    let world = mpi.world();
-    let (world_rank, world_size) = (mpi.rank(world)?, mpi.size(world)?);
+fn begin(
+    deadline: Duration,
+    reduction: MpiReduction,
+) -> std::result::Result<(Context, Start), Error> {
+    let mpi = Mpi::init(reduction)?;
+    let (world_rank, world_size) = (mpi.rank()?, mpi.size()?);
     if world_size == 1
         && let Some((name, said)) = said_world_size(|name| std::env::var(name).ok())
         && said > 1
@@ -170,12 +180,14 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         tracing::warn!("{warning}");
     }
     let last_calls = Arc::new(LastCalls::new(world_rank, world_size));
-    let members = (0..world_size).collect();
+    let native = native_world(&mpi, reduction)?;
     let world = Group {
-        comm: world,
-        members,
+        comm: Comm(0),
+        members: (0..world_size).collect(),
         rank: world_rank,
+        native,
     };
+    let max_tag = mpi.max_tag()?;
     let context = Context {
         mpi,
         world_rank,
@@ -188,8 +200,34 @@ fn begin(deadline: Duration) -> std::result::Result<(Context, Start), Error> {
         world_size,
         threads_per_rank: threads,
         last_calls,
+        max_tag,
+        native,
     };
     Ok((context, start))
+}
+
+/// Where the world adds by MPI, if it is to.
+///
+/// # Errors
+/// The ranks disagree.
+fn native_world(
+    mpi: &Mpi,
+    reduction: MpiReduction,
+) -> std::result::Result<Option<NativeGroup>, Error> {
+    let is_native = reduction == MpiReduction::Native;
+    let all = mpi.gather(u64::from(is_native))?;
+    if let Some(other) = all.iter().position(|other| *other != all[0]) {
+        let name = |is_native| match is_native {
+            0 => MpiReduction::Exact,
+            _ => MpiReduction::Native,
+        };
+        let (first, second) = (name(all[0]), name(all[other]));
+        return Err(Error::Argument(format!(
+            "ranks disagree about who adds over MPI: {first} on rank 0, {second} on rank {other}\n\
+             hint: give all ranks the same flags (--mpi-reduction)"
+        )));
+    }
+    is_native.then(|| NativeGroup::world(mpi)).transpose()
 }
 
 /// MPI's thread, from MPI_Init on: the number of messages that nobody received.
@@ -198,9 +236,6 @@ fn run_engine(context: Context, jobs: Receiver<Job>) -> std::result::Result<u64,
     let (context, end) = engine.run();
     match end {
         Ok(End::Done(num_undelivered)) => {
-            for group in context.groups.iter().skip(1) {
-                context.mpi.free(group.comm)?;
-            }
             context.mpi.finalize()?;
             Ok(num_undelivered)
         }
@@ -224,7 +259,7 @@ fn run_rank<T: Send>(
     run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
 ) -> std::result::Result<T, String> {
     let rank = start.world_rank;
-    let world = MpiCommunicator::world(shared, start.world_size);
+    let world = MpiCommunicator::world(shared, start.world_size, start.native);
     let group = ProcessGroup::new(Box::new(world));
     let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
     let pool = pool_of_rank(rank, num_threads, &Device::Cpu)

@@ -4,7 +4,7 @@ use std::env;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use candle_comm::{MpiConfig, ProcessGroup, launch};
+use candle_comm::{MpiConfig, MpiReduction, ProcessGroup, launch};
 use candle_core::Result;
 
 use crate::conformance::Launch;
@@ -58,7 +58,21 @@ pub fn output(
     deadline: Duration,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) -> Option<Output> {
-    if is_rank(num_ranks, deadline, rank_main) {
+    let config = MpiConfig {
+        deadline,
+        ..MpiConfig::default()
+    };
+    output_with(test, num_ranks, config, rank_main)
+}
+
+/// As [`output`], of ranks of one thread that are configured like this.
+pub fn output_with(
+    test: &str,
+    num_ranks: usize,
+    config: MpiConfig,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) -> Option<Output> {
+    if is_rank(num_ranks, config, rank_main) {
         return None;
     }
     let Some(mut mpirun) = mpirun(num_ranks) else {
@@ -74,7 +88,7 @@ pub fn output(
 
 /// As [`output`], on one rank that no mpirun has started and whose environment says that there are four.
 pub fn output_alone(test: &str) -> Option<Output> {
-    if is_rank(1, Duration::from_secs(60), |_| Ok(())) {
+    if is_rank(1, MpiConfig::default(), |_| Ok(())) {
         return None;
     }
     if mpirun(1).is_none() {
@@ -92,7 +106,7 @@ pub fn output_alone(test: &str) -> Option<Output> {
 /// Whether this process is a rank of a test; if it is one of `num_ranks`, it has run `rank_main`.
 fn is_rank(
     num_ranks: usize,
-    deadline: Duration,
+    config: MpiConfig,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) -> bool {
     let Ok(role) = env::var(ROLE) else {
@@ -100,8 +114,8 @@ fn is_rank(
     };
     if role == num_ranks.to_string() {
         let config = MpiConfig {
-            deadline,
             threads_per_rank: Some(1),
+            ..config
         };
         launch::mpi(config, rank_main).unwrap();
     }
@@ -114,7 +128,22 @@ pub fn run(
     num_ranks: usize,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) {
-    let Some(output) = output(test, num_ranks, Duration::from_secs(60), rank_main) else {
+    run_with(test, num_ranks, MpiReduction::Exact, rank_main);
+}
+
+/// As [`run`], with sums made like this.
+pub fn run_with(
+    test: &str,
+    num_ranks: usize,
+    reduction: MpiReduction,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
+    let config = MpiConfig {
+        deadline: Duration::from_secs(60),
+        reduction,
+        ..MpiConfig::default()
+    };
+    let Some(output) = output_with(test, num_ranks, config, rank_main) else {
         return;
     };
     let said = said(&output);
