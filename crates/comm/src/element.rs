@@ -5,15 +5,12 @@ use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 use crate::device::name as device_name;
-use crate::{Error, Operation, ReduceOp};
-
-/// Elements reduced at a time: the accumulator (at most 32 KiB) stays in the first-level cache.
-const BLOCK: usize = 4096;
+use crate::{Error, Operation};
 
 /// An element type that ranks exchange.
 pub(crate) trait Element: WithDType {
     /// What sums are accumulated in.
-    type Acc: Copy + Default + Send;
+    type Acc: Element<Acc = Self::Acc>;
     /// Zeroed memory, lazily where the system can.
     fn zeros(len: usize) -> Vec<Self>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
@@ -200,49 +197,5 @@ impl<T: Element> InplaceOp1 for Write<'_, T> {
             None => candle_core::bail!("a result does not fit into the tensor that it is to be in"),
         }
         Ok(())
-    }
-}
-
-/// Reduces the sources, in their order, into every destination. All have the same length. One source is copied bit by
-/// bit.
-pub(crate) fn reduce<T: Element>(op: ReduceOp, sources: &[&[T]], destinations: &mut [&mut [T]]) {
-    match op {
-        ReduceOp::Sum => reduce_with(T::plus, sources, destinations),
-        ReduceOp::Max => reduce_with(T::larger, sources, destinations),
-    }
-}
-
-#[inline(always)]
-fn reduce_with<T: Element>(
-    combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
-    sources: &[&[T]],
-    destinations: &mut [&mut [T]],
-) {
-    let ([source, others @ ..], [destination, copies @ ..]) = (sources, destinations) else {
-        return;
-    };
-    let mut acc = [T::Acc::default(); BLOCK];
-    for (block, destination) in destination.chunks_mut(BLOCK).enumerate() {
-        let range = block * BLOCK..block * BLOCK + destination.len();
-        if others.is_empty() {
-            destination.copy_from_slice(&source[range.clone()]);
-        } else {
-            let acc = &mut acc[..destination.len()];
-            acc.iter_mut()
-                .zip(&source[range.clone()])
-                .for_each(|(acc, x)| *acc = x.widen());
-            for other in others {
-                acc.iter_mut()
-                    .zip(&other[range.clone()])
-                    .for_each(|(acc, x)| *acc = combine(*acc, x.widen()));
-            }
-            destination
-                .iter_mut()
-                .zip(&*acc)
-                .for_each(|(y, acc)| *y = T::round(*acc));
-        }
-        for copy in &mut *copies {
-            copy[range.clone()].copy_from_slice(destination);
-        }
     }
 }

@@ -44,6 +44,7 @@ mod mpi_reduction;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;
+mod pairwise;
 mod pending;
 mod plan;
 mod process_group;

@@ -8,8 +8,9 @@
 //!                        |             -> movement   data of collectives, along a route
 //!                        -> channels -> inbox        messages between two ranks
 //! ```
-//! MPI reduces in whatever order it likes, so it only moves bytes here, unless asked for its own sums ([`native`]). Reductions are those of the local backend, in rank
-//! order, with the same bits; [`route`] says which rank makes which part, so that the bytes are those of a ring.
+//! MPI reduces in whatever order it likes, so it only moves bytes here, unless asked for its own sums ([`native`]). Reductions are those of
+//! the local backend, in the same order, with the same bits; [`route`] says which rank makes which part, so that no host's card carries more
+//! than it has to.
 //!
 //! Memory that MPI works on is owned by the message ([`transfer`]), and given back when it is complete.
 //! All groups share one communicator of MPI ([`addresses`]). Messages are bytes: the hosts must have the same byte order.
@@ -25,6 +26,7 @@ mod engine;
 mod environment;
 mod gathering;
 mod header;
+mod hosts;
 mod in_flight;
 mod inbox;
 mod meeting;

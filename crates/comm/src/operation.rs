@@ -6,7 +6,8 @@ use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::Error;
 
-/// How a reduction combines the values of the ranks, elementwise and in rank order.
+/// How a reduction combines the values of the ranks: elementwise, and pairwise by rank number. Ranks 0 and 1 are combined, 2 and 3,
+/// then the two results, and so on; five ranks give `((0+1)+(2+3))+4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum. bf16 and f16 are accumulated in f32 and rounded once, but with [`HalfSums::Native`](crate::HalfSums); integers wrap.

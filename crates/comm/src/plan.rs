@@ -14,13 +14,62 @@ use candle_core::Shape;
 
 use crate::{Operation, ReduceOp};
 
+/// The same place in the tensors of one rank or of all.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Places {
+    /// The rank; all of them if there is none.
+    pub only: Option<usize>,
+    /// The first element there.
+    pub first: usize,
+}
+
+impl Places {
+    fn everywhere(first: usize) -> Self {
+        Self { only: None, first }
+    }
+
+    fn one(rank: usize, first: usize) -> Self {
+        Self {
+            only: Some(rank),
+            first,
+        }
+    }
+
+    /// Whether `rank` has one.
+    pub fn has(&self, rank: usize) -> bool {
+        self.only.is_none_or(|only| only == rank)
+    }
+
+    /// The ranks that have one, of `world_size`.
+    pub fn ranks(&self, world_size: usize) -> std::ops::Range<usize> {
+        match self.only {
+            Some(rank) => rank..rank + 1,
+            None => 0..world_size,
+        }
+    }
+}
+
 /// Reduces ranges of the inputs into ranges of the outputs, all of `len` elements.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Piece {
-    /// (input, first element)
-    pub sources: Vec<(usize, usize)>,
-    /// (output, first element)
-    pub destinations: Vec<(usize, usize)>,
+    pub sources: Places,
+    pub destinations: Places,
     pub len: usize,
+}
+
+impl Piece {
+    /// The same work in pieces of at most `longest` elements.
+    pub fn cut(self, longest: usize) -> impl Iterator<Item = Self> {
+        let after = |places: Places, start| Places {
+            first: places.first + start,
+            ..places
+        };
+        (0..self.len).step_by(longest).map(move |start| Self {
+            sources: after(self.sources, start),
+            destinations: after(self.destinations, start),
+            len: longest.min(self.len - start),
+        })
+    }
 }
 
 /// What gives the outputs of a collective.
@@ -34,13 +83,19 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The plan for one input of this shape for each of `world_size` ranks.
-    pub fn new(operation: &Operation, shape: &Shape, world_size: usize) -> Self {
+    /// The plan for one input of this shape for each of `world_size` ranks; if `rank` is given, as far as that rank gives or gets
+    /// something.
+    pub fn new(
+        operation: &Operation,
+        shape: &Shape,
+        world_size: usize,
+        rank: Option<usize>,
+    ) -> Self {
         let dims = operation.output_dims(shape, world_size);
         let op = operation.reduce_op().unwrap_or(ReduceOp::Sum);
         let pieces = match dims.iter().product() {
             0 => Vec::new(),
-            len => pieces(operation, len, world_size),
+            len => pieces(operation, len, world_size, rank),
         };
         Self { dims, op, pieces }
     }
@@ -49,67 +104,36 @@ impl Plan {
     pub fn len(&self) -> usize {
         self.dims.iter().product()
     }
-
-    /// The same work in pieces of at most `longest` elements.
-    pub fn cut(mut self, longest: usize) -> Self {
-        let moved = |places: &[(usize, usize)], start| {
-            let places = places.iter();
-            places
-                .map(|(tensor, first)| (*tensor, first + start))
-                .collect()
-        };
-        let parts = |piece: Piece| {
-            (0..piece.len).step_by(longest).map(move |start| Piece {
-                sources: moved(&piece.sources, start),
-                destinations: moved(&piece.destinations, start),
-                len: longest.min(piece.len - start),
-            })
-        };
-        self.pieces = self.pieces.into_iter().flat_map(parts).collect();
-        self
-    }
 }
 
 /// The pieces of a collective whose outputs have `len` elements each; see the table above.
-fn pieces(operation: &Operation, len: usize, world_size: usize) -> Vec<Piece> {
+fn pieces(operation: &Operation, len: usize, world_size: usize, rank: Option<usize>) -> Vec<Piece> {
     let ranks = 0..world_size;
-    let everywhere = |first: usize| ranks.clone().map(|rank| (rank, first)).collect();
     let part = len / world_size;
+    let piece = |sources, destinations, len| Piece {
+        sources,
+        destinations,
+        len,
+    };
+    let (one, everywhere) = (Places::one, Places::everywhere);
     match operation {
         Operation::AllGather | Operation::Split => ranks
-            .clone()
-            .map(|rank| Piece {
-                sources: vec![(rank, 0)],
-                destinations: everywhere(rank * part),
-                len: part,
-            })
+            .map(|rank| piece(one(rank, 0), everywhere(rank * part), part))
             .collect(),
         Operation::ReduceScatter(_) => ranks
-            .clone()
-            .map(|rank| Piece {
-                sources: everywhere(rank * len),
-                destinations: vec![(rank, 0)],
-                len,
-            })
+            .map(|rank| piece(everywhere(rank * len), one(rank, 0), len))
             .collect(),
         Operation::AllToAll => ranks
             .clone()
-            .flat_map(|src| ranks.clone().map(move |dst| (src, dst)))
-            .map(|(src, dst)| Piece {
-                sources: vec![(src, dst * part)],
-                destinations: vec![(dst, src * part)],
-                len: part,
+            .flat_map(|src| {
+                let to = match rank {
+                    Some(rank) if rank != src => rank..rank + 1,
+                    _ => ranks.clone(),
+                };
+                to.map(move |dst| piece(one(src, dst * part), one(dst, src * part), part))
             })
             .collect(),
-        Operation::Broadcast { root } => vec![Piece {
-            sources: vec![(*root, 0)],
-            destinations: everywhere(0),
-            len,
-        }],
-        _ => vec![Piece {
-            sources: everywhere(0),
-            destinations: everywhere(0),
-            len,
-        }],
+        Operation::Broadcast { root } => vec![piece(one(*root, 0), everywhere(0), len)],
+        _ => vec![piece(everywhere(0), everywhere(0), len)],
     }
 }

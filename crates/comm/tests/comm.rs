@@ -25,6 +25,9 @@ mod mismatches;
 #[path = "comm/mpi.rs"]
 mod mpi;
 #[cfg(feature = "mpi")]
+#[path = "comm/mpi_bits.rs"]
+mod mpi_bits;
+#[cfg(feature = "mpi")]
 #[path = "comm/mpi_groups.rs"]
 mod mpi_groups;
 #[cfg(feature = "mpi")]

@@ -25,6 +25,7 @@ pub(super) fn mpi<T: Send>(
             .threads_per_rank
             .or_else(|| threads_of_stages(config)),
         reduction: config.mpi_reduction,
+        ..crate::MpiConfig::default()
     };
     meeting_begins();
     // What all ranks know when they meet ends none of them by MPI_Abort.

@@ -13,11 +13,12 @@ use candle_core::{
 
 use crate::device::empty;
 use crate::element::with_element;
+use crate::pairwise::are_halves;
 use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
-/// cache of a large GPU while the inputs are added one by one.
+/// cache of a large GPU while the inputs are added two by two.
 const LONGEST: usize = 4 << 20;
 
 /// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
@@ -30,19 +31,19 @@ pub(super) fn run(
     let Some(first) = inputs.first() else {
         return Ok(Vec::new());
     };
-    let plan = Plan::new(operation, first.shape(), inputs.len());
+    let plan = Plan::new(operation, first.shape(), inputs.len(), None);
     let (len, dtype) = (plan.len(), first.dtype());
-    let longest = match plan.pieces.iter().any(|piece| piece.sources.len() > 1) {
+    let longest = match plan.pieces.iter().any(|piece| piece.sources.only.is_none()) {
         true => LONGEST,
         false => len.max(1),
     };
-    let Plan { dims, op, pieces } = plan.cut(longest);
+    let Plan { dims, op, pieces } = plan;
     let rows = inputs
         .iter()
         .map(Tensor::flatten_all)
         .collect::<Result<Vec<_>>>()?;
     let mut outputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
-    for piece in &pieces {
+    for piece in pieces.into_iter().flat_map(|piece| piece.cut(longest)) {
         fill(op, piece, &rows, devices, len, &mut outputs)?;
     }
     let outputs = outputs.into_iter().zip(devices).zip(places);
@@ -62,36 +63,36 @@ pub(super) fn run(
 /// that of an output.
 fn fill(
     op: ReduceOp,
-    piece: &Piece,
+    piece: Piece,
     inputs: &[Tensor],
     devices: &[&Device],
     len: usize,
     outputs: &mut [Option<Tensor>],
 ) -> Result<()> {
-    let sources = piece.sources.iter();
+    let sources = inputs[piece.sources.ranks(inputs.len())].iter();
     let sources = sources
-        .map(|(input, first)| inputs[*input].narrow(0, *first, piece.len))
+        .map(|input| input.narrow(0, piece.sources.first, piece.len))
         .collect::<Result<Vec<_>>>()?;
-    let mut destinations = &piece.destinations[..];
-    let result = match (&sources[..], destinations) {
-        ([source], _) => source.clone(),
-        (_, [(output, _), others @ ..]) => {
-            let result = reduce(op, &sources, devices[*output])?;
+    let mut destinations = piece.destinations.ranks(inputs.len());
+    let result = match &sources[..] {
+        [source] => source.clone(),
+        _ => {
+            let first = destinations.start;
+            let result = reduce(op, &sources, devices[first])?;
             if piece.len == len {
                 // It is new and a whole output, and nobody else's.
-                outputs[*output] = Some(result.clone());
-                destinations = others;
+                outputs[first] = Some(result.clone());
+                destinations.start += 1;
             }
             result
         }
-        _ => return Ok(()),
     };
-    for (output, first) in destinations {
-        let all = match &mut outputs[*output] {
+    for output in destinations {
+        let all = match &mut outputs[output] {
             Some(all) => all,
-            none => none.insert(unwritten(len, result.dtype(), devices[*output])?),
+            none => none.insert(unwritten(len, result.dtype(), devices[output])?),
         };
-        all.narrow(0, *first, piece.len)?
+        all.narrow(0, piece.destinations.first, piece.len)?
             .inplace_op1(&CopyOf(&result))?;
     }
     Ok(())
@@ -113,11 +114,11 @@ fn unwritten(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     unsafe { Tensor::empty(len, dtype, device) }
 }
 
-/// The reduction of several tensors in their order, on `device`. Half precision is accumulated in f32 and rounded once, as
-/// on the CPU, so that the result has the same bits.
+/// The reduction of one tensor for each rank, [pairwise](crate::pairwise), on `device`. Half precision is accumulated in f32 and
+/// rounded once, as on the CPU, so that the result has the same bits.
 fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
-    let mut acc: Option<Tensor> = None;
-    for source in sources {
+    let mut stack: Vec<(std::ops::Range<usize>, Tensor)> = Vec::new();
+    for (rank, source) in sources.iter().enumerate() {
         let here = match source.device().same_device(device) {
             true => source.clone(),
             false => copy(source, device)?,
@@ -126,14 +127,21 @@ fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
             DType::BF16 | DType::F16 => here.to_dtype(DType::F32)?,
             _ => here,
         };
-        acc = Some(match (acc, op) {
-            (None, _) => xs,
-            (Some(acc), ReduceOp::Sum) => acc.add(&xs)?,
-            (Some(acc), ReduceOp::Max) => larger(&acc, &xs)?,
-        });
+        stack.push((rank..rank + 1, xs));
+        while let [.., left, right] = &stack[..]
+            && are_halves(&left.0, &right.0, sources.len())
+        {
+            let combined = match op {
+                ReduceOp::Sum => left.1.add(&right.1)?,
+                ReduceOp::Max => larger(&left.1, &right.1)?,
+            };
+            let both = (left.0.start..right.0.end, combined);
+            stack.truncate(stack.len() - 2);
+            stack.push(both);
+        }
     }
-    match (acc, sources) {
-        (Some(acc), [first, ..]) => acc.to_dtype(first.dtype()),
+    match (&stack[..], sources) {
+        ([(_, all)], [first, ..]) => all.to_dtype(first.dtype()),
         _ => bail!("nothing to reduce"),
     }
 }

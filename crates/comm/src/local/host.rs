@@ -4,8 +4,9 @@ use candle_core::{Device, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 use crate::adopted::give_away;
-use crate::element::{Element, reduce, with_element, write};
-use crate::plan::Plan;
+use crate::element::{Element, with_element, write};
+use crate::pairwise;
+use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
 /// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
@@ -13,9 +14,7 @@ const TASK_BYTES: usize = 512 << 10;
 
 /// A piece with its outputs at hand.
 struct Task<'a, T> {
-    /// (input, first element)
-    sources: Vec<(usize, usize)>,
-    len: usize,
+    piece: Piece,
     destinations: Vec<&'a mut [T]>,
     /// Given tensors, and the first element in each.
     places: Vec<(&'a Tensor, usize)>,
@@ -32,7 +31,7 @@ pub(crate) fn run(
     let Some(first) = inputs.first() else {
         return Ok(Vec::new());
     };
-    let plan = Plan::new(operation, first.shape(), inputs.len());
+    let plan = Plan::new(operation, first.shape(), inputs.len(), None);
     with_element!(first.dtype(), run_typed(plan, inputs, places, parallel))
 }
 
@@ -45,21 +44,21 @@ fn run_typed<T: Element>(
     let len = plan.len();
     let new = |place: &Option<Tensor>| T::zeros(if place.is_some() { 0 } else { len });
     let mut outputs: Vec<Vec<T>> = places.iter().map(new).collect();
-    let Plan { dims, op, pieces } = plan.cut((TASK_BYTES / size_of::<T>()).max(1));
+    let Plan { dims, op, pieces } = plan;
+    let longest = (TASK_BYTES / size_of::<T>()).max(1);
     let mut rests: Vec<&mut [T]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
-    let mut tasks = Vec::with_capacity(pieces.len());
-    for piece in pieces {
+    let mut tasks = Vec::new();
+    for piece in pieces.into_iter().flat_map(|piece| piece.cut(longest)) {
         let mut task = Task {
-            len: piece.len,
+            piece,
             destinations: Vec::new(),
             places: Vec::new(),
-            sources: piece.sources,
         };
-        for (output, first) in piece.destinations {
+        for output in piece.destinations.ranks(inputs.len()) {
             match &places[output] {
                 // A rank's own part of what it gathers is in its place.
-                Some(_) if matches!(task.sources[..], [(source, _)] if source == output) => {}
-                Some(place) => task.places.push((place, first)),
+                Some(_) if piece.sources.only == Some(output) => {}
+                Some(place) => task.places.push((place, piece.destinations.first)),
                 None => {
                     // Each output's pieces come in the order of their places, so each is at the front of what is left.
                     let (taken, rest) = std::mem::take(&mut rests[output]).split_at_mut(piece.len);
@@ -96,8 +95,7 @@ fn run_typed<T: Element>(
 /// other work while it holds a lock could wait for itself.
 fn fill<T: Element>(op: ReduceOp, task: Task<'_, T>, inputs: &[Tensor]) -> Result<()> {
     let Task {
-        sources,
-        len,
+        piece: Piece { sources, len, .. },
         mut destinations,
         places,
     } = task;
@@ -111,25 +109,25 @@ fn fill<T: Element>(op: ReduceOp, task: Task<'_, T>, inputs: &[Tensor]) -> Resul
         destinations.push(&mut result);
     }
     {
-        let storages: Vec<_> = sources
+        let storages: Vec<_> = inputs[sources.ranks(inputs.len())]
             .iter()
-            .map(|(input, _)| inputs[*input].storage_and_layout())
+            .map(Tensor::storage_and_layout)
             .collect();
         let slices = storages
             .iter()
-            .zip(&sources)
-            .map(|((storage, layout), (_, offset))| {
+            .map(|(storage, layout)| {
                 let Storage::Cpu(storage) = &**storage else {
                     candle_core::bail!("an input is not in host memory as the other ranks' are");
                 };
-                let start = layout.start_offset() + offset;
+                let start = layout.start_offset() + sources.first;
                 let Some(slice) = storage.as_slice::<T>()?.get(start..start + len) else {
                     candle_core::bail!("an input of the local backend is shorter than its shape");
                 };
                 Ok(slice)
             })
             .collect::<Result<Vec<_>>>()?;
-        reduce(op, &slices, &mut destinations);
+        let terms = pairwise::of_all(slices.into_iter());
+        pairwise::reduce(op, &terms, &mut destinations);
     }
     let Some(result) = destinations.first() else {
         return Ok(());

@@ -15,7 +15,8 @@ use super::native::NativeSum;
 use super::route::Route;
 use crate::Error;
 use crate::call::Call;
-use crate::element::{Element, reduce};
+use crate::element::Element;
+use crate::pairwise;
 use crate::plan::Plan;
 
 type Result<T> = std::result::Result<T, Error>;
@@ -81,7 +82,8 @@ impl<T: Element> Collective<T> {
         match (&mut self.phase, &mut self.meeting) {
             (Phase::Meeting, Some(meeting)) if may_move && meeting.is_complete() => {
                 let data = meeting.take_data();
-                let rank = ctx.groups[self.place.0].rank;
+                let group = &ctx.groups[self.place.0];
+                let rank = group.rank;
                 if self.is_small() {
                     let output = self.reduce_here(rank, &data)?;
                     self.complete(Ok(output));
@@ -92,8 +94,9 @@ impl<T: Element> Collective<T> {
                     let sum = NativeSum::begin(&ctx.mpi, group, what, &self.in_flight)?;
                     self.phase = Phase::Summing(sum);
                 } else {
-                    let (operation, n) = (&self.call.operation, data.len());
-                    let route = Route::new(operation, &self.shape, n, size_of::<T>());
+                    let (operation, hosts) = (&self.call.operation, group.hosts.clone());
+                    let sizes = (size_of::<T>(), size_of::<T::Acc>() / size_of::<T>());
+                    let route = Route::new(operation, &self.shape, hosts, rank, sizes);
                     let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
                     self.phase = Phase::Moving(movement);
                 }
@@ -130,7 +133,8 @@ impl<T: Element> Collective<T> {
 
     /// This rank's output, from all inputs.
     fn reduce_here(&self, rank: usize, data: &[Vec<u8>]) -> Result<Tensor> {
-        let Plan { dims, op, pieces } = Plan::new(&self.call.operation, &self.shape, data.len());
+        let Plan { dims, op, pieces } =
+            Plan::new(&self.call.operation, &self.shape, data.len(), Some(rank));
         let mut output = T::zeros(dims.iter().product());
         let num_elements = self.shape.elem_count();
         let inputs: Result<Vec<Vec<T>>> = data
@@ -147,15 +151,12 @@ impl<T: Element> Collective<T> {
             })
             .collect();
         let inputs = inputs?;
-        for piece in &pieces {
-            let to = piece.destinations.iter().find(|(to, _)| *to == rank);
-            let Some((_, to)) = to else { continue };
-            let sources: Vec<&[T]> = piece
-                .sources
-                .iter()
-                .map(|(from, first)| &inputs[*from][*first..first + piece.len])
-                .collect();
-            reduce(op, &sources, &mut [&mut output[*to..to + piece.len]]);
+        for piece in pieces.iter().filter(|piece| piece.destinations.has(rank)) {
+            let (from, to) = (piece.sources.first, piece.destinations.first);
+            let sources = inputs[piece.sources.ranks(inputs.len())].iter();
+            let sources = sources.map(|input| &input[from..from + piece.len]);
+            let output = &mut output[to..to + piece.len];
+            pairwise::reduce(op, &pairwise::of_all(sources), &mut [output]);
         }
         self.in_flight.write(0, &output)?;
         match self.in_flight.place() {

@@ -15,6 +15,9 @@ pub struct MpiConfig {
     pub threads_per_rank: Option<usize>,
     /// Who adds large tensors, the same on all ranks. Default: we do.
     pub reduction: MpiReduction,
+    /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
+    /// Default: those that share memory, as MPI says.
+    pub ranks_per_host: Option<usize>,
 }
 
 impl Default for MpiConfig {
@@ -23,6 +26,7 @@ impl Default for MpiConfig {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
             reduction: MpiReduction::default(),
+            ranks_per_host: None,
         }
     }
 }

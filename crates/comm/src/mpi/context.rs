@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::addresses::Addresses;
+use super::hosts::Hosts;
 use super::native::NativeGroup;
 use super::sys::{Comm, Mpi};
 
@@ -27,6 +28,7 @@ impl Context {
                 members: Arc::new([]),
                 rank: 0,
                 native: None,
+                hosts: Arc::new(Hosts::new(&[])),
             });
         }
         let Opened {
@@ -37,6 +39,7 @@ impl Context {
         let (comm, members) = (Comm(group), addresses.members.clone());
         self.groups[group] = Group {
             comm,
+            hosts: Arc::new(self.groups[0].hosts.of_group(&members)),
             members,
             rank,
             native,
@@ -63,6 +66,7 @@ pub(super) struct Group {
     pub rank: usize,
     /// Where MPI adds by itself.
     pub native: Option<NativeGroup>,
+    pub hosts: Arc<Hosts>,
 }
 
 impl Group {

@@ -2,85 +2,87 @@
 //!
 //! Every rank sends its contributions from copies of a chunk's size, so that the input may be part of memory that others
 //! use. The owner of a chunk reduces straight into its output and sends from there; results of other owners are received
-//! into their place, or, if the output is a tensor that others may use parts of, by way of such copies. Only some chunks are under way at once, so that the copies are few and stay in the cache.
+//! into their place and sent on from there, or, if the output is a tensor that others may use parts of, by way of such copies. Only
+//! some chunks are under way at once, so that the copies are few and stay in the cache.
+//!
+//! All ranks take chunks in one order, and none that is under way waits for a later one, so the first that is left always moves.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::c_int;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
 use super::context::Context;
-use super::gathering::Gathering;
+use super::gathering::{Gathered, Gathering, Pools};
 use super::in_flight::InFlight;
 use super::part::Region;
-use super::place::{Buffers, Place, Room};
+use super::place::{Place, Room};
 use super::route::{Chunk, Route};
 use super::tags;
-use super::transfer::Transfer;
+use super::transfer::{Lend, Transfer};
+use crate::Error;
 use crate::element::Element;
-use crate::{Error, ReduceOp};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Chunks under way at once: contributions to one owner, and own chunks.
+/// Chunks under way at once: contributions to one rank, and those that are gathered here.
 const NUM_GATHERED: usize = 3;
+
+/// Of several hosts, as many as keep the ways between them busy: of the chunks that are gathered here, one in so many as there are
+/// hosts waits for other hosts.
+const MOST_WINDOWS: usize = 4;
 
 /// Results under way at once, from or to one rank.
 const NUM_RESULTS: usize = 6;
 
-/// What a rank has to do with each of the other ranks.
-struct Peer<T> {
-    rank: usize,
-    /// (first element of the input, number of elements) of the contributions to the peer's chunks that are yet to be sent.
+/// The messages of one other rank with one tag.
+type Lane = (usize, c_int);
+
+/// What a rank has to do with one of the other ranks. What results it makes and what results it passes on are apart.
+struct Peer<T: Element> {
+    /// (first element of the input, number of elements) of the contributions that are yet to be sent.
     contributions: VecDeque<(usize, usize)>,
     contributions_out: VecDeque<Transfer<Vec<T>>>,
-    /// Where the results of the peer's chunks go that are not being received yet.
+    blocks_out: VecDeque<Transfer<Vec<T::Acc>>>,
+    /// Where results go that are not being received yet.
     expected: VecDeque<Room<T>>,
     results_in: VecDeque<Transfer<Place<T>>>,
     results_out: VecDeque<Transfer<Arc<Place<T>>>>,
 }
 
 /// The data of a collective on their way.
-pub(super) struct Movement<T> {
+pub(super) struct Movement<T: Element> {
     place: (usize, u64),
     rank: usize,
-    op: ReduceOp,
-    dims: Vec<usize>,
+    /// Its chunks are in the queues here.
+    route: Route,
     /// The output's memory, if that is new.
     region: Option<Arc<Region<T>>>,
-    /// By group rank; nothing is ever to be done with this rank itself.
-    peers: Vec<Peer<T>>,
-    /// Own chunks that have not begun.
-    own: VecDeque<(Chunk, Room<T>)>,
+    /// By group rank, and the tag of results.
+    peers: BTreeMap<Lane, Peer<T>>,
+    /// Chunks to be gathered here that have not begun; those that are this rank's own have room for their result.
+    own: VecDeque<(Chunk, Option<Room<T>>)>,
     gathering: VecDeque<Gathering<T>>,
-    buffers: Buffers<T>,
+    /// Chunks from other hosts, to be distributed on this one, that are not being received yet.
+    passing: VecDeque<(Chunk, Room<T>)>,
+    passing_in: VecDeque<(Chunk, Transfer<Place<T>>)>,
+    pools: Pools<T>,
     reads_input: bool,
 }
 
 impl<T: Element> Movement<T> {
     /// Plans the movement of rank `rank` for operation `place`, and copies what stays on this rank.
     pub fn new(
-        route: Route,
+        mut route: Route,
         place: (usize, u64),
         rank: usize,
         in_flight: &InFlight,
     ) -> Result<Self> {
-        let Route {
-            dims,
-            op,
-            world_size,
-            chunks,
-        } = route;
-        let place_here = |chunk: &Chunk| {
-            chunk
-                .destinations
-                .iter()
-                .find(|(to, _)| *to == rank)
-                .copied()
-        };
-        let mine = chunks
-            .iter()
-            .filter_map(|chunk| Some((place_here(chunk)?.1, chunk.len)));
+        let chunks = std::mem::take(&mut route.chunks);
+        let is_mine = |chunk: &Chunk| chunk.piece.destinations.has(rank);
+        let mine = (chunks.iter().filter(|chunk| is_mine(chunk)))
+            .map(|chunk| (chunk.piece.destinations.first, chunk.piece.len));
         let (region, rooms): (_, Vec<Room<T>>) = if in_flight.is_in_place() {
             (
                 None,
@@ -88,28 +90,30 @@ impl<T: Element> Movement<T> {
             )
         } else {
             let lens: Vec<usize> = mine.map(|(_, len)| len).collect();
-            let cut = Region::cut(T::zeros(dims.iter().product()), &lens);
+            let cut = Region::cut(T::zeros(route.dims.iter().product()), &lens);
             let (region, parts) = cut.ok_or_else(|| wrong_route(in_flight))?;
             (Some(region), parts.into_iter().map(Room::Part).collect())
         };
+        let mut rooms = rooms.into_iter();
+        let mut chunks: Vec<(Chunk, Option<Room<T>>)> = chunks
+            .into_iter()
+            .map(|chunk| (chunk, if is_mine(&chunk) { rooms.next() } else { None }))
+            .collect();
+        chunks.sort_by_key(|(chunk, _)| chunk.round);
         let mut movement = Self {
             place,
             rank,
-            op,
-            dims,
+            route,
             region,
-            peers: (0..world_size).map(Peer::new).collect(),
+            peers: BTreeMap::new(),
             own: VecDeque::new(),
             gathering: VecDeque::new(),
-            buffers: Buffers::new(),
+            passing: VecDeque::new(),
+            passing_in: VecDeque::new(),
+            pools: Pools::default(),
             reads_input: true,
         };
-        let mut rooms = rooms.into_iter();
-        for chunk in chunks {
-            let room = match place_here(&chunk) {
-                Some(_) => Some(rooms.next().ok_or_else(|| wrong_route(in_flight))?),
-                None => None,
-            };
+        for (chunk, room) in chunks {
             movement.add(chunk, room, in_flight)?;
         }
         Ok(movement)
@@ -117,39 +121,63 @@ impl<T: Element> Movement<T> {
 
     /// Adds this rank's share of a chunk; `room` is for the chunk's result, if this rank wants it.
     fn add(&mut self, chunk: Chunk, room: Option<Room<T>>, in_flight: &InFlight) -> Result<()> {
-        if chunk.owner == self.rank {
-            let room = room.ok_or_else(|| wrong_route(in_flight))?;
-            self.own.push_back((chunk, room));
-            return Ok(());
+        let (rank, sources) = (self.rank, chunk.piece.sources);
+        let is_owner = chunk.owner == rank;
+        if !self.route.gathers(&chunk, rank) && sources.has(rank) {
+            let collector = self.route.collector(&chunk, rank);
+            let contribution = (sources.first, chunk.piece.len);
+            let peer = self.peer((collector, tags::result(self.place.1)));
+            peer.contributions.push_back(contribution);
         }
-        let peer = &mut self.peers[chunk.owner];
-        let source = chunk.sources.iter().find(|(from, _)| *from == self.rank);
-        if let Some((_, start)) = source {
-            peer.contributions.push_back((*start, chunk.len));
-        }
-        match (room, source, &chunk.sources[..]) {
-            // What is only copied, from here, is here.
-            (Some(room), Some((_, start)), [_]) => {
-                let mut place = room.open(&mut self.buffers);
-                in_flight.read(*start, chunk.len, |xs| place.copy_from_slice(xs))?;
-                place.fill(in_flight)?;
-                place.close(&mut self.buffers);
+        match room {
+            room if is_owner => {
+                let room = room.ok_or_else(|| wrong_route(in_flight))?;
+                self.own.push_back((chunk, Some(room)));
+                return Ok(());
             }
-            (Some(room), ..) => peer.expected.push_back(room),
-            (None, ..) => {}
+            // What is only copied, from here, is here.
+            Some(room) if sources.only == Some(rank) => {
+                let mut place = room.open(&mut self.pools.elements);
+                in_flight.read(sources.first, chunk.piece.len, |xs| {
+                    place.copy_from_slice(xs);
+                })?;
+                place.fill(in_flight)?;
+                place.close(&mut self.pools.elements);
+            }
+            Some(room) if !self.route.receivers(&chunk, rank).is_empty() => {
+                self.passing.push_back((chunk, room));
+            }
+            Some(room) => {
+                let from = self.route.distributor(&chunk, rank);
+                let tag = match from == chunk.owner {
+                    true => tags::result(self.place.1),
+                    false => tags::distributed(self.place.1),
+                };
+                self.peer((from, tag)).expected.push_back(room);
+            }
+            None => {}
+        }
+        if self.route.gathers(&chunk, rank) {
+            self.own.push_back((chunk, None));
         }
         Ok(())
     }
 
+    fn peer(&mut self, lane: Lane) -> &mut Peer<T> {
+        self.peers.entry(lane).or_default()
+    }
+
     /// Does what can be done; returns whether something was.
     pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
+        let place = self.place;
         let mut moved = false;
-        for index in 0..self.peers.len() {
-            moved |= self.contribute(ctx, index, in_flight)?;
-            moved |= self.exchange_results(ctx, index, in_flight)?;
+        for (lane, peer) in &mut self.peers {
+            moved |= peer.contribute(ctx, place, lane.0, in_flight, &mut self.pools)?;
+            moved |= peer.exchange_results(ctx, place.0, *lane, in_flight, &mut self.pools)?;
         }
         moved |= self.gather(ctx, in_flight)?;
-        let is_read = (self.peers.iter()).any(|peer| !peer.contributions.is_empty())
+        moved |= self.pass_on(ctx, in_flight)?;
+        let is_read = (self.peers.values()).any(|peer| !peer.contributions.is_empty())
             || !self.own.is_empty()
             || !self.gathering.is_empty();
         if self.reads_input && !is_read {
@@ -159,104 +187,123 @@ impl<T: Element> Movement<T> {
         Ok(moved)
     }
 
-    /// Sends contributions to one peer's chunks.
-    fn contribute(&mut self, ctx: &Context, index: usize, in_flight: &InFlight) -> Result<bool> {
-        let peer = &mut self.peers[index];
-        let mut moved = false;
-        while let Some(sent) = poll_front(ctx, &mut peer.contributions_out)? {
-            self.buffers.give_back(sent.0);
-            moved = true;
-        }
-        while peer.contributions_out.len() < NUM_GATHERED
-            && let Some((start, len)) = peer.contributions.pop_front()
-        {
-            let mut copy = self.buffers.take(len);
-            in_flight.read(start, len, |xs| copy.copy_from_slice(xs))?;
-            let (comm, tag) = (
-                ctx.groups[self.place.0].comm,
-                tags::contribution(self.place.1),
-            );
-            let transfer = Transfer::send(&ctx.mpi, comm, peer.rank, tag, copy)?;
-            peer.contributions_out.push_back(transfer);
-            moved = true;
-        }
-        Ok(moved)
+    /// Whether no rank has many results with this tag to come from here.
+    fn may_send_results(&self, tag: c_int) -> bool {
+        let mut lanes = self.peers.iter().filter(|(lane, _)| lane.1 == tag);
+        lanes.all(|(_, peer)| peer.results_out.len() < NUM_RESULTS)
     }
 
-    /// Receives the results of one peer's chunks, and sees those of own chunks off.
-    fn exchange_results(
-        &mut self,
-        ctx: &Context,
-        index: usize,
-        in_flight: &InFlight,
-    ) -> Result<bool> {
-        let peer = &mut self.peers[index];
-        let mut moved = false;
-        while poll_front(ctx, &mut peer.results_out)?.is_some() {
-            moved = true;
-        }
-        while let Some((place, got)) = poll_front(ctx, &mut peer.results_in)? {
-            in_flight.check_size(peer.rank, got, size_of_val(&*place))?;
-            place.fill(in_flight)?;
-            place.close(&mut self.buffers);
-            moved = true;
-        }
-        while peer.results_in.len() < NUM_RESULTS
-            && let Some(room) = peer.expected.pop_front()
-        {
-            let place = room.open(&mut self.buffers);
-            let (comm, tag) = (ctx.groups[self.place.0].comm, tags::result(self.place.1));
-            let transfer = Transfer::receive(&ctx.mpi, comm, peer.rank, tag, place)?;
-            peer.results_in.push_back(transfer);
-            moved = true;
-        }
-        Ok(moved)
-    }
-
-    /// Goes on with own chunks.
+    /// Goes on with the chunks that are gathered here.
     fn gather(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
         let mut moved = false;
         let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
-        while self.gathering.len() < NUM_GATHERED
-            && (self.peers.iter()).all(|peer| peer.results_out.len() < NUM_RESULTS)
+        let num_gathered = NUM_GATHERED * self.route.hosts.len().min(MOST_WINDOWS);
+        while self.gathering.len() < num_gathered
+            && self.may_send_results(tags::result(seq))
+            && (self.peers.values()).all(|peer| peer.blocks_out.len() < NUM_GATHERED)
             && let Some((chunk, room)) = self.own.pop_front()
         {
-            let place = room.open(&mut self.buffers);
-            let tag = tags::contribution(seq);
+            let place = room.map(|room| room.open(&mut self.pools.elements));
             let gathering = Gathering::begin(
-                (ctx, comm, tag),
+                (ctx, comm, seq),
+                (&self.route, self.rank),
                 (chunk, place),
-                self.rank,
-                &mut self.buffers,
+                &mut self.pools,
             )?;
             self.gathering.push_back(gathering);
             moved = true;
         }
-        while let Some(front) = self.gathering.front_mut()
-            && front.poll(ctx, in_flight)?
-            && let Some(gathered) = self.gathering.pop_front()
-        {
+        // What goes to one rank is sent in the order of the chunks. Results and blocks do not wait for each other: both ways between
+        // two hosts are busy at once.
+        let (mut waits, mut index) = ([false; 2], 0);
+        while let Some(gathering) = self.gathering.get_mut(index) {
+            let waits = &mut waits[usize::from(gathering.is_own())];
+            *waits = *waits || !gathering.poll(ctx, in_flight)?;
+            let finished = if *waits {
+                None
+            } else {
+                self.gathering.remove(index)
+            };
+            let Some(gathering) = finished else {
+                index += 1;
+                continue;
+            };
             moved = true;
-            let (place, others) = gathered.finish(self.op, in_flight, &mut self.buffers)?;
-            place.fill(in_flight)?;
-            let place = Arc::new(place);
-            for to in others {
-                let tag = tags::result(seq);
-                let transfer = Transfer::send(&ctx.mpi, comm, to, tag, place.clone())?;
-                self.peers[to].results_out.push_back(transfer);
+            let (chunk, gathered) = gathering.finish(&self.route, in_flight, &mut self.pools)?;
+            match gathered {
+                Gathered::Result(place) => {
+                    place.fill(in_flight)?;
+                    self.send_result(ctx, &chunk, place, tags::result(seq))?;
+                }
+                Gathered::Blocks(blocks) => {
+                    let (to, tag) = (chunk.owner, tags::contribution(seq));
+                    let transfer = Transfer::send(&ctx.mpi, comm, to, tag, blocks)?;
+                    self.peer((to, tags::result(seq)))
+                        .blocks_out
+                        .push_back(transfer);
+                }
             }
         }
         Ok(moved)
     }
 
+    /// Goes on with the chunks that come from other hosts, for all on this one.
+    fn pass_on(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
+        let mut moved = false;
+        let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
+        // From every other host.
+        let num_passing = NUM_RESULTS.max(2 * self.route.hosts.len());
+        while self.passing_in.len() < num_passing
+            && self.may_send_results(tags::distributed(seq))
+            && let Some((chunk, room)) = self.passing.pop_front()
+        {
+            let place = room.open(&mut self.pools.elements);
+            let tag = tags::result(seq);
+            let transfer = Transfer::receive(&ctx.mpi, comm, chunk.owner, tag, place)?;
+            self.passing_in.push_back((chunk, transfer));
+            moved = true;
+        }
+        while let Some((_, front)) = self.passing_in.front_mut()
+            && front.poll(&ctx.mpi)?
+            && let Some((chunk, transfer)) = self.passing_in.pop_front()
+            && let Some((place, got)) = transfer.take()
+        {
+            moved = true;
+            in_flight.check_size(chunk.owner, got, size_of_val(&*place))?;
+            place.fill(in_flight)?;
+            self.send_result(ctx, &chunk, place, tags::distributed(seq))?;
+        }
+        Ok(moved)
+    }
+
+    fn send_result(
+        &mut self,
+        ctx: &Context,
+        chunk: &Chunk,
+        place: Place<T>,
+        tag: c_int,
+    ) -> Result<()> {
+        let (comm, place) = (ctx.groups[self.place.0].comm, Arc::new(place));
+        for to in self.route.receivers(chunk, self.rank) {
+            let transfer = Transfer::send(&ctx.mpi, comm, to, tag, place.clone())?;
+            self.peer((to, tag)).results_out.push_back(transfer);
+        }
+        Ok(())
+    }
+
     /// Whether all data have come and gone.
     pub fn is_over(&self) -> bool {
-        self.own.is_empty() && self.gathering.is_empty() && self.peers.iter().all(Peer::is_over)
+        self.own.is_empty()
+            && self.gathering.is_empty()
+            && self.passing.is_empty()
+            && self.passing_in.is_empty()
+            && self.peers.values().all(Peer::is_over)
     }
 
     /// The output of this rank.
     pub fn into_output(self, in_flight: &InFlight) -> Result<Tensor> {
-        let Self { region, dims, .. } = self;
+        let Self { region, route, .. } = self;
+        let dims = route.dims;
         let output = match region {
             Some(region) => region.into_vec().ok_or_else(|| wrong_route(in_flight))?,
             None => match in_flight.place() {
@@ -269,29 +316,94 @@ impl<T: Element> Movement<T> {
     }
 }
 
-impl<T> Peer<T> {
-    fn new(rank: usize) -> Self {
+impl<T: Element> Default for Peer<T> {
+    fn default() -> Self {
         Self {
-            rank,
             contributions: VecDeque::new(),
             contributions_out: VecDeque::new(),
+            blocks_out: VecDeque::new(),
             expected: VecDeque::new(),
             results_in: VecDeque::new(),
             results_out: VecDeque::new(),
         }
     }
+}
 
+impl<T: Element> Peer<T> {
     fn is_over(&self) -> bool {
         self.contributions.is_empty()
             && self.contributions_out.is_empty()
+            && self.blocks_out.is_empty()
             && self.expected.is_empty()
             && self.results_in.is_empty()
             && self.results_out.is_empty()
     }
+
+    /// Sends contributions to the peer, which is `rank`.
+    fn contribute(
+        &mut self,
+        ctx: &Context,
+        (group, seq): (usize, u64),
+        rank: usize,
+        in_flight: &InFlight,
+        pools: &mut Pools<T>,
+    ) -> Result<bool> {
+        let mut moved = false;
+        while let Some(sent) = poll_front(ctx, &mut self.contributions_out)? {
+            pools.elements.give_back(sent.0);
+            moved = true;
+        }
+        while let Some(sent) = poll_front(ctx, &mut self.blocks_out)? {
+            pools.accumulated.give_back(sent.0);
+            moved = true;
+        }
+        while self.contributions_out.len() < NUM_GATHERED
+            && let Some((start, len)) = self.contributions.pop_front()
+        {
+            let mut copy = pools.elements.take(len);
+            in_flight.read(start, len, |xs| copy.copy_from_slice(xs))?;
+            let (comm, tag) = (ctx.groups[group].comm, tags::contribution(seq));
+            let transfer = Transfer::send(&ctx.mpi, comm, rank, tag, copy)?;
+            self.contributions_out.push_back(transfer);
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Receives results from the peer, and sees those to it off.
+    fn exchange_results(
+        &mut self,
+        ctx: &Context,
+        group: usize,
+        (rank, tag): Lane,
+        in_flight: &InFlight,
+        pools: &mut Pools<T>,
+    ) -> Result<bool> {
+        let mut moved = false;
+        while poll_front(ctx, &mut self.results_out)?.is_some() {
+            moved = true;
+        }
+        while let Some((place, got)) = poll_front(ctx, &mut self.results_in)? {
+            in_flight.check_size(rank, got, size_of_val(&*place))?;
+            place.fill(in_flight)?;
+            place.close(&mut pools.elements);
+            moved = true;
+        }
+        while self.results_in.len() < NUM_RESULTS
+            && let Some(room) = self.expected.pop_front()
+        {
+            let place = room.open(&mut pools.elements);
+            let comm = ctx.groups[group].comm;
+            let transfer = Transfer::receive(&ctx.mpi, comm, rank, tag, place)?;
+            self.results_in.push_back(transfer);
+            moved = true;
+        }
+        Ok(moved)
+    }
 }
 
 /// Takes the first message off the queue if it is complete: messages between two ranks mostly end in their order.
-fn poll_front<B: super::transfer::Lend>(
+fn poll_front<B: Lend>(
     ctx: &Context,
     queue: &mut VecDeque<Transfer<B>>,
 ) -> Result<Option<(B, usize)>> {

@@ -80,17 +80,17 @@ struct Call<A> {
 // SAFETY: the request is only a handle, and every call that uses it takes `Mpi`, which is on MPI's thread only.
 unsafe impl<A: Send> Send for Call<A> {}
 
-impl<A: Copy + Default> Call<A> {
+impl<A: Element> Call<A> {
     /// Starts the reduction of `input` into `len` elements.
-    fn start<T: Element<Acc = A>>(
+    fn start(
         _: &Mpi,
         operation: &Operation,
         group: NativeGroup,
         input: Vec<A>,
         len: usize,
     ) -> Result<Self> {
-        let sum = datatype(T::DTYPE)?;
-        let mut output = vec![A::default(); len];
+        let sum = datatype(A::DTYPE)?;
+        let mut output = A::zeros(len);
         let (from, to, len) = (
             input.as_ptr().cast(),
             output.as_mut_ptr().cast(),
@@ -145,12 +145,12 @@ impl<A> Drop for Call<A> {
     }
 }
 
-/// MPI's type for what sums of `dtype` are made in.
+/// MPI's type for `dtype`, in which sums are made.
 fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
     // SAFETY: the constants are initialised C data.
     unsafe {
         Ok(match dtype {
-            DType::F32 | DType::BF16 | DType::F16 => ffi::RSMPI_FLOAT,
+            DType::F32 => ffi::RSMPI_FLOAT,
             DType::F64 => ffi::RSMPI_DOUBLE,
             DType::U8 => ffi::RSMPI_UINT8_T,
             DType::U32 => ffi::RSMPI_UINT32_T,
@@ -192,7 +192,7 @@ impl<T: Element> NativeSum<T> {
                     input.extend(xs.iter().map(|x| x.widen()));
                 })?;
             }
-            Call::start::<T>(mpi, operation, group, input, range.len())
+            Call::start(mpi, operation, group, input, range.len())
         });
         let calls = calls.collect::<Result<_>>()?;
         in_flight.drop_input();

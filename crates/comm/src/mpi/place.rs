@@ -24,11 +24,13 @@ pub(super) enum Place<T> {
 /// Vectors to be used again.
 pub(super) struct Buffers<T>(Vec<Vec<T>>);
 
-impl<T: Element> Buffers<T> {
-    pub fn new() -> Self {
+impl<T> Default for Buffers<T> {
+    fn default() -> Self {
         Self(Vec::new())
     }
+}
 
+impl<T: Element> Buffers<T> {
     /// A vector of `len` elements, of whatever values.
     pub fn take(&mut self, len: usize) -> Vec<T> {
         match self.0.iter().rposition(|vec| vec.len() == len) {

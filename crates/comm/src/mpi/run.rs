@@ -21,6 +21,7 @@ use super::engine::{End, Engine, Job};
 use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
+use super::hosts::Hosts;
 use super::native::NativeGroup;
 use super::sys::{Comm, Mpi};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
@@ -47,7 +48,7 @@ struct Start {
 /// so operations progress while the rank computes; it sleeps while nothing is under way.
 ///
 /// Results equal those of [`threads`](crate::launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
-/// rank order.
+/// the same order.
 ///
 /// # Errors
 /// Before the ranks have met: MPI cannot be initialised, or this process is the only rank although its launcher says that
@@ -117,9 +118,9 @@ type EngineThread = JoinHandle<std::result::Result<u64, Error>>;
 /// Starts MPI's thread, which initialises MPI.
 fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
     let (started, start) = channel();
-    let (deadline, reduction) = (config.deadline, config.reduction);
+    let config = config.clone();
     let engine = Builder::new().name("mpi".into()).spawn(move || {
-        let begun = begin(deadline, reduction);
+        let begun = begin(&config);
         match begun {
             Ok((context, start)) => {
                 // The other end waits for it.
@@ -147,11 +148,8 @@ fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread
 }
 
 /// Initialises MPI and looks around.
-fn begin(
-    deadline: Duration,
-    reduction: MpiReduction,
-) -> std::result::Result<(Context, Start), Error> {
-    let mpi = Mpi::init(reduction)?;
+fn begin(config: &MpiConfig) -> std::result::Result<(Context, Start), Error> {
+    let mpi = Mpi::init(config.reduction)?;
     let (world_rank, world_size) = (mpi.rank()?, mpi.size()?);
     if world_size == 1
         && let Some((name, said)) = said_world_size(|name| std::env::var(name).ok())
@@ -165,8 +163,21 @@ fn begin(
         mpi.finalize()?;
         return Err(Error::Argument(message));
     }
-    let own = cores_id();
-    let on_host = mpi.gather_on_host(own)?;
+    let (own, host) = (cores_id(), mpi.host()?);
+    let on_host = mpi.gather(host, own)?;
+    // A host is known by its lowest rank.
+    let lowest = mpi.gather(host, world_rank as u64)?[0];
+    mpi.free(host)?;
+    let host_of: Vec<usize> = match config.ranks_per_host {
+        Some(ranks_per_host) => (0..world_size)
+            .map(|rank| rank / ranks_per_host.max(1))
+            .collect(),
+        None => mpi
+            .gather(mpi.world(), lowest)?
+            .iter()
+            .map(|rank| *rank as usize)
+            .collect(),
+    };
     let threads = match std::env::var_os("RAYON_NUM_THREADS") {
         // It is each process's own.
         Some(_) => num_cores(),
@@ -180,18 +191,19 @@ fn begin(
         tracing::warn!("{warning}");
     }
     let last_calls = Arc::new(LastCalls::new(world_rank, world_size));
-    let native = native_world(&mpi, reduction)?;
+    let native = native_world(&mpi, config.reduction)?;
     let world = Group {
         comm: Comm(0),
         members: (0..world_size).collect(),
         rank: world_rank,
         native,
+        hosts: Arc::new(Hosts::new(&host_of)),
     };
     let max_tag = mpi.max_tag()?;
     let context = Context {
         mpi,
         world_rank,
-        deadline,
+        deadline: config.deadline,
         last_calls: last_calls.clone(),
         groups: vec![world],
     };
@@ -215,7 +227,7 @@ fn native_world(
     reduction: MpiReduction,
 ) -> std::result::Result<Option<NativeGroup>, Error> {
     let is_native = reduction == MpiReduction::Native;
-    let all = mpi.gather(u64::from(is_native))?;
+    let all = mpi.gather(mpi.world(), u64::from(is_native))?;
     if let Some(other) = all.iter().position(|other| *other != all[0]) {
         let name = |is_native| match is_native {
             0 => MpiReduction::Exact,

@@ -40,17 +40,6 @@ pub(super) fn check(call: &str, code: c_int) -> Result<()> {
     )))
 }
 
-/// Each value that a rank of `comm` passes.
-fn gather(comm: ffi::MPI_Comm, value: u64) -> Result<Vec<u64>> {
-    let mut values = vec![0u64; size(comm)?];
-    // SAFETY: one u64 is read from `value`, and one for each rank of `comm` written to `values`, which has as many.
-    check("MPI_Allgather", unsafe {
-        let (u64s, from) = (ffi::RSMPI_UINT64_T, (&raw const value).cast());
-        ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm)
-    })?;
-    Ok(values)
-}
-
 /// The number of ranks of `comm`.
 fn size(comm: ffi::MPI_Comm) -> Result<usize> {
     let mut size = 0;
@@ -178,21 +167,25 @@ impl Mpi {
         }
     }
 
-    /// Each value that a rank passes. All ranks of the world must call it.
-    pub fn gather(&self, value: u64) -> Result<Vec<u64>> {
-        gather(self.world, value)
-    }
-
-    /// Each value that a rank on this host passes. All ranks of the world must call it.
-    pub fn gather_on_host(&self, value: u64) -> Result<Vec<u64>> {
+    /// A communicator of the ranks of the world that share memory with this one. All ranks of the world must call it.
+    pub fn host(&self) -> Result<ffi::MPI_Comm> {
         let mut host = self.world;
         // SAFETY: the communicator is live, the constants are initialised C data, `host` is valid for the call.
         check("MPI_Comm_split_type", unsafe {
             let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
             ffi::MPI_Comm_split_type(self.world, kind, 0, info, &mut host)
         })?;
-        let values = gather(host, value)?;
-        self.free(host)?;
+        Ok(host)
+    }
+
+    /// Each value that a rank of `comm` passes. All of them must call it.
+    pub fn gather(&self, comm: ffi::MPI_Comm, value: u64) -> Result<Vec<u64>> {
+        let mut values = vec![0u64; size(comm)?];
+        // SAFETY: one u64 is read from `value`, and one for each rank of `comm` written to `values`, which has as many.
+        check("MPI_Allgather", unsafe {
+            let (u64s, from) = (ffi::RSMPI_UINT64_T, (&raw const value).cast());
+            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm)
+        })?;
         Ok(values)
     }
 
@@ -213,7 +206,7 @@ impl Mpi {
     }
 
     /// Frees a communicator that is used no more. All of its ranks must call it.
-    fn free(&self, mut comm: ffi::MPI_Comm) -> Result<()> {
+    pub fn free(&self, mut comm: ffi::MPI_Comm) -> Result<()> {
         // SAFETY: the communicator is live, and the caller has no request on it.
         check("MPI_Comm_free", unsafe { ffi::MPI_Comm_free(&mut comm) })
     }

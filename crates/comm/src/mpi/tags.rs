@@ -8,11 +8,11 @@ use std::ffi::c_int;
 /// Numbers before they repeat, far more than operations of a group that move data at once.
 pub(super) const NUM_SEQS: u64 = 256;
 
-/// With four tags for each number.
-pub(super) const TAGS_PER_GROUP: c_int = 4 * NUM_SEQS as c_int;
+/// With five tags for each number.
+pub(super) const TAGS_PER_GROUP: c_int = 5 * NUM_SEQS as c_int;
 
 fn tag(seq: u64, kind: c_int) -> c_int {
-    (seq % NUM_SEQS) as c_int * 4 + kind
+    (seq % NUM_SEQS) as c_int * 5 + kind
 }
 
 /// The first message of operation `seq`.
@@ -25,19 +25,24 @@ pub(super) fn contribution(seq: u64) -> c_int {
     tag(seq, 1)
 }
 
-/// Data of operation `seq` that are part of the result.
+/// Data of operation `seq` that are part of the result, from who made it.
 pub(super) fn result(seq: u64) -> c_int {
     tag(seq, 2)
 }
 
+/// Data of operation `seq` that are part of the result, from who got it from another host.
+pub(super) fn distributed(seq: u64) -> c_int {
+    tag(seq, 3)
+}
+
 /// What a message is, and its data if they are few.
-pub(super) const MESSAGE_HEAD: c_int = 3;
+pub(super) const MESSAGE_HEAD: c_int = 4;
 
 /// The data of a message.
-pub(super) const MESSAGE_DATA: c_int = 7;
+pub(super) const MESSAGE_DATA: c_int = 9;
 
 /// In the world's group: the sender has returned.
-pub(super) const SHUTDOWN: c_int = 11;
+pub(super) const SHUTDOWN: c_int = 14;
 
 #[cfg(test)]
 mod tests {
@@ -47,7 +52,12 @@ mod tests {
     fn all_tags_differ_and_are_allowed() {
         let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
         for seq in 0..NUM_SEQS {
-            tags.extend([header(seq), contribution(seq), result(seq)]);
+            tags.extend([
+                header(seq),
+                contribution(seq),
+                result(seq),
+                distributed(seq),
+            ]);
         }
         assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));
         let num_tags = tags.len();

@@ -12,11 +12,11 @@ use candle_launch::{Control, ControlConfig};
 
 use crate::conformance;
 use crate::determinism;
+use crate::mpi_bits::{any_bits, raw};
 use crate::mpirun::{Mpi, output, output_alone, run, said};
-use crate::reference::{DTYPES, Random};
 use crate::threads::Threads;
 
-fn conforms(world: &ProcessGroup) -> Result<()> {
+pub fn conforms(world: &ProcessGroup) -> Result<()> {
     let mpi = &Mpi::new(world);
     macro_rules! each {
         ($($name:ident),* $(,)?) => {
@@ -76,51 +76,6 @@ fn four_ranks_conform() {
 #[test]
 fn five_ranks_conform() {
     run("mpi::five_ranks_conform", 5, |world| conforms(&world));
-}
-
-/// Any bits: numbers of all sizes, infinities, NaNs; integers that overflow.
-fn any_bits(seed: u64, rank: usize, dims: &[usize], dtype: DType) -> Result<Tensor> {
-    let mut random = Random::new(seed * 1000 + rank as u64);
-    let num_elements: usize = dims.iter().product();
-    let bytes = (0..num_elements * dtype.size_in_bytes()).map(|_| (random.next() >> 8) as u8);
-    Tensor::from_raw_buffer(&bytes.collect::<Vec<u8>>(), dtype, dims, &Device::Cpu)
-}
-
-fn raw(xs: &Tensor) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    xs.write_bytes(&mut bytes)?;
-    Ok(bytes)
-}
-
-/// The bytes of all results of one rank.
-fn all_operations(world: &ProcessGroup, len: usize) -> Result<Vec<Vec<u8>>> {
-    let n = world.world_size();
-    let mut results = Vec::new();
-    for dtype in DTYPES {
-        let xs = any_bits(1, world.rank(), &[n * len, 3], dtype)?;
-        for op in [ReduceOp::Sum, ReduceOp::Max] {
-            results.push(raw(&world.all_reduce(&xs, op)?)?);
-            results.push(raw(&world.reduce_scatter(&xs, op, 0)?)?);
-        }
-        results.push(raw(&world.all_gather(&xs, 1)?)?);
-        results.push(raw(&world.all_to_all(&xs, 0)?)?);
-        results.push(raw(&world.broadcast(&xs, n - 1)?)?);
-    }
-    Ok(results)
-}
-
-#[test]
-fn bits_are_those_of_threads() {
-    run("mpi::bits_are_those_of_threads", 4, |world| {
-        for len in [1, 77, 40_001] {
-            let threads = launch::threads(4, |world| all_operations(&world, len))?;
-            let got = all_operations(&world, len)?;
-            for (index, (got, expected)) in got.iter().zip(&threads[world.rank()]).enumerate() {
-                assert!(got == expected, "operation {index} of length {len}");
-            }
-        }
-        Ok(())
-    });
 }
 
 /// Steps in which groups of groups, messages and started operations are mixed, with ranks that are late in turns.

@@ -1,11 +1,9 @@
 //! Groups over MPI: they are split off while others are, and may add by MPI's own reductions.
 
-use std::time::Duration;
-
 use candle_comm::{MpiConfig, MpiReduction, ProcessGroup, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::mpirun::{output_with, run, run_with, said};
+use crate::mpirun::{config, output_with, run, run_adding, said};
 use crate::reference::{DTYPES, Random};
 
 const NATIVE: MpiReduction = MpiReduction::Native;
@@ -46,7 +44,7 @@ fn two_threads_split_two_groups_at_once() {
 #[test]
 fn two_threads_split_two_groups_that_add_by_mpi() {
     let test = "mpi_groups::two_threads_split_two_groups_that_add_by_mpi";
-    run_with(test, 4, NATIVE, |world| split_from_two_threads(&world));
+    run_adding(test, 4, NATIVE, |world| split_from_two_threads(&world));
 }
 
 /// Those that need it are told which rank it is; the groups without it go on.
@@ -102,7 +100,7 @@ fn summed(world: &ProcessGroup, xs: &Tensor) -> Result<Tensor> {
 #[test]
 fn sums_by_mpi_are_those_of_the_ranks() {
     let test = "mpi_groups::sums_by_mpi_are_those_of_the_ranks";
-    run_with(test, 4, NATIVE, |world| {
+    run_adding(test, 4, NATIVE, |world| {
         let n = world.world_size();
         let pairs = world.split(world.rank() % 2, 0)?;
         let halves = Tensor::ones(5000, DType::BF16, &Device::Cpu)?;
@@ -137,7 +135,7 @@ fn sums_by_mpi_are_those_of_the_ranks() {
 #[test]
 fn several_sums_by_mpi_are_under_way() {
     let test = "mpi_groups::several_sums_by_mpi_are_under_way";
-    run_with(test, 3, NATIVE, |world| {
+    run_adding(test, 3, NATIVE, |world| {
         let other = world.split(0, 0)?;
         let large = Tensor::ones(17 << 20, DType::F32, &Device::Cpu)?;
         let mut pending = vec![(3.0, world.start_all_reduce(&large, ReduceOp::Sum)?)];
@@ -165,7 +163,7 @@ fn several_sums_by_mpi_are_under_way() {
 /// Largest values are ours, with their NaN.
 #[test]
 fn largest_values_are_not_left_to_mpi() {
-    run_with(
+    run_adding(
         "mpi_groups::largest_values_are_not_left_to_mpi",
         2,
         NATIVE,
@@ -183,13 +181,12 @@ fn largest_values_are_not_left_to_mpi() {
 fn ranks_that_disagree_about_who_adds_are_told() {
     let is_first = std::env::var("OMPI_COMM_WORLD_RANK").is_ok_and(|rank| rank == "0");
     let config = MpiConfig {
-        deadline: Duration::from_secs(60),
         reduction: if is_first {
             MpiReduction::Exact
         } else {
             NATIVE
         },
-        ..MpiConfig::default()
+        ..config()
     };
     let test = "mpi_groups::ranks_that_disagree_about_who_adds_are_told";
     if let Some(output) = output_with(test, 3, config, |world| world.barrier()) {

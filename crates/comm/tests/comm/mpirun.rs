@@ -60,12 +60,21 @@ pub fn output(
 ) -> Option<Output> {
     let config = MpiConfig {
         deadline,
-        ..MpiConfig::default()
+        ..config()
     };
     output_with(test, num_ranks, config, rank_main)
 }
 
-/// As [`output`], of ranks of one thread that are configured like this.
+/// Ranks of one thread.
+pub fn config() -> MpiConfig {
+    MpiConfig {
+        deadline: Duration::from_secs(60),
+        threads_per_rank: Some(1),
+        ..MpiConfig::default()
+    }
+}
+
+/// As [`output`], of ranks that are configured like this.
 pub fn output_with(
     test: &str,
     num_ranks: usize,
@@ -88,7 +97,7 @@ pub fn output_with(
 
 /// As [`output`], on one rank that no mpirun has started and whose environment says that there are four.
 pub fn output_alone(test: &str) -> Option<Output> {
-    if is_rank(1, MpiConfig::default(), |_| Ok(())) {
+    if is_rank(1, config(), |_| Ok(())) {
         return None;
     }
     if mpirun(1).is_none() {
@@ -113,10 +122,6 @@ fn is_rank(
         return false;
     };
     if role == num_ranks.to_string() {
-        let config = MpiConfig {
-            threads_per_rank: Some(1),
-            ..config
-        };
         launch::mpi(config, rank_main).unwrap();
     }
     true
@@ -128,21 +133,42 @@ pub fn run(
     num_ranks: usize,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) {
-    run_with(test, num_ranks, MpiReduction::Exact, rank_main);
+    run_with(test, num_ranks, config(), rank_main);
+}
+
+/// As [`run`], where so many ranks in a row take themselves for those of one host.
+pub fn run_on_hosts(
+    test: &str,
+    (num_ranks, ranks_per_host): (usize, usize),
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
+    let config = MpiConfig {
+        ranks_per_host: Some(ranks_per_host),
+        ..config()
+    };
+    run_with(test, num_ranks, config, rank_main);
 }
 
 /// As [`run`], with sums made like this.
-pub fn run_with(
+pub fn run_adding(
     test: &str,
     num_ranks: usize,
     reduction: MpiReduction,
     rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
 ) {
     let config = MpiConfig {
-        deadline: Duration::from_secs(60),
         reduction,
-        ..MpiConfig::default()
+        ..config()
     };
+    run_with(test, num_ranks, config, rank_main);
+}
+
+fn run_with(
+    test: &str,
+    num_ranks: usize,
+    config: MpiConfig,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
     let Some(output) = output_with(test, num_ranks, config, rank_main) else {
         return;
     };

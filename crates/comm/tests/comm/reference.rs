@@ -61,23 +61,24 @@ pub fn inputs(seed: u64, world_size: usize, dims: &[usize], dtype: DType) -> Res
         .collect()
 }
 
-/// The reduction in rank order, half precision accumulated in f32.
+/// The reduction pairwise by rank, half precision accumulated in f32.
 pub fn reduce(inputs: &[Tensor], op: ReduceOp) -> Result<Tensor> {
-    let dtype = inputs[0].dtype();
-    let acc_dtype = if matches!(dtype, DType::BF16 | DType::F16) {
-        DType::F32
-    } else {
-        dtype
-    };
-    let mut acc = inputs[0].to_dtype(acc_dtype)?;
-    for xs in &inputs[1..] {
-        let xs = xs.to_dtype(acc_dtype)?;
-        acc = match op {
-            ReduceOp::Sum => (acc + xs)?,
-            ReduceOp::Max => acc.maximum(&xs)?,
-        };
+    /// Cut after the largest power of two that is less than their number.
+    fn tree(inputs: &[Tensor], op: ReduceOp) -> Result<Tensor> {
+        if let [xs] = inputs {
+            return match xs.dtype() {
+                DType::BF16 | DType::F16 => xs.to_dtype(DType::F32),
+                _ => Ok(xs.clone()),
+            };
+        }
+        let (left, right) = inputs.split_at(inputs.len().next_power_of_two() / 2);
+        let (left, right) = (tree(left, op)?, tree(right, op)?);
+        match op {
+            ReduceOp::Sum => left + right,
+            ReduceOp::Max => left.maximum(&right),
+        }
     }
-    acc.to_dtype(dtype)
+    tree(inputs, op)?.to_dtype(inputs[0].dtype())
 }
 
 /// Part `part` of `num_parts` along `dim`.
