@@ -26,6 +26,7 @@ class Machine:
     beta_in: float  # a byte of it
     alpha_out: float  # a message between hosts
     beta_out: float  # a byte through a host's card
+    start: float  # what one of our operations takes besides
     o: float  # a rank's own work for one of our messages
     gamma: float  # a byte added to another
     cores: int | None  # of all hosts together; None: one for each rank
@@ -85,7 +86,7 @@ ALGORITHMS = {"flat": flat, "ring": ring, "halving": halving, "tree": tree, "hie
 def meeting(m, n, r):
     """Before: each of our ranks tells all others what it calls."""
     alpha, bytes_out = (m.alpha_out, r * (n - r) * HEADER_BYTES) if n > r else (m.alpha_in, 0)
-    return (n - 1) * m.o * m.turns(n) + alpha + bytes_out * m.beta_out
+    return m.start + (n - 1) * m.o * m.turns(n) + alpha + bytes_out * m.beta_out
 
 
 def fit(cases, cores):
@@ -98,13 +99,15 @@ def fit(cases, cores):
     alpha_in, beta_in = line(1)
     alpha_out, beta_out = line(2)
     smallest = min(c["bytes"] for c in cases)
-    # t - alpha = o (N - 1) N / cores, by least squares.
-    small = [(c["ranks"] * (c["ranks"] - 1) / min(cores, c["ranks"]), c["best_ours_us"] * 1e-6 - alpha_in)
-             for c in cases if c["op"] == "all_reduce" and c["hosts"] == 1 and c["bytes"] == smallest]
-    o = sum(x * y for x, y in small) / sum(x * x for x, _ in small)
+    # start + alpha + o (N - 1) N / cores, from the fewest and the most ranks of a host.
+    small = sorted((c["ranks"] * (c["ranks"] - 1) / min(cores, c["ranks"]), c["best_ours_us"] * 1e-6)
+                   for c in cases if c["op"] == "all_reduce" and c["hosts"] == 1 and c["bytes"] == smallest)
+    (few, least), (many, most) = small[0], small[-1]
+    o = max(0, (most - least) / (many - few))
+    start = max(0, least - few * o - alpha_in)
     largest, secs = max((c["bytes"], c["best_bare_us"] * 1e-6) for c in cases
                         if c["op"] == "reduce_scatter" and (c["hosts"], c["ranks"]) == (1, 2))
-    return Machine(alpha_in, beta_in, alpha_out, beta_out, o, max(0, 2 * secs / largest - beta_in), cores)
+    return Machine(alpha_in, beta_in, alpha_out, beta_out, start, o, max(0, 2 * secs / largest - beta_in), cores)
 
 
 def duration(secs):
@@ -123,6 +126,7 @@ def print_constants(m):
     print("| | a message | a byte |\n|---|---|---|")
     print(f"| inside a host: α', β' | {duration(m.alpha_in)} | {m.beta_in * 1e9:.3g} ns |")
     print(f"| between hosts: α, β | {duration(m.alpha_out)} | {m.beta_out * 1e9:.3g} ns |")
+    print(f"| an operation of ours besides: s | {duration(m.start)} | |")
     print(f"| a rank's own work: o, γ | {duration(m.o)} | {m.gamma * 1e9:.3g} ns |")
 
 
