@@ -58,7 +58,7 @@ impl<T: Element> Values<'_, T> {
 pub(crate) fn are_halves(left: &Range<usize>, right: &Range<usize>, world_size: usize) -> bool {
     let block = 2 * left.len();
     left.end == right.start
-        && left.start % block == 0
+        && left.start.is_multiple_of(block)
         && right.end == world_size.min(left.start + block)
 }
 
@@ -259,12 +259,16 @@ mod tests {
     #[test]
     #[cfg(feature = "mpi")]
     fn blocks_of_ranks() {
-        assert_eq!(blocks(&[0, 1, 2, 3], 8), [0..4]);
-        assert_eq!(blocks(&[3, 4, 5], 6), [3..4, 4..6]);
-        assert_eq!(blocks(&[4, 5, 6], 7), [4..7]);
-        assert_eq!(blocks(&[4, 5, 6], 8), [4..6, 6..7]);
-        assert_eq!(blocks(&[1, 2, 5, 7], 8), [1..2, 2..3, 5..6, 7..8]);
-        assert_eq!(blocks(&[4], 5), [4..5]);
+        let blocks = |ranks: &[usize], world_size| -> Vec<(usize, usize)> {
+            let blocks = blocks(ranks, world_size).into_iter();
+            blocks.map(|block| (block.start, block.end)).collect()
+        };
+        assert_eq!(blocks(&[0, 1, 2, 3], 8), [(0, 4)]);
+        assert_eq!(blocks(&[3, 4, 5], 6), [(3, 4), (4, 6)]);
+        assert_eq!(blocks(&[4, 5, 6], 7), [(4, 7)]);
+        assert_eq!(blocks(&[4, 5, 6], 8), [(4, 6), (6, 7)]);
+        assert_eq!(blocks(&[1, 2, 5, 7], 8), [(1, 2), (2, 3), (5, 6), (7, 8)]);
+        assert_eq!(blocks(&[4], 5), [(4, 5)]);
     }
 
     /// Ranks that are combined apart from the others, in whatever groups, give the same bits.

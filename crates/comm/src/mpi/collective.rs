@@ -38,7 +38,7 @@ enum Phase<T: Element> {
     Meeting,
     /// MPI adds.
     Summing(NativeSum<T>),
-    Moving(Movement<T>),
+    Moving(Box<Movement<T>>),
     /// The result is there.
     Done,
 }
@@ -98,7 +98,7 @@ impl<T: Element> Collective<T> {
                     let sizes = (size_of::<T>(), size_of::<T::Acc>() / size_of::<T>());
                     let route = Route::new(operation, &self.shape, hosts, rank, sizes);
                     let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
-                    self.phase = Phase::Moving(movement);
+                    self.phase = Phase::Moving(Box::new(movement));
                 }
                 Ok(true)
             }
