@@ -79,8 +79,11 @@ def main():
     p.add_argument("--memory", type=int, default=8, help="GiB for all ranks; larger sizes are left out")
     p.add_argument("--nonblocking", action="store_true", help="compare with MPI's nonblocking calls")
     p.add_argument("--reduction", default="exact", help="who adds in ours: exact, we do, or native, MPI")
-    p.add_argument("--json", type=pathlib.Path)
+    p.add_argument("--json", type=pathlib.Path, help="also write what was measured, layout by layout")
+    p.add_argument("--print", type=pathlib.Path, metavar="JSON", help="measure nothing, print the tables of what --json wrote")
     a = p.parse_args()
+    if a.print:
+        return print_tables([json.loads(line) for line in a.print.read_text().splitlines()], a)
     if os.geteuid() != 0:
         sys.exit("bench_mpi.py makes network namespaces, which takes root\nhint: sudo")
     if a.latency and not can_delay():
