@@ -3,7 +3,9 @@ much each way. Needs root, and `ip` and `tc` from iproute2."""
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
+import sys
 import tempfile
 
 SUBNET = "10.219.7"
@@ -86,6 +88,8 @@ def simulated_hosts(number, bandwidth, latency=None):
     """`number` hosts that are joined by a switch, with links of `bandwidth` (as tc writes it: 1gbit); a packet takes `latency` more."""
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(number, folder)
+        # What is made is removed, whatever ends this.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             hosts.make(bandwidth, latency)
             yield hosts
