@@ -39,10 +39,16 @@ pub trait Communicator: Send + Sync {
         place: Option<&Tensor>,
     ) -> Result<Pending<Vec<Tensor>>>;
 
-    /// A group of these ranks of this one, in this order, among them this rank. Every rank of this group must call it, after an
-    /// [`Operation::Split`], each with the new group that it is in.
+    /// A number that this rank's [`Operation::Split`] brings to the others, for the [`subgroup`](Self::subgroup) that follows.
+    fn subgroup_number(&self) -> i64 {
+        0
+    }
+
+    /// A group of these ranks of this one, in this order, among them this rank, each with its
+    /// [`subgroup_number`](Self::subgroup_number). Every rank of this group must call it, after an [`Operation::Split`], each with
+    /// the new group that it is in.
     #[track_caller]
-    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>>;
+    fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>>;
 
     /// Notes which training step this rank is at and what it does there, for messages about ranks that failed. A backend that
     /// has no such messages ignores it.

@@ -40,6 +40,7 @@ mod local;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod mpi_reduction;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;
@@ -63,6 +64,7 @@ pub use local::LocalConfig;
 pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;
+pub use mpi_reduction::MpiReduction;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
 pub use operation::{Message, Operation, ReduceOp};

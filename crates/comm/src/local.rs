@@ -98,7 +98,7 @@ impl Communicator for LocalCommunicator {
         }
     }
 
-    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
+    fn subgroup(&self, ranks: &[usize], _: &[i64]) -> Result<Box<dyn Communicator>> {
         let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
         let group = self.world.subgroup(self.group, self.rank, &members);
         let rank = ranks.iter().position(|rank| *rank == self.rank);

@@ -8,12 +8,14 @@
 //!                        |             -> movement   data of collectives, along a route
 //!                        -> channels -> inbox        messages between two ranks
 //! ```
-//! MPI reduces in whatever order it likes, so it only moves bytes here. Reductions are those of the local backend, in the same order,
-//! with the same bits; [`route`] says which rank makes which part, so that no host's card carries more than it has to.
+//! MPI reduces in whatever order it likes, so it only moves bytes here, unless asked for its own sums ([`native`]). Reductions are those of
+//! the local backend, in the same order, with the same bits; [`route`] says which rank makes which part, so that no host's card carries more
+//! than it has to.
 //!
 //! Memory that MPI works on is owned by the message ([`transfer`]), and given back when it is complete.
-//! Each group has a communicator of MPI's own. Messages are bytes: the hosts must have the same byte order.
+//! All groups share one communicator of MPI ([`addresses`]). Messages are bytes: the hosts must have the same byte order.
 
+mod addresses;
 mod bytes;
 mod channels;
 mod collective;
@@ -30,6 +32,7 @@ mod inbox;
 mod meeting;
 mod messages;
 mod movement;
+mod native;
 mod part;
 mod pause;
 mod peer;

@@ -110,22 +110,24 @@ impl ProcessGroup {
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         scope(Location::caller(), || {
-            let ranks = self.ranks_of_color(color, key)?;
-            Ok(Self::new(self.comm.subgroup(&ranks)?).along(self.axis))
+            let (ranks, numbers) = self.ranks_of_color(color, key)?;
+            Ok(Self::new(self.comm.subgroup(&ranks, &numbers)?).along(self.axis))
         })
     }
 
-    /// The ranks of this group that say the same color, in the order of their keys.
-    fn ranks_of_color(&self, color: usize, key: usize) -> Result<Vec<usize>> {
+    /// The ranks of this group that say the same color, in the order of their keys, and their
+    /// [numbers](Communicator::subgroup_number).
+    fn ranks_of_color(&self, color: usize, key: usize) -> Result<(Vec<usize>, Vec<i64>)> {
+        let own = self.comm.subgroup_number();
         if self.is_single() {
-            return Ok(vec![0]);
+            return Ok((vec![0], vec![own]));
         }
         let number = |number: usize| {
             i64::try_from(number).map_err(|_| {
                 Error::Argument(format!("split: {number} is too large a color or key"))
             })
         };
-        let mine = Tensor::new(&[[number(color)?, number(key)?]], self.device())?;
+        let mine = Tensor::new(&[[number(color)?, number(key)?, own]], self.device())?;
         let all = self.comm.start(&Operation::Split, &[mine], None)?.wait()?;
         let all = one(all)?.to_vec2::<i64>()?;
         self.comm.check()?;
@@ -133,7 +135,8 @@ impl ProcessGroup {
             .filter(|rank| all[*rank][0] == all[self.rank()][0])
             .collect();
         ranks.sort_by_key(|rank| all[*rank][1]);
-        Ok(ranks)
+        let numbers = ranks.iter().map(|rank| all[*rank][2]).collect();
+        Ok((ranks, numbers))
     }
 
     /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'

@@ -6,7 +6,7 @@ use candle_core::{Device, Result};
 use candle_launch::{Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
-use crate::{Backend, Degrees, Error, HalfSums};
+use crate::{Backend, Degrees, Error, HalfSums, MpiReduction};
 
 /// More threads than this are a slip of the keyboard.
 const MAX_THREADS: usize = 1024;
@@ -28,6 +28,8 @@ pub struct RunConfig {
     pub rank_timeout: Duration,
     /// How NCCL adds bf16 and f16. Default: in f32.
     pub half_sums: HalfSums,
+    /// Who adds large tensors over MPI. Default: we do.
+    pub mpi_reduction: MpiReduction,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
     pub threads_per_rank: Option<usize>,
     /// Whether ranks that are processes compare each collective by way of rank 0 before it starts, so that no rank starts one
@@ -59,6 +61,7 @@ impl RunConfig {
             deadline: Duration::from_secs(600),
             rank_timeout: Duration::from_secs(6),
             half_sums: HalfSums::default(),
+            mpi_reduction: MpiReduction::default(),
             threads_per_rank: None,
             check_collectives: false,
             fingerprint: Fingerprint::default(),

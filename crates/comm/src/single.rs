@@ -30,7 +30,7 @@ impl Communicator for Single {
         Ok(Pending::ready(results.iter().map(Tensor::detach).collect()))
     }
 
-    fn subgroup(&self, _: &[usize]) -> Result<Box<dyn Communicator>> {
+    fn subgroup(&self, _: &[usize], _: &[i64]) -> Result<Box<dyn Communicator>> {
         Ok(Box::new(Self(self.0.clone())))
     }
 }

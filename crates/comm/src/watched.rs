@@ -163,8 +163,12 @@ impl Communicator for Watched {
     }
 
     #[track_caller]
-    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
-        let inner = self.inner.subgroup(ranks)?;
+    fn subgroup_number(&self) -> i64 {
+        self.inner.subgroup_number()
+    }
+
+    fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>> {
+        let inner = self.inner.subgroup(ranks, numbers)?;
         let members: Vec<usize> = ranks.iter().map(|rank| self.group.members[*rank]).collect();
         // All ranks have called as much in the parent.
         let seq = self.next_seq.load(Ordering::Relaxed);

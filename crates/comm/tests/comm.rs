@@ -28,6 +28,9 @@ mod mpi;
 #[path = "comm/mpi_bits.rs"]
 mod mpi_bits;
 #[cfg(feature = "mpi")]
+#[path = "comm/mpi_groups.rs"]
+mod mpi_groups;
+#[cfg(feature = "mpi")]
 #[path = "comm/mpirun.rs"]
 mod mpirun;
 #[cfg(feature = "nccl")]

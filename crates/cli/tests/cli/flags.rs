@@ -303,6 +303,10 @@ fn flags_that_would_do_nothing_are_refused() {
             vec!["--half-sums native", "backend local", "hint: "],
         ),
         (
+            vec![("--mpi-reduction", "native")],
+            vec!["--mpi-reduction native", "backend local", "hint: "],
+        ),
+        (
             vec![("--zero", "0"), ("--zero-group", "2")],
             vec!["zero-group", "ZeRO stage 0"],
         ),

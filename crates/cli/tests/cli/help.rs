@@ -65,6 +65,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ),
     ("--check-collectives", &["processes", "rank 0"]),
     ("--half-sums", &["[default: f32]", "native", "nccl"]),
+    ("--mpi-reduction", &["[default: exact]", "native", "bits"]),
     ("--deterministic", &["same bits", "attention"]),
     (
         "--matmul-precision",

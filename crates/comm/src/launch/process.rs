@@ -24,6 +24,7 @@ pub(super) fn mpi<T: Send>(
         threads_per_rank: config
             .threads_per_rank
             .or_else(|| threads_of_stages(config)),
+        reduction: config.mpi_reduction,
         ..crate::MpiConfig::default()
     };
     meeting_begins();

@@ -11,6 +11,7 @@ use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
+use super::native::NativeSum;
 use super::route::Route;
 use crate::Error;
 use crate::call::Call;
@@ -35,6 +36,8 @@ pub(super) struct Collective<T: Element> {
 
 enum Phase<T: Element> {
     Meeting,
+    /// MPI adds.
+    Summing(NativeSum<T>),
     Moving(Box<Movement<T>>),
     /// The result is there.
     Done,
@@ -84,12 +87,28 @@ impl<T: Element> Collective<T> {
                 if self.is_small() {
                     let output = self.reduce_here(rank, &data)?;
                     self.complete(Ok(output));
+                } else if let Some(group) = ctx.groups[self.place.0].native
+                    && NativeSum::<T>::is_for(&self.call.operation)
+                {
+                    let (what, group) = ((&self.call.operation, &self.shape), (group, data.len()));
+                    let sum = NativeSum::begin(&ctx.mpi, group, what, &self.in_flight)?;
+                    self.phase = Phase::Summing(sum);
                 } else {
                     let (operation, hosts) = (&self.call.operation, group.hosts.clone());
                     let sizes = (size_of::<T>(), size_of::<T::Acc>() / size_of::<T>());
                     let route = Route::new(operation, &self.shape, hosts, rank, sizes);
                     let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
                     self.phase = Phase::Moving(Box::new(movement));
+                }
+                Ok(true)
+            }
+            (Phase::Summing(sum), _) => {
+                if !sum.poll(&ctx.mpi)? {
+                    return Ok(false);
+                }
+                if let Phase::Summing(sum) = std::mem::replace(&mut self.phase, Phase::Done) {
+                    let output = sum.into_output(&self.in_flight)?;
+                    self.complete(Ok(output));
                 }
                 Ok(true)
             }
@@ -185,6 +204,10 @@ impl<T: Element> Activity for Collective<T> {
             (_, true) => Progress::Some,
             _ => Progress::None,
         })
+    }
+
+    fn has_met(&self) -> bool {
+        !matches!(self.phase, Phase::Meeting)
     }
 
     fn missing(&self, ctx: &Context) -> Vec<usize> {

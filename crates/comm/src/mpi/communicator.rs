@@ -1,20 +1,24 @@
 //! The end of a group over MPI that ranks see.
 
+use std::ffi::c_int;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
+use super::addresses::Addresses;
 use super::collective::Collective;
-use super::context::LastCalls;
+use super::context::{LastCalls, Opened};
 use super::engine::{Activity, Job};
 use super::in_flight::{InFlight, Tensors};
 use super::inbox::inbox;
 use super::messages::{Batch, Incoming, Outgoing, copy_bytes};
+use super::native::NativeGroup;
 use crate::call::{Call, kind};
 use crate::element::{self, Element, with_element};
-use crate::{Communicator, Error, Message, Operation, Pending};
+use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp};
 
 /// What all groups of a process share.
 pub(super) struct Shared {
@@ -22,6 +26,10 @@ pub(super) struct Shared {
     pub deadline: Duration,
     pub last_calls: Arc<LastCalls>,
     pub jobs: Sender<Job>,
+    /// The groups that this rank has been in, with the world; each has its number here.
+    pub num_groups: AtomicI64,
+    /// The highest tag that MPI allows.
+    pub max_tag: c_int,
 }
 
 /// One rank's end of a group of processes.
@@ -33,15 +41,18 @@ pub(super) struct MpiCommunicator {
     members: Arc<[usize]>,
     /// This rank in the group.
     rank: usize,
+    /// Where MPI adds by itself.
+    native: Option<NativeGroup>,
 }
 
 impl MpiCommunicator {
     /// The end of the world's group.
-    pub fn world(shared: Arc<Shared>, world_size: usize) -> Self {
+    pub fn world(shared: Arc<Shared>, world_size: usize, native: Option<NativeGroup>) -> Self {
         Self {
             group: 0,
             members: (0..world_size).collect(),
             rank: shared.world_rank,
+            native,
             shared,
         }
     }
@@ -145,6 +156,15 @@ impl Communicator for MpiCommunicator {
         &Device::Cpu
     }
 
+    fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
+        let is_half = matches!(dtype, DType::BF16 | DType::F16);
+        match self.native {
+            // As what they are added in.
+            Some(_) if op == ReduceOp::Sum && is_half => DType::F32.size_in_bytes(),
+            _ => dtype.size_in_bytes(),
+        }
+    }
+
     #[track_caller]
     fn start(
         &self,
@@ -162,23 +182,39 @@ impl Communicator for MpiCommunicator {
         }
     }
 
-    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
-        let (reply, replied) = channel();
-        self.send(Job::Split(self.group, ranks.to_vec(), reply))?;
-        let deadline = self.shared.deadline;
-        let group = replied.recv_timeout(deadline).map_err(|_| {
-            let (rank, secs) = (self.shared.world_rank, deadline.as_secs_f64());
-            Error::Backend(format!(
-                "split on rank {rank} is not complete after {secs} s\n\
-                 hint: a rank splits one group at a time, in the same order as the others"
-            ))
-        })??;
-        let rank = ranks.iter().position(|rank| *rank == self.rank);
+    fn subgroup_number(&self) -> i64 {
+        self.shared.num_groups.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>> {
+        let own = ranks.iter().position(|rank| *rank == self.rank);
+        let Some((rank, number)) = own.and_then(|rank| Some((rank, *numbers.get(rank)?))) else {
+            let message = format!("split: this rank is not in its own group {ranks:?}");
+            return Err(Error::Backend(message).into());
+        };
+        let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
+        let addresses = Addresses::new(members.clone(), numbers, self.shared.max_tag)?;
+        let group = number as usize;
+        let native = match self.native {
+            // Each new group is named by its lowest rank.
+            Some(whole) => {
+                let color = members.iter().min().copied().unwrap_or(0);
+                Some(whole.split(color, rank, self.shared.deadline)?)
+            }
+            None => None,
+        };
+        let opened = Opened {
+            addresses,
+            rank,
+            native,
+        };
+        self.send(Job::Open(group, opened))?;
         Ok(Box::new(Self {
             shared: self.shared.clone(),
             group,
-            members: ranks.iter().map(|rank| self.members[*rank]).collect(),
-            rank: rank.unwrap_or(0),
+            members,
+            rank,
+            native,
         }))
     }
 }

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::MpiReduction;
+
 /// How this process takes part in a run under MPI; see [`launch::mpi`](crate::launch::mpi).
 #[derive(Debug, Clone)]
 pub struct MpiConfig {
@@ -11,6 +13,8 @@ pub struct MpiConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.
     pub threads_per_rank: Option<usize>,
+    /// Who adds large tensors, the same on all ranks. Default: we do.
+    pub reduction: MpiReduction,
     /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
     /// Default: those that share memory, as MPI says.
     pub ranks_per_host: Option<usize>,
@@ -21,6 +25,7 @@ impl Default for MpiConfig {
         Self {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
+            reduction: MpiReduction::default(),
             ranks_per_host: None,
         }
     }

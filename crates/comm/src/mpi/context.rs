@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::addresses::Addresses;
 use super::hosts::Hosts;
+use super::native::NativeGroup;
 use super::sys::{Comm, Mpi};
-use crate::Error;
 
 /// MPI, and the groups that this rank is in.
 pub(super) struct Context {
@@ -18,30 +19,41 @@ pub(super) struct Context {
 }
 
 impl Context {
-    /// Makes a group of these ranks of `group`, and returns its number. MPI waits in it for all ranks of `group`.
-    pub fn split(&mut self, group: usize, ranks: &[usize]) -> Result<usize, Error> {
-        let parent = &self.groups[group];
-        // Each new group is named by its lowest rank.
-        let color = ranks.iter().min().copied().unwrap_or(parent.rank);
-        let rank = ranks.iter().position(|rank| *rank == parent.rank);
-        let rank = rank.unwrap_or(0);
-        let comm = self.mpi.split(parent.comm, color, rank)?;
-        let (mpi_rank, mpi_size) = (self.mpi.rank(comm)?, self.mpi.size(comm)?);
-        if (mpi_rank, mpi_size) != (rank, ranks.len()) {
-            return Err(Error::Backend(format!(
-                "MPI_Comm_split made this rank number {mpi_rank} of {mpi_size}, expected {rank} of {}",
-                ranks.len()
-            )));
+    /// Opens a group of this rank; nothing is said to the others.
+    pub fn open(&mut self, group: usize, opened: Opened) {
+        while self.groups.len() <= group {
+            // Numbers between may be those of groups that are being split off.
+            self.groups.push(Group {
+                comm: Comm(self.groups.len()),
+                members: Arc::new([]),
+                rank: 0,
+                native: None,
+                hosts: Arc::new(Hosts::new(&[])),
+            });
         }
-        let group = Group {
-            comm,
-            members: ranks.iter().map(|rank| parent.members[*rank]).collect(),
+        let Opened {
+            addresses,
             rank,
-            hosts: Arc::new(parent.hosts.of_group(ranks)),
+            native,
+        } = opened;
+        let (comm, members) = (Comm(group), addresses.members.clone());
+        self.groups[group] = Group {
+            comm,
+            hosts: Arc::new(self.groups[0].hosts.of_group(&members)),
+            members,
+            rank,
+            native,
         };
-        self.groups.push(group);
-        Ok(self.groups.len() - 1)
+        self.mpi.open(comm, addresses);
     }
+}
+
+/// A new group, as this rank opens it.
+pub(super) struct Opened {
+    pub addresses: Addresses,
+    /// This rank in it.
+    pub rank: usize,
+    pub native: Option<NativeGroup>,
 }
 
 /// A group that this rank is in.
@@ -52,6 +64,8 @@ pub(super) struct Group {
     pub members: Arc<[usize]>,
     /// This rank in the group.
     pub rank: usize,
+    /// Where MPI adds by itself.
+    pub native: Option<NativeGroup>,
     pub hosts: Arc<Hosts>,
 }
 

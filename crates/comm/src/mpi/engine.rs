@@ -1,12 +1,13 @@
 //! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
 use super::channels::Channels;
-use super::context::Context;
+use super::context::{Context, Opened};
 use super::messages::Batch;
 use super::pause::Pause;
 use super::shutdown::Shutdown;
+use super::tags;
 use crate::Error;
 use crate::deadline::Deadline;
 
@@ -22,6 +23,9 @@ pub(super) trait Activity: Send {
 
     /// Does what can be done now; data move only if `may_move`.
     fn poll(&mut self, ctx: &Context, may_move: bool) -> Result<Progress>;
+
+    /// Whether all ranks were there, and it has begun to move data.
+    fn has_met(&self) -> bool;
 
     /// The world ranks without which it cannot go on.
     fn missing(&self, ctx: &Context) -> Vec<usize>;
@@ -47,8 +51,8 @@ pub(super) enum Job {
     Start(usize, Box<dyn Activity>),
     /// Starts messages of a group.
     Messages(usize, Batch),
-    /// Makes a group of these ranks of a group, and gives its number. The other ranks do the same.
-    Split(usize, Vec<usize>, Sender<Result<usize>>),
+    /// Opens a group of this number. The other ranks do the same, whenever they do.
+    Open(usize, Opened),
     /// Ends MPI with all ranks.
     End,
     /// Ends all ranks now.
@@ -67,8 +71,8 @@ pub(super) enum End {
 pub(super) struct Engine {
     ctx: Context,
     jobs: Receiver<Job>,
-    /// By group: operations on their way, in their order.
-    active: Vec<Vec<Box<dyn Activity>>>,
+    /// By group: operations on their way, in their order, with their numbers.
+    active: Vec<Vec<(u64, Box<dyn Activity>)>>,
     /// By group: messages on their way.
     channels: Vec<Channels>,
     /// By group: the number of the next operation.
@@ -125,7 +129,7 @@ impl Engine {
 
     fn start(&mut self, job: Job) {
         let group = match &job {
-            Job::Start(group, _) | Job::Messages(group, _) | Job::Split(group, ..) => *group,
+            Job::Start(group, _) | Job::Messages(group, _) | Job::Open(group, ..) => *group,
             Job::End | Job::Abort => return,
         };
         self.open_groups(group + 1);
@@ -138,7 +142,7 @@ impl Engine {
                     Some(error) => Err(error.clone()),
                 };
                 match begun {
-                    Ok(()) => self.active[group].push(activity),
+                    Ok(()) => self.active[group].push((seq, activity)),
                     Err(error) => self.break_with(Some(activity), error),
                 }
             }
@@ -154,14 +158,7 @@ impl Engine {
                     self.break_with(None, error);
                 }
             }
-            Job::Split(_, ranks, reply) => {
-                let split = match &self.broken {
-                    None => self.ctx.split(group, &ranks),
-                    Some(error) => Err(error.clone()),
-                };
-                // Who asked may have given up.
-                drop(reply.send(split));
-            }
+            Job::Open(_, opened) => self.ctx.open(group, opened),
             Job::End | Job::Abort => {}
         }
     }
@@ -177,6 +174,7 @@ impl Engine {
     /// MPI has failed: every operation does, now and later.
     fn break_with(&mut self, activity: Option<Box<dyn Activity>>, error: Error) {
         let activities = self.active.iter_mut().flat_map(std::mem::take);
+        let activities = activities.map(|(_, activity)| activity);
         for mut activity in activities.chain(activity) {
             activity.fail(&self.ctx, &|_| error.clone());
         }
@@ -200,10 +198,16 @@ impl Engine {
     fn try_poll(&mut self) -> Result<bool> {
         let mut moved = false;
         for group in 0..self.active.len() {
-            let mut index = 0;
-            while index < self.active[group].len() {
-                let may_move = index < NUM_MOVING;
-                match self.active[group][index].poll(&self.ctx, may_move)? {
+            let (mut index, mut in_order) = (0, true);
+            while let Some((oldest, _)) = self.active[group].first()
+                && let oldest = *oldest
+                && let Some((seq, activity)) = self.active[group].get_mut(index)
+            {
+                // Data of two operations with the same tags would be mistaken for each other. In order, for so MPI wants its own.
+                let may_move = index < NUM_MOVING && in_order && *seq - oldest < tags::NUM_SEQS;
+                let progress = activity.poll(&self.ctx, may_move)?;
+                in_order &= activity.has_met();
+                match progress {
                     Progress::None => index += 1,
                     Progress::Some => {
                         moved = true;
@@ -234,7 +238,7 @@ impl Engine {
             rank: left,
             report: ctx.last_calls.report(),
         };
-        for activity in self.active.iter_mut().flatten() {
+        for (_, activity) in self.active.iter_mut().flatten() {
             if activity.missing(ctx).contains(&left) {
                 activity.fail(ctx, &error);
             }

@@ -1,8 +1,10 @@
 //! One rank per process: from MPI_Init to MPI_Finalize.
 
 use std::any::Any;
+use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle, scope};
 use std::time::Duration;
@@ -20,10 +22,11 @@ use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
 use super::hosts::Hosts;
-use super::sys::Mpi;
+use super::native::NativeGroup;
+use super::sys::{Comm, Mpi};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
-use crate::{Error, ProcessGroup, message_of};
+use crate::{Error, MpiReduction, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
@@ -34,6 +37,8 @@ struct Start {
     world_size: usize,
     threads_per_rank: usize,
     last_calls: Arc<LastCalls>,
+    max_tag: c_int,
+    native: Option<NativeGroup>,
 }
 
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
@@ -64,6 +69,8 @@ pub fn mpi<T: Send>(
         deadline: config.deadline,
         last_calls: start.last_calls.clone(),
         jobs: jobs.clone(),
+        num_groups: AtomicI64::new(1),
+        max_tag: start.max_tag,
     });
     let rank = start.world_rank;
     let outcome = run_rank(&config, &start, shared, run);
@@ -111,9 +118,9 @@ type EngineThread = JoinHandle<std::result::Result<u64, Error>>;
 /// Starts MPI's thread, which initialises MPI.
 fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread, Start)> {
     let (started, start) = channel();
-    let (deadline, ranks_per_host) = (config.deadline, config.ranks_per_host);
+    let config = config.clone();
     let engine = Builder::new().name("mpi".into()).spawn(move || {
-        let begun = begin(deadline, ranks_per_host);
+        let begun = begin(&config);
         match begun {
             Ok((context, start)) => {
                 // The other end waits for it.
@@ -141,13 +148,9 @@ fn start_engine(config: &MpiConfig, jobs: Receiver<Job>) -> Result<(EngineThread
 }
 
 /// Initialises MPI and looks around.
-fn begin(
-    deadline: Duration,
-    ranks_per_host: Option<usize>,
-) -> std::result::Result<(Context, Start), Error> {
-    let mpi = Mpi::init()?;
-    let world = mpi.world();
-    let (world_rank, world_size) = (mpi.rank(world)?, mpi.size(world)?);
+fn begin(config: &MpiConfig) -> std::result::Result<(Context, Start), Error> {
+    let mpi = Mpi::init(config.reduction)?;
+    let (world_rank, world_size) = (mpi.rank()?, mpi.size()?);
     if world_size == 1
         && let Some((name, said)) = said_world_size(|name| std::env::var(name).ok())
         && said > 1
@@ -165,12 +168,12 @@ fn begin(
     // A host is known by its lowest rank.
     let lowest = mpi.gather(host, world_rank as u64)?[0];
     mpi.free(host)?;
-    let host_of: Vec<usize> = match ranks_per_host {
+    let host_of: Vec<usize> = match config.ranks_per_host {
         Some(ranks_per_host) => (0..world_size)
             .map(|rank| rank / ranks_per_host.max(1))
             .collect(),
         None => mpi
-            .gather(world, lowest)?
+            .gather(mpi.world(), lowest)?
             .iter()
             .map(|rank| *rank as usize)
             .collect(),
@@ -188,17 +191,19 @@ fn begin(
         tracing::warn!("{warning}");
     }
     let last_calls = Arc::new(LastCalls::new(world_rank, world_size));
-    let members = (0..world_size).collect();
+    let native = native_world(&mpi, config.reduction)?;
     let world = Group {
-        comm: world,
-        members,
+        comm: Comm(0),
+        members: (0..world_size).collect(),
         rank: world_rank,
+        native,
         hosts: Arc::new(Hosts::new(&host_of)),
     };
+    let max_tag = mpi.max_tag()?;
     let context = Context {
         mpi,
         world_rank,
-        deadline,
+        deadline: config.deadline,
         last_calls: last_calls.clone(),
         groups: vec![world],
     };
@@ -207,8 +212,34 @@ fn begin(
         world_size,
         threads_per_rank: threads,
         last_calls,
+        max_tag,
+        native,
     };
     Ok((context, start))
+}
+
+/// Where the world adds by MPI, if it is to.
+///
+/// # Errors
+/// The ranks disagree.
+fn native_world(
+    mpi: &Mpi,
+    reduction: MpiReduction,
+) -> std::result::Result<Option<NativeGroup>, Error> {
+    let is_native = reduction == MpiReduction::Native;
+    let all = mpi.gather(mpi.world(), u64::from(is_native))?;
+    if let Some(other) = all.iter().position(|other| *other != all[0]) {
+        let name = |is_native| match is_native {
+            0 => MpiReduction::Exact,
+            _ => MpiReduction::Native,
+        };
+        let (first, second) = (name(all[0]), name(all[other]));
+        return Err(Error::Argument(format!(
+            "ranks disagree about who adds over MPI: {first} on rank 0, {second} on rank {other}\n\
+             hint: give all ranks the same flags (--mpi-reduction)"
+        )));
+    }
+    is_native.then(|| NativeGroup::world(mpi)).transpose()
 }
 
 /// MPI's thread, from MPI_Init on: the number of messages that nobody received.
@@ -217,9 +248,6 @@ fn run_engine(context: Context, jobs: Receiver<Job>) -> std::result::Result<u64,
     let (context, end) = engine.run();
     match end {
         Ok(End::Done(num_undelivered)) => {
-            for group in context.groups.iter().skip(1) {
-                context.mpi.free(group.comm)?;
-            }
             context.mpi.finalize()?;
             Ok(num_undelivered)
         }
@@ -243,7 +271,7 @@ fn run_rank<T: Send>(
     run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
 ) -> std::result::Result<T, String> {
     let rank = start.world_rank;
-    let world = MpiCommunicator::world(shared, start.world_size);
+    let world = MpiCommunicator::world(shared, start.world_size, start.native);
     let group = ProcessGroup::new(Box::new(world));
     let num_threads = config.threads_per_rank.unwrap_or(start.threads_per_rank);
     let pool = pool_of_rank(rank, num_threads, &Device::Cpu)

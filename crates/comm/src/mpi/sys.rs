@@ -9,20 +9,20 @@ use std::ptr::null_mut;
 
 use mpi::ffi;
 
-use crate::Error;
+pub(super) use super::addresses::Comm;
+use super::addresses::{Addresses, own_tag};
+use crate::{Error, MpiReduction};
 
 type Result<T> = std::result::Result<T, Error>;
 
 /// MPI, initialised on this thread.
 pub(super) struct Mpi {
-    world: Comm,
+    world: ffi::MPI_Comm,
+    /// By group number.
+    groups: Vec<Addresses>,
     /// With a pointer inside it is neither `Send` nor `Sync`.
     _this_thread: PhantomData<*const ()>,
 }
-
-/// One of MPI's communicators: an own copy, so that tags collide with nobody's.
-#[derive(Clone, Copy)]
-pub(super) struct Comm(pub(super) ffi::MPI_Comm);
 
 /// An error that says what MPI says, unless `code` is success.
 pub(super) fn check(call: &str, code: c_int) -> Result<()> {
@@ -40,12 +40,22 @@ pub(super) fn check(call: &str, code: c_int) -> Result<()> {
     )))
 }
 
+/// The number of ranks of `comm`.
+fn size(comm: ffi::MPI_Comm) -> Result<usize> {
+    let mut size = 0;
+    // SAFETY: `comm` is a live communicator, `size` is valid for the call.
+    check("MPI_Comm_size", unsafe {
+        ffi::MPI_Comm_size(comm, &mut size)
+    })?;
+    Ok(size as usize)
+}
+
 impl Mpi {
     /// Initialises MPI. Errors return from here on, where MPI's default is to end the process.
     ///
     /// # Errors
-    /// MPI has been initialised before, or cannot be.
-    pub fn init() -> Result<Self> {
+    /// MPI has been initialised before, or cannot be; it adds by itself, and this MPI cannot be called from several threads.
+    pub fn init(reduction: MpiReduction) -> Result<Self> {
         let mut initialized = 0;
         // SAFETY: MPI_Initialized may be called at any time; the pointer is valid for the call.
         let code = unsafe { ffi::MPI_Initialized(&mut initialized) };
@@ -60,18 +70,28 @@ impl Mpi {
         let mut provided = 0;
         // SAFETY: MPI allows null for both arguments of main; `provided` is valid for the call. The constants are
         // initialised C data.
-        let (code, needed) = unsafe {
-            // Serialized, so that a program may call MPI itself while nothing of this library's is under way.
-            let wanted = ffi::RSMPI_THREAD_SERIALIZED;
+        let (code, needed, name) = unsafe {
+            let (wanted, needed, name) = match reduction {
+                // Serialized, so that a program may call MPI itself while nothing of this library's is under way.
+                MpiReduction::Exact => (
+                    ffi::RSMPI_THREAD_SERIALIZED,
+                    ffi::RSMPI_THREAD_FUNNELED,
+                    "MPI_THREAD_FUNNELED), which communication in the background needs",
+                ),
+                MpiReduction::Native => (
+                    ffi::RSMPI_THREAD_MULTIPLE,
+                    ffi::RSMPI_THREAD_MULTIPLE,
+                    "MPI_THREAD_MULTIPLE), which groups that add by MPI need\nhint: leave --mpi-reduction at exact",
+                ),
+            };
             let code = ffi::MPI_Init_thread(null_mut(), null_mut(), wanted, &mut provided);
-            (code, ffi::RSMPI_THREAD_FUNNELED)
+            (code, needed, name)
         };
         check("MPI_Init_thread", code)?;
         if provided < needed {
-            return Err(Error::Backend(
-                "this MPI was built without threads (MPI_THREAD_FUNNELED), which communication in the background needs"
-                    .into(),
-            ));
+            return Err(Error::Backend(format!(
+                "this MPI was built without threads ({name}"
+            )));
         }
         // SAFETY: MPI is initialised, and the constants are initialised C data. Copies inherit the error handler.
         let (code, world) = unsafe {
@@ -87,64 +107,84 @@ impl Mpi {
         check("MPI_Comm_dup", unsafe {
             ffi::MPI_Comm_dup(world, &mut own)
         })?;
-        Ok(Self {
-            world: Comm(own),
+        let mut mpi = Self {
+            world: own,
+            groups: Vec::new(),
             _this_thread: PhantomData,
-        })
+        };
+        mpi.groups.push(Addresses::world(mpi.size()?));
+        Ok(mpi)
     }
 
-    /// The communicator of all ranks.
-    pub fn world(&self) -> Comm {
+    /// The communicator of all ranks and groups: an own copy, so that tags collide with nobody's.
+    pub fn world(&self) -> ffi::MPI_Comm {
         self.world
     }
 
-    /// This rank in `comm`.
-    pub fn rank(&self, comm: Comm) -> Result<usize> {
+    /// Where the messages of a group go.
+    pub fn addresses(&self, comm: Comm) -> &Addresses {
+        &self.groups[comm.0]
+    }
+
+    /// Takes note of a group.
+    pub fn open(&mut self, comm: Comm, addresses: Addresses) {
+        while self.groups.len() <= comm.0 {
+            self.groups.push(Addresses::world(0));
+        }
+        self.groups[comm.0] = addresses;
+    }
+
+    /// This rank in the world.
+    pub fn rank(&self) -> Result<usize> {
         let mut rank = 0;
-        // SAFETY: `comm` is a live communicator, `rank` is valid for the call.
+        // SAFETY: the communicator is live, `rank` is valid for the call.
         check("MPI_Comm_rank", unsafe {
-            ffi::MPI_Comm_rank(comm.0, &mut rank)
+            ffi::MPI_Comm_rank(self.world, &mut rank)
         })?;
         Ok(rank as usize)
     }
 
-    /// The number of ranks of `comm`.
-    pub fn size(&self, comm: Comm) -> Result<usize> {
-        let mut size = 0;
-        // SAFETY: `comm` is a live communicator, `size` is valid for the call.
-        check("MPI_Comm_size", unsafe {
-            ffi::MPI_Comm_size(comm.0, &mut size)
-        })?;
-        Ok(size as usize)
+    /// The number of ranks of the world.
+    pub fn size(&self) -> Result<usize> {
+        size(self.world)
     }
 
-    /// Splits `comm`; returns once all of its ranks have called it. Ranks beyond `c_int` cannot occur.
-    pub fn split(&self, comm: Comm, color: usize, key: usize) -> Result<Comm> {
-        let mut new = comm.0;
-        // SAFETY: `comm` is a live communicator, `new` is valid for the call.
-        let code = unsafe { ffi::MPI_Comm_split(comm.0, color as c_int, key as c_int, &mut new) };
-        check("MPI_Comm_split", code)?;
-        Ok(Comm(new))
+    /// The highest tag that MPI allows.
+    pub fn max_tag(&self) -> Result<c_int> {
+        let (mut found, mut tag) = (0, null_mut::<c_int>());
+        // SAFETY: the communicator is live, and the attribute is a pointer to a number, which is written to `tag`.
+        let code = unsafe {
+            let (world, name) = (ffi::RSMPI_COMM_WORLD, ffi::MPI_TAG_UB as c_int);
+            ffi::MPI_Comm_get_attr(world, name, (&raw mut tag).cast(), &mut found)
+        };
+        check("MPI_Comm_get_attr", code)?;
+        // What every MPI allows.
+        const LEAST: c_int = 32767;
+        match found != 0 && !tag.is_null() {
+            // SAFETY: MPI keeps the number as long as it is initialised.
+            true => Ok(LEAST.max(unsafe { *tag })),
+            false => Ok(LEAST),
+        }
     }
 
     /// A communicator of the ranks of the world that share memory with this one. All ranks of the world must call it.
-    pub fn host(&self) -> Result<Comm> {
-        let mut host = self.world.0;
+    pub fn host(&self) -> Result<ffi::MPI_Comm> {
+        let mut host = self.world;
         // SAFETY: the communicator is live, the constants are initialised C data, `host` is valid for the call.
         check("MPI_Comm_split_type", unsafe {
             let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
-            ffi::MPI_Comm_split_type(self.world.0, kind, 0, info, &mut host)
+            ffi::MPI_Comm_split_type(self.world, kind, 0, info, &mut host)
         })?;
-        Ok(Comm(host))
+        Ok(host)
     }
 
     /// Each value that a rank of `comm` passes. All of them must call it.
-    pub fn gather(&self, comm: Comm, value: u64) -> Result<Vec<u64>> {
-        let mut values = vec![0u64; self.size(comm)?];
+    pub fn gather(&self, comm: ffi::MPI_Comm, value: u64) -> Result<Vec<u64>> {
+        let mut values = vec![0u64; size(comm)?];
         // SAFETY: one u64 is read from `value`, and one for each rank of `comm` written to `values`, which has as many.
         check("MPI_Allgather", unsafe {
             let (u64s, from) = (ffi::RSMPI_UINT64_T, (&raw const value).cast());
-            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm.0)
+            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm)
         })?;
         Ok(values)
     }
@@ -156,16 +196,17 @@ impl Mpi {
         let (code, status) = unsafe {
             let mut status: ffi::MPI_Status = std::mem::zeroed();
             let anybody = ffi::RSMPI_ANY_SOURCE;
-            let code = ffi::MPI_Iprobe(anybody, tag, comm.0, &mut found, &mut status);
+            let tag = own_tag(comm, tag);
+            let code = ffi::MPI_Iprobe(anybody, tag, self.world, &mut found, &mut status);
             (code, status)
         };
         check("MPI_Iprobe", code)?;
-        Ok((found != 0).then_some(status.MPI_SOURCE as usize))
+        let member = || self.addresses(comm).member(status.MPI_SOURCE);
+        Ok((found != 0).then(member).flatten())
     }
 
     /// Frees a communicator that is used no more. All of its ranks must call it.
-    pub fn free(&self, comm: Comm) -> Result<()> {
-        let mut comm = comm.0;
+    pub fn free(&self, mut comm: ffi::MPI_Comm) -> Result<()> {
         // SAFETY: the communicator is live, and the caller has no request on it.
         check("MPI_Comm_free", unsafe { ffi::MPI_Comm_free(&mut comm) })
     }
@@ -180,6 +221,6 @@ impl Mpi {
     /// Ends all ranks of the run.
     pub fn abort(&self, code: i32) {
         // SAFETY: MPI is initialised and has not been finalised, as `self` lives.
-        unsafe { ffi::MPI_Abort(self.world.0, code) };
+        unsafe { ffi::MPI_Abort(self.world, code) };
     }
 }

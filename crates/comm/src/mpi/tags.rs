@@ -1,12 +1,15 @@
-//! The tags of messages. Each group has a communicator of its own, so tags tell apart what is within a group only.
+//! The tags of messages within a group; [`addresses`](super::addresses) makes them those of the group.
 //!
 //! Messages with one tag between two ranks arrive in order, so numbers may repeat: who starts an operation with a tag
-//! that an older one has receives after it.
+//! that an older one has receives its first message after it, and moves no data before the older one has.
 
 use std::ffi::c_int;
 
-/// Numbers before they repeat: with five tags each they stay within 32767, the least that MPI allows.
-const NUM_SEQS: u64 = 6500;
+/// Numbers before they repeat, far more than operations of a group that move data at once.
+pub(super) const NUM_SEQS: u64 = 256;
+
+/// With five tags for each number.
+pub(super) const TAGS_PER_GROUP: c_int = 5 * NUM_SEQS as c_int;
 
 fn tag(seq: u64, kind: c_int) -> c_int {
     (seq % NUM_SEQS) as c_int * 5 + kind
@@ -56,7 +59,7 @@ mod tests {
                 distributed(seq),
             ]);
         }
-        assert!(tags.iter().all(|tag| (0..=32767).contains(tag)));
+        assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));
         let num_tags = tags.len();
         tags.sort_unstable();
         tags.dedup();

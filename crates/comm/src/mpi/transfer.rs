@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use mpi::ffi;
 
+use super::addresses::own_tag;
 use super::bytes;
 use super::part::Part;
 use super::place::Place;
@@ -106,14 +107,15 @@ fn length(bytes: usize) -> Result<c_int> {
 
 impl<B: Lend> Transfer<B> {
     /// Starts to send `buffer` to rank `to`.
-    pub fn send(_: &Mpi, comm: Comm, to: usize, tag: c_int, buffer: B) -> Result<Self> {
+    pub fn send(mpi: &Mpi, comm: Comm, to: usize, tag: c_int, buffer: B) -> Result<Self> {
+        let (to, tag) = mpi.addresses(comm).of(to, tag);
         let len = length(buffer.bytes().len())?;
         // SAFETY: `Lend` keeps the bytes where they are, unchanged, until the buffer is taken back or dropped, and this
         // struct does neither before the request is complete.
         let (code, request) = unsafe {
             let mut request = ffi::RSMPI_REQUEST_NULL;
             let (from, bytes) = (buffer.bytes().as_ptr().cast(), ffi::RSMPI_UINT8_T);
-            let code = ffi::MPI_Isend(from, len, bytes, to as c_int, tag, comm.0, &mut request);
+            let code = ffi::MPI_Isend(from, len, bytes, to, tag, mpi.world(), &mut request);
             (code, request)
         };
         Self::started("MPI_Isend", code, request, buffer, len)
@@ -175,14 +177,15 @@ impl<B: Lend> Transfer<B> {
 
 impl<B: LendMut> Transfer<B> {
     /// Starts to receive from rank `from` into `buffer`: at most as many bytes as it has.
-    pub fn receive(_: &Mpi, comm: Comm, from: usize, tag: c_int, mut buffer: B) -> Result<Self> {
+    pub fn receive(mpi: &Mpi, comm: Comm, from: usize, tag: c_int, mut buffer: B) -> Result<Self> {
+        let (from, tag) = (mpi.addresses(comm).of(from, tag).0, own_tag(comm, tag));
         let len = length(buffer.bytes().len())?;
         // SAFETY: `LendMut` keeps the bytes where they are and everybody else away until the buffer is taken back or
         // dropped, and this struct does neither before the request is complete.
         let (code, request) = unsafe {
             let mut request = ffi::RSMPI_REQUEST_NULL;
             let (to, bytes) = (buffer.bytes_mut().as_mut_ptr().cast(), ffi::RSMPI_UINT8_T);
-            let code = ffi::MPI_Irecv(to, len, bytes, from as c_int, tag, comm.0, &mut request);
+            let code = ffi::MPI_Irecv(to, len, bytes, from, tag, mpi.world(), &mut request);
             (code, request)
         };
         Self::started("MPI_Irecv", code, request, buffer, len)

@@ -223,7 +223,7 @@ impl Communicator for NcclCommunicator {
         }
     }
 
-    fn subgroup(&self, ranks: &[usize]) -> Result<Box<dyn Communicator>> {
+    fn subgroup(&self, ranks: &[usize], _: &[i64]) -> Result<Box<dyn Communicator>> {
         let (Some(rank), Some(color)) = (
             ranks.iter().position(|rank| *rank == self.group.rank),
             ranks.iter().min(),

@@ -4,7 +4,7 @@ use std::env;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use candle_comm::{MpiConfig, ProcessGroup, launch};
+use candle_comm::{MpiConfig, MpiReduction, ProcessGroup, launch};
 use candle_core::Result;
 
 use crate::conformance::Launch;
@@ -65,7 +65,8 @@ pub fn output(
     output_with(test, num_ranks, config, rank_main)
 }
 
-fn config() -> MpiConfig {
+/// Ranks of one thread.
+pub fn config() -> MpiConfig {
     MpiConfig {
         deadline: Duration::from_secs(60),
         threads_per_rank: Some(1),
@@ -73,7 +74,8 @@ fn config() -> MpiConfig {
     }
 }
 
-fn output_with(
+/// As [`output`], of ranks that are configured like this.
+pub fn output_with(
     test: &str,
     num_ranks: usize,
     config: MpiConfig,
@@ -142,6 +144,20 @@ pub fn run_on_hosts(
 ) {
     let config = MpiConfig {
         ranks_per_host: Some(ranks_per_host),
+        ..config()
+    };
+    run_with(test, num_ranks, config, rank_main);
+}
+
+/// As [`run`], with sums made like this.
+pub fn run_adding(
+    test: &str,
+    num_ranks: usize,
+    reduction: MpiReduction,
+    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
+) {
+    let config = MpiConfig {
+        reduction,
         ..config()
     };
     run_with(test, num_ranks, config, rank_main);

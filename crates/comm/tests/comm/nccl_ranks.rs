@@ -53,7 +53,7 @@ fn a_world_of_one() -> Result<()> {
         }
         let nothing = Tensor::zeros(1, DType::U8, world.device())?.narrow(0, 0, 0)?;
         world.start(&Operation::Barrier, &[nothing], None)?.wait()?;
-        assert_eq!(world.subgroup(&[0])?.world_size(), 1);
+        assert_eq!(world.subgroup(&[0], &[0])?.world_size(), 1);
         world.check()?;
     }
     Ok(())
