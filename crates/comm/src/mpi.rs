@@ -14,7 +14,6 @@
 //! Memory that MPI works on is owned by the message ([`transfer`]), and given back when it is complete.
 //! Each group has a communicator of MPI's own. Messages are bytes: the hosts must have the same byte order.
 
-mod bytes;
 mod channels;
 mod collective;
 mod communicator;
@@ -41,3 +40,5 @@ mod transfer;
 
 pub use config::MpiConfig;
 pub use run::mpi;
+
+use crate::bytes;

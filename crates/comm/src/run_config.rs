@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use candle_core::{Device, Result};
-use candle_launch::{Fingerprint, RankEnv, StartedBy};
+use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
 use crate::{Backend, Degrees, Error, HalfSums};
@@ -88,6 +88,16 @@ impl RunConfig {
             (Backend::Local, false) => "as threads".to_string(),
             (backend, true) => format!("as a process over {backend}"),
             (backend, false) => format!("as processes over {backend}"),
+        }
+    }
+
+    /// How this process joins the control plane at `master`.
+    pub(crate) fn control(&self, master: (String, u16)) -> ControlConfig {
+        ControlConfig {
+            fingerprint: self.fingerprint.clone().into_entries(),
+            deadline: self.deadline,
+            rank_timeout: self.rank_timeout,
+            ..ControlConfig::at(&self.env, master)
         }
     }
 
