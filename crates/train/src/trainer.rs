@@ -11,7 +11,6 @@ use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
-    StepReport,
 };
 
 use crate::batches::Batches;
@@ -19,7 +18,7 @@ use crate::checkpoints::Checkpoints;
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
-use crate::parameter_server::{ParameterServer, ServedStep, Staleness, StepDone};
+use crate::parameter_server::{ParameterServer, ServedStep, StepDone};
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;

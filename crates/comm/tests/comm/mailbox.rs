@@ -530,3 +530,29 @@ fn a_group_of_mailboxes_gives_the_bits_of_threads() {
         assert_eq!(got, expected, "{over:?}");
     }
 }
+
+#[test]
+fn ranks_that_fail_or_panic_end_none_of_the_others() {
+    let env = candle_comm::RankEnv::from_lookup("host", &|_| None).unwrap();
+    let config = candle_comm::RunConfig::of_mailboxes(env, candle_comm::Degrees::default());
+    let run = |mailbox: &Arc<Mailbox>| match mailbox.rank() {
+        1 => Err(candle_core::Error::msg("its disk is full")),
+        2 => panic!("an index is out of range"),
+        3 => Ok(Vec::new()),
+        _ => {
+            let mut whys: Vec<_> = (0..3)
+                .map(|_| left(mailbox.recv(None, None).unwrap()))
+                .collect();
+            whys.sort_by_key(|departure| departure.rank);
+            Ok(whys.into_iter().map(|departure| departure.why).collect())
+        }
+    };
+    let results = candle_comm::launch::mailboxes(&config, (4, 1), run).unwrap();
+    let whys = ["its disk is full", "panicked: an index is out of range"];
+    let [zero, one, two, three] = <[_; 4]>::try_from(results).ok().unwrap();
+    let expected = [Some(whys[0].to_string()), Some(whys[1].to_string()), None];
+    assert_eq!(zero.unwrap(), expected);
+    assert_eq!(one.unwrap_err().to_string(), whys[0]);
+    assert_eq!(two.unwrap_err().to_string(), whys[1]);
+    assert!(three.unwrap().is_empty());
+}
