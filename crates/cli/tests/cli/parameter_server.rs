@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::folder::read_checkpoint;
+use super::folder::{names, read_checkpoint};
 use super::program::{Outcome, Program};
 use super::training::{metrics, without_times};
 use super::workspace::Workspace;
@@ -269,6 +269,57 @@ fn without_a_server_or_without_async_a_death_ends_the_run_and_is_named() {
             outcome.stderr
         );
         workspace.assert_output_is_untouched();
+    }
+}
+
+#[test]
+fn a_signal_stops_all_ranks_and_leaves_a_checkpoint_to_go_on_from() {
+    for (is_async, processes) in [(false, false), (true, false), (false, true), (true, true)] {
+        let workspace = Workspace::new();
+        let dir = workspace.path("saves");
+        let (program, _) = replicas(&workspace, 2);
+        let mut program = with_servers(program, 2).flag("--save-dir", dir.display());
+        program = program.flag("--save-every", 100_000);
+        if is_async {
+            program = program.switch("--async");
+        }
+        let run = match processes {
+            false => program.clone(),
+            true => as_processes(program.clone(), 4),
+        };
+        let mut is_told = false;
+        let outcome = run.flag("--steps", 100_000).run_and_pid(|stderr, pid| {
+            if !is_told && stderr.contains(" loss ") {
+                kill(Pid::from_raw(pid as i32), Signal::SIGINT).unwrap();
+                is_told = true;
+            }
+        });
+        let what = format!("async {is_async}, processes {processes}");
+        assert_eq!(outcome.code, Some(130), "{what}: {}", outcome.stderr);
+        let saved = names(&dir)
+            .into_iter()
+            .find(|name| name.starts_with("step-"));
+        let step: usize = saved.unwrap()["step-".len()..].parse().unwrap();
+        let program = program.flag("--steps", step + 3).switch("--resume-anyway");
+        let said = format!("resumed after step {step} from ");
+        let resumed = program.flag("--resume", "latest").succeeds_with_warnings();
+        assert!(resumed.stdout.contains(&said), "{what}: {}", resumed.stdout);
+    }
+}
+
+#[test]
+fn servers_write_samples_and_give_the_best_weights() {
+    let workspace = Workspace::new();
+    let program = with_servers(replicas(&workspace, 2).0, 2);
+    let program = program.flag("--sample-tokens", 4).flag("--prompt", "The");
+    let program = program.flag("--eval-data", workspace.path("text.txt").display());
+    let program = program
+        .flag("--eval-every", 1)
+        .flag("--patience", 2)
+        .flag("--lr", 10);
+    let outcome = program.succeeds();
+    for said in ["--- before", "--- after", "saved to"] {
+        assert!(outcome.stdout.contains(said), "{said}: {}", outcome.stdout);
     }
 }
 

@@ -30,19 +30,28 @@ pub fn mailboxes<T: Send>(
         silence: config.rank_timeout,
         ..MailboxConfig::default()
     };
-    if config.env.world_size() > 1 {
-        let mailbox = meet(config, (world_size, num_serving), &mail)?;
-        return Ok(vec![run_rank(mailbox, &run)]);
-    }
+    // Ranks that serve leave their cores to the others, for which they wait.
+    let num_others = world_size.saturating_sub(num_serving).max(1);
+    let on_host = match config.env.world_size() {
+        1 => num_others,
+        num_ranks => (config.env.local_world_size() * num_others).div_ceil(num_ranks),
+    };
     let threads_per_rank = config
         .threads_per_rank
-        .unwrap_or(num_cores() / world_size.max(1));
+        .unwrap_or(num_cores() / on_host.max(1));
+    let pool = |mailbox: &Mailbox| {
+        let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
+        pool.map_err(candle_core::Error::wrap)
+    };
+    if config.env.world_size() > 1 {
+        let mailbox = meet(config, (world_size, num_serving), &mail)?;
+        let pool = pool(&mailbox)?;
+        return Ok(vec![pool.install(|| run_rank(mailbox, &run))]);
+    }
     scope(|scope| {
         let mut ranks = Vec::new();
         for mailbox in Mailbox::of_threads(world_size, &mail) {
-            let run = &run;
-            let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
-            let pool = pool.map_err(candle_core::Error::wrap)?;
+            let (run, pool) = (&run, pool(&mailbox)?);
             let rank_main = move || pool.install(|| run_rank(mailbox, run));
             ranks.push(Builder::new().spawn_scoped(scope, rank_main)?);
         }

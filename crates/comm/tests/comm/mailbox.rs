@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candle_comm::{Departure, Mail, Mailbox, MailboxConfig, Received, sum_in_order};
+use candle_comm::{Departure, Mail, Mailbox, MailboxConfig, Received, message_of, sum_in_order};
 use candle_core::{DType, Device, Tensor};
 use candle_launch::{Control, ControlConfig};
 
@@ -552,7 +552,7 @@ fn ranks_that_fail_or_panic_end_none_of_the_others() {
     let [zero, one, two, three] = <[_; 4]>::try_from(results).ok().unwrap();
     let expected = [Some(whys[0].to_string()), Some(whys[1].to_string()), None];
     assert_eq!(zero.unwrap(), expected);
-    assert_eq!(one.unwrap_err().to_string(), whys[0]);
-    assert_eq!(two.unwrap_err().to_string(), whys[1]);
+    assert_eq!(message_of(&one.unwrap_err()), whys[0]);
+    assert_eq!(message_of(&two.unwrap_err()), whys[1]);
     assert!(three.unwrap().is_empty());
 }

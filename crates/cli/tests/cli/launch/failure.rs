@@ -36,7 +36,10 @@ fn ranks_may_be_lost_but_not_too_many_and_not_the_first() {
     };
     let ended = run("1", "9");
     assert_eq!(ended.code, Some(0), "{}", ended.err);
-    assert_eq!(String::from_utf8_lossy(&ended.out).matches("on\n").count(), 2);
+    assert_eq!(
+        String::from_utf8_lossy(&ended.out).matches("on\n").count(),
+        2
+    );
     let said = "failed: killed by SIGKILL; the others go on, as --may-lose says\n";
     assert!(ended.err.contains(said), "{}", ended.err);
     for (may_lose, worst) in [("0", "9"), ("1", "1"), ("1", "0"), ("2", "0")] {
