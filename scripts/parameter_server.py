@@ -15,7 +15,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "examples/assets"
-SETTINGS = ["--seq-len", "128", "--micro-batch-size", "4", "--lr", "1e-3", "--warmup-steps", "5", "--weight-decay", "0.1", "--epochs", "3",
+SETTINGS = ["--micro-batch-size", "4", "--lr", "1e-3", "--warmup-steps", "5", "--weight-decay", "0.1", "--epochs", "3",
             "--eval-fraction", "0.1", "--model", ASSETS / "shakespeare-llama", "--data", ASSETS / "alice.txt"]
 RUNS = {
     "synchronous": [],
@@ -47,10 +47,11 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--program", default=ROOT / "target/release/candle-train")
     p.add_argument("--steps", type=int, help="in place of 3 epochs")
+    p.add_argument("--seq-len", type=int, default=128)
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--servers", type=int, default=1)
     a = p.parse_args()
-    common = ["--strategy", "parameter-server", "--servers", str(a.servers), "--dp", str(a.workers)]
+    common = ["--seq-len", str(a.seq_len), "--strategy", "parameter-server", "--servers", str(a.servers), "--dp", str(a.workers)]
     if a.steps:
         at = SETTINGS.index("--epochs")
         SETTINGS[at:at + 2] = ["--steps", str(a.steps)]

@@ -128,6 +128,12 @@ impl RankArgs {
                 "--device {device} is given beside --strategy parameter-server, which works on the CPU\nhint: --device cpu"
             );
         }
+        if self.check_collectives || self.half_sums == HalfSums::Native {
+            bail!(
+                "--check-collectives or --half-sums is given beside --strategy parameter-server, and is about collectives of the backends mpi \
+                 and nccl\nhint: leave it out"
+            );
+        }
         if num_processes > 1 && num_processes != num_ranks {
             bail!(
                 "--servers {num_servers} and {} workers are {num_ranks} ranks, but {} started {num_processes} processes\nhint: start as \

@@ -106,7 +106,8 @@ impl Mailbox {
         let inbox = Arc::new(Inbox::new((rank, streams.len()), config.inbox_bytes));
         let mut routes = Vec::new();
         for (peer, stream) in streams.into_iter().enumerate() {
-            let start = |stream| Connection::start(peer, stream, &inbox, config.silence);
+            let limits = (config.silence, config.deadline);
+            let start = |stream| Connection::start(peer, stream, &inbox, limits);
             let connection = stream.map(start).transpose();
             let connection = connection.map_err(|error| {
                 Error::Mail(format!(

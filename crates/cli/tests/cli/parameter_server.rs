@@ -345,6 +345,10 @@ fn what_does_not_fit_is_refused() {
             ["--backend local", "leave it out"],
         ),
         (
+            program().switch("--check-collectives"),
+            ["--check-collectives or", "leave it out"],
+        ),
+        (
             program().flag("--max-staleness", 2),
             ["--max-staleness", "without --async"],
         ),

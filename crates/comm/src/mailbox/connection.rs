@@ -30,15 +30,17 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Takes over a stream to rank `peer`. What comes goes to `inbox`; a peer of which nothing comes for `silence` is gone.
+    /// Takes over a stream to rank `peer`. What comes goes to `inbox`; a peer of which nothing comes for `silence` is gone, and so is one that
+    /// takes nothing for `deadline`.
     pub fn start(
         peer: usize,
         stream: TcpStream,
         inbox: &Arc<Inbox>,
-        silence: Duration,
+        (silence, deadline): (Duration, Duration),
     ) -> Result<Arc<Self>> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(silence))?;
+        stream.set_write_timeout(Some(deadline))?;
         let reader = BufReader::new(stream.try_clone()?);
         let connection = Arc::new(Self {
             peer,

@@ -294,6 +294,32 @@ fn who_sends_more_than_is_received_waits() {
 }
 
 #[test]
+fn who_is_not_received_from_has_a_deadline() {
+    let config = MailboxConfig {
+        inbox_bytes: 1 << 10,
+        deadline: Duration::from_millis(300),
+        ..MailboxConfig::default()
+    };
+    for over in BOTH {
+        let [zero, one] = boxes(over, &config);
+        let value = Tensor::ones(4 << 20, DType::F32, &Device::Cpu).unwrap();
+        let begun = Instant::now();
+        let sent: Result<Vec<()>, _> = (0..4)
+            .map(|_| one.send(0, 0, std::slice::from_ref(&value)))
+            .collect();
+        let error = sent.unwrap_err().to_string();
+        assert!(
+            error.contains("rank 1 cannot send a message to rank 0"),
+            "{error}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(10), "{over:?}");
+        let error = one.recv(Some(0), None);
+        assert!(matches!(error, Err(_) | Ok(Received::Left(_))));
+        drop((zero, one));
+    }
+}
+
+#[test]
 fn a_message_of_300_mib() {
     let [zero, one] = boxes(Over::Connections, &config());
     let len = 75 << 20;
