@@ -61,7 +61,7 @@ enum GradientSource {
     /// Passes of this rank and the others of the mesh.
     Passes(Box<Gradients>),
     /// Workers, of which this rank is a server.
-    Workers(ParameterServer, Mesh),
+    Workers(Box<(ParameterServer, Mesh)>),
 }
 
 impl Trainer {
@@ -107,7 +107,7 @@ impl Trainer {
         let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
         let make =
             |params: &Parameters| DistributedOptimizer::offloaded(params, mesh, rule, &offload);
-        let source = GradientSource::Workers(server, mesh.clone());
+        let source = GradientSource::Workers(Box::new((server, mesh.clone())));
         Self::with_source(config, mesh, stage, (make, source))
     }
 
@@ -232,13 +232,13 @@ impl Trainer {
         mut observe: impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let num_steps = self.num_steps();
-        if let GradientSource::Workers(server, _) = &mut self.source {
+        if let GradientSource::Workers(workers) = &mut self.source {
             let position = match self.step {
                 0 => None,
                 step => Some(batches.position(step)?),
             };
             let own = (self.stage.params(), &self.optimizer);
-            server.admit(own, (self.step, num_steps), position)?;
+            workers.0.admit(own, (self.step, num_steps), position)?;
         }
         if num_steps == 0
             && let Some(metrics) = self.evaluate()?

@@ -347,7 +347,7 @@ fn the_end_of_a_rank_comes_after_what_it_sent_and_names_it() {
         failed.send(0, 5, &[]).unwrap();
         failed.fail("its disk is full");
         // Each once, for who receives from any; for ever, for who asks for that rank.
-        let mut gone = vec![
+        let mut gone = [
             left(zero.recv(None, Some(4)).unwrap()),
             left(zero.recv(None, Some(4)).unwrap()),
         ];

@@ -113,9 +113,9 @@ impl Worker {
     fn check_ranges(&self) -> Result<()> {
         let own = self.stage.params().own_ranges();
         for (bucket, own) in own.iter().enumerate() {
-            let ranges = self.servers.iter().map(|ranges| ranges.get(bucket));
-            let end = ranges.fold(Some(0), |end, range| {
-                let range = range.filter(|range| Some(range.start) == end)?;
+            let mut ranges = self.servers.iter().map(|ranges| ranges.get(bucket));
+            let end = ranges.try_fold(0, |end, range| {
+                let range = range.filter(|range| range.start == end)?;
                 Some(range.end)
             });
             let num_buckets = self.servers.iter().map(Vec::len).max();

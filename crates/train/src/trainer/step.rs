@@ -52,9 +52,10 @@ impl Trainer {
     /// A step whose gradients the workers compute.
     fn step_of_workers(&mut self) -> Result<StepDone> {
         let asks_to_stop = self.asks_to_stop();
-        let GradientSource::Workers(server, mesh) = &mut self.source else {
+        let GradientSource::Workers(workers) = &mut self.source else {
             bail!("a step of workers without a server");
         };
+        let (server, mesh) = &mut **workers;
         let step = ServedStep {
             step: self.step,
             lr: &self.config.lr_schedule,
