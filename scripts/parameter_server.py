@@ -21,7 +21,6 @@ RUNS = {
     "synchronous": [],
     "staleness at most 0": ["--async", "--max-staleness", "0"],
     "staleness at most 1": ["--async", "--max-staleness", "1"],
-    "staleness at most 4": ["--async", "--max-staleness", "4"],
 }
 LAST_STEPS, TOLERANCE = 20, 0.05
 
