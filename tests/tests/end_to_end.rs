@@ -35,6 +35,8 @@ mod layouts;
 mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
+#[path = "end_to_end/parameter_server.rs"]
+mod parameter_server;
 #[path = "end_to_end/quantized.rs"]
 mod quantized;
 #[path = "end_to_end/readme.rs"]

@@ -56,7 +56,11 @@ impl TrainingRun<'_> {
     fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> usize {
         let (batches, layout) = (&self.training.batches, &self.training.layout);
         let Degrees { pp, dp, .. } = layout.degrees();
-        let per_rank = batches.global_batch_size / dp;
+        let per_rank = match self.training.strategy.num_servers() {
+            0 => batches.global_batch_size / dp,
+            // Servers compute nothing.
+            _ => 0,
+        };
         let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
         let in_flight = match Schedule::from(layout.schedule) {
             Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),

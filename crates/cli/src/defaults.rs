@@ -26,7 +26,10 @@ impl TrainingArgs {
     /// As [`Self::run_config`].
     pub(crate) fn run_config_with_defaults(&mut self) -> Result<RunConfig> {
         if self.layout.dp.is_none() {
-            self.layout.dp = Some(self.layout.replicas_of(self.ranks.num_ranks()?));
+            let num_ranks = self.ranks.num_ranks()?;
+            let num_servers = self.strategy.num_servers();
+            let num_workers = num_ranks.saturating_sub(num_servers);
+            self.layout.dp = Some(self.layout.replicas_of(num_workers));
         }
         self.run_config()
     }

@@ -18,9 +18,12 @@ impl TrainingRun<'_> {
         mesh: &Mesh,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
-        let mut batches = self
-            .training
-            .training_batches(&self.data.samples, mesh.dp.rank())?;
+        // A server sees no data, and tells by the first worker's how far it is.
+        let replica = match self.training.strategy.num_servers() {
+            0 => mesh.dp.rank(),
+            _ => 0,
+        };
+        let mut batches = (self.training).training_batches(&self.data.samples, replica)?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }

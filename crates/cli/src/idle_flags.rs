@@ -22,8 +22,28 @@ struct Rule {
 const NO_SAMPLES: &str = "where nothing is sampled\nhint: --prompt names the text that samples continue, and --sample-tokens \
     more than 0 of them";
 
+/// A flag of a parameter server.
+const fn of_servers(flag: &'static str) -> Rule {
+    Rule {
+        flag,
+        by: &["strategy"],
+        is_idle: |values| !values.has_servers(),
+        why: "without --strategy parameter-server",
+    }
+}
+
+/// A flag that says what replicas divide.
+const fn of_replicas(flag: &'static str) -> Rule {
+    Rule {
+        flag,
+        by: &["strategy"],
+        is_idle: |values| values.has_servers(),
+        why: "beside --strategy parameter-server, whose servers divide the parameters themselves",
+    }
+}
+
 /// What clap cannot say, as it depends on values. What it can is said beside a flag.
-const RULES: [Rule; 8] = [
+const RULES: [Rule; 19] = [
     Rule {
         flag: "sample-tokens",
         by: &["prompt"],
@@ -74,6 +94,22 @@ const RULES: [Rule; 8] = [
         is_idle: |values| values.of("save-dir").is_none(),
         why: "without --save-dir, the folder of the checkpoints",
     },
+    of_servers("servers"),
+    of_servers("async"),
+    of_servers("max-staleness"),
+    Rule {
+        flag: "max-staleness",
+        by: &["async"],
+        is_idle: |values| values.has_servers() && values.of("async") != Some("true"),
+        why: "without --async, and no worker of a synchronous parameter server is ahead of another",
+    },
+    of_replicas("zero"),
+    of_replicas("zero-group"),
+    of_replicas("grad-reduce-dtype"),
+    of_replicas("quantize-gradients"),
+    of_replicas("quantize-weights"),
+    of_replicas("tile-linears"),
+    of_replicas("no-overlap"),
 ];
 
 /// Whether a flag with this value would do nothing.
@@ -132,6 +168,11 @@ impl Values<'_> {
 
     fn number(&self, flag: &str) -> Option<f64> {
         self.of(flag)?.parse().ok()
+    }
+
+    /// Whether the run has a parameter server.
+    fn has_servers(&self) -> bool {
+        self.is_one_of("strategy", &["parameter-server"])
     }
 
     /// Whether the run writes samples; `None` of commands that train nothing.

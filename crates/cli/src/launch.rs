@@ -35,6 +35,10 @@ pub(crate) struct LaunchArgs {
     /// Also write each rank's output to rank-N.out and rank-N.err in this folder
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
+    /// Leave the others running when ranks fail, up to so many and not rank 0: for programs that go on without them, as an asynchronous
+    /// parameter server does without workers
+    #[arg(long, value_name = "RANKS", default_value_t = 0, value_parser = whole::<usize>(0..))]
+    may_lose: usize,
     /// Start all ranks again after a failure, up to so many times. They have the number in CANDLE_TRAIN_RESTART_COUNT; finetune and
     /// pretrain then go on from the newest checkpoint in --save-dir, if there is one
     #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole::<usize>(0..))]
@@ -72,6 +76,7 @@ impl From<LaunchArgs> for LaunchConfig {
             ssh: args.ssh,
             env: args.env,
             log_dir: args.log_dir,
+            may_lose: args.may_lose,
             max_restarts: args.max_restarts,
             min_nodes: args.min_nodes,
             grace_secs: args.grace_secs,

@@ -114,6 +114,56 @@ impl RankArgs {
         })
     }
 
+    /// As [`Self::config`] for ranks that have nothing between them but messages, with so many servers besides: threads, or the processes
+    /// of a launcher.
+    ///
+    /// # Errors
+    /// As [`Self::config`]; a backend or a device on which there are no messages.
+    pub(crate) fn config_of_mailboxes(
+        &self,
+        degrees: Degrees,
+        num_servers: usize,
+    ) -> Result<RunConfig> {
+        self.matmul_precision().set();
+        let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+        let (num_processes, num_ranks) = (env.world_size(), degrees.dp + num_servers);
+        if let Some(backend) = self.backend {
+            bail!(
+                "--backend {backend} is given beside --strategy parameter-server, whose ranks are threads or a launcher's processes \
+                 that send each other messages themselves\nhint: leave it out"
+            );
+        }
+        if let Some(device) = self.device.filter(|device| *device != DeviceChoice::Cpu) {
+            bail!(
+                "--device {device} is given beside --strategy parameter-server, which works on the CPU\nhint: --device cpu"
+            );
+        }
+        if self.check_collectives || self.half_sums == HalfSums::Native {
+            bail!(
+                "--check-collectives or --half-sums is given beside --strategy parameter-server, and is about collectives of the backends mpi \
+                 and nccl\nhint: leave it out"
+            );
+        }
+        if num_processes > 1 && num_processes != num_ranks {
+            bail!(
+                "--servers {num_servers} and {} workers are {num_ranks} ranks, but {} started {num_processes} processes\nhint: start as \
+                 many, or leave --dp out",
+                degrees.dp,
+                env.started_by()
+            );
+        }
+        count_memory_with(match num_processes {
+            1 => thread_allocated_bytes,
+            _ => allocated_bytes,
+        });
+        let config = RunConfig::of_mailboxes(env, degrees);
+        Ok(RunConfig {
+            deadline: Duration::from_secs(self.deadline),
+            rank_timeout: Duration::from_secs(self.rank_timeout),
+            ..config
+        })
+    }
+
     /// Says on stderr if `--matmul-precision high` changes nothing on this device.
     pub fn warn_of_idle_precision(&self, device: &Device) {
         let is_high = self.matmul_precision() == MatmulPrecision::High;

@@ -58,6 +58,8 @@ impl TrainingArgs {
         let precision = self.ranks.matmul_precision();
         let is_high = precision != MatmulPrecision::Highest;
         settings.extend(is_high.then(|| (MATMUL_PRECISION.to_string(), precision.to_string())));
+        let strategy = self.strategy.setting();
+        settings.extend(strategy.map(|strategy| ("--strategy".to_string(), strategy)));
         settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
             settings,
@@ -75,7 +77,7 @@ impl TrainingArgs {
         save_dtype: Option<DType>,
         eval_samples: Option<&Samples>,
     ) -> Result<String> {
-        let (degrees, replicas) = (self.layout.degrees(), self.layout.data_parallel());
+        let (degrees, replicas) = (self.layout.degrees(), self.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
         let record = serde_json::to_string(record).map_err(Error::wrap)?;
         let mut all =
@@ -91,7 +93,7 @@ impl TrainingArgs {
     fn settings(&self, train: &TrainConfig, samples: &Samples) -> BTreeMap<String, String> {
         let (layout, batches, args) = (&self.layout, &self.batches, &self.optimizer);
         let (tokens, config) = (samples.tokens(), samples.config());
-        let replicas = layout.data_parallel();
+        let replicas = self.data_parallel();
         let freeze = args.freeze.freeze.as_ref();
         let settings = [
             (

@@ -24,6 +24,7 @@ use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 use crate::save_args::SaveArgs;
 use crate::sequence_args::SequenceArgs;
+use crate::strategy_args::StrategyArgs;
 
 /// Part of the steps in which the rate of a WSD schedule falls.
 const WSD_DECAY_RATIO: f64 = 0.2;
@@ -37,6 +38,8 @@ pub struct TrainingArgs {
     pub(crate) config: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Layout")]
     pub(crate) layout: LayoutArgs,
+    #[command(flatten, next_help_heading = "Layout")]
+    pub(crate) strategy: StrategyArgs,
     #[command(flatten, next_help_heading = "Ranks")]
     pub(crate) ranks: RankArgs,
     #[command(flatten, next_help_heading = "Batches")]
@@ -266,11 +269,26 @@ impl BatchArgs {
 }
 
 impl TrainingArgs {
+    /// How data-parallel replicas work together. Servers are replicas that divide everything.
+    pub(crate) fn data_parallel(&self) -> DataParallel {
+        match self.strategy.num_servers() {
+            0 => self.layout.data_parallel(),
+            _ => DataParallel {
+                zero: ZeroStage::Three,
+                ..self.layout.data_parallel()
+            },
+        }
+    }
+
     /// How this process takes part in the run.
     pub(crate) fn run_config(&self) -> Result<RunConfig> {
-        let degrees = self.layout.degrees();
-        self.layout.data_parallel().validate(degrees.dp)?;
-        self.ranks.config(degrees)
+        let (degrees, strategy) = (self.layout.degrees(), &self.strategy);
+        strategy.check((degrees.tp, degrees.pp))?;
+        self.data_parallel().validate(degrees.dp)?;
+        match strategy.num_servers() {
+            0 => self.ranks.config(degrees),
+            num_servers => self.ranks.config_of_mailboxes(degrees, num_servers),
+        }
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
@@ -288,17 +306,33 @@ impl TrainingArgs {
     /// The run in one line.
     pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
         let Degrees { pp, dp, tp, .. } = self.layout.degrees();
+        let strategy = &self.strategy;
+        let num_servers = strategy.num_servers();
+        let layout = match num_servers {
+            0 => format!("pp {pp} x dp {dp} x tp {tp}, ZeRO-{}", self.layout.zero),
+            _ => format!(
+                "{} and {}, {}",
+                counted(num_servers, "server"),
+                counted(dp, "worker"),
+                match strategy.is_async {
+                    false => "synchronous".to_string(),
+                    true => format!(
+                        "asynchronous with a staleness of at most {}",
+                        strategy.max_staleness
+                    ),
+                }
+            ),
+        };
         format!(
-            "{}, {} in {}, {} of {} of {}; {} {}: pp {pp} x dp {dp} x tp {tp}, ZeRO-{}",
+            "{}, {} in {}, {} of {} of {}; {} {}: {layout}",
             samples.tokens().report().summary(),
             counted(samples.tokens().len(), "token"),
             counted(samples.len(), "sequence"),
             counted(num_steps, "step"),
             counted(self.batches.global_batch_size, "sequence"),
             counted(samples.config().seq_len, "token"),
-            counted(pp * dp * tp, "rank"),
+            counted(pp * dp * tp + num_servers, "rank"),
             run.describe(),
-            self.layout.zero
         )
     }
 

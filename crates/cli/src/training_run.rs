@@ -4,14 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_comm::{Mesh, RunConfig, launch};
 use candle_core::{DType, Device, Result};
+use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
-    Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, Tokenizer,
-    TrainConfig, Trainer, TrainingRecord, counted, explain_out_of_memory,
+    Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
+    Tokenizer, TrainConfig, Trainer, TrainingRecord, counted, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
@@ -60,6 +61,12 @@ pub(crate) struct TrainingRun<'a> {
     /// Type of its weights, if not each tensor's own.
     pub save_dtype: Option<DType>,
 }
+
+/// What all ranks of a run are told: how it trains, on which ranks, how it saves, and what it notes.
+pub(crate) type OfRun<'a> = (
+    (&'a TrainConfig, &'a RunConfig),
+    (&'a HfSave, &'a TrainingRecord),
+);
 
 /// Where a run begins.
 pub(crate) enum InitialWeights {
@@ -163,24 +170,33 @@ impl TrainingRun<'_> {
             ("--adapter", self.lora.adapter.as_deref()),
         ];
         ranks.fingerprint = fingerprint(&ranks, &flags, &self.data, &folders)?;
-        let ends = launch::run(&ranks, |world| {
-            let is_first = world.rank() == 0;
-            let end = self.run_rank((&train, &ranks), (&save, &record), world)?;
-            if is_first {
-                // While the others wait: mpirun ends a process when another one has ended with an error.
-                let is_alone = ranks.env.world_size() == 1;
-                end.tell(
-                    &self.stop,
-                    train.lr_schedule.num_steps,
-                    (self.output, is_alone),
-                );
+        let num_steps = train.lr_schedule.num_steps;
+        let tell = |end: End| {
+            // While the others wait: mpirun ends a process when another one has ended with an error.
+            let is_alone = ranks.env.world_size() == 1;
+            end.tell(&self.stop, num_steps, (self.output, is_alone));
+            end
+        };
+        let of_run = ((&train, &ranks), (&save, &record));
+        let (ends, is_of_peer) = match self.training.strategy.num_servers() {
+            0 => {
+                let ends = launch::run(&ranks, |world| {
+                    let is_first = world.rank() == 0;
+                    let mesh = Mesh::new(world, self.training.layout.degrees())?;
+                    let end = self.run_rank(of_run, &mesh, None)?;
+                    Ok(if is_first { tell(end) } else { end })
+                });
+                (ends, false)
             }
-            Ok(end)
-        });
+            num_servers => self.run_with_servers(num_servers, of_run, tell),
+        };
         match ends {
             Err(err) if self.stop.has_begun() => {
                 print_for_all(&in_words(&err));
-                Ok(ExitCode::FAILURE)
+                Ok(match is_of_peer {
+                    true => ExitCode::from(PEER_FAILED_EXIT_CODE),
+                    false => ExitCode::FAILURE,
+                })
             }
             ends => {
                 let ends = ends?;
@@ -211,15 +227,14 @@ impl TrainingRun<'_> {
         Ok(Some(evaluation.evaluation(batches, history)))
     }
 
-    /// One rank's part.
-    fn run_rank(
+    /// One rank's part: of a mesh that trains, or of one of servers.
+    pub(crate) fn run_rank(
         &self,
-        (train, ranks): (&TrainConfig, &RunConfig),
-        (save, record): (&HfSave, &TrainingRecord),
-        world: ProcessGroup,
+        ((train, ranks), (save, record)): OfRun,
+        mesh: &Mesh,
+        server: Option<ParameterServer>,
     ) -> Result<End> {
         let training = self.training;
-        let mesh = Mesh::new(world, training.layout.degrees())?;
         let is_restart = ranks.env.num_restarts() > 0;
         let checkpoints = self.resumed(record, is_restart, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
@@ -241,31 +256,13 @@ impl TrainingRun<'_> {
             Ok(checkpoints) => checkpoints,
             Err(err) => return Ok(End::Refused(err)),
         };
-        let store = match &self.initial_weights {
-            InitialWeights::Random => ParamStore::init(training.batches.seed),
-            InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
-        };
         let is_first = mesh.world.rank() == 0;
-        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
-        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
-            let done = move || num_bytes.load(Ordering::Relaxed);
-            Activity::of_bytes("loading weights", None, done)
-        });
-        let store = store.with_data_parallel(training.layout.data_parallel());
-        let store = training.optimizer.freeze.apply(store);
-        let seed = training.batches.seed;
-        let store = self.lora.apply(store, seed, self.base_model)?;
-        let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
-        let stage = CausalLm::stage(&self.config, &mesh, &vb)
-            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
-        let stage = stage.with_recompute(|_| training.layout.recompute.into());
-        drop(loading);
-        training.optimizer.freeze.check(stage.params())?;
+        let stage = self.stage(mesh, is_first)?;
         let last_title = match &self.initial_weights {
             InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
                 if resumed.is_none() {
-                    self.print_sample("before", &mesh, &stage)?;
+                    self.print_sample("before", mesh, &stage)?;
                 }
                 "after"
             }
@@ -275,11 +272,15 @@ impl TrainingRun<'_> {
         if let Some(resumed) = &resumed {
             train.lr_schedule.num_steps = self.num_steps(&train, resumed)?;
         }
-        let mut trainer = Trainer::new(train, &mesh, stage)?.with_flops(flops);
+        let trainer = match server {
+            None => Trainer::new(train, mesh, stage)?,
+            Some(server) => Trainer::of_server(train, mesh, stage, server)?,
+        };
+        let mut trainer = trainer.with_flops(flops);
         let history = resumed.as_ref().map(|resumed| resumed.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
-        self.announce(&trainer, &mesh)?;
+        self.announce(&trainer, mesh)?;
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
@@ -306,7 +307,7 @@ impl TrainingRun<'_> {
         let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| resumed.position);
-        let batches = match self.fit(&mut trainer, &mesh, position) {
+        let batches = match self.fit(&mut trainer, mesh, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => return Err(err),
@@ -332,11 +333,35 @@ impl TrainingRun<'_> {
             let best = training.folder_of_best(self.output)?;
             let folders = best.as_deref().into_iter();
             let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
-            take_best(&mut trainer, &mesh, &folders)?;
+            take_best(&mut trainer, mesh, &folders)?;
         }
-        self.print_sample(last_title, &mesh, trainer.stage())?;
+        self.print_sample(last_title, mesh, trainer.stage())?;
         save_model(&trainer, save, is_first)?;
         Ok(End::Complete)
+    }
+
+    /// A rank's part of the model with its initial weights; one rank shows how far it has read them.
+    pub(crate) fn stage(&self, mesh: &Mesh, is_first: bool) -> Result<Stage> {
+        let training = self.training;
+        let store = match &self.initial_weights {
+            InitialWeights::Random => ParamStore::init(training.batches.seed),
+            InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
+        };
+        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
+        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
+            let done = move || num_bytes.load(Ordering::Relaxed);
+            Activity::of_bytes("loading weights", None, done)
+        });
+        let store = store.with_data_parallel(training.data_parallel());
+        let store = training.optimizer.freeze.apply(store);
+        let seed = training.batches.seed;
+        let store = self.lora.apply(store, seed, self.base_model)?;
+        let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
+        let stage = CausalLm::stage(&self.config, mesh, &vb)
+            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        drop(loading);
+        training.optimizer.freeze.check(stage.params())?;
+        Ok(stage.with_recompute(|_| training.layout.recompute.into()))
     }
 
     /// The model's arithmetic, and that of all devices if this rank's is known.

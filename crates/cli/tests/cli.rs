@@ -33,6 +33,7 @@ mod cli {
     mod memory;
     mod offload;
     mod output;
+    mod parameter_server;
     mod plot;
     #[cfg(feature = "mpi")]
     mod processes;

@@ -5,7 +5,7 @@ use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 use crate::device::name as device_name;
-use crate::{Error, Operation};
+use crate::{Error, Operation, ReduceOp, pairwise};
 
 /// An element type that ranks exchange.
 pub(crate) trait Element: WithDType {
@@ -156,7 +156,6 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
 }
 
 /// What `read` makes of `len` elements of the contiguous `xs`, from element `first` on.
-#[cfg(feature = "mpi")]
 pub(crate) fn read<T: Element, R>(
     xs: &Tensor,
     (first, len): (usize, usize),
@@ -198,4 +197,46 @@ impl<T: Element> InplaceOp1 for Write<'_, T> {
         }
         Ok(())
     }
+}
+
+/// What `read` makes of the elements of all these contiguous tensors.
+pub(crate) fn read_all<T: Element, R>(
+    tensors: &[Tensor],
+    read: impl FnOnce(&[&[T]]) -> R,
+) -> Result<R> {
+    let locked: Vec<_> = tensors.iter().map(Tensor::storage_and_layout).collect();
+    let slices = locked.iter().map(|(storage, layout)| {
+        let candle_core::Storage::Cpu(storage) = &**storage else {
+            candle_core::bail!("a tensor is not in host memory");
+        };
+        match layout.contiguous_offsets() {
+            Some((start, end)) => Ok(&storage.as_slice::<T>()?[start..end]),
+            None => candle_core::bail!("a tensor is not contiguous"),
+        }
+    });
+    Ok(read(&slices.collect::<Result<Vec<_>>>()?))
+}
+
+/// The elementwise sum of contiguous tensors on the CPU, of one shape and dtype, in their order: the bits of a sum over ranks that have
+/// one each.
+///
+/// # Errors
+/// No tensor; tensors that differ in shape or dtype, are not contiguous, not on the CPU or of a type that ranks do not exchange.
+pub fn sum_in_order(tensors: &[Tensor]) -> Result<Tensor> {
+    fn sum<T: Element>(first: &Tensor, tensors: &[Tensor]) -> Result<Tensor> {
+        let mut sum = T::zeros(first.elem_count());
+        read_all(tensors, |sources: &[&[T]]| {
+            let terms = pairwise::of_all(sources.iter().copied());
+            pairwise::reduce(ReduceOp::Sum, &terms, &mut [&mut sum]);
+        })?;
+        Tensor::from_vec(sum, first.shape(), &Device::Cpu)
+    }
+    let Some(first) = tensors.first() else {
+        candle_core::bail!("a sum of no tensor has no shape");
+    };
+    let differs = |xs: &&Tensor| (xs.shape(), xs.dtype()) != (first.shape(), first.dtype());
+    if let Some(other) = tensors.iter().find(differs) {
+        candle_core::bail!("a sum of {first:?} and {other:?}, which differ in shape or dtype");
+    }
+    with_element!(first.dtype(), sum(first, tensors))
 }

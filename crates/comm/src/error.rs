@@ -11,6 +11,10 @@ pub enum Error {
     #[error("{0}")]
     Backend(String),
 
+    /// A message cannot be sent, or does not come.
+    #[error("{0}")]
+    Mail(String),
+
     /// Two ranks called different operations where the same one is needed.
     #[error(
         "ranks disagree in {group}, operation number {seq}:\n  rank {}: {}\n  rank {}: {}\nhint: every rank of a group \

@@ -1,6 +1,7 @@
 //! Starting ranks.
 
 mod cannot_start;
+mod mailboxes;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod process;
 
@@ -17,6 +18,7 @@ use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
 pub use cannot_start::cannot_start;
 #[cfg(feature = "mpi")]
 pub(crate) use cannot_start::words_of_failed;
+pub use mailboxes::mailboxes;
 
 #[cfg(feature = "mpi")]
 pub use crate::mpi::mpi;

@@ -25,6 +25,7 @@
 
 mod adopted;
 mod backend;
+mod bytes;
 mod call;
 mod call_site;
 mod communicator;
@@ -37,6 +38,7 @@ mod error;
 mod half_sums;
 pub mod launch;
 mod local;
+mod mailbox;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -58,9 +60,11 @@ pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use communicator::Communicator;
 pub use counters::{Counters, OpCount};
+pub use element::sum_in_order;
 pub use error::{Error, message_of};
 pub use half_sums::HalfSums;
 pub use local::LocalConfig;
+pub use mailbox::{Departure, Mail, Mailbox, MailboxConfig, Received};
 pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;

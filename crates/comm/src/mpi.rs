@@ -16,7 +16,6 @@
 //! All groups share one communicator of MPI ([`addresses`]). Messages are bytes: the hosts must have the same byte order.
 
 mod addresses;
-mod bytes;
 mod channels;
 mod collective;
 mod communicator;

@@ -36,7 +36,6 @@ impl Places {
     }
 
     /// Whether `rank` has one.
-    #[cfg(feature = "mpi")]
     pub fn has(&self, rank: usize) -> bool {
         self.only.is_none_or(|only| only == rank)
     }

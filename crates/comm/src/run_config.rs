@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use candle_core::{Device, Result};
-use candle_launch::{Fingerprint, RankEnv, StartedBy};
+use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
 use crate::{Backend, Degrees, Error, HalfSums, MpiReduction};
@@ -55,16 +55,8 @@ impl RunConfig {
     ) -> Result<Self> {
         let config = Self {
             backend,
-            env,
-            degrees,
             devices,
-            deadline: Duration::from_secs(600),
-            rank_timeout: Duration::from_secs(6),
-            half_sums: HalfSums::default(),
-            mpi_reduction: MpiReduction::default(),
-            threads_per_rank: None,
-            check_collectives: false,
-            fingerprint: Fingerprint::default(),
+            ..Self::with_defaults(env, degrees)
         };
         config.check()?;
         let num_here = match backend {
@@ -78,6 +70,30 @@ impl RunConfig {
         Ok(config)
     }
 
+    /// The defaults for ranks that have nothing between them but [messages](crate::launch::mailboxes), on the CPU: threads, or what a launcher has
+    /// started.
+    pub fn of_mailboxes(env: RankEnv, degrees: Degrees) -> Self {
+        // As early as can be: later this process may have more threads.
+        keep_candle_from_threads();
+        Self::with_defaults(env, degrees)
+    }
+
+    fn with_defaults(env: RankEnv, degrees: Degrees) -> Self {
+        Self {
+            backend: Backend::Local,
+            env,
+            degrees,
+            devices: vec![Device::Cpu],
+            deadline: Duration::from_secs(600),
+            rank_timeout: Duration::from_secs(6),
+            half_sums: HalfSums::default(),
+            mpi_reduction: MpiReduction::default(),
+            threads_per_rank: None,
+            check_collectives: false,
+            fingerprint: Fingerprint::default(),
+        }
+    }
+
     /// Whether rank 0 is in this process: the one that prints, and writes files.
     pub fn is_first(&self) -> bool {
         self.env.rank() == 0
@@ -87,10 +103,21 @@ impl RunConfig {
     pub fn describe(&self) -> String {
         let is_one = self.degrees.world_size() == Some(1);
         match (self.backend, is_one) {
+            (Backend::Local, _) if self.env.world_size() > 1 => "as processes".to_string(),
             (Backend::Local, true) => "as a thread".to_string(),
             (Backend::Local, false) => "as threads".to_string(),
             (backend, true) => format!("as a process over {backend}"),
             (backend, false) => format!("as processes over {backend}"),
+        }
+    }
+
+    /// How this process joins the control plane at `master`.
+    pub(crate) fn control(&self, master: (String, u16)) -> ControlConfig {
+        ControlConfig {
+            fingerprint: self.fingerprint.clone().into_entries(),
+            deadline: self.deadline,
+            rank_timeout: self.rank_timeout,
+            ..ControlConfig::at(&self.env, master)
         }
     }
 

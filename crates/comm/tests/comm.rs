@@ -17,6 +17,8 @@ mod determinism;
 mod failures;
 #[path = "comm/local.rs"]
 mod local;
+#[path = "comm/mailbox.rs"]
+mod mailbox;
 #[path = "comm/mesh.rs"]
 mod mesh;
 #[path = "comm/mismatches.rs"]

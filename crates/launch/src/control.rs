@@ -16,6 +16,7 @@ mod link;
 mod listening;
 mod message;
 mod operation;
+mod peers;
 mod server;
 mod sigterm;
 mod wire;

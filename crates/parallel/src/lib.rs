@@ -94,7 +94,7 @@ mod optimizer;
 mod params;
 mod pipeline;
 
-pub use gradients::{Gradients, ReducedGradients, ReducedLoss};
+pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, GradientSink, HeadPartition, Layer, RowParallelLinear,
     VocabParallelEmbedding, column_parallel_backward, column_parallel_linear,

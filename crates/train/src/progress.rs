@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
-use crate::{Activity, StepMetrics};
+use crate::{Activity, Staleness, StepMetrics};
 
 /// Longest silence between two plain lines while steps go by.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -88,6 +88,9 @@ impl Progress {
                 ..
             } = metrics;
             message += &format!(" {skipped_steps} skipped, loss scale {loss_scale}");
+        }
+        if let Some(Staleness { mean, max }) = metrics.staleness {
+            message += &format!(" staleness {mean:.1} (max {max})");
         }
         match &mut self.view {
             View::Bar(bar) => {

@@ -1,5 +1,6 @@
 //! What is known about one optimizer step.
 
+use crate::parameter_server::Staleness;
 use candle_parallel::MemoryReport;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -37,6 +38,9 @@ pub struct StepMetrics {
     /// That over what the devices can do: model FLOPs utilisation, from 0 to 1, where their peak is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
+    /// How far workers were ahead of each other, with an asynchronous parameter server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staleness: Option<Staleness>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
 }

@@ -1,17 +1,15 @@
 //! One train step for all layouts: schedule and tape, loss, gradients, optimizer.
 
 mod evaluate;
-
-use std::time::Instant;
+mod step;
 
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup, message_of};
-use candle_core::{DType, Device, Error, Result};
+use candle_core::{DType, Error, Result, bail};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
-    StepReport,
 };
 
 use crate::batches::Batches;
@@ -19,6 +17,7 @@ use crate::checkpoints::Checkpoints;
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
+use crate::parameter_server::ParameterServer;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
@@ -40,7 +39,7 @@ pub struct Trainer {
     world: ProcessGroup,
     stage: Stage,
     pipeline: Pipeline,
-    gradients: Gradients,
+    source: GradientSource,
     optimizer: DistributedOptimizer,
     step: usize,
     times: StepTimes,
@@ -55,6 +54,14 @@ pub struct Trainer {
     evaluation: Option<Evaluation>,
     /// Whether this rank's losses are not another's too.
     counts_losses: bool,
+}
+
+/// Where gradients come from.
+enum GradientSource {
+    /// Passes of this rank and the others of the mesh.
+    Passes(Box<Gradients>),
+    /// Workers, of which this rank is a server.
+    Workers(Box<(ParameterServer, Mesh)>),
 }
 
 impl Trainer {
@@ -75,15 +82,52 @@ impl Trainer {
         stage: Stage,
         make: impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
     ) -> Result<Self> {
-        config.validate()?;
         let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
+        let source = GradientSource::Passes(Box::new(gradients));
+        Self::with_source(config, mesh, stage, (make, source))
+    }
+
+    /// As [`Self::new`], on a mesh of servers, which are replicas that see no data: the gradients come from the workers of `server`, and
+    /// the weights go to them. Batches tell it the position in the data.
+    ///
+    /// # Errors
+    /// An asynchronous server with a loss scale, which its workers would not agree about.
+    pub fn of_server(
+        config: TrainConfig,
+        mesh: &Mesh,
+        stage: Stage,
+        server: ParameterServer,
+    ) -> Result<Self> {
+        if stage.dtype() == DType::F16 && server.is_asynchronous() {
+            bail!(
+                "f16 needs a loss scale that all workers have in a step, and an asynchronous parameter server has no steps of all \
+                 workers\nhint: use bf16 or f32, or a synchronous one"
+            );
+        }
+        let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
+        let make =
+            |params: &Parameters| DistributedOptimizer::offloaded(params, mesh, rule, &offload);
+        let source = GradientSource::Workers(Box::new((server, mesh.clone())));
+        Self::with_source(config, mesh, stage, (make, source))
+    }
+
+    fn with_source(
+        config: TrainConfig,
+        mesh: &Mesh,
+        stage: Stage,
+        (make, source): (
+            impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
+            GradientSource,
+        ),
+    ) -> Result<Self> {
+        config.validate()?;
         let mut optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
         if stage.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
             optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
         }
         Ok(Self {
             pipeline: Pipeline::new(config.schedule, mesh),
-            gradients,
+            source,
             optimizer,
             world: mesh.world.clone(),
             config,
@@ -188,6 +232,14 @@ impl Trainer {
         mut observe: impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let num_steps = self.num_steps();
+        if let GradientSource::Workers(workers) = &mut self.source {
+            let position = match self.step {
+                0 => None,
+                step => Some(batches.position(step)?),
+            };
+            let own = (self.stage.params(), &self.optimizer);
+            workers.0.admit(own, (self.step, num_steps), position)?;
+        }
         if num_steps == 0
             && let Some(metrics) = self.evaluate()?
         {
@@ -196,7 +248,12 @@ impl Trainer {
         while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
             self.world.set_step(self.step, "data");
             let device = self.world.device();
-            let batch = trace::record(SpanKind::Data, device, || batches.batch(self.step))?;
+            let batch = match &self.source {
+                GradientSource::Passes(_) => {
+                    trace::record(SpanKind::Data, device, || batches.batch(self.step))?
+                }
+                GradientSource::Workers(..) => Vec::new(),
+            };
             let metrics = self.train_step(&batch);
             let mut metrics = metrics.map_err(|err| self.after_failed_step(err, batches))?;
             metrics.padding = batches.padding(metrics.step)?;
@@ -280,87 +337,6 @@ impl Trainer {
             .map_err(|err| err.context(format!("step {step} failed")))
     }
 
-    fn run_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
-        let start = Instant::now();
-        // What an earlier step that failed on the way has left.
-        self.gradients.clear();
-        let loss_scale = self.optimizer.loss_scale();
-        self.gradients.set_loss_scale(loss_scale);
-        let waited = candle_comm::waited();
-        let hidden = candle_comm::hidden();
-        let mut passes =
-            self.pipeline
-                .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
-        passes.asks_to_stop = self.asks_to_stop.as_ref().is_some_and(|asks| asks());
-        let optimizer_timer = (Instant::now(), candle_comm::waited());
-        self.world.set_step(self.step, "optimizer");
-        let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
-        let learning_rate = self.config.lr_schedule.at(self.step);
-        let StepReport {
-            loss,
-            grad_norm,
-            is_asked_to_stop,
-            ..
-        } = timed(&mut stopwatch, self.world.device(), || {
-            trace::record(SpanKind::Optimizer, self.world.device(), || {
-                self.optimizer.step(
-                    &mut self.gradients,
-                    &passes,
-                    learning_rate,
-                    self.config.max_grad_norm,
-                )
-            })
-        })?;
-        self.is_stopped |= is_asked_to_stop;
-        let (optimizer_start, optimizer_waited) = optimizer_timer;
-        let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
-        self.times = StepTimes {
-            forward_secs: passes.forward_secs,
-            backward_secs: passes.backward_secs,
-            communication_secs: candle_comm::waited().saturating_sub(waited).as_secs_f64(),
-            hidden_communication_secs: candle_comm::hidden().saturating_sub(hidden).as_secs_f64(),
-            optimizer_secs: optimizer_start
-                .elapsed()
-                .saturating_sub(in_optimizer)
-                .as_secs_f64(),
-        };
-        if let (Some(stopwatch), Some(earlier)) = (stopwatch, &mut self.stopwatch) {
-            [self.times.forward_secs, self.times.backward_secs] =
-                self.pipeline.take_device_secs()?;
-            // The end of this update is not waited for.
-            self.times.optimizer_secs = std::mem::replace(earlier, stopwatch).take_secs()?;
-        }
-        let step_secs = start.elapsed().as_secs_f64();
-        let per_sec = self.tokens_per_sec(micro_batches, step_secs)?;
-        let metrics = StepMetrics {
-            step: self.step,
-            loss: loss.mean,
-            grad_norm,
-            learning_rate,
-            loss_scale,
-            skipped_steps: self.optimizer.num_skipped_steps(),
-            padding: 0.0,
-            num_tokens: loss.num_targets,
-            tokens_per_sec: loss.num_targets as f64 / step_secs,
-            step_secs,
-            gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
-            mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
-            memory: self.memory(),
-        };
-        self.step += 1;
-        Ok(metrics)
-    }
-
-    /// Tokens of the global batch, whether they are targets or not, if all replicas have as many as this one.
-    fn tokens_per_sec(&self, micro_batches: &[MicroBatch], step_secs: f64) -> Result<f64> {
-        let tokens = micro_batches.iter().map(|batch| {
-            let (b, t) = batch.dims()?;
-            Ok(b * t)
-        });
-        let tokens: usize = tokens.sum::<Result<_>>()?;
-        Ok((self.num_replicas * tokens) as f64 / step_secs)
-    }
-
     /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.
     ///
     /// # Errors
@@ -419,16 +395,5 @@ impl Trainer {
     /// The optimizer, to read its state.
     pub fn optimizer(&self) -> &DistributedOptimizer {
         &self.optimizer
-    }
-}
-
-fn timed<T>(
-    stopwatch: &mut Option<Stopwatch>,
-    device: &Device,
-    work: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    match stopwatch {
-        Some(stopwatch) => stopwatch.time(device, work),
-        None => work(),
     }
 }

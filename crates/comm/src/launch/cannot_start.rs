@@ -24,10 +24,8 @@ const NOBODY_KNOWS: u8 = 0;
 /// Each rank for itself.
 const THIS_RANK: u8 = 1;
 /// This rank, rank 0, for all.
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 const THIS_FOR_ALL: u8 = 2;
 /// Rank 0, another process.
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 const ANOTHER: u8 = 3;
 
 /// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
@@ -98,20 +96,17 @@ fn tell(env: &RankEnv, why: String) -> Result<()> {
 }
 
 /// From now on this rank's failures reach the others by [`Control`].
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(super) fn meeting_begins() {
     SPEAKER.store(THIS_RANK, Ordering::Release);
 }
 
 /// All ranks know the same reason.
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(super) fn said_by_all(rank: usize) {
     let speaker = if rank == 0 { THIS_FOR_ALL } else { ANOTHER };
     SPEAKER.store(speaker, Ordering::Release);
 }
 
 /// An error of joining; notes who says it.
-#[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(super) fn known(env: &RankEnv, error: Error) -> candle_core::Error {
     if matches!(error, Error::CannotStart(_)) {
         said_by_all(env.rank());

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::Result;
-use candle_launch::{Control, ControlConfig};
+use candle_launch::Control;
 #[cfg(feature = "mpi")]
-use candle_launch::{RankEnv, Secret};
+use candle_launch::{ControlConfig, RankEnv, Secret};
 
 use super::cannot_start::{known, meeting_begins, said_by_all};
 use crate::{ProcessGroup, RunConfig, message_of};
@@ -30,7 +30,7 @@ pub(super) fn mpi<T: Send>(
     meeting_begins();
     // What all ranks know when they meet ends none of them by MPI_Abort.
     super::mpi(mpi, |world| {
-        let master = |master| control_config(config, master);
+        let master = |master| config.control(master);
         Ok(match meet_over(&world, &config.env, master)? {
             Ok(control) => Ok(watched(&control, &world, config, &run)?),
             Err(cannot_start) => Err(known(&config.env, cannot_start)),
@@ -77,9 +77,9 @@ fn meet(config: &RunConfig) -> candle_launch::Result<Arc<Control>> {
     match config.env.master() {
         Err(_) if config.env.world_size() == 1 => {
             let listener = Control::listen(LOOPBACK, true)?;
-            Control::join_at(&control_config(config, (LOOPBACK.into(), 0)), listener)
+            Control::join_at(&config.control((LOOPBACK.into(), 0)), listener)
         }
-        master => Control::join(&control_config(config, master?)),
+        master => Control::join(&config.control(master?)),
     }
 }
 
@@ -144,15 +144,6 @@ pub(super) fn meet_over(
             Err(candle_core::Error::wrap(error))
         }
         joined => Ok(joined),
-    }
-}
-
-fn control_config(config: &RunConfig, master: (String, u16)) -> ControlConfig {
-    ControlConfig {
-        fingerprint: config.fingerprint.clone().into_entries(),
-        deadline: config.deadline,
-        rank_timeout: config.rank_timeout,
-        ..ControlConfig::at(&config.env, master)
     }
 }
 

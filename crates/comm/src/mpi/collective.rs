@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use candle_core::{Device, Shape, Tensor};
 
-use super::bytes;
 use super::context::Context;
 use super::engine::{Activity, Progress};
 use super::header::{Header, INLINE_BYTES};
@@ -14,6 +13,7 @@ use super::movement::Movement;
 use super::native::NativeSum;
 use super::route::Route;
 use crate::Error;
+use crate::bytes;
 use crate::call::Call;
 use crate::element::Element;
 use crate::pairwise;

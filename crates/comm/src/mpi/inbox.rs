@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::bytes;
 use super::context::Context;
 use super::part::{Part, Region};
 use super::sys::Comm;
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
+use crate::bytes;
 use crate::element::{Element, with_element};
 
 type Result<T> = std::result::Result<T, Error>;

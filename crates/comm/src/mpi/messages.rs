@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::bytes;
 use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::inbox::Inbox;
 use crate::Error;
+use crate::bytes;
 use crate::element::{self, Element, with_element};
 
 /// In front of data that are in the first message.

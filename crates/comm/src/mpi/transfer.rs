@@ -7,11 +7,11 @@ use std::sync::Arc;
 use mpi::ffi;
 
 use super::addresses::own_tag;
-use super::bytes;
 use super::part::Part;
 use super::place::Place;
 use super::sys::{Comm, Mpi, check};
 use crate::Error;
+use crate::bytes;
 use crate::element::Element;
 
 type Result<T> = std::result::Result<T, Error>;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, BufReader};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
@@ -103,6 +103,11 @@ impl Link {
             }
         })?;
         Ok(link)
+    }
+
+    /// The address from which this rank speaks to rank 0.
+    pub(super) fn local_address(&self) -> io::Result<SocketAddr> {
+        self.stream.local_addr()
     }
 
     pub(super) fn failure(&self) -> Option<Failure> {

@@ -25,7 +25,7 @@ use super::hello::Hello;
 use super::message::FromRank;
 use super::wire::{self, Limits, Timed};
 use hub::Hub;
-use strangers::Strangers;
+pub(super) use strangers::Strangers;
 
 /// How long a stranger may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(2);
@@ -62,6 +62,11 @@ impl Server {
             }
         })?;
         Ok(server)
+    }
+
+    /// Where it listens.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// An address of this host at which the server can be reached from here.

@@ -23,6 +23,8 @@ pub struct LaunchConfig {
     pub env: Vec<String>,
     /// Folder for each rank's output.
     pub log_dir: Option<PathBuf>,
+    /// So many ranks may fail, rank 0 not among them, while the others go on.
+    pub may_lose: usize,
     /// How often all ranks are started again after a failure.
     pub max_restarts: usize,
     /// Start them again without hosts of the host file that are lost, if so many are left. Default: all.

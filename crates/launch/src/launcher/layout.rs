@@ -32,6 +32,8 @@ pub(super) struct Layout {
     pub(super) meeting: RendezvousAddress,
     /// Whether the port is another one at each start.
     pub(super) random_port: bool,
+    /// So many ranks may fail while the others go on.
+    pub(super) may_lose: usize,
     /// What ranks have to end after a failure, and after a signal to the launcher.
     pub(super) grace_after_failure: Duration,
     pub(super) grace_after_signal: Duration,
@@ -108,6 +110,7 @@ impl Layout {
             world_size,
             meeting,
             random_port,
+            may_lose: config.may_lose,
             grace_after_failure: Duration::from_millis(grace_ms_after_failure),
             grace_after_signal: Duration::from_millis(grace_ms_after_signal),
         })

@@ -1,10 +1,13 @@
 //! Gradients: f32, in flat buckets, summed over the ranks of the mesh under the backward pass.
 
 mod accumulate;
+mod gradient_sums;
 mod reduce;
 mod reduced;
+mod served;
 mod shared;
 mod transfer;
 
 pub use accumulate::Gradients;
+pub use gradient_sums::GradientSums;
 pub use reduced::{ReducedGradients, ReducedLoss};

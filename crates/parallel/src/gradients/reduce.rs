@@ -14,7 +14,7 @@ use super::accumulate::Gradients;
 use super::reduced::{ReducedGradients, ReducedLoss};
 use super::shared::sum_overlaps;
 use super::transfer::Sum;
-use crate::params::{Bucket, Checksums, FlatBuffer, intersect, joined};
+use crate::params::{Bucket, Checksums, FlatBuffer, Parameters, intersect, joined};
 use crate::pipeline::PassReport;
 
 /// Reductions under way.
@@ -142,7 +142,7 @@ impl Gradients {
             if let Some(earlier) = index.checked_sub(1) {
                 let flat = self.finish_reduction(earlier)?;
                 // While what was just reduced is in the cache.
-                self.add_squares(&squares, &buckets[earlier], &flat)?;
+                add_squares(&params, &squares, &buckets[earlier], &flat)?;
                 reduced.push(flat);
             }
         }
@@ -262,27 +262,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.
-    fn add_squares(&self, sum: &Tensor, bucket: &Bucket, flat: &FlatBuffer) -> Result<()> {
-        let groups = self.params.groups();
-        if groups.copies.rank() > 0 {
-            return Ok(());
-        }
-        let own = groups.own_range(bucket.len);
-        let owned = bucket.slots.iter().flat_map(|slot| {
-            let start = slot.range.start;
-            let owned = self.params.owned(slot.param).iter();
-            owned.map(move |owned| start + owned.start..start + owned.end)
-        });
-        for owned in joined(owned.map(|owned| intersect(&owned, &own))) {
-            let values = flat.view(owned.start - own.start, owned.len())?;
-            sum_of_squares_into(sum, true, &values)?;
-        }
-        Ok(())
-    }
-
     /// An error that names the first parameter of a bucket without a gradient, if there is one.
-    fn check_complete(&self, bucket: &Bucket) -> Result<()> {
+    pub(super) fn check_complete(&self, bucket: &Bucket) -> Result<()> {
         let mut slots = bucket.slots.iter();
         match slots.find(|slot| !self.has_gradient[slot.param]) {
             None => Ok(()),
@@ -293,4 +274,28 @@ impl Gradients {
             ),
         }
     }
+}
+
+/// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.
+pub(super) fn add_squares(
+    params: &Parameters,
+    sum: &Tensor,
+    bucket: &Bucket,
+    flat: &FlatBuffer,
+) -> Result<()> {
+    let groups = params.groups();
+    if groups.copies.rank() > 0 {
+        return Ok(());
+    }
+    let own = groups.own_range(bucket.len);
+    let owned = bucket.slots.iter().flat_map(|slot| {
+        let start = slot.range.start;
+        let owned = params.owned(slot.param).iter();
+        owned.map(move |owned| start + owned.start..start + owned.end)
+    });
+    for owned in joined(owned.map(|owned| intersect(&owned, &own))) {
+        let values = flat.view(owned.start - own.start, owned.len())?;
+        sum_of_squares_into(sum, true, &values)?;
+    }
+    Ok(())
 }

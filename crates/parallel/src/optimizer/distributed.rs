@@ -208,7 +208,20 @@ impl DistributedOptimizer {
         lr: f64,
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
-        let mut reduced = gradients.reduce(passes)?;
+        let reduced = gradients.reduce(passes)?;
+        self.step_reduced(reduced, lr, max_norm)
+    }
+
+    /// As [`Self::step`], from gradients that are reduced.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_reduced(
+        &mut self,
+        mut reduced: ReducedGradients,
+        lr: f64,
+        max_norm: Option<f64>,
+    ) -> Result<StepReport> {
         let is_finite = reduced.is_finite();
         let report = StepReport {
             loss: reduced.loss(),

@@ -14,6 +14,7 @@ mod pending_weights;
 mod placement;
 mod released;
 mod replicas;
+mod served;
 mod sharded_weights;
 mod slices;
 mod source;

@@ -19,6 +19,7 @@ pub fn step(step: usize) -> StepMetrics {
         step_secs: 0.25,
         gflops_per_sec: Some(1.5),
         mfu: None,
+        staleness: None,
         memory: MemoryReport::default(),
     }
 }

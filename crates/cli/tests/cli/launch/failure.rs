@@ -28,6 +28,37 @@ fn exit_codes_and_signals_by_name() {
 }
 
 #[test]
+fn ranks_may_be_lost_but_not_too_many_and_not_the_first() {
+    let script = "if [ $RANK = 2 ]; then kill -9 $$; fi; sleep 0.5; echo on; [ $RANK != $WORST ]";
+    let run = |may_lose: &str, worst: &str| {
+        let worst = format!("WORST={worst}");
+        run_script(3, &["--may-lose", may_lose, "--env", &worst], script)
+    };
+    let ended = run("1", "9");
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert_eq!(
+        String::from_utf8_lossy(&ended.out).matches("on\n").count(),
+        2
+    );
+    let said = "failed: killed by SIGKILL; the others go on, as --may-lose says\n";
+    assert!(ended.err.contains(said), "{}", ended.err);
+    for (may_lose, worst) in [("0", "9"), ("1", "1"), ("1", "0"), ("2", "0")] {
+        let ended = run(may_lose, worst);
+        assert_eq!(ended.code, Some(137), "{may_lose} {worst}: {}", ended.err);
+        let named = ended.sentence().starts_with("candle-train: rank 2 (host ");
+        assert!(
+            named
+                && ended
+                    .sentence()
+                    .contains("failed first: killed by SIGKILL\n"),
+            "{}",
+            ended.err
+        );
+    }
+    assert_eq!(run("2", "1").code, Some(0));
+}
+
+#[test]
 fn the_last_lines_on_stderr_are_repeated() {
     let script = "i=0; while [ $i -lt 50 ]; do echo line $i >&2; i=$((i+1)); done; echo >&2; printf 'no end' >&2; exit 1";
     let ended = run_script(1, &[], script);

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 
 use super::agent_link::AgentLink;
 use super::outcome::{Outcome, Remedy};
-use super::verdict::{Cause, Failures, HostLoss, describe_signal};
+use super::verdict::{Cause, Failures, HostLoss, describe_signal, place};
 use super::{Event, NOT_STARTED_EXIT_CODE, RankEnd};
 use crate::launcher::agent::ALIVE_INTERVAL;
 use crate::launcher::layout::Layout;
@@ -41,6 +41,8 @@ pub(super) struct Run<'a> {
     /// Hosts that cannot run their plan, and why.
     refusals: Vec<(usize, String)>,
     failures: Failures,
+    /// Ranks that have failed and without which the others go on.
+    lost: Vec<RankEnd>,
     signal: Option<(Signal, Instant)>,
     start_deadline: Option<Instant>,
     started: bool,
@@ -69,6 +71,7 @@ impl<'a> Run<'a> {
             has_survivors: false,
             refusals: Vec::new(),
             failures: Failures::new(layout.hosts.iter().map(|host| host.plan.num_ranks).sum()),
+            lost: Vec::new(),
             signal: None,
             start_deadline: Some(Instant::now() + START_DEADLINE),
             started: false,
@@ -139,10 +142,23 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
-        if !end.end.is_success() {
-            self.failures.ranks.push(end);
-            self.stop_soon();
+        if end.end.is_success() {
+            return;
         }
+        let is_ending = self.signal.is_some() || !self.failures.is_empty();
+        if end.rank > 0 && self.lost.len() < self.layout.may_lose && !is_ending {
+            let place = place(&end, &self.layout.hosts);
+            super::say(&format!(
+                "{place} failed: {}; the others go on, as --may-lose says",
+                end.end
+            ));
+            self.lost.push(end);
+            return;
+        }
+        // One of these may be why.
+        self.failures.ranks.append(&mut self.lost);
+        self.failures.ranks.push(end);
+        self.stop_soon();
     }
 
     fn note_signal(&mut self, signal: Signal) {

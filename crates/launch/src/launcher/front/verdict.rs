@@ -170,7 +170,8 @@ impl Cause<'_> {
     }
 }
 
-fn place(failure: &RankEnd, hosts: &[Host]) -> String {
+/// `rank 3 (host node1, pid 4711)`
+pub(super) fn place(failure: &RankEnd, hosts: &[Host]) -> String {
     let host = &hosts[failure.host].name;
     format!("rank {} (host {host}, pid {})", failure.rank, failure.pid)
 }

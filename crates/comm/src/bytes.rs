@@ -4,20 +4,21 @@
 use crate::element::Element;
 
 /// The bytes of these elements.
-pub(super) fn of<T: Element>(elements: &[T]) -> &[u8] {
+pub(crate) fn of<T: Element>(elements: &[T]) -> &[u8] {
     // SAFETY: every element type is a plain number, so all its bytes are initialised and a byte needs no alignment.
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
 }
 
 /// The bytes of these elements, to be written to.
-pub(super) fn of_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
+pub(crate) fn of_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     let len = size_of_val(elements);
     // SAFETY: as in `of`; all bit patterns are numbers, and the elements are borrowed mutably.
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
+#[cfg(any(feature = "mpi", test))]
 /// The elements that these bytes are; `None` unless there are exactly `len`.
-pub(super) fn to_elements<T: Element>(bytes: &[u8], len: usize) -> Option<Vec<T>> {
+pub(crate) fn to_elements<T: Element>(bytes: &[u8], len: usize) -> Option<Vec<T>> {
     if bytes.len() != len * size_of::<T>() {
         return None;
     }

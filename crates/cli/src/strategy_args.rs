@@ -1,0 +1,72 @@
+//! Flags of the strategy by which ranks work together.
+
+use candle_core::{Result, bail};
+use candle_train::Consistency;
+use clap::{Args, ValueEnum};
+
+use crate::number::whole;
+
+/// How ranks work together.
+#[derive(Args, Clone, Debug)]
+pub struct StrategyArgs {
+    /// How ranks work together
+    #[arg(long, default_value = "mesh")]
+    pub strategy: StrategyChoice,
+    /// Ranks that hold and update the parameters, in equal parts; --dp counts the others, the workers
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub servers: usize,
+    /// Apply each worker's gradients when they come, in place of those of all workers together. Workers that die are dropped, and the run
+    /// goes on
+    #[arg(long = "async")]
+    pub is_async: bool,
+    /// Steps that a worker may be ahead of the slowest one
+    #[arg(long, default_value_t = 1, value_name = "STEPS", value_parser = whole::<usize>(0..))]
+    pub max_staleness: usize,
+}
+
+/// `--strategy`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StrategyChoice {
+    /// All ranks compute, and what they divide between them the flags of the layout say
+    Mesh,
+    /// Servers hold the parameters and update them; workers compute gradients and send them there
+    ParameterServer,
+}
+
+impl StrategyArgs {
+    /// The number of servers; none without a parameter server.
+    pub(crate) fn num_servers(&self) -> usize {
+        match self.strategy {
+            StrategyChoice::Mesh => 0,
+            StrategyChoice::ParameterServer => self.servers,
+        }
+    }
+
+    pub(crate) fn consistency(&self) -> Consistency {
+        match self.is_async {
+            false => Consistency::Synchronous,
+            true => Consistency::Asynchronous {
+                max_staleness: self.max_staleness,
+            },
+        }
+    }
+
+    /// What decides the weights, in words; `None` if it is what data parallelism gives.
+    pub(crate) fn setting(&self) -> Option<String> {
+        let is_async = self.num_servers() > 0 && self.is_async;
+        is_async.then(|| format!("an asynchronous parameter server, {}", self.max_staleness))
+    }
+
+    /// An error if workers would be more than one rank each.
+    pub(crate) fn check(&self, (tp, pp): (usize, usize)) -> Result<()> {
+        for (flag, degree) in [("--tp", tp), ("--pp", pp)] {
+            if self.num_servers() > 0 && degree > 1 {
+                bail!(
+                    "{flag} {degree} is given beside --strategy parameter-server, whose servers divide the parameters themselves, and \
+                     whose workers have the model whole\nhint: leave it out"
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,149 @@
+//! A connection to a rank of another process.
+
+use std::io::{BufReader, ErrorKind, Result};
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::Builder;
+use std::time::Duration;
+
+use candle_core::Tensor;
+
+use super::inbox::Inbox;
+use super::wire::{self, Frame};
+use super::{Departure, Mail};
+
+/// The stack of a thread that moves messages.
+const STACK_BYTES: usize = 256 << 10;
+
+/// How long a rank that fails tries to say so.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A connection to a rank of another process: one thread reads, another says now and then that this rank is alive, and whoever sends
+/// writes.
+pub(super) struct Connection {
+    peer: usize,
+    stream: Mutex<TcpStream>,
+    /// The same stream, to be closed whoever writes.
+    closing: TcpStream,
+    is_closed: AtomicBool,
+}
+
+impl Connection {
+    /// Takes over a stream to rank `peer`. What comes goes to `inbox`; a peer of which nothing comes for `silence` is gone, and so is one that
+    /// takes nothing for `deadline`.
+    pub fn start(
+        peer: usize,
+        stream: TcpStream,
+        inbox: &Arc<Inbox>,
+        (silence, deadline): (Duration, Duration),
+    ) -> Result<Arc<Self>> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(silence))?;
+        stream.set_write_timeout(Some(deadline))?;
+        let reader = BufReader::new(stream.try_clone()?);
+        let connection = Arc::new(Self {
+            peer,
+            closing: stream.try_clone()?,
+            stream: Mutex::new(stream),
+            is_closed: AtomicBool::new(false),
+        });
+        let spawn = |name: &str| {
+            let builder = Builder::new().name(format!("{name}-{peer}"));
+            builder.stack_size(STACK_BYTES)
+        };
+        let (reading, inbox) = (connection.clone(), inbox.clone());
+        spawn("mail-read").spawn(move || reading.listen(reader, &inbox, silence))?;
+        let beating = connection.clone();
+        let interval = (silence / 8).max(Duration::from_millis(10));
+        spawn("mail-beat").spawn(move || {
+            while !beating.is_closed.load(Ordering::Acquire) && beating.beat() {
+                std::thread::sleep(interval);
+            }
+        })?;
+        Ok(connection)
+    }
+
+    /// Sends a message; returns when the last byte of it is on its way.
+    pub fn send(&self, tag: u64, tensors: &[Tensor]) -> Result<()> {
+        let sent = wire::write_mail(&mut *self.lock(), tag, tensors);
+        if sent.is_err() {
+            // A part of it may be there: nothing can follow.
+            self.close();
+        }
+        sent
+    }
+
+    /// Says that nothing will come any more.
+    pub fn say_farewell(&self, why: Option<&str>) {
+        let said = match why {
+            None => wire::write_farewell(&mut *self.lock(), None),
+            Some(_) => match self.stream.try_lock() {
+                Ok(mut stream) => stream
+                    .set_write_timeout(Some(LAST_WORDS))
+                    .and_then(|()| wire::write_farewell(&mut *stream, why)),
+                // Somebody is blocked in a write to a peer that does not read.
+                Err(_) => Err(ErrorKind::WouldBlock.into()),
+            },
+        };
+        if said.is_err() {
+            self.close();
+        }
+    }
+
+    /// Ends the connection; what was sent before may be lost.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        // Nothing to do about one that is closed already.
+        let _ = self.closing.shutdown(Shutdown::Both);
+    }
+
+    /// Says that this rank is alive, unless something else is being said; false if nobody hears it.
+    fn beat(&self) -> bool {
+        match self.stream.try_lock() {
+            Ok(mut stream) => wire::write_beat(&mut *stream).is_ok(),
+            Err(_) => true,
+        }
+    }
+
+    fn listen(&self, mut reader: BufReader<TcpStream>, inbox: &Inbox, silence: Duration) {
+        let rank = self.peer;
+        let error = loop {
+            // A peer whose messages are not taken need not be heard.
+            inbox.wait_for_room(rank, Duration::MAX);
+            match wire::read(&mut reader) {
+                Ok(Frame::Beat) => {}
+                Ok(Frame::Mail(tag, tensors)) => inbox.put(Mail {
+                    from: rank,
+                    tag,
+                    tensors,
+                }),
+                Ok(Frame::Farewell(why)) => {
+                    inbox.note_departure(Departure { rank, why });
+                    if wire::write_noted(&mut *self.lock()).is_err() {
+                        break ErrorKind::ConnectionReset.into();
+                    }
+                }
+                Ok(Frame::Noted) => inbox.note_farewell(rank),
+                Err(error) => break error,
+            }
+        };
+        self.close();
+        let why = Some(match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                let secs = silence.as_secs_f64();
+                format!(
+                    "nothing was heard of it for {secs} s\nhint: its process is stopped, its host is down or the network between \
+                     the hosts is cut"
+                )
+            }
+            ErrorKind::InvalidData => format!("it sent what is no message ({error})"),
+            _ => "it died: its connection closed without a farewell".to_string(),
+        });
+        inbox.note_departure(Departure { rank, why });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, TcpStream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,584 @@
+//! Messages between ranks, over threads and over connections, and what a rank hears of another one's end.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_comm::{Departure, Mail, Mailbox, MailboxConfig, Received, message_of, sum_in_order};
+use candle_core::{DType, Device, Tensor};
+use candle_launch::{Control, ControlConfig};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Over {
+    Threads,
+    Connections,
+}
+
+const BOTH: [Over; 2] = [Over::Threads, Over::Connections];
+
+fn config() -> MailboxConfig {
+    MailboxConfig {
+        deadline: Duration::from_secs(20),
+        ..MailboxConfig::default()
+    }
+}
+
+fn control_config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
+    ControlConfig {
+        rank,
+        world_size,
+        host: format!("host-{rank}"),
+        master: ("127.0.0.1".into(), port),
+        is_one_host: true,
+        secret: "secret".into(),
+        is_guessable: false,
+        fingerprint: Vec::new(),
+        cannot_start: None,
+        join_timeout: Duration::from_secs(20),
+        deadline: Duration::from_secs(20),
+        rank_timeout: Duration::from_secs(6),
+        ends_process: false,
+    }
+}
+
+/// Connects ranks as processes are, the first `num_serving` with all.
+fn connected(world_size: usize, num_serving: usize, config: &MailboxConfig) -> Vec<Mailbox> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let mut listener = Some(listener);
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..world_size)
+            .map(|rank| {
+                let listener = listener.take();
+                scope.spawn(move || {
+                    let of_control = control_config(rank, world_size, port);
+                    let control = match listener {
+                        Some(listener) => Control::join_at(&of_control, listener),
+                        None => Control::join(&of_control),
+                    };
+                    let control = control.unwrap();
+                    let streams = control.connect_peers(&of_control, num_serving).unwrap();
+                    let mailbox = Mailbox::of_process(rank, streams, config).unwrap();
+                    control.leave().unwrap();
+                    mailbox
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn boxes<const N: usize>(over: Over, config: &MailboxConfig) -> [Mailbox; N] {
+    let boxes = match over {
+        Over::Threads => Mailbox::of_threads(N, config),
+        Over::Connections => connected(N, N, config),
+    };
+    boxes.try_into().ok().unwrap()
+}
+
+fn numbers(values: &[f32]) -> Tensor {
+    Tensor::new(values, &Device::Cpu).unwrap()
+}
+
+fn mail(received: Received) -> Mail {
+    match received {
+        Received::Mail(mail) => mail,
+        Received::Left(departure) => panic!("expected a message, {departure}"),
+    }
+}
+
+fn left(received: Received) -> Departure {
+    match received {
+        Received::Left(departure) => departure,
+        Received::Mail(mail) => panic!(
+            "expected a departure, got tag {} of {}",
+            mail.tag, mail.from
+        ),
+    }
+}
+
+#[test]
+fn tensors_of_all_types_and_shapes_arrive_as_they_were() {
+    for over in BOTH {
+        let [zero, one] = boxes(over, &config());
+        let values = [-0.5f32, f32::NAN, f32::INFINITY, -0.0, 3e-40, 7.0];
+        let xs = numbers(&values).reshape((2, 3)).unwrap();
+        let integers = Tensor::new(&[[0u32, 1], [u32::MAX, 7]], &Device::Cpu).unwrap();
+        let dtypes = [DType::F64, DType::BF16, DType::F16];
+        let mut sent = vec![
+            xs.clone(),
+            integers,
+            xs.get(1).unwrap(),
+            xs.narrow(0, 0, 0).unwrap(),
+        ];
+        sent.push(xs.sum_all().unwrap());
+        sent.extend(dtypes.map(|dtype| xs.to_dtype(dtype).unwrap()));
+        one.send(0, 3, &sent).unwrap();
+        one.send(0, 4, &[]).unwrap();
+        let got = mail(zero.recv(Some(1), Some(3)).unwrap());
+        assert_eq!((got.from, got.tag, got.tensors.len()), (1, 3, sent.len()));
+        for (got, sent) in got.tensors.iter().zip(&sent) {
+            assert_eq!(
+                (got.dims(), got.dtype()),
+                (sent.dims(), sent.dtype()),
+                "{over:?}"
+            );
+            assert_eq!(bits(got), bits(sent), "{over:?}");
+        }
+        assert!(mail(zero.recv(None, None).unwrap()).tensors.is_empty());
+        let transposed = xs.t().unwrap();
+        let error = one.send(0, 3, &[transposed]).unwrap_err().to_string();
+        assert!(error.contains("contiguous"), "{error}");
+        assert!(one.send(0, 1 << 63, &[]).is_err());
+        assert!(one.send(1, 0, &[]).is_err() && one.send(2, 0, &[]).is_err());
+        one.leave();
+        zero.leave();
+    }
+}
+
+fn bits(xs: &Tensor) -> Vec<u64> {
+    let xs = xs.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+    let values = xs.to_vec1::<f64>().unwrap();
+    values.into_iter().map(f64::to_bits).collect()
+}
+
+#[test]
+fn messages_of_one_sender_and_tag_come_in_order_and_tags_wait_for_each_other_never() {
+    for over in BOTH {
+        let [zero, one] = boxes(over, &config());
+        for number in 0..100u64 {
+            one.send(0, number % 3, &[numbers(&[number as f32])])
+                .unwrap();
+        }
+        for tag in [2, 0, 1] {
+            for number in (tag..100).step_by(3) {
+                let got = mail(zero.recv(Some(1), Some(tag)).unwrap());
+                assert_eq!(got.tensors[0].to_vec1::<f32>().unwrap(), [number as f32]);
+            }
+        }
+        assert!(
+            zero.recv_timeout(None, None, Duration::ZERO)
+                .unwrap()
+                .is_none()
+        );
+        let begun = Instant::now();
+        let limit = Duration::from_millis(30);
+        assert!(zero.recv_timeout(Some(1), None, limit).unwrap().is_none());
+        assert!(begun.elapsed() >= limit);
+        one.leave();
+        zero.leave();
+    }
+}
+
+#[test]
+fn who_receives_from_any_takes_what_came_first_whoever_sends_much() {
+    for over in BOTH {
+        let [zero, noisy, quiet] = boxes(over, &config());
+        (0..50).for_each(|_| noisy.send(0, 0, &[]).unwrap());
+        let mut seen = 0;
+        while zero.num_waiting_bytes() < 50 * 64 {
+            thread::yield_now();
+        }
+        quiet.send(0, 0, &[]).unwrap();
+        // It comes after the 50 that came before it, however much more there is by then.
+        while zero.num_waiting_bytes() < 51 * 64 {
+            thread::yield_now();
+        }
+        (0..50).for_each(|_| noisy.send(0, 0, &[]).unwrap());
+        while mail(zero.recv(None, None).unwrap()).from != 2 {
+            seen += 1;
+        }
+        assert_eq!(seen, 50, "{over:?}");
+        drop((noisy, quiet));
+    }
+}
+
+#[test]
+fn many_senders_at_once() {
+    const SENDERS: usize = 12;
+    for over in BOTH {
+        let boxes = match over {
+            Over::Threads => Mailbox::of_threads(SENDERS + 2, &config()),
+            Over::Connections => connected(SENDERS + 2, 2, &config()),
+        };
+        let mut boxes = boxes.into_iter();
+        let servers = [boxes.next().unwrap(), boxes.next().unwrap()];
+        thread::scope(|scope| {
+            for worker in boxes {
+                scope.spawn(move || {
+                    for round in 0..20 {
+                        let value = numbers(&[worker.rank() as f32, round as f32]);
+                        for server in 0..2 {
+                            worker
+                                .send(server, 1, std::slice::from_ref(&value))
+                                .unwrap();
+                        }
+                        for server in 0..2 {
+                            let echo = mail(worker.recv(Some(server), None).unwrap());
+                            assert_eq!(bits(&echo.tensors[0]), bits(&value));
+                        }
+                    }
+                    if over == Over::Connections {
+                        // Workers are connected with those that serve only.
+                        assert_eq!(worker.peers(), [0, 1]);
+                    }
+                    worker.leave();
+                });
+            }
+            for server in servers {
+                scope.spawn(move || {
+                    let mut num_left = 0;
+                    while num_left < SENDERS {
+                        match server.recv(None, Some(1)).unwrap() {
+                            Received::Mail(mail) => {
+                                server.send(mail.from, 2, &mail.tensors).unwrap()
+                            }
+                            Received::Left(departure) => {
+                                assert_eq!(departure.why, None);
+                                num_left += 1;
+                            }
+                        }
+                    }
+                    server.leave();
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn who_sends_more_than_is_received_waits() {
+    let config = MailboxConfig {
+        inbox_bytes: 1 << 20,
+        ..config()
+    };
+    for over in BOTH {
+        let [zero, one] = boxes(over, &config);
+        let num_sent = AtomicUsize::new(0);
+        let mut most = 0;
+        thread::scope(|scope| {
+            let (one, num_sent) = (&one, &num_sent);
+            scope.spawn(move || {
+                // 256 MiB, of a size that kernels do not buffer.
+                let value = Tensor::ones(4 << 20, DType::F32, &Device::Cpu).unwrap();
+                for _ in 0..16 {
+                    one.send(0, 0, std::slice::from_ref(&value)).unwrap();
+                    num_sent.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            thread::sleep(Duration::from_millis(300));
+            // One in the inbox, and one that may be on its way.
+            assert!(num_sent.load(Ordering::Relaxed) <= 2, "{over:?}");
+            for _ in 0..16 {
+                most = most.max(zero.num_waiting_bytes());
+                let got = mail(zero.recv(Some(1), None).unwrap());
+                assert_eq!(
+                    got.tensors[0]
+                        .sum_all()
+                        .unwrap()
+                        .to_scalar::<f32>()
+                        .unwrap(),
+                    (4 << 20) as f32
+                );
+            }
+        });
+        assert!(
+            most <= (1 << 20) + (16 << 20) + 64,
+            "{over:?}: {most} bytes"
+        );
+        one.leave();
+        zero.leave();
+    }
+}
+
+#[test]
+fn who_is_not_received_from_has_a_deadline() {
+    let config = MailboxConfig {
+        inbox_bytes: 1 << 10,
+        deadline: Duration::from_millis(300),
+        ..MailboxConfig::default()
+    };
+    for over in BOTH {
+        let [zero, one] = boxes(over, &config);
+        let value = Tensor::ones(4 << 20, DType::F32, &Device::Cpu).unwrap();
+        let begun = Instant::now();
+        let sent: Result<Vec<()>, _> = (0..4)
+            .map(|_| one.send(0, 0, std::slice::from_ref(&value)))
+            .collect();
+        let error = sent.unwrap_err().to_string();
+        assert!(
+            error.contains("rank 1 cannot send a message to rank 0"),
+            "{error}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(10), "{over:?}");
+        let error = one.recv(Some(0), None);
+        assert!(matches!(error, Err(_) | Ok(Received::Left(_))));
+        drop((zero, one));
+    }
+}
+
+#[test]
+fn a_message_of_300_mib() {
+    let [zero, one] = boxes(Over::Connections, &config());
+    let len = 75 << 20;
+    let value = Tensor::arange(0u32, len, &Device::Cpu).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| one.send(0, 0, std::slice::from_ref(&value)).unwrap());
+        let got = mail(zero.recv(Some(1), None).unwrap());
+        assert!(got.tensors[0].to_vec1::<u32>().unwrap() == value.to_vec1::<u32>().unwrap());
+    });
+    one.leave();
+    zero.leave();
+}
+
+#[test]
+fn the_end_of_a_rank_comes_after_what_it_sent_and_names_it() {
+    for over in BOTH {
+        let [zero, done, failed] = boxes(over, &config());
+        done.send(0, 0, &[numbers(&[1.0])]).unwrap();
+        done.leave();
+        assert_eq!(mail(zero.recv(None, None).unwrap()).from, 1);
+        assert_eq!(
+            left(zero.recv(Some(1), None).unwrap()),
+            Departure { rank: 1, why: None }
+        );
+        failed.send(0, 5, &[]).unwrap();
+        failed.fail("its disk is full");
+        // Each once, for who receives from any; for ever, for who asks for that rank.
+        let mut gone = [
+            left(zero.recv(None, Some(4)).unwrap()),
+            left(zero.recv(None, Some(4)).unwrap()),
+        ];
+        gone.sort_by_key(|departure| departure.rank);
+        assert_eq!(gone[0].why, None);
+        assert_eq!(gone[1].why.as_deref(), Some("its disk is full"));
+        assert_eq!(left(zero.recv(Some(2), Some(4)).unwrap()), gone[1]);
+        // What it had sent is there still.
+        assert_eq!(mail(zero.recv(None, None).unwrap()).tag, 5);
+        let error = zero.recv(None, None).unwrap_err().to_string();
+        assert!(
+            error.contains("all ranks that could send one are gone"),
+            "{error}"
+        );
+        let error = zero.send(2, 0, &[]).unwrap_err().to_string();
+        assert!(
+            error.contains("rank 2 is gone: its disk is full"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_panic_and_a_drop_are_ends_with_words() {
+    for over in BOTH {
+        let [zero, one, two] = boxes(over, &config());
+        let panicking = thread::spawn(move || {
+            let _mailbox = one;
+            std::panic::resume_unwind(Box::new(()));
+        });
+        assert!(panicking.join().is_err());
+        drop(two);
+        let why = |rank| left(zero.recv(Some(rank), None).unwrap()).why.unwrap();
+        assert_eq!(why(1), "it panicked");
+        assert_eq!(why(2), "it ended before it had left");
+    }
+}
+
+/// A stream to a mailbox of rank 0, for what no mailbox would say.
+fn raw(config: &MailboxConfig) -> (Mailbox, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (other, _) = listener.accept().unwrap();
+    let zero = Mailbox::of_process(0, vec![None, Some(other)], config).unwrap();
+    (zero, stream)
+}
+
+#[test]
+fn who_dies_in_the_middle_of_a_message_or_sends_noise_is_gone() {
+    use std::io::Write;
+    let head = |words: &[u64]| {
+        let mut frame = 1u32.to_le_bytes().to_vec();
+        frame.extend((8 * words.len() as u32).to_le_bytes());
+        frame.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        frame
+    };
+    let half = [head(&[7, 0, 1, 1000]), vec![0; 1000]].concat();
+    let noise = b"GET / HTTP/1.1\r\n\r\n".to_vec();
+    for (said, expected) in [
+        (half, "it died: its connection closed"),
+        (noise, "it sent what is no message"),
+        (head(&[7, 0, 2, u64::MAX, 16]), "a tensor of shape"),
+        (head(&[7, 99, 0]), "no known dtype"),
+        (head(&[7, 0, u64::MAX]), "cut off"),
+        (head(&[]), "without a tag"),
+    ] {
+        let (zero, mut stream) = raw(&config());
+        stream.write_all(&said).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let begun = Instant::now();
+        let departure = left(zero.recv(None, None).unwrap());
+        assert!(
+            departure.why.clone().unwrap().contains(expected),
+            "{departure}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(2));
+    }
+}
+
+#[test]
+fn who_says_nothing_is_gone_and_who_computes_is_not() {
+    let config = MailboxConfig {
+        silence: Duration::from_millis(400),
+        ..config()
+    };
+    let (zero, silent) = raw(&config);
+    let departure = left(zero.recv(None, None).unwrap());
+    assert!(
+        departure
+            .why
+            .unwrap()
+            .starts_with("nothing was heard of it for 0.4 s")
+    );
+    drop(silent);
+    let [zero, computing] = boxes(Over::Connections, &config);
+    thread::sleep(Duration::from_millis(1500));
+    assert!(
+        zero.recv_timeout(None, None, Duration::ZERO)
+            .unwrap()
+            .is_none()
+    );
+    computing.leave();
+    zero.leave();
+}
+
+#[test]
+fn strangers_neither_join_nor_delay_the_ranks() {
+    use std::io::Read;
+    let is_over = AtomicBool::new(false);
+    let begun = Instant::now();
+    let ports = || {
+        let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+        let listening = table
+            .lines()
+            .filter(|line| line.split_whitespace().nth(3) == Some("0A"));
+        let port = |line: &str| {
+            u16::from_str_radix(line.split_whitespace().nth(1)?.split_once(':')?.1, 16).ok()
+        };
+        listening.filter_map(port).collect::<Vec<_>>()
+    };
+    thread::scope(|scope| {
+        // Connects to whatever listens here, again and again, with half of a handshake or none.
+        scope.spawn(|| {
+            let mut open = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                for port in ports() {
+                    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else {
+                        continue;
+                    };
+                    let said = std::io::Write::write_all(
+                        &mut stream,
+                        b"\x89candle\n\x03\0\0\0 and no proof",
+                    );
+                    drop(said);
+                    open.push(stream);
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+            for mut stream in open.into_iter().take(5) {
+                stream
+                    .set_read_timeout(Some(Duration::from_secs(5)))
+                    .unwrap();
+                let mut answer = Vec::new();
+                // At most the server's proof, after which it hangs up.
+                let _ = stream.read_to_end(&mut answer);
+                assert!(answer.len() <= 64, "{} bytes", answer.len());
+            }
+        });
+        let [zero, one, two] = boxes(Over::Connections, &config());
+        let time = begun.elapsed();
+        one.send(0, 0, &[]).unwrap();
+        two.send(1, 0, &[]).unwrap();
+        assert_eq!(mail(zero.recv(None, None).unwrap()).from, 1);
+        assert_eq!(mail(one.recv(None, None).unwrap()).from, 2);
+        is_over.store(true, Ordering::Relaxed);
+        assert!(time < Duration::from_secs(5), "{time:?}");
+        thread::scope(|scope| {
+            for mailbox in [zero, one, two] {
+                scope.spawn(move || mailbox.leave());
+            }
+        });
+    });
+}
+
+#[test]
+fn a_group_of_mailboxes_gives_the_bits_of_threads() {
+    let input = |rank: usize| {
+        let values = (0..37).map(|i| ((i * 7 + rank * 13) as f32).sin() * 1e3);
+        Tensor::from_iter(values, &Device::Cpu).unwrap()
+    };
+    let all = |group: candle_comm::ProcessGroup, rank: usize| {
+        let xs = input(rank);
+        let sum = group.all_reduce(&xs, candle_comm::ReduceOp::Sum)?;
+        let gathered = group.all_gather(&xs, 0)?;
+        let pair = group.split(rank % 2, rank)?;
+        let of_pair = pair.all_reduce(&xs, candle_comm::ReduceOp::Max)?;
+        let first = group.broadcast(&xs, 2)?;
+        let said = group.all_gather_bytes(format!("rank {rank}").as_bytes())?;
+        let place = Tensor::zeros(4 * 37, DType::F32, &Device::Cpu)?;
+        place.slice_set(&xs, 0, 37 * group.rank())?;
+        let in_place = group.start_all_gather_in_place(&place)?.wait()?;
+        assert_eq!(bits(&in_place), bits(&gathered));
+        Ok(([sum, gathered, of_pair, first].map(|xs| bits(&xs)), said))
+    };
+    let expected = candle_comm::launch::threads(4, |world| {
+        let rank = world.rank();
+        all(world, rank)
+    });
+    let expected = expected.unwrap();
+    let inputs: Vec<Tensor> = (0..4).map(input).collect();
+    assert_eq!(bits(&sum_in_order(&inputs).unwrap()), expected[0].0[0]);
+    for over in BOTH {
+        let boxes: [Mailbox; 4] = boxes(over, &config());
+        let got: Vec<_> = thread::scope(|scope| {
+            let ranks = boxes.map(|mailbox| {
+                scope.spawn(move || {
+                    let mailbox = Arc::new(mailbox);
+                    let group = mailbox.group(&[0, 1, 2, 3])?;
+                    let all = all(group, mailbox.rank());
+                    mailbox.leave();
+                    all
+                })
+            });
+            ranks.map(|rank| rank.join().unwrap().unwrap()).into()
+        });
+        assert_eq!(got, expected, "{over:?}");
+    }
+}
+
+#[test]
+fn ranks_that_fail_or_panic_end_none_of_the_others() {
+    let env = candle_comm::RankEnv::from_lookup("host", &|_| None).unwrap();
+    let config = candle_comm::RunConfig::of_mailboxes(env, candle_comm::Degrees::default());
+    let run = |mailbox: &Arc<Mailbox>| match mailbox.rank() {
+        1 => Err(candle_core::Error::msg("its disk is full")),
+        2 => panic!("an index is out of range"),
+        3 => Ok(Vec::new()),
+        _ => {
+            let mut whys: Vec<_> = (0..3)
+                .map(|_| left(mailbox.recv(None, None).unwrap()))
+                .collect();
+            whys.sort_by_key(|departure| departure.rank);
+            Ok(whys.into_iter().map(|departure| departure.why).collect())
+        }
+    };
+    let results = candle_comm::launch::mailboxes(&config, (4, 1), run).unwrap();
+    let whys = ["its disk is full", "panicked: an index is out of range"];
+    let [zero, one, two, three] = <[_; 4]>::try_from(results).ok().unwrap();
+    let expected = [Some(whys[0].to_string()), Some(whys[1].to_string()), None];
+    assert_eq!(zero.unwrap(), expected);
+    assert_eq!(message_of(&one.unwrap_err()), whys[0]);
+    assert_eq!(message_of(&two.unwrap_err()), whys[1]);
+    assert!(three.unwrap().is_empty());
+}

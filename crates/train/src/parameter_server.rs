@@ -1,0 +1,25 @@
+//! A parameter server (Li et al., OSDI 2014): servers divide the parameters and update them, workers compute gradients.
+//!
+//! ```text
+//! worker -> each server    hello
+//! server -> worker         start: where the run is, the server's values of each bucket, its weights
+//! worker -> each server    push: a step's gradients at these values, its loss
+//! server -> worker         reply: updated weights
+//! ```
+//! A worker waits for the replies of all servers before its next step; when a server gives one is the [`Consistency`].
+//! Servers are ranks of a mesh like any other, ZeRO-3 replicas that see no data: they evaluate, save and resume as these do.
+
+mod consistency;
+mod message;
+mod server;
+mod staleness;
+mod step_done;
+mod worker;
+
+pub use consistency::Consistency;
+pub use server::ParameterServer;
+pub use staleness::Staleness;
+pub use worker::Worker;
+
+pub(crate) use server::ServedStep;
+pub(crate) use step_done::StepDone;

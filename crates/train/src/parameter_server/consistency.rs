@@ -1,0 +1,16 @@
+//! When workers get updated weights.
+
+/// When the workers of a [`ParameterServer`](super::ParameterServer) get updated weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Consistency {
+    /// When the gradients of all workers are there: their sum, in the order of the workers, is one update, that of data parallelism. A
+    /// worker that is gone ends the run.
+    Synchronous,
+    /// Stale synchronous parallel (Ho et al., NIPS 2013): the gradient of each worker is an update when it comes, clipped by itself,
+    /// with the learning rate of its step divided by the number of workers, so that an epoch takes the weights about as far. A worker that is
+    /// gone is dropped, and so are its samples.
+    Asynchronous {
+        /// Steps by which a worker may be ahead of the slowest one that lives.
+        max_staleness: usize,
+    },
+}

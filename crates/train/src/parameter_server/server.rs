@@ -1,0 +1,382 @@
+//! A server: it holds a part of the parameters, updates them, and tells the workers.
+
+use std::sync::Arc;
+
+use candle_comm::{Departure, Mailbox, Mesh, Received, ReduceOp, sum_in_order};
+use candle_core::{Device, Error, Result, Tensor, bail};
+use candle_parallel::{
+    DistributedOptimizer, GradientSums, Parameters, ReducedGradients, ReducedLoss, StepReport,
+};
+
+use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
+use super::step_done::StepDone;
+use super::{Consistency, Staleness};
+use crate::LrSchedule;
+
+/// A server's end of the workers, which are the ranks after the servers.
+pub struct ParameterServer {
+    mailbox: Arc<Mailbox>,
+    num_servers: usize,
+    consistency: Consistency,
+    workers: Vec<Seat>,
+    last_loss: ReducedLoss,
+    last_norm: f64,
+}
+
+/// What a server knows of a worker.
+#[derive(Clone, Copy, Debug)]
+struct Seat {
+    /// Its next step.
+    clock: usize,
+    /// It waits for weights.
+    waits: bool,
+    is_gone: bool,
+}
+
+/// What a step of the servers needs to know.
+pub(crate) struct ServedStep<'a> {
+    pub step: usize,
+    pub lr: &'a LrSchedule,
+    pub max_norm: Option<f64>,
+    pub mesh: &'a Mesh,
+    pub asks_to_stop: bool,
+}
+
+impl ParameterServer {
+    /// One of the first `num_servers` ranks, which serves all others.
+    ///
+    /// # Errors
+    /// There are no workers, or this rank is none of the servers.
+    pub fn new(
+        mailbox: &Arc<Mailbox>,
+        num_servers: usize,
+        consistency: Consistency,
+    ) -> Result<Self> {
+        let (rank, world_size) = (mailbox.rank(), mailbox.world_size());
+        if rank >= num_servers || num_servers >= world_size {
+            bail!(
+                "rank {rank} of {world_size} cannot be one of {num_servers} servers with workers"
+            );
+        }
+        let seat = Seat {
+            clock: 0,
+            waits: false,
+            is_gone: false,
+        };
+        Ok(Self {
+            mailbox: mailbox.clone(),
+            num_servers,
+            consistency,
+            workers: vec![seat; world_size - num_servers],
+            last_loss: ReducedLoss {
+                mean: f64::NAN,
+                num_targets: 0,
+            },
+            last_norm: f64::NAN,
+        })
+    }
+
+    /// Whether workers need not wait for each other.
+    pub(crate) fn is_asynchronous(&self) -> bool {
+        self.consistency != Consistency::Synchronous
+    }
+
+    /// Gives all workers the weights with which they begin: at `step` of `num_steps`, and at this position in the data if that is not the
+    /// beginning.
+    pub(crate) fn admit(
+        &mut self,
+        (params, optimizer): (&Parameters, &DistributedOptimizer),
+        (step, num_steps): (usize, usize),
+        position: Option<usize>,
+    ) -> Result<()> {
+        let start = Start {
+            step,
+            num_steps,
+            position,
+        };
+        let ranges = params.own_ranges();
+        for worker in 0..self.workers.len() {
+            let rank = self.num_servers + worker;
+            match self.mailbox.recv(Some(rank), Some(HELLO))? {
+                Received::Left(departure) => return Err(ended_by(&departure)),
+                Received::Mail(_) => {
+                    let start = start.into_tensors(&ranges)?;
+                    self.mailbox.send(rank, START, &start)?;
+                }
+            }
+            self.workers[worker].clock = step;
+            self.workers[worker].waits = true;
+        }
+        self.answer((params, optimizer), false, |_| true)
+    }
+
+    /// A step of all workers, the next one, as far as this server's values go. Every server must call it.
+    pub(crate) fn step(
+        &mut self,
+        (params, optimizer): (&Parameters, &mut DistributedOptimizer),
+        step: &ServedStep,
+    ) -> Result<StepDone> {
+        match self.consistency {
+            Consistency::Synchronous => self.step_of_all(params, optimizer, step),
+            Consistency::Asynchronous { max_staleness } => {
+                self.step_of_each((params, optimizer), step, max_staleness)
+            }
+        }
+    }
+
+    fn step_of_all(
+        &mut self,
+        params: &Parameters,
+        optimizer: &mut DistributedOptimizer,
+        step: &ServedStep,
+    ) -> Result<StepDone> {
+        let mut pushes: Vec<Option<Push>> = self.workers.iter().map(|_| None).collect();
+        while pushes.iter().any(Option::is_none) {
+            match self.mailbox.recv(None, Some(PUSH))? {
+                Received::Left(departure) => return Err(ended_by(&departure)),
+                Received::Mail(mail) => {
+                    let push = self.note_push(Push::of(mail)?)?;
+                    let worker = push.worker - self.num_servers;
+                    pushes[worker] = Some(push);
+                }
+            }
+        }
+        let pushes: Vec<Push> = pushes.into_iter().flatten().collect();
+        let num_buckets = pushes[0].slices.len();
+        let slices = (0..num_buckets).map(|bucket| {
+            let of_workers = pushes.iter().map(|push| push.slices.get(bucket).cloned());
+            let of_workers: Option<Vec<Tensor>> = of_workers.collect();
+            sum_in_order(&of_workers.unwrap_or_default())
+        });
+        let loss_sums = pushes
+            .iter()
+            .map(|push| Tensor::new(push.loss_sum, &Device::Cpu));
+        let loss_sum = sum_in_order(&loss_sums.collect::<Result<Vec<_>>>()?)?;
+        let sums = GradientSums {
+            slices: slices.collect::<Result<_>>()?,
+            loss_sum: loss_sum.to_scalar()?,
+            num_targets: pushes.iter().map(|push| push.num_targets).sum(),
+            loss_scale: optimizer.loss_scale(),
+            norm: None,
+            asks_to_stop: step.asks_to_stop || pushes.iter().any(|push| push.asks_to_stop),
+        };
+        let num_positions = pushes.iter().map(|push| push.num_positions).sum();
+        drop(pushes);
+        let reduced = ReducedGradients::from_sums(params, step.mesh, sums)?;
+        let lr = step.lr.at(step.step);
+        let report = optimizer.step_reduced(reduced, lr, step.max_norm)?;
+        self.answer((params, optimizer), report.is_asked_to_stop, |_| true)?;
+        Ok(StepDone {
+            report,
+            num_positions,
+            staleness: None,
+        })
+    }
+
+    fn step_of_each(
+        &mut self,
+        (params, optimizer): (&Parameters, &mut DistributedOptimizer),
+        step: &ServedStep,
+        max_staleness: usize,
+    ) -> Result<StepDone> {
+        let mut applied = Applied::default();
+        loop {
+            let slowest = self.slowest();
+            self.answer((params, optimizer), false, |seat| {
+                seat.clock <= slowest.saturating_add(max_staleness)
+            })?;
+            if slowest > step.step {
+                break;
+            }
+            match self.mailbox.recv(None, Some(PUSH))? {
+                Received::Left(departure) => self.drop_worker(&departure)?,
+                Received::Mail(mail) => {
+                    let push = self.note_push(Push::of(mail)?)?;
+                    applied.note(&push, push.step.saturating_sub(slowest));
+                    self.apply((params, optimizer), push, step)?;
+                }
+            }
+        }
+        if let Some((loss, norm)) = applied.means() {
+            (self.last_loss, self.last_norm) = (loss, norm);
+        } else {
+            self.last_loss.num_targets = 0;
+        }
+        let asking = f64::from(u8::from(step.asks_to_stop || applied.asks_to_stop));
+        let asking = Tensor::new(&[asking], step.mesh.world.device())?;
+        let asking = step.mesh.world.all_reduce(&asking, ReduceOp::Max)?;
+        Ok(StepDone {
+            report: StepReport {
+                loss: self.last_loss,
+                grad_norm: self.last_norm,
+                is_skipped: false,
+                is_asked_to_stop: asking.to_vec1::<f64>()?[0] > 0.0,
+            },
+            num_positions: applied.num_positions,
+            staleness: Some(Staleness {
+                mean: applied.staleness as f64 / applied.num_pushes.max(1) as f64,
+                max: applied.max_staleness,
+            }),
+        })
+    }
+
+    /// The update of one worker's gradient.
+    fn apply(
+        &self,
+        (params, optimizer): (&Parameters, &mut DistributedOptimizer),
+        push: Push,
+        step: &ServedStep,
+    ) -> Result<()> {
+        if push.num_targets == 0 {
+            return Ok(());
+        }
+        let (worker, at) = (push.worker, push.step);
+        let sums = GradientSums {
+            slices: push.slices,
+            loss_sum: push.loss_sum,
+            num_targets: push.num_targets,
+            loss_scale: 1.0,
+            norm: Some(push.norm),
+            asks_to_stop: false,
+        };
+        let mut reduced = ReducedGradients::from_sums(params, step.mesh, sums)?;
+        if !reduced.is_finite() {
+            bail!(
+                "in step {at} of rank {worker} the loss is {} and the gradient norm {}\nhint: a lower learning rate, more warm-up steps \
+                 or gradient clipping may help; its gradient was not applied",
+                reduced.loss().mean,
+                reduced.norm()
+            );
+        }
+        if let Some(max_norm) = step.max_norm {
+            reduced.clip(max_norm);
+        }
+        let lr = step.lr.at(at) / self.workers.len() as f64;
+        optimizer.apply(reduced, lr)
+    }
+
+    /// Takes note of a push, which comes from a worker whose turn it is.
+    fn note_push(&mut self, push: Push) -> Result<Push> {
+        let worker = push.worker.checked_sub(self.num_servers);
+        let seat = worker.and_then(|worker| self.workers.get_mut(worker));
+        match seat {
+            Some(seat) if seat.clock == push.step && !seat.waits => {
+                seat.clock += 1;
+                seat.waits = true;
+                Ok(push)
+            }
+            seat => bail!(
+                "rank {} sent gradients of step {}, expected those of {:?}",
+                push.worker,
+                push.step,
+                seat.map(|seat| seat.clock)
+            ),
+        }
+    }
+
+    /// The next step of the slowest worker; none of those that are gone is.
+    fn slowest(&self) -> usize {
+        let alive = self.workers.iter().filter(|seat| !seat.is_gone);
+        alive.map(|seat| seat.clock).min().unwrap_or(usize::MAX)
+    }
+
+    /// Sends the weights to those who wait for them and may go on.
+    fn answer(
+        &mut self,
+        (params, optimizer): (&Parameters, &DistributedOptimizer),
+        is_stopped: bool,
+        may_go_on: impl Fn(&Seat) -> bool,
+    ) -> Result<()> {
+        let mut slices = None;
+        for worker in 0..self.workers.len() {
+            let seat = self.workers[worker];
+            if seat.is_gone || !seat.waits || !may_go_on(&seat) {
+                continue;
+            }
+            let slices = match &slices {
+                Some(slices) => slices,
+                None => slices.insert(params.own_slices()?),
+            };
+            let reply = Reply {
+                num_updates: optimizer.num_steps(),
+                loss_scale: optimizer.loss_scale(),
+                is_stopped,
+                slices: slices.clone(),
+            };
+            let rank = self.num_servers + worker;
+            let sent = self.mailbox.send(rank, REPLY, &reply.into_tensors()?);
+            match sent {
+                Ok(()) => self.workers[worker].waits = false,
+                // Of its end the server hears when it looks for messages.
+                Err(_) if self.mailbox.departure(rank).is_some() => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on without a worker that is done, or that died.
+    fn drop_worker(&mut self, departure: &Departure) -> Result<()> {
+        let worker = departure.rank.checked_sub(self.num_servers);
+        let Some(seat) = worker.and_then(|worker| self.workers.get_mut(worker)) else {
+            return Err(ended_by(departure));
+        };
+        seat.is_gone = true;
+        if departure.why.is_none() {
+            return Ok(());
+        }
+        let num_left = self.workers.iter().filter(|seat| !seat.is_gone).count();
+        if num_left == 0 {
+            bail!("{departure}\nno worker is left");
+        }
+        if self.mailbox.rank() == 0 {
+            tracing::warn!(
+                "{departure}; the run goes on without it and its samples, with {} of {} workers",
+                num_left,
+                self.workers.len()
+            );
+        }
+        Ok(())
+    }
+}
+
+fn ended_by(departure: &Departure) -> Error {
+    Error::msg(format!(
+        "{departure}\nhint: without a server nothing goes on, and without a worker only --async does"
+    ))
+}
+
+/// Sums over the gradients that were applied in a step.
+#[derive(Default)]
+struct Applied {
+    num_pushes: usize,
+    loss_sum: f64,
+    num_targets: usize,
+    num_positions: usize,
+    norms: f64,
+    staleness: usize,
+    max_staleness: usize,
+    asks_to_stop: bool,
+}
+
+impl Applied {
+    fn note(&mut self, push: &Push, staleness: usize) {
+        self.num_pushes += 1;
+        self.loss_sum += push.loss_sum;
+        self.num_targets += push.num_targets;
+        self.num_positions += push.num_positions;
+        self.norms += push.norm / push.num_targets.max(1) as f64;
+        self.staleness += staleness;
+        self.max_staleness = self.max_staleness.max(staleness);
+        self.asks_to_stop |= push.asks_to_stop;
+    }
+
+    /// The mean loss, and the mean of the norms.
+    fn means(&self) -> Option<(ReducedLoss, f64)> {
+        let loss = ReducedLoss {
+            mean: self.loss_sum / self.num_targets as f64,
+            num_targets: self.num_targets,
+        };
+        (self.num_targets > 0).then_some((loss, self.norms / self.num_pushes as f64))
+    }
+}
