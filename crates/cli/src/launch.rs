@@ -29,6 +29,10 @@ pub(crate) struct LaunchArgs {
     /// [default: ssh, which must not ask for anything]
     #[arg(long, value_name = "COMMAND")]
     ssh: Option<String>,
+    /// Command of an MPI library that starts ranks: `COMMAND -n N PROGRAM ARGS`. Without it programs that want to be started so are, by
+    /// mpirun, or srun where Slurm runs a batch script [default: mpirun]
+    #[arg(long, value_name = "COMMAND")]
+    mpirun: Option<String>,
     /// Set a variable for all ranks; without a value, as it is here
     #[arg(long, value_name = "NAME[=VALUE]")]
     env: Vec<String>,
@@ -70,6 +74,7 @@ impl From<LaunchArgs> for LaunchConfig {
             rdzv: args.rdzv,
             hostfile: args.hostfile,
             ssh: args.ssh,
+            mpirun: args.mpirun,
             env: args.env,
             log_dir: args.log_dir,
             max_restarts: args.max_restarts,

@@ -42,7 +42,10 @@ enum CandleTrain {
     Env,
     /// Runs the ranks of one host; started by `launch`
     #[command(hide = true)]
-    Agent,
+    Agent {
+        /// Where the front listens, if it is not at the other end of stdin and stdout
+        front: Option<String>,
+    },
     /// Becomes a rank; started by an agent
     #[command(hide = true)]
     Rank {
@@ -98,7 +101,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
-        CandleTrain::Agent => run_agent(),
+        CandleTrain::Agent { front } => run_agent(front.as_deref()),
         CandleTrain::Rank {
             agent_pid,
             program,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use candle_comm::{Backend, Degrees, HalfSums, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, StartedBy};
 use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision};
 use candle_parallel::count_memory_with;
 use clap::Args;
@@ -74,6 +75,15 @@ impl RankArgs {
         let backend = self
             .backend
             .unwrap_or_else(|| Backend::preferred(&env, on_gpus));
+        let is_started_without_mpi = env.started_by() == StartedBy::CandleTrain;
+        if backend == Backend::Mpi
+            && backend.is_built()
+            && env.world_size() > 1
+            && is_started_without_mpi
+        {
+            // The launcher knows what that means.
+            std::process::exit(NEEDS_MPI_EXIT_CODE.into());
+        }
         if backend == Backend::Nccl && backend.is_built() && !on_gpus {
             bail!(
                 "the backend nccl works on GPUs, and this rank is on the CPU\nhint: --device cuda, or --backend mpi"

@@ -22,6 +22,7 @@ mod cli {
         mod failure;
         mod hosts;
         mod launching;
+        mod mpi;
         mod options;
         mod orphans;
         mod output;
@@ -44,7 +45,6 @@ mod cli {
     mod tokenizer;
     mod trace;
     mod training;
-    #[cfg(feature = "mpi")]
     mod two_hosts;
     mod weights;
     mod workspace;

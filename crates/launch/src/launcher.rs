@@ -15,6 +15,7 @@
 
 mod agent;
 mod agent_command;
+mod call;
 mod config;
 mod dry_run;
 mod end;
@@ -22,6 +23,7 @@ mod front;
 mod host_plan;
 mod hostfile;
 mod layout;
+mod mpi;
 mod process_tree;
 mod program;
 mod rank_process;
@@ -33,7 +35,7 @@ mod wire;
 
 pub use agent::run_agent;
 pub use config::LaunchConfig;
-pub use end::{PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
+pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
 pub use rank_process::become_rank;
 pub use rendezvous_address::RendezvousAddress;

@@ -309,6 +309,51 @@ fn ranks_killed_under_a_launcher_that_restarts_leave_the_bits_of_threads() {
     assert!(steps.iter().copied().eq(0..60), "{steps:?}");
 }
 
+/// The launcher finds out by itself that the ranks speak MPI.
+#[test]
+fn the_launcher_starts_ranks_through_mpirun_by_itself() {
+    if mpirun_version().is_none() {
+        return eprintln!("not tested: there is no mpirun");
+    }
+    let launcher = |options: &str| {
+        let words = [env!("CARGO_BIN_EXE_candle-train"), "launch"].into_iter();
+        let words = words.chain(options.split(' '));
+        words.map(str::to_string).collect::<Vec<_>>()
+    };
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let degrees = (1, 2, 2);
+    layout(here.finetune(), degrees).succeeds();
+    let program = layout(there.finetune(), degrees).under(launcher("--nproc-per-node 4"));
+    let outcome = program.succeeds();
+    assert!(outcome.stdout.contains("[rank 0] ") && outcome.stdout.contains("over mpi"));
+    let weights =
+        |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+    assert!(weights(&here) == weights(&there));
+
+    let wrong = layout(there.finetune(), (1, 3, 2)).under(launcher("--nproc-per-node 4"));
+    let stderr = wrong.run().stderr;
+    assert!(stderr.contains("started 4 processes"), "{stderr}");
+
+    let path = there.path("metrics.jsonl");
+    let program = program.flag("--steps", 60).flag("--save-every", 1);
+    let program = program.flag("--save-dir", there.path("saves").display());
+    let program = program.flag("--metrics", path.display());
+    let program = program.under(launcher("--nproc-per-node 4 --max-restarts 2"));
+    let rank = |number: usize| Some(Pid::from_raw(rank_process(&there, [0, 3][number])? as i32));
+    let outcome = super::restart::killed(&program, 2, rank);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    for words in ["rank 0 (host ", "rank 3 (host "] {
+        assert!(outcome.stderr.contains(words), "{}", outcome.stderr);
+    }
+    layout(here.finetune(), degrees)
+        .flag("--steps", 60)
+        .succeeds();
+    assert!(weights(&here) == weights(&there));
+    let steps = super::training::metrics(&path).into_iter();
+    let steps: Vec<u64> = steps.map(|step| step["step"].as_u64().unwrap()).collect();
+    assert!(steps.iter().copied().eq(0..60), "{steps:?}");
+}
+
 #[test]
 fn a_signal_to_one_rank_stops_all_after_the_same_step() {
     let signals = [("TERM", 2), ("INT", 0), ("USR1", 3)];
@@ -416,7 +461,9 @@ fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
         let variables = read(*pid, "environ");
         let mut variables = variables.split('\0');
         read(*pid, "cmdline").contains(&folder)
-            && !read(*pid, "cmdline").starts_with("mpirun")
+            && !["mpirun", "candle-train launch"]
+                .iter()
+                .any(|word| read(*pid, "cmdline").replace("\0", " ").contains(word))
             && variables.any(|variable| {
                 let (name, value) = variable.split_once('=').unwrap_or_default();
                 matches!(name, "OMPI_COMM_WORLD_RANK" | "PMI_RANK") && value == rank.to_string()

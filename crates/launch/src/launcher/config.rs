@@ -19,6 +19,8 @@ pub struct LaunchConfig {
     pub hostfile: Option<PathBuf>,
     /// Command that runs a command on a host of the host file. Default: ssh.
     pub ssh: Option<String>,
+    /// Command of an MPI library that starts ranks, if they are to be started by it. Default: mpirun or srun, for programs that ask for it.
+    pub mpirun: Option<String>,
     /// Variables of all ranks, as `NAME=VALUE`, or as `NAME` with the value that it has here.
     pub env: Vec<String>,
     /// Folder for each rank's output.

@@ -21,6 +21,10 @@ impl Display for DryRun<'_> {
             true => writeln!(f, ", meeting on {}", layout.meeting.host)?,
             false => writeln!(f, ", meeting at {}", layout.meeting)?,
         }
+        if let Some(mpi) = &layout.mpi {
+            let words = mpi.words.iter().map(|word| agent_command::quoted(word));
+            writeln!(f, "started: {}", words.collect::<Vec<_>>().join(" "))?;
+        }
         for host in &layout.hosts {
             self.write_host(f, host)?;
         }
@@ -34,6 +38,7 @@ impl DryRun<'_> {
         writeln!(f, "\nhost {}", host.name)?;
         let command = match &host.via {
             Some(_) => agent_command::words(host).join(" "),
+            None if plan.through_mpi => "through MPI".to_string(),
             None => "directly".to_string(),
         };
         writeln!(f, "  started: {command}")?;

@@ -14,6 +14,9 @@ pub const PEER_FAILED_EXIT_CODE: u8 = 85;
 /// The exit code of a rank that would end in the same way if it was started again: its command line is wrong, say. Parsers of command
 /// lines have it so.
 pub const WOULD_FAIL_AGAIN_EXIT_CODE: u8 = 2;
+/// The exit code of a rank that has to be started by an MPI library's launcher, and so has done nothing yet.
+pub const NEEDS_MPI_EXIT_CODE: u8 = 86;
+
 /// Those of shells, and of ours, where a program cannot be run.
 const CANNOT_RUN_EXIT_CODES: [i32; 2] = [126, 127];
 /// What asks a training run to stop; it then exits with 128 and the number.
@@ -45,6 +48,11 @@ impl End {
     /// Whether the rank says that it ended because of another one.
     pub(super) fn is_due_to_peer(self) -> bool {
         self == Self::Exited(i32::from(PEER_FAILED_EXIT_CODE))
+    }
+
+    /// Whether the rank has to be started through MPI.
+    pub(super) fn needs_mpi(self) -> bool {
+        self == Self::Exited(i32::from(NEEDS_MPI_EXIT_CODE))
     }
 
     /// Why a rank that ended so is not started again, if that is so.

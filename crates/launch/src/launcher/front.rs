@@ -2,7 +2,9 @@
 //! when the run is over and what it died of.
 
 mod agent_link;
+mod door;
 mod labelled_output;
+mod mpi_job;
 mod outcome;
 mod rank_outputs;
 mod restarts;
@@ -10,6 +12,7 @@ mod run;
 mod verdict;
 
 use std::io::{Write, stderr, stdout};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -23,9 +26,11 @@ use super::dry_run::DryRun;
 use super::end::End;
 use super::layout::Layout;
 use super::wire::Report;
-use super::{process_tree, program, shares, signals};
+use super::{mpi, process_tree, program, shares, signals};
 use crate::{Error, Result};
 use agent_link::AgentLink;
+use door::Door;
+use mpi_job::MpiJob;
 use outcome::{Outcome, Remedy};
 use rank_outputs::RankOutputs;
 use restarts::{Next, Restarts};
@@ -40,6 +45,11 @@ enum Event {
     Signal(Signal),
     Report(usize, Report),
     Ended(RankEnd),
+    /// The agent of a rank that MPI has started.
+    Called {
+        rank: usize,
+        stream: TcpStream,
+    },
     /// An agent is gone, for this reason or because all is over there.
     Gone {
         host: usize,
@@ -75,7 +85,10 @@ pub fn launch(config: &LaunchConfig) -> ExitCode {
 /// The exit code, and what to print last.
 fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
     let mut restarts = Restarts::new(config, shares::of(config)?)?;
-    let mut layout = Layout::new(config, restarts.hosts(), 0)?;
+    let hosts = restarts.hosts();
+    let num_ranks = hosts.iter().map(|host| host.num_ranks).sum();
+    let mut through_mpi = mpi::is_asked(config, num_ranks);
+    let mut layout = Layout::new(config, hosts, 0, through_mpi)?;
     if layout.hosts.iter().any(|host| host.via.is_none()) {
         let search_path = std::env::var("PATH").unwrap_or_default();
         let plan = &layout.hosts[0].plan;
@@ -98,24 +111,31 @@ fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
     });
     loop {
         let outcome = run_once(&layout, outputs, &sender, &events)?;
-        let outcome = match restarts.after(outcome) {
-            Next::End(outcome) => outcome,
+        match restarts.after(outcome) {
+            Next::End(outcome) => return Ok(last_words(outcome, restarts.num_restarts())),
+            Next::ThroughMpi => through_mpi = true,
             Next::Start(why, at) => {
                 say(&why);
                 if let Some(signal) = at.and_then(|at| wait(&events, at)) {
                     let sentence = describe_signal(signal as i32, &[]);
                     return Ok((128 + signal as u8, Some(sentence)));
                 }
-                layout = Layout::new(config, restarts.hosts(), restarts.num_restarts())?;
-                outputs = open_outputs(&layout, config.log_dir.as_deref())?;
-                continue;
             }
-        };
-        if let (0, number @ 1..) = (outcome.exit_code, restarts.num_restarts()) {
+        }
+        let num_restarts = restarts.num_restarts();
+        layout = Layout::new(config, restarts.hosts(), num_restarts, through_mpi)?;
+        outputs = open_outputs(&layout, config.log_dir.as_deref())?;
+    }
+}
+
+/// The exit code, and what to print last.
+fn last_words(outcome: Outcome, num_restarts: usize) -> (u8, Option<String>) {
+    {
+        if let (0, number @ 1..) = (outcome.exit_code, num_restarts) {
             say(&format!("the run is complete, after {number} restarts"));
         }
-        return Ok((outcome.exit_code, outcome.sentence));
     }
+    (outcome.exit_code, outcome.sentence)
 }
 
 /// Starts the ranks and waits until nothing is left of them.
@@ -125,11 +145,34 @@ fn run_once(
     sender: &Sender<Event>,
     events: &Receiver<Event>,
 ) -> Result<Outcome> {
-    let mut agents = Vec::new();
-    for (index, (host, outputs)) in layout.hosts.iter().zip(outputs).enumerate() {
-        agents.push(AgentLink::start(index, host, outputs, sender)?);
+    let mut mpi_job = match &layout.mpi {
+        Some(mpi) => {
+            let door = Door::open(mpi.other_host.as_deref(), sender)?;
+            Some(MpiJob::start(mpi, &door)?)
+        }
+        None => None,
+    };
+    let gathered = match &mut mpi_job {
+        Some(job) => job.gather(layout.hosts.len(), events).map(Some),
+        None => Ok(None),
+    };
+    let mut outcome = match gathered {
+        Ok(calls) => {
+            let mut calls = calls.into_iter().flatten();
+            let mut agents = Vec::new();
+            for (index, (host, outputs)) in layout.hosts.iter().zip(outputs).enumerate() {
+                agents.push(match calls.next() {
+                    Some(call) => AgentLink::called((index, call), host, outputs, sender)?,
+                    None => AgentLink::start(index, host, outputs, sender)?,
+                });
+            }
+            Run::new(layout, agents).drive(events)
+        }
+        Err(outcome) => outcome,
+    };
+    if let Some(job) = mpi_job {
+        job.end();
     }
-    let mut outcome = Run::new(layout, agents).drive(events);
     let survivors = process_tree::kill_descendants();
     if !survivors.is_empty() {
         let pids: Vec<_> = survivors.iter().map(|pid| pid.as_raw()).collect();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::config::LaunchConfig;
 use super::host_plan::HostPlan;
+use super::mpi;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use super::shares::{Share, is_loopback};
@@ -30,11 +31,24 @@ pub(super) struct Layout {
     pub(super) hosts: Vec<Host>,
     pub(super) world_size: usize,
     pub(super) meeting: RendezvousAddress,
+    /// What starts the agents, if ranks are started through MPI: one for each, which is a host of its own here.
+    pub(super) mpi: Option<Mpi>,
     /// Whether the port is another one at each start.
     pub(super) random_port: bool,
     /// What ranks have to end after a failure, and after a signal to the launcher.
     pub(super) grace_after_failure: Duration,
     pub(super) grace_after_signal: Duration,
+}
+
+/// An MPI library's launcher.
+#[derive(Debug)]
+pub(super) struct Mpi {
+    /// The command, but for the last word: where agents call the front.
+    pub(super) words: Vec<String>,
+    /// The command that runs a command on another host.
+    pub(super) via: String,
+    /// One of the other hosts, if there are any.
+    pub(super) other_host: Option<String>,
 }
 
 /// A host and its ranks.
@@ -55,14 +69,17 @@ impl Layout {
         config: &LaunchConfig,
         shares: Vec<Share>,
         num_restarts: usize,
+        through_mpi: bool,
     ) -> Result<Self> {
         let started: usize = shares.iter().map(|share| share.num_ranks).sum();
         let world_size = config.nnodes * started;
         let (meeting, random_port) = meeting(config, &shares)?;
-        let secret = match config.nnodes {
-            1 => Some(Secret::random()?),
+        let secret = match (through_mpi, config.nnodes) {
+            // They give themselves one.
+            (true, _) => None,
+            (false, 1) => Some(Secret::random()?),
             // Started once per host, so the hosts must share it. Without one, ranks know each other by where they meet.
-            _ => given_secret()?,
+            (false, _) => given_secret()?,
         };
         let variables = rank_variables::Run {
             world_size,
@@ -78,6 +95,15 @@ impl Layout {
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
         let via = ssh_words(config)?;
+        let other = shares.iter().find(|share| !share.is_here);
+        let mpi = through_mpi.then(|| {
+            Ok::<_, Error>(Mpi {
+                words: mpi::words(config, &shares)?,
+                via: via.join(" "),
+                other_host: other.map(|share| share.name.clone()),
+            })
+        });
+        let mpi = mpi.transpose()?;
         let grace_ms =
             |default| milliseconds("--grace-secs", config.grace_secs.unwrap_or(default), 0.0);
         let grace_ms_after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
@@ -98,19 +124,46 @@ impl Layout {
                 ),
                 first_rank: share.first_rank,
                 num_ranks: share.num_ranks,
+                first_local_rank: 0,
+                through_mpi,
                 grace_ms: grace_ms_after_failure,
                 silence_ms: (!share.is_here).then_some(silence_ms),
             },
             name: share.name,
         });
+        let hosts = hosts.flat_map(|host| {
+            if through_mpi {
+                host.by_rank()
+            } else {
+                vec![host]
+            }
+        });
         Ok(Self {
             hosts: hosts.collect(),
             world_size,
             meeting,
+            mpi,
             random_port,
             grace_after_failure: Duration::from_millis(grace_ms_after_failure),
             grace_after_signal: Duration::from_millis(grace_ms_after_signal),
         })
+    }
+}
+
+impl Host {
+    /// A host for each rank.
+    fn by_rank(self) -> Vec<Self> {
+        let of_rank = |local_rank| Self {
+            name: self.name.clone(),
+            via: None,
+            plan: HostPlan {
+                first_rank: self.plan.first_rank + local_rank,
+                first_local_rank: local_rank,
+                num_ranks: 1,
+                ..self.plan.clone()
+            },
+        };
+        (0..self.plan.num_ranks).map(of_rank).collect()
     }
 }
 

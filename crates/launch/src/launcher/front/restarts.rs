@@ -22,6 +22,8 @@ pub(super) struct Restarts {
 pub(super) enum Next {
     /// They are started again, for this reason, at this time if not at once.
     Start(String, Option<Instant>),
+    /// They are started again, through MPI.
+    ThroughMpi,
     /// That was the last one.
     End(Outcome),
 }
@@ -82,6 +84,7 @@ impl Restarts {
         };
         let why = sentence.lines().next().unwrap_or_default().to_string();
         match &outcome.remedy {
+            Remedy::ThroughMpi => Next::ThroughMpi,
             _ if self.max_restarts == 0 => Next::End(outcome),
             Remedy::None(reason) if reason.is_empty() => Next::End(outcome),
             Remedy::None(reason) => {

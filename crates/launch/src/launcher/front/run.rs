@@ -16,7 +16,7 @@ use crate::launcher::process_tree::KILL_DEADLINE;
 use crate::launcher::wire::{Command, Report};
 
 /// Agents have this long to say that they can run their plan.
-const START_DEADLINE: Duration = Duration::from_secs(60);
+pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
 /// After a failure the others have this long to say what they know of it, and the cause to show up.
 const CAUSE_WAIT: Duration = Duration::from_secs(1);
 /// Terminals and `timeout` may deliver a signal twice; only after this time is it a second one.
@@ -113,7 +113,7 @@ impl<'a> Run<'a> {
                 warn_survivors(&self.layout.hosts[host].name, &pids);
             }
             Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
-            Event::Report(_, _) => {}
+            Event::Report(_, _) | Event::Called { .. } => {}
             Event::Gone {
                 host,
                 detail,
@@ -266,6 +266,13 @@ impl<'a> Run<'a> {
         let Some(cause) = in_time.or_else(|| self.failures.cause(None)) else {
             return Outcome::last(0, None);
         };
+        if cause.needs_mpi() {
+            return Outcome {
+                exit_code: cause.exit_code(),
+                sentence: Some(cause.describe(hosts)),
+                remedy: Remedy::ThroughMpi,
+            };
+        }
         let lost = self.failures.hosts.iter();
         let remedy = match (cause.is_for_good(), self.has_survivors) {
             (Some(why), _) => Remedy::None(why),

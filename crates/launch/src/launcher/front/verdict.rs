@@ -107,6 +107,14 @@ impl Cause<'_> {
         }
     }
 
+    /// Whether the ranks have to be started through MPI.
+    pub(super) fn needs_mpi(&self) -> bool {
+        match self {
+            Self::Rank(failure) | Self::All(failure, _) => failure.end.needs_mpi(),
+            Self::Peer(_) | Self::Host(_) => false,
+        }
+    }
+
     /// The sentences about it.
     pub(super) fn describe(&self, hosts: &[Host]) -> String {
         let mut text = match self {
