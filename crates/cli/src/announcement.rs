@@ -56,7 +56,7 @@ impl TrainingRun<'_> {
     fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> usize {
         let (batches, layout) = (&self.training.batches, &self.training.layout);
         let Degrees { pp, dp, .. } = layout.degrees();
-        let per_rank = batches.global_batch_size / dp;
+        let per_rank = batches.global_batch_size.div_ceil(dp);
         let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
         let in_flight = match Schedule::from(layout.schedule) {
             Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),

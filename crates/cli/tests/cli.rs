@@ -21,7 +21,8 @@ mod cli {
         mod env;
         mod failure;
         mod hosts;
-        mod launching;
+        pub mod launching;
+        mod led;
         mod mpi;
         mod options;
         mod orphans;

@@ -13,7 +13,7 @@ pub(crate) mod handshake;
 mod hello;
 mod joining;
 mod link;
-mod listening;
+pub(crate) mod listening;
 mod message;
 mod operation;
 pub(crate) mod server;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::Pid;
 
+use super::launch::launching;
 use super::program::{Outcome, Program};
 use super::two_hosts::TwoHosts;
 use super::workspace::{Workspace, candle_train};
@@ -446,6 +447,101 @@ fn two_hosts_train_as_one_and_a_cut_link_ends_both() {
         "step ",
     ];
     assert_failed(&outcome, &said);
+}
+
+/// Three ranks on two hosts, of which the second is lost and comes back: the ranks are 3, then 2, then 3 again.
+#[test]
+fn a_host_that_leaves_and_comes_back_changes_no_loss() {
+    if !is_open_mpi() {
+        return eprintln!("not tested: how hosts are given to mpirun is written for Open MPI");
+    }
+    let Some(hosts) = TwoHosts::new() else { return };
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let path = |workspace: &Workspace| workspace.path("metrics.jsonl");
+    let program = |workspace: &Workspace| {
+        let program = workspace.finetune().flag("--pp", 1).flag("--tp", 1);
+        let program = program
+            .without("--dp")
+            .flag("--lr", 1e-4)
+            .flag("--steps", 600);
+        let program = program.flag("--gradient-accumulation-steps", 3);
+        let program = program.without("--global-batch-size").flag("--seq-len", 32);
+        program.flag("--metrics", path(workspace).display())
+    };
+    // Of three replicas with three micro-batches each: two have shares of five and four.
+    program(&here).flag("--dp", 3).succeeds();
+    let saving = program(&there).flag("--save-every", 20);
+    let saving = saving.flag("--save-dir", there.path("saves").display());
+    let secret = tempfile::NamedTempFile::new().unwrap();
+    fs::write(secret.path(), "hush").unwrap();
+    let launch = |host: char, num_ranks: &str| {
+        let mut words = hosts.enter(host);
+        words.extend([env!("CARGO_BIN_EXE_candle-train"), "launch"].map(str::to_string));
+        let rdzv = format!("{}:29512", hosts.address('a'));
+        let options = [
+            "--nproc-per-node",
+            num_ranks,
+            "--nnodes",
+            "1:2",
+            "--rdzv",
+            &rdzv,
+        ];
+        let quick = [
+            "--max-restarts",
+            "1",
+            "--grace-secs",
+            "5",
+            "--silence-secs",
+            "3",
+        ];
+        let mut command = Command::new(&words[0]);
+        command
+            .args(&words[1..])
+            .args(options)
+            .args(quick)
+            .args(saving.words());
+        command.envs(hosts.mpi_variables());
+        command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", secret.path());
+        launching::spawn(tempfile::TempDir::new().unwrap(), command, &|_| {})
+    };
+    let first = launch('a', "2");
+    let second = launch('b', "1");
+    // How often as many replicas have begun.
+    let begun = |dp: usize| {
+        let said = fs::read_to_string(first.path("stdout")).unwrap();
+        said.matches(&format!("pp 1 x dp {dp} x tp 1")).count()
+    };
+    let saved = there.path("saves/step-000020");
+    launching::wait_until("a checkpoint of both hosts", || saved.exists());
+    assert_eq!(begun(3), 1);
+    hosts.kill_all_on('b');
+    launching::wait_until("ranks on one host", || begun(2) == 1);
+    let third = launch('b', "1");
+    let ended = first.wait();
+    let said = String::from_utf8_lossy(&ended.out).into_owned();
+    assert_eq!(ended.code, Some(0), "{said} {}", ended.err);
+    assert_eq!(
+        said.matches("pp 1 x dp 3 x tp 1").count(),
+        2,
+        "{said} {}",
+        ended.err
+    );
+    assert_eq!(third.wait().code, Some(0));
+    drop(second);
+    let losses = |workspace: &Workspace| -> Vec<(u64, f64)> {
+        let steps = super::training::metrics(&path(workspace)).into_iter();
+        let step = |step: serde_json::Value| Some((step["step"].as_u64()?, step["loss"].as_f64()?));
+        steps.filter_map(step).collect()
+    };
+    let (want, got) = (losses(&here), losses(&there));
+    assert_eq!((want.len(), got.len()), (600, 600));
+    for ((step, want), (same_step, got)) in want.into_iter().zip(got) {
+        assert_eq!(step, same_step);
+        assert!(
+            (want - got).abs() <= 1e-5 * want,
+            "step {step}: {got}, expected {want}"
+        );
+    }
 }
 
 /// The process that is this rank of the workspace's run.

@@ -82,16 +82,17 @@ impl TwoHosts {
         format!("{}v{host}", self.id)
     }
 
-    fn address(&self, host: char) -> String {
+    pub fn address(&self, host: char) -> String {
         let last = if host == 'a' { 1 } else { 2 };
         format!("{}.{last}", self.subnet)
     }
 
-    /// The words that run a program on the first host.
-    pub fn enter(&self) -> Vec<String> {
-        let namespace = self.namespace('a');
+    /// The words that run a program on a host.
+    pub fn enter(&self, host: char) -> Vec<String> {
+        let namespace = self.namespace(host);
         let enter = ["ip", "netns", "exec", &namespace, "unshare", "--uts"];
-        let shell = ["sh", "-c", "hostname host-a; exec \"$@\"", "sh"];
+        let name = format!("hostname host-{host}; exec \"$@\"");
+        let shell = ["sh", "-c", &name, "sh"];
         enter.into_iter().chain(shell).map(str::to_string).collect()
     }
 
@@ -120,7 +121,7 @@ impl TwoHosts {
              -x MASTER_PORT=29511",
             self.agent().display(),
         );
-        let mut words = self.enter();
+        let mut words = self.enter('a');
         words.push("env".to_string());
         let variables = self.mpi_variables();
         words.extend(variables.map(|(name, value)| format!("{name}={value}")));
@@ -137,7 +138,9 @@ impl TwoHosts {
 
     /// Ends all processes on both hosts.
     pub fn kill_all(&self) {
-        ['a', 'b'].map(|host| self.kill_all_on(host));
+        for host in ['a', 'b'] {
+            self.kill_all_on(host);
+        }
     }
 
     /// Ends all processes on one of them.

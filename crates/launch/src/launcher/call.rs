@@ -4,6 +4,7 @@ use std::io::{Error, ErrorKind, Result, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use nix::sys::socket::{setsockopt, sockopt};
 use serde::{Deserialize, Serialize};
 
 use crate::Secret;
@@ -20,6 +21,28 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) enum Caller {
     /// The agent of this rank, which MPI has started.
     Rank(usize),
+    /// A host, which waits for an [`Order`].
+    Host(Offer),
+    /// What stands for ssh: whoever is at the other end wants to run a command on the host of this name.
+    Shell { host: String, command: String },
+}
+
+/// What a host offers to a run that another one leads.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Offer {
+    pub(super) name: String,
+    pub(super) num_ranks: usize,
+    /// What was to be started there, which must be the same everywhere.
+    pub(super) program: Vec<String>,
+}
+
+/// What a host that has called is told, once.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Order {
+    /// Run this in a shell; from now on the connection is its stdin and stdout.
+    Run(String),
+    /// Nothing more is needed: the exit code, and why.
+    End(u8, String),
 }
 
 /// Calls the front at `HOST:PORT`.
@@ -35,6 +58,7 @@ pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<TcpS
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
     timed.lift()?;
+    keep_alive(&stream)?;
     stream.write_all(&wire::frame(caller, &[])?)?;
     Ok(stream)
 }
@@ -49,5 +73,23 @@ pub(super) fn answer(stream: &TcpStream, secret: &Secret, limit: Duration) -> Re
     }
     let (caller, _) = wire::read(&mut timed, Limits::STRANGER)?;
     timed.lift()?;
+    keep_alive(stream)?;
     Ok(caller)
+}
+
+impl Order {
+    /// Tells it to a host.
+    pub(super) fn send(&self, mut host: &TcpStream) -> Result<()> {
+        host.write_all(&wire::frame(self, &[])?)
+    }
+
+    /// Waits for it.
+    pub(super) fn receive(mut front: &TcpStream) -> Result<Self> {
+        Ok(wire::read(&mut front, Limits::STRANGER)?.0)
+    }
+}
+
+/// Has the kernels ask each other whether they live: nobody else may say anything for hours.
+fn keep_alive(stream: &TcpStream) -> Result<()> {
+    Ok(setsockopt(stream, sockopt::KeepAlive, &true)?)
 }

@@ -3,13 +3,13 @@
 use std::net::{TcpListener, ToSocketAddrs};
 use std::time::Duration;
 
+use super::agent_command::own_program;
 use super::config::LaunchConfig;
 use super::host_plan::HostPlan;
 use super::mpi;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use super::shares::{Share, is_loopback};
-use crate::rank_env::given_secret;
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret};
 
@@ -70,20 +70,18 @@ impl Layout {
         shares: Vec<Share>,
         num_restarts: usize,
         through_mpi: bool,
+        led_at: Option<&str>,
     ) -> Result<Self> {
-        let started: usize = shares.iter().map(|share| share.num_ranks).sum();
-        let world_size = config.nnodes * started;
+        let world_size = shares.iter().map(|share| share.num_ranks).sum();
         let (meeting, random_port) = meeting(config, &shares)?;
-        let secret = match (through_mpi, config.nnodes) {
-            // They give themselves one.
-            (true, _) => None,
-            (false, 1) => Some(Secret::random()?),
-            // Started once per host, so the hosts must share it. Without one, ranks know each other by where they meet.
-            (false, _) => given_secret()?,
+        let secret = match through_mpi || led_at.is_some() {
+            // They give themselves one; or each host has been told.
+            true => None,
+            false => Some(Secret::random()?),
         };
         let variables = rank_variables::Run {
             world_size,
-            num_hosts: shares.len().max(config.nnodes),
+            num_hosts: shares.len(),
             meeting: &meeting,
             secret: secret.as_ref(),
             num_restarts,
@@ -94,7 +92,10 @@ impl Layout {
             .program
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
-        let via = ssh_words(config)?;
+        let ssh = ssh_words(config)?;
+        let via = led_at.map_or(ssh, |front| {
+            vec![own_program(), "reach".to_string(), front.to_string()]
+        });
         let other = shares.iter().find(|share| !share.is_here);
         let mpi = through_mpi.then(|| {
             Ok::<_, Error>(Mpi {
@@ -181,7 +182,10 @@ fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
 fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
     let given = [
         ("--ssh", config.ssh.is_some()),
-        ("--silence-secs", config.silence_secs.is_some()),
+        (
+            "--silence-secs",
+            config.silence_secs.is_some() && !config.is_led(),
+        ),
     ];
     if let Some((option, _)) = given
         .iter()
@@ -205,8 +209,13 @@ fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
 fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress, bool)> {
     let first = &shares[0];
     if let Some(meeting) = &config.rdzv {
+        if config.is_led() {
+            // There the launchers meet.
+            let (host, port) = (meeting.host.clone(), random_port()?);
+            return Ok((RendezvousAddress { host, port }, true));
+        }
         if first.is_here {
-            check_meeting(meeting, first.node_rank == 0)?;
+            check_meeting(meeting)?;
         }
         return Ok((meeting.clone(), false));
     }
@@ -222,23 +231,26 @@ fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress
             first.name
         )));
     }
-    // Below the ports that systems hand out by themselves, so probably free there.
-    let random =
-        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
-    let port = 20000 + u16::from_le_bytes(random) % 12000;
-    let host = first.name.clone();
+    let (host, port) = (first.name.clone(), random_port()?);
     Ok((RendezvousAddress { host, port }, true))
 }
 
-/// An error if the address is not known here or, on the host of rank 0, if somebody listens there already.
-fn check_meeting(meeting: &RendezvousAddress, has_rank_0: bool) -> Result<()> {
+/// Below the ports that systems hand out by themselves, so probably free on another host.
+fn random_port() -> Result<u16> {
+    let random =
+        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
+    Ok(20000 + u16::from_le_bytes(random) % 12000)
+}
+
+/// An error if the address is not known here, on the host of rank 0, or if somebody listens there already.
+fn check_meeting(meeting: &RendezvousAddress) -> Result<()> {
     let Ok(addresses) = (meeting.host.as_str(), meeting.port).to_socket_addrs() else {
         return Err(Error::Launch(format!(
             "--rdzv: the host name {:?} is not known here",
             meeting.host
         )));
     };
-    for address in addresses.filter(|_| has_rank_0) {
+    for address in addresses {
         let bound = TcpListener::bind(address);
         // Other errors may be due to an address that is this host's only seen from outside.
         if bound.is_err_and(|error| error.kind() == std::io::ErrorKind::AddrInUse) {

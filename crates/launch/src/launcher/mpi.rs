@@ -37,15 +37,8 @@ pub(super) fn is_asked(config: &LaunchConfig, num_ranks: usize) -> bool {
 /// The words that start the agents of all ranks, before the address at which these call the front.
 ///
 /// # Errors
-/// The launcher is not installed; one host cannot start the ranks of others.
+/// The launcher is not installed.
 pub(super) fn words(config: &LaunchConfig, shares: &[Share]) -> Result<Vec<String>> {
-    if config.nnodes > 1 {
-        return Err(Error::Launch(
-            "ranks that speak MPI are started by one launcher, and --nnodes has one on each host\nhint: --hostfile starts those of \
-             several hosts"
-                .to_string(),
-        ));
-    }
     let is_batch = std::env::var_os("SLURM_JOB_ID").is_some() && config.hostfile.is_none();
     let default = if is_batch { SRUN } else { MPIRUN };
     let command = config.mpirun.as_deref().unwrap_or(default);
@@ -78,15 +71,16 @@ pub(super) fn words(config: &LaunchConfig, shares: &[Share]) -> Result<Vec<Strin
     Ok(words)
 }
 
-/// The environment in which those words are run; `via` are the words of `--ssh`.
-pub(super) fn prepare(command: &mut Command, via: &str) {
+/// The environment in which those words are run; `via` are the words that run a command on another host, which learn the
+/// secret from this one or not.
+pub(super) fn prepare(command: &mut Command, via: &str, passes_secret: bool) {
     let settings = [
         ("OMPI_MCA_plm_rsh_agent", via),
         ("PRTE_MCA_plm_ssh_agent", via),
-        // Passed on to other hosts by its name; MPICH and Slurm pass on all there is.
-        ("OMPI_MCA_mca_base_env_list", "CANDLE_TRAIN_RUN_TOKEN"),
     ];
-    for (name, value) in SETTINGS.into_iter().chain(settings) {
+    // Passed on to other hosts by its name; MPICH and Slurm pass on all there is.
+    let secret = passes_secret.then_some(("OMPI_MCA_mca_base_env_list", "CANDLE_TRAIN_RUN_TOKEN"));
+    for (name, value) in SETTINGS.into_iter().chain(settings).chain(secret) {
         if std::env::var_os(name).is_none() {
             command.env(name, value);
         }

@@ -212,7 +212,11 @@ fn ranks_of_mpirun_on_two_hosts() {
         let script = format!("{ASKS}{script}");
         let binary = env!("CARGO_BIN_EXE_candle-train");
         let ssh = hosts.agent().display().to_string();
-        let words = [&hosts.enter()[..], &[binary.to_string(), "launch".into()]].concat();
+        let words = [
+            &hosts.enter('a')[..],
+            &[binary.to_string(), "launch".into()],
+        ]
+        .concat();
         let options = [
             &["--hostfile", "hosts", "--ssh", &ssh, "--silence-secs", "5"][..],
             options,

@@ -2,12 +2,13 @@
 
 use std::net::TcpStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 
 use super::Event;
 use super::agent_link::{EXIT_WAIT, pid_of, poll, show_notices};
@@ -19,30 +20,30 @@ use crate::launcher::layout::Mpi;
 use crate::launcher::mpi;
 use crate::{Error, Result};
 
-/// How often it is asked whether MPI's launcher still runs.
-const LOOK: Duration = Duration::from_millis(100);
-
 /// MPI's launcher, at work.
 pub(super) struct MpiJob {
-    child: Child,
+    pub(super) pid: Pid,
     name: String,
-    notices: [JoinHandle<Vec<String>>; 2],
+    /// End when it does, and when its outputs do.
+    threads: [JoinHandle<()>; 3],
 }
 
 impl MpiJob {
     /// Starts it; the agents call at this door.
-    pub(super) fn start(mpi: &Mpi, door: &Door) -> Result<Self> {
+    pub(super) fn start(mpi: &Mpi, door: &Door, events: &Sender<Event>) -> Result<Self> {
         let name = mpi.words[0].clone();
         let mut command = Command::new(&name);
         command
             .args(&mpi.words[1..])
             .arg(&door.address)
-            .env("CANDLE_TRAIN_RUN_TOKEN", door.secret.as_str())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0);
-        mpi::prepare(&mut command, &mpi.via);
+        if !door.is_given {
+            command.env("CANDLE_TRAIN_RUN_TOKEN", door.secret.as_str());
+        }
+        mpi::prepare(&mut command, &mpi.via, !door.is_given);
         let cannot = || Error::Launch(format!("cannot run {name:?}"));
         let mut child = command
             .spawn()
@@ -50,24 +51,37 @@ impl MpiJob {
         let stdout = child.stdout.take().ok_or_else(cannot)?;
         let stderr = child.stderr.take().ok_or_else(cannot)?;
         let label = || format!("[{name}] ");
-        let notices = [show_notices(stdout, label()), show_notices(stderr, label())];
+        let outputs = [show_notices(stdout, label()), show_notices(stderr, label())];
+        let [out, err] = outputs.map(|output| std::thread::spawn(move || drop(output.join())));
+        let pid = pid_of(&child);
+        let (called, events) = (name.clone(), events.clone());
+        let wait = std::thread::spawn(move || {
+            let ended = child
+                .wait()
+                .map_or_else(|error| error.to_string(), |status| status.to_string());
+            let _ = events.send(Event::MpiEnded(
+                pid,
+                format!("{called} has ended ({ended})"),
+            ));
+        });
         Ok(Self {
-            child,
+            pid,
             name,
-            notices,
+            threads: [wait, out, err],
         })
     }
 
     /// The calls of all agents, by rank; or why the run ends before.
     pub(super) fn gather(
-        &mut self,
+        &self,
         num_ranks: usize,
         events: &Receiver<Event>,
     ) -> std::result::Result<Vec<TcpStream>, Outcome> {
         let mut calls: Vec<Option<TcpStream>> = (0..num_ranks).map(|_| None).collect();
         let deadline = Instant::now() + START_DEADLINE;
-        loop {
-            match events.recv_timeout(LOOK) {
+        let why = loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            match events.recv_timeout(rest) {
                 Ok(Event::Called { rank, stream }) if rank < num_ranks => {
                     calls[rank] = Some(stream);
                 }
@@ -75,49 +89,35 @@ impl MpiJob {
                     let sentence = describe_signal(signal as i32, &[]);
                     return Err(Outcome::last(128 + signal as u8, Some(sentence)));
                 }
-                Ok(_) | Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
+                Ok(Event::MpiEnded(pid, how)) if pid == self.pid => break how,
+                Ok(_) => {}
+                Err(_) => break format!("no answer within {} s", START_DEADLINE.as_secs()),
             }
             if calls.iter().all(Option::is_some) {
                 return Ok(calls.into_iter().flatten().collect());
             }
-            let ended = self.child.try_wait().ok().flatten();
-            let why = match ended {
-                Some(status) => format!("it ended ({status})"),
-                None if Instant::now() > deadline => {
-                    format!("no answer within {} s", START_DEADLINE.as_secs())
-                }
-                None => continue,
-            };
-            let missing = calls.iter().filter(|call| call.is_none()).count();
-            return Err(self.failed(&format!(
-                "{missing} of {num_ranks} ranks are missing, {why}"
-            )));
-        }
-        Err(self.failed("nobody listens"))
-    }
-
-    fn failed(&self, why: &str) -> Outcome {
-        Outcome {
+        };
+        let missing = calls.iter().filter(|call| call.is_none()).count();
+        let name = &self.name;
+        Err(Outcome {
             exit_code: super::NOT_STARTED_EXIT_CODE,
-            sentence: Some(format!("{} did not start the ranks: {why}", self.name)),
+            sentence: Some(format!(
+                "{name} did not start the ranks: {missing} of {num_ranks} are missing, {why}"
+            )),
             remedy: Remedy::Without(Vec::new()),
-        }
+        })
     }
 
     /// Waits until it has ended, as it does soon after its agents, or ends it.
-    pub(super) fn end(mut self) {
-        let ended = poll(EXIT_WAIT, || self.child.try_wait().transpose());
-        if ended.is_none() {
-            let _ = killpg(pid_of(&self.child), Signal::SIGKILL);
-            let _ = self.child.wait();
-        }
-        let is_all_said = || {
-            self.notices
+    pub(super) fn end(self) {
+        let is_over = || {
+            self.threads
                 .iter()
                 .all(JoinHandle::is_finished)
                 .then_some(())
         };
-        poll(LOOK, is_all_said);
+        if poll(EXIT_WAIT, is_over).is_none() {
+            let _ = killpg(self.pid, Signal::SIGKILL);
+        }
     }
 }

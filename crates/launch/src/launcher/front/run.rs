@@ -5,6 +5,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 
 use super::agent_link::AgentLink;
 use super::outcome::{Outcome, Remedy};
@@ -39,7 +40,7 @@ pub(super) struct Run<'a> {
     /// Whether a host has been silent for too long.
     silent: Vec<bool>,
     /// Hosts that cannot run their plan, and why.
-    refusals: Vec<(usize, String)>,
+    refusals: Vec<(String, String)>,
     failures: Failures,
     signal: Option<(Signal, Instant)>,
     start_deadline: Option<Instant>,
@@ -49,6 +50,13 @@ pub(super) struct Run<'a> {
     stopped_at: Option<Instant>,
     /// When agents that are still there are given up.
     give_up_at: Option<Instant>,
+    /// What started the agents, if MPI did; that it has ended, and when agents that are still there are lost with it.
+    mpi: Option<Pid>,
+    mpi_ended: Option<(String, Instant)>,
+    /// A host that is to take part again, for which the ranks were asked to stop.
+    joining: Option<String>,
+    /// Ranks that have done so.
+    num_asked: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +68,7 @@ enum HostState {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>) -> Self {
+    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>, mpi: Option<Pid>) -> Self {
         Self {
             layout,
             hosts: vec![HostState::Asked; agents.len()],
@@ -75,14 +83,25 @@ impl<'a> Run<'a> {
             stop_due: None,
             stopped_at: None,
             give_up_at: None,
+            mpi,
+            mpi_ended: None,
+            joining: None,
+            num_asked: 0,
         }
     }
 
     /// Until all agents are gone.
-    pub(super) fn drive(mut self, events: &Receiver<Event>) -> Outcome {
+    pub(super) fn drive(
+        mut self,
+        events: &Receiver<Event>,
+        newcomer: impl Fn() -> Option<String>,
+    ) -> Outcome {
         while self.hosts.iter().any(|state| *state != HostState::Gone) {
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
+            }
+            if self.started && self.joining.is_none() {
+                newcomer().into_iter().for_each(|host| self.let_in(host));
             }
             self.keep_deadlines();
         }
@@ -103,9 +122,9 @@ impl<'a> Run<'a> {
             }
             Event::Report(host, Report::Refused(sentence)) => {
                 self.hosts[host] = HostState::Finished;
-                let name = &self.layout.hosts[host].name;
-                self.refusals
-                    .push((host, format!("host {name}: {sentence}")));
+                let name = self.layout.hosts[host].name.clone();
+                let sentence = format!("host {name}: {sentence}");
+                self.refusals.push((name, sentence));
                 self.close_all();
             }
             Event::Report(host, Report::Survivors(pids)) => {
@@ -113,7 +132,10 @@ impl<'a> Run<'a> {
                 warn_survivors(&self.layout.hosts[host].name, &pids);
             }
             Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
-            Event::Report(_, _) | Event::Called { .. } => {}
+            Event::MpiEnded(pid, how) if Some(pid) == self.mpi => {
+                self.mpi_ended = Some((how, Instant::now() + AGENT_WAIT));
+            }
+            Event::Report(_, _) | Event::Called { .. } | Event::MpiEnded(..) => {}
             Event::Gone {
                 host,
                 detail,
@@ -122,9 +144,10 @@ impl<'a> Run<'a> {
                 let was_finished = self.hosts[host] == HostState::Finished;
                 self.hosts[host] = HostState::Gone;
                 if !was_finished {
-                    let detail = match self.silent[host] {
-                        true => "nothing was heard from it for --silence-secs".to_string(),
-                        false => detail,
+                    let detail = match (self.silent[host], &self.mpi_ended) {
+                        (true, _) => "nothing was heard from it for --silence-secs".to_string(),
+                        (false, Some((how, _))) => how.clone(),
+                        (false, None) => detail,
                     };
                     self.failures.hosts.push(HostLoss {
                         host,
@@ -139,7 +162,9 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
-        if !end.end.is_success() {
+        if self.joining.is_some() && end.end.is_asked_for() {
+            self.num_asked += 1;
+        } else if !end.end.is_success() {
             self.failures.ranks.push(end);
             self.stop_soon();
         }
@@ -158,6 +183,18 @@ impl<'a> Run<'a> {
                 // The ranks know already; what is due after the grace time is the killing.
                 self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
             }
+        }
+    }
+
+    /// Asks the ranks to stop as a signal would, so that they can be started again with this host.
+    fn let_in(&mut self, host: String) {
+        if self.signal.is_none() && self.failures.is_empty() {
+            super::say(&format!(
+                "host {host} is there: the ranks stop to go on with it"
+            ));
+            self.joining = Some(host);
+            self.tell_all(|| Command::Signal(Signal::SIGTERM as i32));
+            self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
         }
     }
 
@@ -203,7 +240,9 @@ impl<'a> Run<'a> {
             };
             self.stop(grace);
         }
-        let give_up = self.give_up_at.is_some_and(|at| now >= at);
+        let orphaned_at = self.mpi_ended.as_ref().map(|(_, at)| *at);
+        let give_up = [self.give_up_at, orphaned_at];
+        let give_up = give_up.into_iter().flatten().any(|at| now >= at);
         for (index, agent) in self.agents.iter().enumerate() {
             let limit = self.layout.hosts[index]
                 .plan
@@ -258,6 +297,16 @@ impl<'a> Run<'a> {
             };
             return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
         }
+        if let Some(host) = &self.joining
+            && self.num_asked > 0
+            && self.failures.is_empty()
+        {
+            return Outcome {
+                exit_code: 0,
+                sentence: Some(format!("host {host} takes part")),
+                remedy: Remedy::LetIn,
+            };
+        }
         let is_refused = !self.refusals.is_empty();
         if !self.started && (is_refused || !self.failures.is_empty()) {
             return self.not_started();
@@ -295,7 +344,7 @@ impl<'a> Run<'a> {
             let in_time = |loss: &&HostLoss| self.stopped_at.is_none_or(|at| loss.lost_at <= at);
             let lost = self.failures.hosts.iter().filter(in_time);
             for loss in lost {
-                without.push(loss.host);
+                without.push(self.layout.hosts[loss.host].name.clone());
                 sentences.push(Cause::Host(loss).describe(&self.layout.hosts));
             }
         }
