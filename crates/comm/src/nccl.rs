@@ -1,9 +1,10 @@
 //! The `nccl` backend: each rank has a GPU of its own; ranks are processes, or threads of one.
 //!
 //! Every group has a communicator of NCCL's and a stream. Starting an operation puts it on that stream, behind what the rank
-//! has enqueued so far; waiting makes the stream on which the rank computes wait for it ([`in_flight`]). The host waits for a
-//! barrier only, and for what it reads. NCCL's calls do not block either: what they leave under way on the host is looked after
-//! for as long as the deadline allows ([`group`]).
+//! has enqueued so far; waiting makes the stream on which the rank computes wait for it, and for nothing that was started
+//! later; for what is only sent it does not wait ([`in_flight`]). The host waits for a barrier only, and for what it reads.
+//! NCCL's calls do not block either: what they leave under way on the host is looked after for as long as the deadline allows
+//! ([`group`]).
 //!
 //! So errors come late. A thread ([`watcher`]) looks after what is under way on the GPU, and when NCCL reports an error or a
 //! deadline passes it notes the failure and aborts all groups of the rank ([`session`]). Then the GPU goes on, with results

@@ -358,6 +358,8 @@ int ncclCommAbort(void* comm) {
     if (!rank) {
         return fails(INVALID_ARGUMENT, "communicator is not there, or was destroyed");
     }
+    // NCCL waits for what is under way on the host: a split may still give a child, which has to be aborted too.
+    poll(*rank);
     abort(*rank);
     rank->progress = nullptr;
     return SUCCESS;

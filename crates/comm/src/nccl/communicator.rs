@@ -6,7 +6,7 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::group::{Group, wait_settled};
-use super::in_flight::{Finish, Held, InFlight};
+use super::in_flight::{Finish, Held, InFlight, Kind};
 use super::joining::new_stream;
 use super::reduction::Reduction;
 use super::session::Session;
@@ -33,7 +33,7 @@ impl NcclCommunicator {
         &self,
         call: &Call,
         transfers: &[Transfer],
-        (finish, waits_on_host): (Finish, bool),
+        (finish, kind): (Finish, Kind),
     ) -> Result<Pending<Vec<Tensor>>> {
         let (session, group) = (&self.session, &self.group);
         session.state.check(call)?;
@@ -68,7 +68,7 @@ impl NcclCommunicator {
             .into());
         }
         let call = format!("{call} ({}, operation number {seq})", group.name());
-        let in_flight = InFlight::new((session, group), call, held, (finish, waits_on_host))?;
+        let in_flight = InFlight::new((session, group), call, held, (finish, kind))?;
         Ok(Pending::from_work(Box::new(in_flight)))
     }
 
@@ -114,7 +114,7 @@ impl NcclCommunicator {
                 .slice_set(&result.flatten_all()?, 0, 0)?;
             Ok(vec![place])
         };
-        self.launch(call, &transfers, (Box::new(finish), false))
+        self.launch(call, &transfers, (Box::new(finish), Kind::Collective))
     }
 
     /// What NCCL does for a collective from `xs` to `ys`.
@@ -170,13 +170,21 @@ impl NcclCommunicator {
         if transfers.is_empty() {
             return Ok(Pending::ready(received));
         }
-        self.launch(call, &transfers, (Box::new(move || Ok(received)), false))
+        let kind = match received.is_empty() {
+            true => Kind::Send,
+            false => Kind::Collective,
+        };
+        self.launch(call, &transfers, (Box::new(move || Ok(received)), kind))
     }
 
     fn start_barrier(&self, call: &Call) -> Result<Pending<Vec<Tensor>>> {
         let flag = Tensor::zeros(1, DType::U8, &self.device)?;
         let transfer = Transfer::one_sided(Motion::AllReduce(ReduceOp::Sum), flag);
-        self.launch(call, &[transfer], (Box::new(|| Ok(Vec::new())), true))
+        self.launch(
+            call,
+            &[transfer],
+            (Box::new(|| Ok(Vec::new())), Kind::Barrier),
+        )
     }
 }
 
@@ -227,10 +235,11 @@ impl Communicator for NcclCommunicator {
         let split = self
             .group
             .split(*color, (members, rank), stream, &self.session.state);
-        match split {
+        let added = split.and_then(|group| group.map(|group| self.session.add(group)).transpose());
+        match added {
             Ok(Some(group)) => Ok(Box::new(Self {
                 session: self.session.clone(),
-                group: self.session.add(group),
+                group,
                 device: self.device.clone(),
                 half_sums: self.half_sums,
             })),

@@ -31,6 +31,8 @@ pub(super) struct Group {
 pub(super) struct State {
     /// None once the group was freed.
     handle: Option<Handle>,
+    /// A split of it that the run's failure has interrupted.
+    interrupted: Option<sys::Split>,
     /// Number of the next operation.
     pub next_seq: u64,
 }
@@ -52,6 +54,7 @@ impl Group {
     fn new(members: Arc<[usize]>, rank: usize, stream: Arc<CudaStream>, handle: Handle) -> Self {
         let state = State {
             handle: Some(handle),
+            interrupted: None,
             next_seq: 0,
         };
         Self {
@@ -82,7 +85,7 @@ impl Group {
         stream: Arc<CudaStream>,
         run: &RunState,
     ) -> Result<Option<Self>> {
-        let state = self.lock();
+        let mut state = self.lock();
         let parent = state.handle()?;
         let color = match members.len() {
             1 => None,
@@ -90,7 +93,7 @@ impl Group {
         };
         let split = sys::Split::start(parent, color, as_int(rank)?)?;
         if let Err(error) = wait_settled(parent, run, &format_args!("a split of {}", self.name())) {
-            split.leak();
+            state.interrupted = Some(split);
             return Err(error);
         }
         let Some(child) = split.finish() else {
@@ -125,11 +128,19 @@ impl Group {
         sys::is_settled(handle).err()
     }
 
-    /// Ends its operations, done or not, and frees it.
+    /// Ends its operations, done or not, and frees it, with the child that an interrupted split may have made.
     pub fn abort(&self) {
-        if let Some(handle) = self.lock().handle.take()
-            && let Err(error) = sys::abort(handle)
-        {
+        let mut state = self.lock();
+        let Some(handle) = state.handle.take() else {
+            return;
+        };
+        let interrupted = state.interrupted.take();
+        let aborted = sys::abort(handle).and_then(|()| {
+            // Nothing is under way on the host any more, so what there is of the child is final.
+            let child = interrupted.and_then(sys::Split::finish);
+            child.map_or(Ok(()), sys::abort)
+        });
+        if let Err(error) = aborted {
             tracing::warn!("{} could not be aborted: {error}", self.name());
         }
     }

@@ -5,7 +5,8 @@
 //!                                        \                        /
 //! group                                   waits, the operation, done
 //! ```
-//! `ready` and `done` are events: the GPU keeps this order by itself, and the host waits for nothing.
+//! `ready` and `done` are events: the GPU keeps this order by itself, and the host waits for nothing. What is only sent is a copy, and
+//! the stream that computes does not wait for it: the [`watcher`](super::watcher) frees it when it has gone.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,9 +31,10 @@ pub(super) struct Held {
     tensors: Vec<Tensor>,
     /// What makes them is behind it.
     ready: Option<CudaEvent>,
+    /// Recorded behind the operation, once that is on the group's stream.
+    done: Option<Arc<CudaEvent>>,
     compute: Arc<CudaStream>,
     group: Arc<CudaStream>,
-    is_over: bool,
 }
 
 impl Held {
@@ -47,25 +49,30 @@ impl Held {
         Ok(Self {
             tensors,
             ready: Some(ready),
+            done: None,
             compute: compute.clone(),
             group: group.clone(),
-            is_over: false,
         })
     }
 
-    /// From here on the stream that computes runs after the operation.
-    fn end(&mut self, done: &CudaEvent) -> Result<()> {
-        self.compute.wait(done).w()?;
-        self.is_over = true;
+    /// From here on the stream that computes runs after the operation, and after nothing that the group was given later.
+    fn end(&mut self) -> Result<()> {
+        if self.tensors.is_empty() {
+            return Ok(());
+        }
+        match &self.done {
+            Some(done) => self.compute.wait(done).w()?,
+            // It may be on the stream in part.
+            None => self.compute.join(&self.group).w()?,
+        }
+        self.tensors.clear();
         Ok(())
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if !self.is_over
-            && let Err(error) = self.compute.join(&self.group)
-        {
+        if let Err(error) = self.end() {
             tracing::warn!("the GPU does not order its streams any more: {error}");
             // They may still be in use.
             std::mem::forget(std::mem::take(&mut self.tensors));
@@ -84,8 +91,18 @@ pub(super) struct InFlight {
     held: Held,
     done: Arc<CudaEvent>,
     finish: Finish,
-    /// Whether the host waits too: for a barrier.
-    waits_on_host: bool,
+    kind: Kind,
+}
+
+/// Who waits for an operation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The stream that computes.
+    Collective,
+    /// The host too.
+    Barrier,
+    /// Nobody: it only sends.
+    Send,
 }
 
 impl InFlight {
@@ -94,9 +111,10 @@ impl InFlight {
         (session, group): (&Arc<Session>, &Arc<Group>),
         call: String,
         mut held: Held,
-        (finish, waits_on_host): (Finish, bool),
+        (finish, kind): (Finish, Kind),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
+        held.done = Some(done.clone());
         let ticket = call_site::take_ticket();
         if let Some(ticket) = &ticket {
             ticket.queued();
@@ -107,6 +125,10 @@ impl InFlight {
             group: group.clone(),
             ready: held.ready.take(),
             done: done.clone(),
+            _sent: match kind {
+                Kind::Send => std::mem::take(&mut held.tensors),
+                _ => Vec::new(),
+            },
             deadline: Deadline::new(session.state.deadline + report),
             ticket,
         });
@@ -116,7 +138,7 @@ impl InFlight {
             held,
             done,
             finish,
-            waits_on_host,
+            kind,
         })
     }
 
@@ -134,8 +156,8 @@ impl InFlight {
 impl Work<Vec<Tensor>> for InFlight {
     fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
         self.session.compute.context().bind_to_thread().w()?;
-        self.held.end(&self.done)?;
-        if self.waits_on_host {
+        self.held.end()?;
+        if self.kind == Kind::Barrier {
             self.wait_on_host()?;
         }
         // After the wait: a failure comes before the abort that ends it.

@@ -52,13 +52,13 @@ impl NcclCommunicator {
         let session = Session::start(rank, config.deadline, compute)?;
         let stream = new_stream(&session)?;
         let group = Group::world((rank, world_size), id, stream, &session.state);
+        let group = group.and_then(|group| session.add(group));
         let group = group.map_err(|error| {
             let device = device::name(&config.device);
             Error::Backend(format!(
                 "rank {rank} on {device} cannot join the other ranks: {error}"
             ))
         })?;
-        let group = session.add(group);
         Ok(Self {
             session,
             group,

@@ -56,10 +56,19 @@ impl Session {
     }
 
     /// A group to be freed when the run ends.
-    pub fn add(&self, group: Group) -> Arc<Group> {
+    ///
+    /// # Errors
+    /// The failure of the run, which has aborted the other groups: then this one is aborted too.
+    pub fn add(&self, group: Group) -> Result<Arc<Group>> {
         let group = Arc::new(group);
-        lock(&self.groups).push(group.clone());
-        group
+        let mut groups = lock(&self.groups);
+        // Who fails notes it first and then takes the groups, so one that comes after that sees the failure.
+        if let Some(failure) = self.state.failure() {
+            group.abort();
+            return Err(failure);
+        }
+        groups.push(group.clone());
+        Ok(group)
     }
 
     /// Hands an operation to the watcher.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int};
+use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 
 use cudarc::nccl::sys;
@@ -28,7 +29,7 @@ pub(super) type UniqueId = [u8; 128];
 #[derive(Clone, Copy)]
 pub(super) struct Handle(pub(super) sys::ncclComm_t);
 
-// SAFETY: any thread may use a communicator as long as only one does at a time. `Comm` keeps it under a lock.
+// SAFETY: any thread may use a communicator as long as only one does at a time. `Group` keeps it under a lock.
 unsafe impl Send for Handle {}
 
 fn text(chars: *const c_char) -> String {
@@ -115,35 +116,29 @@ pub(super) fn init(rank: c_int, world_size: c_int, id: &UniqueId) -> Result<Hand
     Ok(Handle(comm))
 }
 
-/// A group on its way out of another one. NCCL fills in its handle once the parent has settled.
+/// A group on its way out of another one. NCCL fills in its handle until the parent has settled or was aborted; the place of a split
+/// that is dropped before is never freed.
 pub(super) struct Split {
-    child: Box<sys::ncclComm_t>,
+    child: ManuallyDrop<Box<Handle>>,
 }
 
 impl Split {
     /// Starts to split `parent`: ranks with the same color, if they have one, form a group, in the order of the keys.
     pub fn start(parent: Handle, color: Option<c_int>, key: c_int) -> Result<Self> {
-        let (mut child, mut config) = (Box::new(null_mut()), config());
+        let mut child = ManuallyDrop::new(Box::new(Handle(null_mut())));
+        let mut config = config();
         let color = color.unwrap_or(NO_COLOR);
-        // SAFETY: the config is used during the call only. The child's place is on the heap; NCCL writes to it until the parent
-        // has settled, and `leak` keeps it for ever if that does not happen.
-        let code = unsafe { sys::ncclCommSplit(parent.0, color, key, &mut *child, &mut config) };
-        let split = Self { child };
-        if let Err(error) = accepted("a split", code) {
-            split.leak();
-            return Err(error);
-        }
-        Ok(split)
+        // SAFETY: the config is used during the call only. The child's place is on the heap, where it stays for as long as NCCL
+        // may write to it.
+        let code = unsafe { sys::ncclCommSplit(parent.0, color, key, &mut child.0, &mut config) };
+        accepted("a split", code)?;
+        Ok(Self { child })
     }
 
-    /// The child, to be called when the parent has settled; none for a rank without a color.
+    /// The child, to be called when the parent has settled or was aborted; none for a rank without a color.
     pub fn finish(self) -> Option<Handle> {
-        (!self.child.is_null()).then_some(Handle(*self.child))
-    }
-
-    /// Leaves the child's place to NCCL, which may still write to it.
-    pub fn leak(self) {
-        Box::leak(self.child);
+        let child = *ManuallyDrop::into_inner(self.child);
+        (!child.0.is_null()).then_some(child)
     }
 }
 
@@ -177,7 +172,7 @@ pub(super) fn finalize(comm: Handle) -> Result<()> {
 
 /// Frees a finalized group, whose handle must not be used any more.
 pub(super) fn destroy(comm: Handle) -> Result<()> {
-    // SAFETY: the handle is alive; `Comm` has taken it out, so nobody uses it again.
+    // SAFETY: the handle is alive; `Group` has taken it out, so nobody uses it again.
     accepted("freeing a group", unsafe { sys::ncclCommDestroy(comm.0) })
 }
 

@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
+use candle_core::Tensor;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent};
 use candle_launch::Ticket;
 
@@ -28,6 +29,8 @@ pub(super) struct UnderWay {
     pub ready: Option<CudaEvent>,
     /// Recorded behind it.
     pub done: Arc<CudaEvent>,
+    /// What it only sends, which nothing else keeps until it is complete.
+    pub _sent: Vec<Tensor>,
     /// Counts from when the GPU has come to it, as the control plane does: what the GPU does before is no wait.
     pub deadline: Deadline,
     /// By which the run's control plane knows it, if there is one.
@@ -71,8 +74,9 @@ fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error
         };
         under_way.extend(started.try_iter());
         if let Err(failure) = poll(&run, &mut under_way, slept) {
-            under_way.clear();
             fail(failure);
+            // Now nothing is read any more.
+            under_way.clear();
         }
     }
 }

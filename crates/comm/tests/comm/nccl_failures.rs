@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 
-use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, message_of};
+use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, launch, message_of};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::{Control, ControlConfig};
 
@@ -236,6 +236,44 @@ fn a_rank_that_fails_or_panics_ends_the_others() {
             other.contains("remote process exited or there was a network error"),
             "{other}"
         );
+    }
+}
+
+/// Rank 0 has failed while it splits a group again and again: what rank 1 is given is aborted too, so it waits for nothing.
+#[test]
+fn a_split_that_races_a_failure_is_aborted() {
+    let _alone = alone();
+    for _ in 0..5 {
+        let board = Arc::new(Board::default());
+        scope(|scope| {
+            for (rank, device) in devices(2).into_iter().enumerate() {
+                let config = NcclConfig {
+                    deadline: [short(), LONG][rank],
+                    threads_per_rank: Some(1),
+                    ..NcclConfig::new(rank, 2, device, board.exchange(rank))
+                };
+                scope.spawn(move || {
+                    let start = Instant::now();
+                    let ended = launch::nccl(config, |world| -> Result<()> {
+                        let group = world.split(0, rank)?;
+                        // Rank 1 never calls it.
+                        let missed = match rank {
+                            0 => Some(world.start_all_reduce(&ones(&world)?, ReduceOp::Sum)?),
+                            _ => None,
+                        };
+                        loop {
+                            let child = group.split(0, rank)?;
+                            if let Err(error) = child.barrier() {
+                                drop(missed);
+                                return Err(error);
+                            }
+                        }
+                    });
+                    assert!(ended.is_err());
+                    assert!(start.elapsed() < LONG / 2, "rank {rank}: {ended:?}");
+                });
+            }
+        });
     }
 }
 

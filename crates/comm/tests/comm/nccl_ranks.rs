@@ -1,6 +1,6 @@
 //! What is special to ranks over NCCL: streams, the contract of reductions, a world of one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use candle_comm::{
@@ -107,6 +107,55 @@ fn streams_wait_for_each_other() -> Result<()> {
             drop(noise);
         }
         Ok(())
+    });
+    results.into_iter().collect()
+}
+
+/// Rank 0 reads what it has computed before rank 1 takes what it has sent, and before rank 1 comes to the second of two reductions, of
+/// which rank 0 has dropped the first.
+#[test]
+fn what_a_rank_computes_waits_for_no_send_and_no_later_operation() -> Result<()> {
+    let has_read = Barrier::new(2);
+    let results = each(2, Duration::from_secs(10), |world| {
+        let ones = Tensor::ones(30_000, DType::F32, world.device())?;
+        let computes = || -> Result<()> {
+            let twos = (&ones + &ones)?.to_vec1::<f32>()?;
+            assert!(twos.iter().all(|x| *x == 2.0));
+            Ok(())
+        };
+        if world.rank() == 0 {
+            let xs = (&ones * 3.0)?;
+            let send = P2p::Send { xs: &xs, dst: 1 };
+            world.start_batch_send_recv(&[send])?.wait()?;
+            xs.zero_set()?;
+            computes()?;
+        }
+        has_read.wait();
+        if world.rank() == 1 {
+            let shape = ones.shape().clone();
+            let (dtype, src) = (DType::F32, 0);
+            let recv = P2p::Recv { shape, dtype, src };
+            let received = world.start_batch_send_recv(&[recv])?.wait()?;
+            assert!(received[0].to_vec1::<f32>()?.iter().all(|x| *x == 3.0));
+        }
+        let first = world.start_all_reduce(&ones, ReduceOp::Sum)?;
+        let second = match world.rank() {
+            0 => {
+                let second = world.start_all_reduce(&ones, ReduceOp::Sum)?;
+                drop(first);
+                computes()?;
+                has_read.wait();
+                second
+            }
+            _ => {
+                first.wait()?;
+                has_read.wait();
+                world.start_all_reduce(&ones, ReduceOp::Sum)?
+            }
+        };
+        let sum = second.wait()?.to_vec1::<f32>()?;
+        assert!(sum.iter().all(|x| *x == 2.0));
+        world.check()
     });
     results.into_iter().collect()
 }
