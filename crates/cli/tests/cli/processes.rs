@@ -530,8 +530,10 @@ fn a_host_that_leaves_and_comes_back_changes_no_loss() {
     drop(second);
     let losses = |workspace: &Workspace| -> Vec<(u64, f64)> {
         let steps = super::training::metrics(&path(workspace)).into_iter();
-        let step = |step: serde_json::Value| Some((step["step"].as_u64()?, step["loss"].as_f64()?));
-        steps.filter_map(step).collect()
+        let numbers = |step: serde_json::Map<String, serde_json::Value>| {
+            Some((step.get("step")?.as_u64()?, step.get("loss")?.as_f64()?))
+        };
+        steps.filter_map(numbers).collect()
     };
     let (want, got) = (losses(&here), losses(&there));
     assert_eq!((want.len(), got.len()), (600, 600));

@@ -182,6 +182,7 @@ impl Front<'_> {
                 Next::End(outcome) => {
                     return Ok(last_words(outcome, self.restarts.num_restarts()));
                 }
+                Next::ChangeHosts => {}
                 Next::ThroughMpi => self.through_mpi = true,
                 Next::Start(why, at) => {
                     say(&why);
@@ -219,9 +220,10 @@ impl Front<'_> {
         let mut outcome = match calls {
             Ok(calls) => {
                 let agents = self.links(&layout, outputs, calls)?;
-                let newcomer = || self.restarts.newcomer();
+                let mut away = None;
+                let change = || self.restarts.change(&mut away);
                 let mpi = job.as_ref().map(|job| job.pid);
-                Run::new(&layout, agents, mpi).drive(&self.events, newcomer)
+                Run::new(&layout, agents, mpi).drive(&self.events, change)
             }
             Err(outcome) => outcome,
         };

@@ -1,12 +1,14 @@
 //! A launcher that another one leads: it waits until that one needs its host, and runs what it is told.
 
 use std::io::{Error as IoError, ErrorKind};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::prctl::set_child_subreaper;
+use nix::sys::signal::Signal;
 
 use super::call::{Caller, Offer, Order, call};
 use super::config::LaunchConfig;
@@ -30,12 +32,9 @@ pub(super) fn serve(
     let signals = signals::block()?;
     set_child_subreaper(true)
         .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))?;
-    // The launcher that leads notices, and goes on without this host.
-    signals::watch(signals, |signal| {
-        process_tree::kill_descendants();
-        eprintln!("candle-train: stopped by {}", signal.as_str());
-        std::process::exit(128 + signal as i32);
-    });
+    let line = Arc::<Line>::default();
+    let on_signal = line.clone();
+    signals::watch(signals, move |signal| on_signal.leave(signal));
     let share = shares::own(config)?;
     let caller = Caller::Host(Offer {
         name: share.name,
@@ -45,9 +44,12 @@ pub(super) fn serve(
     let mut was_needed = false;
     let mut until = Instant::now() + PATIENCE;
     loop {
-        let order = called(front, secret, &caller, until)
-            .and_then(|stream| Ok((Order::receive(&stream)?, stream)));
+        let order = called(front, secret, &caller, until).and_then(|stream| line.wait(stream));
         match order {
+            // Another thread ends this process.
+            _ if line.is_leaving() => loop {
+                std::thread::park();
+            },
             Ok((Order::Run(command), stream)) => {
                 (was_needed, until) = (true, Instant::now());
                 process_tree::reap();
@@ -55,11 +57,11 @@ pub(super) fn serve(
                     .map_err(|error| Error::Launch(format!("cannot start a shell: {error}")))?;
             }
             Ok((Order::End(code, sentence), _)) => {
-                end();
+                end(ENDING);
                 return Ok((code, Some(sentence).filter(|sentence| !sentence.is_empty())));
             }
             Err(error) => {
-                end();
+                end(ENDING);
                 let what =
                     format!("the launcher at {front}, which leads this run, is not there: {error}");
                 return match was_needed {
@@ -68,6 +70,46 @@ pub(super) fn serve(
                 };
             }
         }
+    }
+}
+
+/// The connection on which this host waits, and whether it does not wait any more.
+#[derive(Default)]
+struct Line {
+    waiting: Mutex<Option<TcpStream>>,
+    left_at: OnceLock<Instant>,
+}
+
+impl Line {
+    fn wait(&self, stream: TcpStream) -> std::io::Result<(Order, TcpStream)> {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream.try_clone()?);
+        if self.is_leaving() {
+            stream.shutdown(Shutdown::Both)?;
+        }
+        Ok((Order::receive(&stream)?, stream))
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.left_at.get().is_some()
+    }
+
+    /// Hangs up: the launcher that leads notices, has the ranks stop well, and goes on without this host. A second signal, at least a
+    /// second later, does not wait for that.
+    fn leave(&self, signal: Signal) {
+        let is_first = !self.is_leaving();
+        let left_at = *self.left_at.get_or_init(Instant::now);
+        if !is_first && left_at.elapsed() < Duration::from_secs(1) {
+            return;
+        }
+        let line = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stream) = line.as_ref() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        std::thread::spawn(move || {
+            end(if is_first { PATIENCE } else { Duration::ZERO });
+            eprintln!("candle-train: stopped by {}", signal.as_str());
+            std::process::exit(128 + signal as i32);
+        });
     }
 }
 
@@ -99,10 +141,10 @@ fn run(command: &str, stream: TcpStream) -> std::result::Result<(), IoError> {
         .map(drop)
 }
 
-/// Lets what was started here end.
-fn end() {
+/// Lets what was started here end, and kills it after this time.
+fn end(limit: Duration) {
     let begin = Instant::now();
-    while process_tree::reap() && begin.elapsed() < ENDING {
+    while process_tree::reap() && begin.elapsed() < limit {
         std::thread::sleep(process_tree::KILL_INTERVAL);
     }
     process_tree::kill_descendants();

@@ -102,7 +102,7 @@ fn a_host_that_comes_later_takes_part() {
     assert!(
         ended
             .err
-            .contains("host b is there: the ranks stop to go on with it\n")
+            .contains("host b is there: the ranks stop, and are started again\n")
     );
     assert_eq!(second.wait().code, Some(0));
     drop(third);
@@ -192,16 +192,20 @@ fn signals_end_a_led_run() {
         ended.err
     );
     assert_eq!(second.wait().code, Some(143));
-    // To another one: it leaves, and takes its ranks with it.
+    // To another one: all save, and go on without it.
     let hosts = Hosts::new();
-    let first = hosts.start("a", 1, "1:2", &["--max-restarts", "1"], RANK);
+    let first = hosts.start("a", 1, "1:2", &[], RANK);
     let second = hosts.start("b", 1, "1:2", &[], RANK);
     wait_until("ranks on both", || hosts.exists("up-0-1"));
     second.signal(Signal::SIGTERM);
     assert_eq!(second.wait().code, Some(143));
     wait_until("a rank on the first host", || hosts.exists("up-1-0"));
     hosts.touch("end");
-    assert_eq!(first.wait().code, Some(0));
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let said = "host b leaves: the ranks stop, and are started again\n";
+    assert!(ended.err.contains(said), "{}", ended.err);
+    assert!(ended.sorted_lines().contains(&saves(1)));
 }
 
 #[test]

@@ -17,6 +17,9 @@ use crate::{Error, Result};
 /// As long as hosts come that the run can use, and this long after the last of them, it waits for more.
 const MORE_WAIT: Duration = Duration::from_secs(3);
 
+/// A host that is needed is back at once, to wait for the next time: one that is away for so long leaves.
+const AWAY: Duration = Duration::from_secs(3);
+
 /// The hosts of a run, and how often its ranks may still be started on them.
 pub(super) struct Restarts {
     max_restarts: usize,
@@ -37,6 +40,8 @@ pub(super) struct Restarts {
 pub(super) enum Next {
     /// They are started again, for this reason, at this time if not at once.
     Start(String, Option<Instant>),
+    /// They are started again, on the hosts that are there.
+    ChangeHosts,
     /// They are started again, through MPI.
     ThroughMpi,
     /// That was the last one.
@@ -140,8 +145,30 @@ impl Restarts {
         all.take(self.nodes.max).collect()
     }
 
+    /// Whether hosts have come that can be used while ranks run, or have left, and have been away for a while: in words.
+    pub(super) fn change(&self, away: &mut Option<Instant>) -> Option<String> {
+        let leaver = self.leaver();
+        if leaver.is_none() {
+            *away = None;
+        }
+        if let Some(name) = leaver
+            && away.get_or_insert_with(Instant::now).elapsed() > AWAY
+        {
+            return Some(format!("host {name} leaves"));
+        }
+        Some(format!("host {} is there", self.newcomer()?))
+    }
+
+    /// A host whose launcher waits no more, though ranks run there.
+    fn leaver(&self) -> Option<String> {
+        let offers = self.room.as_ref()?.offers();
+        let is_away = |host: &&Share| offers.iter().all(|offer| offer.name != host.name);
+        let others = self.present.iter().filter(|host| !host.is_here);
+        Some(others.filter(is_away).next()?.name.clone())
+    }
+
     /// A host that has come while ranks run, if it can be used.
-    pub(super) fn newcomer(&self) -> Option<String> {
+    fn newcomer(&self) -> Option<String> {
         let is_present = |host: &Share| self.present.iter().any(|other| other.name == host.name);
         let is_full = self.room.is_none() || self.present.len() == self.nodes.max;
         let mut new = (!is_full).then(|| self.candidates())?.into_iter();
@@ -156,9 +183,9 @@ impl Restarts {
         let why = sentence.lines().next().unwrap_or_default().to_string();
         match &outcome.remedy {
             Remedy::ThroughMpi => Next::ThroughMpi,
-            Remedy::LetIn => {
+            Remedy::ChangeHosts => {
                 self.num_restarts += 1;
-                Next::Start(why, None)
+                Next::ChangeHosts
             }
             _ if self.max_restarts == 0 && self.num_restarts == 0 => Next::End(outcome),
             Remedy::None(reason) if reason.is_empty() => Next::End(outcome),

@@ -53,8 +53,8 @@ pub(super) struct Run<'a> {
     /// What started the agents, if MPI did; that it has ended, and when agents that are still there are lost with it.
     mpi: Option<Pid>,
     mpi_ended: Option<(String, Instant)>,
-    /// A host that is to take part again, for which the ranks were asked to stop.
-    joining: Option<String>,
+    /// Hosts have come or leave, for which the ranks were asked to stop.
+    change: Option<String>,
     /// Ranks that have done so.
     num_asked: usize,
 }
@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
             give_up_at: None,
             mpi,
             mpi_ended: None,
-            joining: None,
+            change: None,
             num_asked: 0,
         }
     }
@@ -94,14 +94,14 @@ impl<'a> Run<'a> {
     pub(super) fn drive(
         mut self,
         events: &Receiver<Event>,
-        newcomer: impl Fn() -> Option<String>,
+        mut change: impl FnMut() -> Option<String>,
     ) -> Outcome {
         while self.hosts.iter().any(|state| *state != HostState::Gone) {
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
             }
-            if self.started && self.joining.is_none() {
-                newcomer().into_iter().for_each(|host| self.let_in(host));
+            if self.started && self.change.is_none() {
+                change().into_iter().for_each(|what| self.stop_for(what));
             }
             self.keep_deadlines();
         }
@@ -162,7 +162,7 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
-        if self.joining.is_some() && end.end.is_asked_for() {
+        if self.change.is_some() && end.end.is_asked_for() {
             self.num_asked += 1;
         } else if !end.end.is_success() {
             self.failures.ranks.push(end);
@@ -186,13 +186,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Asks the ranks to stop as a signal would, so that they can be started again with this host.
-    fn let_in(&mut self, host: String) {
+    /// Asks the ranks to stop as a signal would, so that they can be started again on other hosts.
+    fn stop_for(&mut self, change: String) {
         if self.signal.is_none() && self.failures.is_empty() {
-            super::say(&format!(
-                "host {host} is there: the ranks stop to go on with it"
-            ));
-            self.joining = Some(host);
+            super::say(&format!("{change}: the ranks stop, and are started again"));
+            self.change = Some(change);
             self.tell_all(|| Command::Signal(Signal::SIGTERM as i32));
             self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
         }
@@ -297,14 +295,14 @@ impl<'a> Run<'a> {
             };
             return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
         }
-        if let Some(host) = &self.joining
+        if let Some(change) = &self.change
             && self.num_asked > 0
             && self.failures.is_empty()
         {
             return Outcome {
                 exit_code: 0,
-                sentence: Some(format!("host {host} takes part")),
-                remedy: Remedy::LetIn,
+                sentence: Some(change.clone()),
+                remedy: Remedy::ChangeHosts,
             };
         }
         let is_refused = !self.refusals.is_empty();
