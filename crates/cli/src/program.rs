@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
-use candle_launch::launcher::{become_rank, launch, reach, run_agent};
+use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -50,6 +50,7 @@ enum CandleTrain {
     #[command(hide = true)]
     Reach {
         front: String,
+        port: u16,
         host: String,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
@@ -110,7 +111,12 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
         CandleTrain::Agent { front } => run_agent(front.as_deref()),
-        CandleTrain::Reach { front, host, words } => reach(&front, &host, &words),
+        CandleTrain::Reach {
+            front,
+            port,
+            host,
+            words,
+        } => reach(&RendezvousAddress { host: front, port }, &host, &words),
         CandleTrain::Rank {
             agent_pid,
             program,

@@ -7,7 +7,7 @@
 //! without ssh a launcher on each of them calls the one that leads, which then reaches them as by ssh.
 //!
 //! All are the program that calls [`launch`]: as `PROGRAM agent [FRONT]` it calls [`run_agent`], as
-//! `PROGRAM rank AGENT_PID PROGRAM ARGS` [`become_rank`], as `PROGRAM reach FRONT HOST COMMAND` [`reach`].
+//! `PROGRAM rank AGENT_PID PROGRAM ARGS` [`become_rank`], as `PROGRAM reach FRONT PORT HOST COMMAND` [`reach`].
 //!
 //! | who dies | what ends the rest |
 //! |---|---|

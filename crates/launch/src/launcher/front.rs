@@ -98,7 +98,7 @@ fn try_launch(config: &LaunchConfig) -> Result<(u8, Option<String>)> {
     let num_ranks = known.iter().map(|host| host.num_ranks).sum();
     let through_mpi = mpi::is_asked(config, num_ranks);
     let first = shares::numbered(known.iter().cloned());
-    let layout = Layout::new(config, first, 0, through_mpi, None)?;
+    let layout = Layout::new(config, first, 0, through_mpi)?;
     if layout.hosts.iter().any(|host| host.via.is_none()) {
         let search_path = std::env::var("PATH").unwrap_or_default();
         let plan = &layout.hosts[0].plan;
@@ -196,11 +196,8 @@ impl Front<'_> {
 
     /// Starts the ranks and waits until nothing is left of them.
     fn run_once(&mut self) -> Result<Outcome> {
-        let led_at = self.door.as_ref().filter(|door| door.is_given);
-        let led_at = led_at.map(|door| door.address.clone());
         let (hosts, num_restarts) = (self.restarts.hosts(), self.restarts.num_restarts());
-        let led_at = led_at.as_deref();
-        let layout = Layout::new(self.config, hosts, num_restarts, self.through_mpi, led_at)?;
+        let layout = Layout::new(self.config, hosts, num_restarts, self.through_mpi)?;
         let outputs = open_outputs(&layout, self.config.log_dir.as_deref())?;
         let job = match &layout.mpi {
             Some(mpi) => {

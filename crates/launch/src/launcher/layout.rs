@@ -70,11 +70,10 @@ impl Layout {
         shares: Vec<Share>,
         num_restarts: usize,
         through_mpi: bool,
-        led_at: Option<&str>,
     ) -> Result<Self> {
         let world_size = shares.iter().map(|share| share.num_ranks).sum();
         let (meeting, random_port) = meeting(config, &shares)?;
-        let secret = match through_mpi || led_at.is_some() {
+        let secret = match through_mpi || config.is_led() {
             // They give themselves one; or each host has been told.
             true => None,
             false => Some(Secret::random()?),
@@ -93,13 +92,17 @@ impl Layout {
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
         let ssh = ssh_words(config)?;
-        let via = led_at.map_or(ssh, |front| {
-            vec![own_program(), "reach".to_string(), front.to_string()]
-        });
+        let via = match &config.rdzv {
+            Some(front) if config.is_led() => {
+                let (host, port) = (front.host.clone(), front.port.to_string());
+                vec![own_program(), "reach".to_string(), host, port]
+            }
+            _ => ssh,
+        };
         let other = shares.iter().find(|share| !share.is_here);
         let mpi = through_mpi.then(|| {
             Ok::<_, Error>(Mpi {
-                words: mpi::words(config, &shares)?,
+                words: mpi::words(config, &shares, &via)?,
                 via: via.join(" "),
                 other_host: other.map(|share| share.name.clone()),
             })

@@ -37,8 +37,12 @@ pub(super) fn is_asked(config: &LaunchConfig, num_ranks: usize) -> bool {
 /// The words that start the agents of all ranks, before the address at which these call the front.
 ///
 /// # Errors
-/// The launcher is not installed.
-pub(super) fn words(config: &LaunchConfig, shares: &[Share]) -> Result<Vec<String>> {
+/// The launcher is not installed, or cannot be told how to reach the other hosts.
+pub(super) fn words(
+    config: &LaunchConfig,
+    shares: &[Share],
+    via: &[String],
+) -> Result<Vec<String>> {
     let is_batch = std::env::var_os("SLURM_JOB_ID").is_some() && config.hostfile.is_none();
     let default = if is_batch { SRUN } else { MPIRUN };
     let command = config.mpirun.as_deref().unwrap_or(default);
@@ -62,6 +66,13 @@ pub(super) fn words(config: &LaunchConfig, shares: &[Share]) -> Result<Vec<Strin
     let num_ranks: usize = shares.iter().map(|share| share.num_ranks).sum();
     words.extend(["-n".to_string(), num_ranks.to_string()]);
     if shares.iter().any(|share| !share.is_here) {
+        if via.iter().any(|word| word.contains(':')) {
+            return Err(Error::Launch(format!(
+                "mpirun takes a colon in what runs commands on other hosts for the end of a command: {:?}\n\
+                 hint: names of hosts instead of IPv6 addresses, or an --ssh script",
+                via.join(" ")
+            )));
+        }
         let hosts = shares
             .iter()
             .map(|share| format!("{}:{}", share.name, share.num_ranks));

@@ -5,10 +5,11 @@ use std::net::Shutdown;
 use std::process::ExitCode;
 
 use super::call::{Caller, call};
+use super::rendezvous_address::RendezvousAddress;
 use crate::rank_env::given_secret;
 
-/// Runs a command on a host that waits for the front at `HOST:PORT`: its stdin and stdout are those of this process.
-pub fn reach(front: &str, host: &str, words: &[String]) -> ExitCode {
+/// Runs a command on a host that waits for the front at this address: its stdin and stdout are those of this process.
+pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCode {
     let caller = Caller::Shell {
         host: host.to_string(),
         command: words.join(" "),
@@ -16,7 +17,7 @@ pub fn reach(front: &str, host: &str, words: &[String]) -> ExitCode {
     let secret = given_secret().map_err(std::io::Error::other);
     let called = secret.and_then(|secret| {
         let none = || std::io::Error::other("there is no secret");
-        call(front, &secret.ok_or_else(none)?, &caller)
+        call(&front.to_string(), &secret.ok_or_else(none)?, &caller)
     });
     let passed = called.and_then(|stream| {
         let mut to = stream.try_clone()?;

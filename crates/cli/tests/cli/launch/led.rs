@@ -47,12 +47,16 @@ impl Hosts {
         let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
         command.arg("launch").args(first).args(quick).args(options);
         command.args(["sh", "-c", script]);
-        spawn(TempDir::new().unwrap(), command, &|command| {
+        let launching = spawn(TempDir::new().unwrap(), command, &|command| {
             command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", self.secret.path());
             command
                 .env("CANDLE_TRAIN_HOST", name)
                 .current_dir(self.folder.path());
-        })
+        });
+        // All of them are on this host, so the first one that listens leads.
+        let leads = || std::net::TcpStream::connect(&self.rdzv).is_ok();
+        wait_until("a launcher that leads", leads);
+        launching
     }
 
     fn exists(&self, name: &str) -> bool {

@@ -151,7 +151,7 @@ fn an_mpirun_that_is_missing_or_fails() {
         ),
         (
             "false",
-            "false did not start the ranks: 2 of 2 ranks are missing, it ended (exit status: 1)",
+            "false did not start the ranks: 2 of 2 are missing, false has ended (exit status: 1)",
         ),
         ("", "--mpirun: expected a command, got nothing"),
     ] {

@@ -18,7 +18,7 @@ use crate::{Error, Result};
 const MORE_WAIT: Duration = Duration::from_secs(3);
 
 /// A host that is needed is back at once, to wait for the next time: one that is away for so long leaves.
-const AWAY: Duration = Duration::from_secs(3);
+const AWAY: Duration = Duration::from_secs(10);
 
 /// The hosts of a run, and how often its ranks may still be started on them.
 pub(super) struct Restarts {
@@ -163,8 +163,8 @@ impl Restarts {
     fn leaver(&self) -> Option<String> {
         let offers = self.room.as_ref()?.offers();
         let is_away = |host: &&Share| offers.iter().all(|offer| offer.name != host.name);
-        let others = self.present.iter().filter(|host| !host.is_here);
-        Some(others.filter(is_away).next()?.name.clone())
+        let mut others = self.present.iter().filter(|host| !host.is_here);
+        Some(others.find(is_away)?.name.clone())
     }
 
     /// A host that has come while ranks run, if it can be used.
