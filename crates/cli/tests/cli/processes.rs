@@ -463,7 +463,7 @@ fn a_host_that_leaves_and_comes_back_changes_no_loss() {
         let program = program
             .without("--dp")
             .flag("--lr", 1e-4)
-            .flag("--steps", 150);
+            .flag("--steps", 300);
         let program = program.flag("--gradient-accumulation-steps", 3);
         let program = program.without("--global-batch-size").flag("--seq-len", 32);
         program.flag("--metrics", path(workspace).display())
@@ -511,11 +511,12 @@ fn a_host_that_leaves_and_comes_back_changes_no_loss() {
         let said = fs::read_to_string(first.path("stdout")).unwrap();
         said.matches(&format!("pp 1 x dp {dp} x tp 1")).count()
     };
-    let saved = there.path("saves/step-000020");
-    launching::wait_until("a checkpoint of both hosts", || saved.exists());
+    let is_saved = |step: usize| there.path(&format!("saves/step-{step:06}")).exists();
+    launching::wait_until("a checkpoint of both hosts", || is_saved(20));
     assert_eq!(begun(3), 1);
     hosts.kill_all_on('b');
     launching::wait_until("ranks on one host", || begun(2) == 1);
+    launching::wait_until("steps on one host", || is_saved(80));
     let third = launch('b', "1");
     let ended = first.wait();
     let said = String::from_utf8_lossy(&ended.out).into_owned();
@@ -536,7 +537,7 @@ fn a_host_that_leaves_and_comes_back_changes_no_loss() {
         steps.filter_map(numbers).collect()
     };
     let (want, got) = (losses(&here), losses(&there));
-    assert_eq!((want.len(), got.len()), (150, 150));
+    assert_eq!((want.len(), got.len()), (300, 300));
     for ((step, want), (same_step, got)) in want.into_iter().zip(got) {
         assert_eq!(step, same_step);
         assert!(
