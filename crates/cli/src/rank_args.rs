@@ -75,15 +75,6 @@ impl RankArgs {
         let backend = self
             .backend
             .unwrap_or_else(|| Backend::preferred(&env, on_gpus));
-        let is_started_without_mpi = env.started_by() == StartedBy::CandleTrain;
-        if backend == Backend::Mpi
-            && backend.is_built()
-            && env.world_size() > 1
-            && is_started_without_mpi
-        {
-            // The launcher knows what that means.
-            std::process::exit(NEEDS_MPI_EXIT_CODE.into());
-        }
         if backend == Backend::Nccl && backend.is_built() && !on_gpus {
             bail!(
                 "the backend nccl works on GPUs, and this rank is on the CPU\nhint: --device cuda, or --backend mpi"
@@ -100,6 +91,13 @@ impl RankArgs {
             );
         }
         let config = RunConfig::new(backend, env, degrees, devices)?;
+        if backend == Backend::Mpi
+            && config.env.world_size() > 1
+            && config.env.started_by() == StartedBy::CandleTrain
+        {
+            // The launcher knows what that means.
+            std::process::exit(NEEDS_MPI_EXIT_CODE.into());
+        }
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {
             (Backend::Local, Some(2..)) => thread_allocated_bytes,
