@@ -245,6 +245,7 @@ fn batch_config(args: &Args) -> Result<BatchConfig> {
         global_batch_size: args.batch_size,
         shuffle: false,
         seed: 0,
+        uneven: false,
     })
 }
 

@@ -57,7 +57,7 @@ impl TrainingRun<'_> {
         let (batches, layout) = (&self.training.batches, &self.training.layout);
         let Degrees { pp, dp, .. } = layout.degrees();
         let per_rank = match self.training.strategy.num_servers() {
-            0 => batches.global_batch_size / dp,
+            0 => batches.global_batch_size.div_ceil(dp),
             // Servers compute nothing.
             _ => 0,
         };

@@ -123,8 +123,13 @@ impl CheckpointArgs {
         Ok(absolute(resume)?.starts_with(place_of_best(output)?))
     }
 
-    /// The date of the chat template in the run that this one goes on, if it has one. What is wrong with its checkpoint [`Self::open`] tells.
+    /// The date of the chat template in the run that this one goes on, if it has one.
     pub fn noted_date(&self, is_restart: bool) -> Option<Date> {
+        self.noted_setting(DATE, is_restart)?.parse().ok()
+    }
+
+    /// A setting of the run that this one goes on, if it has it. What is wrong with its checkpoint [`Self::open`] tells.
+    pub fn noted_setting(&self, name: &str, is_restart: bool) -> Option<String> {
         let resumes_latest = self.resumes_latest();
         let saved = self
             .save_dir
@@ -137,7 +142,7 @@ impl CheckpointArgs {
             .filter_map(|dir| CheckpointManifest::read(&dir).ok())
             .next()?;
         let record: TrainingRecord = serde_json::from_value(manifest.record).ok()?;
-        record.settings.get(DATE)?.parse().ok()
+        record.settings.get(name).cloned()
     }
 
     /// What writes checkpoints, if the run is to, and after how many steps each time: to --save-dir, or to the folder `of_best`, which has the

@@ -1,6 +1,6 @@
 //! What a run of a checkpoint takes where no flag says: fit for the model and the machine.
 
-use candle_comm::RunConfig;
+use candle_comm::{RankEnv, RunConfig};
 use candle_core::{Device, Result};
 use candle_train_models::ModelConfig;
 
@@ -10,6 +10,9 @@ use crate::training_args::TrainingArgs;
 
 /// Longest sequence that is taken by default: more need memory that not everybody has.
 const MAX_SEQ_LEN: usize = 2048;
+
+/// The flag that all steps of a run have in common, however many replicas there are.
+const GLOBAL_BATCH_SIZE: &str = "--global-batch-size";
 
 /// Learning rate of adapters, which begin at zero.
 const LORA_LR: f64 = 2e-4;
@@ -30,6 +33,9 @@ impl TrainingArgs {
             let num_servers = self.strategy.num_servers();
             let num_workers = num_ranks.saturating_sub(num_servers);
             self.layout.dp = Some(self.layout.replicas_of(num_workers));
+            let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+            let may_change = env.world_size() > 1 || env.num_restarts() > 0;
+            self.batches.uneven = may_change && num_servers == 0;
         }
         self.run_config()
     }
@@ -63,12 +69,21 @@ impl TrainingArgs {
         let unit = batches
             .micro_batch_size
             .saturating_mul(self.layout.degrees().dp);
-        if let Some(steps) = batches.gradient_accumulation_steps {
+        // There may be other replicas than when the run began.
+        let is_restart = run.env.num_restarts() > 0;
+        let noted = self
+            .checkpoints
+            .noted_setting(GLOBAL_BATCH_SIZE, is_restart);
+        let noted = noted.filter(|_| is_restart && !flags.is_given(GLOBAL_BATCH_SIZE));
+        if let Some(size) = noted.and_then(|size| size.parse().ok()) {
+            batches.global_batch_size = size;
+            taken.push(format!("{GLOBAL_BATCH_SIZE} {size}"));
+        } else if let Some(steps) = batches.gradient_accumulation_steps {
             batches.global_batch_size = unit.saturating_mul(steps);
-            taken.push(format!("--global-batch-size {}", batches.global_batch_size));
-        } else if is_chosen("--global-batch-size") {
+            taken.push(format!("{GLOBAL_BATCH_SIZE} {}", batches.global_batch_size));
+        } else if is_chosen(GLOBAL_BATCH_SIZE) {
             batches.global_batch_size = batches.global_batch_size.next_multiple_of(unit);
-            taken.push(format!("--global-batch-size {}", batches.global_batch_size));
+            taken.push(format!("{GLOBAL_BATCH_SIZE} {}", batches.global_batch_size));
         }
         if config.is_some() && is_chosen("--lr") {
             if flags.is_given("--lora-rank") || flags.is_given("--adapter") {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use candle_launch::launcher::{LaunchConfig, RendezvousAddress};
+use candle_launch::launcher::{LaunchConfig, NodeRange, RendezvousAddress};
 
 use crate::number::whole;
 
@@ -12,23 +12,25 @@ pub(crate) struct LaunchArgs {
     /// Number of ranks to start on this host
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..), required_unless_present = "hostfile")]
     nproc_per_node: Option<usize>,
-    /// Number of hosts, if this command is run once on each. The hosts then share a secret, by which the ranks know each other: in a
-    /// file that only you can read, which CANDLE_TRAIN_RUN_TOKEN_FILE names
-    #[arg(long, value_name = "M", default_value_t = 1, value_parser = whole::<usize>(1..))]
-    nnodes: usize,
-    /// Number of this host, from 0 (the one that --rdzv names)
-    #[arg(long, value_name = "R", value_parser = whole::<usize>(0..))]
-    node_rank: Option<usize>,
-    /// Where the ranks meet: a name of the first host, and a port that is free there
+    /// Number of hosts, if this command is run once on each, or MIN:MAX: hosts may leave, and come while the ranks run, which are then
+    /// started again. The launchers need a secret: a file that only you can read, which CANDLE_TRAIN_RUN_TOKEN_FILE names. With a host
+    /// file: how many of its hosts there have to be [default: 1; all]
+    #[arg(long, value_name = "HOSTS|MIN:MAX")]
+    nnodes: Option<NodeRange>,
+    /// Where the ranks meet, or the launchers: a name of the first host, whose launcher leads the others, and a port that is free there
     #[arg(long, value_name = "HOST:PORT")]
     rdzv: Option<RendezvousAddress>,
     /// Start ranks on the hosts of this file over ssh; lines: `host slots=4`
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["nproc_per_node", "nnodes", "node_rank"])]
+    #[arg(long, value_name = "FILE", conflicts_with = "nproc_per_node")]
     hostfile: Option<PathBuf>,
     /// Command that runs a command on a host of the host file: `COMMAND HOST PROGRAM ARGS`
     /// [default: ssh, which must not ask for anything]
     #[arg(long, value_name = "COMMAND")]
     ssh: Option<String>,
+    /// Command of an MPI library that starts ranks: `COMMAND -n N PROGRAM ARGS`. Without it programs that want to be started so are, by
+    /// mpirun, or srun where Slurm runs a batch script [default: mpirun]
+    #[arg(long, value_name = "COMMAND")]
+    mpirun: Option<String>,
     /// Set a variable for all ranks; without a value, as it is here
     #[arg(long, value_name = "NAME[=VALUE]")]
     env: Vec<String>,
@@ -43,13 +45,10 @@ pub(crate) struct LaunchArgs {
     /// pretrain then go on from the newest checkpoint in --save-dir, if there is one
     #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole::<usize>(0..))]
     max_restarts: usize,
-    /// Start them again without hosts of the host file that are lost, if at least so many are left [default: all]
-    #[arg(long, value_name = "HOSTS", value_parser = whole::<usize>(1..))]
-    min_nodes: Option<usize>,
     /// Time that ranks have to end, before they are killed [default: 10 after a failure, 300 after a signal]
     #[arg(long, value_name = "SECS")]
     grace_secs: Option<f64>,
-    /// Give a host of the host file up after this time without a word from it, and it this one [default: 60]
+    /// Give a host of the host file, or one that this launcher leads, up after this time without a word from it, and it this one [default: 60]
     #[arg(long, value_name = "SECS")]
     silence_secs: Option<f64>,
     /// Print what would run where, and start nothing
@@ -70,15 +69,14 @@ impl From<LaunchArgs> for LaunchConfig {
         Self {
             nproc_per_node: args.nproc_per_node,
             nnodes: args.nnodes,
-            node_rank: args.node_rank,
             rdzv: args.rdzv,
             hostfile: args.hostfile,
             ssh: args.ssh,
+            mpirun: args.mpirun,
             env: args.env,
             log_dir: args.log_dir,
             may_lose: args.may_lose,
             max_restarts: args.max_restarts,
-            min_nodes: args.min_nodes,
             grace_secs: args.grace_secs,
             silence_secs: args.silence_secs,
             dry_run: args.dry_run,

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
-use candle_launch::launcher::{become_rank, launch, run_agent};
+use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -42,7 +42,19 @@ enum CandleTrain {
     Env,
     /// Runs the ranks of one host; started by `launch`
     #[command(hide = true)]
-    Agent,
+    Agent {
+        /// Where the front listens, if it is not at the other end of stdin and stdout
+        front: Option<String>,
+    },
+    /// Stands for ssh to a host that has called the front; started by `launch`
+    #[command(hide = true)]
+    Reach {
+        front: String,
+        port: u16,
+        host: String,
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
     /// Becomes a rank; started by an agent
     #[command(hide = true)]
     Rank {
@@ -98,7 +110,13 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),
-        CandleTrain::Agent => run_agent(),
+        CandleTrain::Agent { front } => run_agent(front.as_deref()),
+        CandleTrain::Reach {
+            front,
+            port,
+            host,
+            words,
+        } => reach(&RendezvousAddress { host: front, port }, &host, &words),
         CandleTrain::Rank {
             agent_pid,
             program,

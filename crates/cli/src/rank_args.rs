@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use candle_comm::{Backend, Degrees, HalfSums, MpiReduction, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, StartedBy};
 use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision};
 use candle_parallel::count_memory_with;
 use clap::Args;
@@ -99,6 +100,13 @@ impl RankArgs {
             );
         }
         let config = RunConfig::new(backend, env, degrees, devices)?;
+        if backend == Backend::Mpi
+            && config.env.world_size() > 1
+            && config.env.started_by() == StartedBy::CandleTrain
+        {
+            // The launcher knows what that means.
+            std::process::exit(NEEDS_MPI_EXIT_CODE.into());
+        }
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {
             (Backend::Local, Some(2..)) => thread_allocated_bytes,

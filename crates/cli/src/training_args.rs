@@ -129,6 +129,9 @@ pub(crate) struct BatchArgs {
     pub gradient_accumulation_steps: Option<usize>,
     #[command(flatten)]
     pub sequences: SequenceArgs,
+    /// Whether replicas may have shares of a step that differ by one: as many as the ranks make, which may be any number.
+    #[arg(skip)]
+    pub uneven: bool,
     /// Optimizer steps, in place of --epochs. 0: save the model as it is [default: as many as --epochs takes]
     #[arg(long, visible_alias = "max-steps", value_name = "STEPS", conflicts_with = "epochs", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
@@ -264,6 +267,7 @@ impl BatchArgs {
             global_batch_size: self.global_batch_size,
             shuffle: !self.no_shuffle,
             seed: self.seed,
+            uneven: self.uneven,
         }
     }
 }

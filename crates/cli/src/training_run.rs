@@ -154,6 +154,14 @@ impl TrainingRun<'_> {
                     counted(num_steps, "update")
                 );
             }
+            let (global, dp) = (self.training.batches.global_batch_size, ranks.degrees.dp);
+            if global % dp != 0 {
+                let (least, most) = (global / dp, global.div_ceil(dp));
+                eprintln!(
+                    "warning: {dp} replicas divide {global} sequences of a step into shares of {most} and {least}, and some wait for the \
+                     others\nhint: a --global-batch-size that is a multiple of {dp}"
+                );
+            }
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
             }

@@ -21,7 +21,9 @@ mod cli {
         mod env;
         mod failure;
         mod hosts;
-        mod launching;
+        pub mod launching;
+        mod led;
+        mod mpi;
         mod options;
         mod orphans;
         mod output;
@@ -45,7 +47,6 @@ mod cli {
     mod tokenizer;
     mod trace;
     mod training;
-    #[cfg(feature = "mpi")]
     mod two_hosts;
     mod weights;
     mod workspace;

@@ -169,8 +169,15 @@ impl RunConfig {
                 self.env.started_by()
             ),
         };
+        let hint = match backend {
+            Backend::Mpi => {
+                "install an MPI library (Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev) and build with `--features mpi`, \
+                 for the command: cargo install --path crates/cli --features mpi"
+            }
+            _ => "build with `--features nccl`",
+        };
         Error::Argument(format!(
-            "the backend {backend} is not in this build{why}\nhint: build with `--features {backend}`"
+            "the backend {backend} is not in this build{why}\nhint: {hint}"
         ))
         .into()
     }

@@ -3,8 +3,11 @@
 //! Two layers, the same for one host and for many. The *front*, which the user starts, starts one *agent* per host,
 //! directly or through ssh; an agent starts the ranks of its host, and no process below it outlives it.
 //!
-//! Both layers are the program that calls [`launch`]: as `PROGRAM agent` it calls [`run_agent`], as
-//! `PROGRAM rank AGENT_PID PROGRAM ARGS` [`become_rank`].
+//! Ranks that speak MPI are started by an MPI library's launcher, which starts an agent for each, and these call the front. On hosts
+//! without ssh a launcher on each of them calls the one that leads, which then reaches them as by ssh.
+//!
+//! All are the program that calls [`launch`]: as `PROGRAM agent [FRONT]` it calls [`run_agent`], as
+//! `PROGRAM rank AGENT_PID PROGRAM ARGS` [`become_rank`], as `PROGRAM reach FRONT PORT HOST COMMAND` [`reach`].
 //!
 //! | who dies | what ends the rest |
 //! |---|---|
@@ -15,6 +18,7 @@
 
 mod agent;
 mod agent_command;
+mod call;
 mod config;
 mod dry_run;
 mod end;
@@ -22,18 +26,22 @@ mod front;
 mod host_plan;
 mod hostfile;
 mod layout;
+mod member;
+mod mpi;
 mod process_tree;
 mod program;
 mod rank_process;
 mod rank_variables;
+mod reach;
 mod rendezvous_address;
 mod shares;
 mod signals;
 mod wire;
 
 pub use agent::run_agent;
-pub use config::LaunchConfig;
-pub use end::{PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
+pub use config::{LaunchConfig, NodeRange};
+pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
 pub use rank_process::become_rank;
+pub use reach::reach;
 pub use rendezvous_address::RendezvousAddress;

@@ -31,13 +31,17 @@ pub struct BatchConfig {
     pub shuffle: bool,
     /// Seed of the permutations.
     pub seed: u64,
+    /// Whether data-parallel ranks may have shares of a step that differ by one, where it cannot be divided evenly.
+    #[serde(default)]
+    pub uneven: bool,
 }
 
 impl BatchConfig {
     /// Checks the sizes for sequences of `seq_len` tokens and `dp_world_size` data-parallel ranks.
     ///
     /// # Errors
-    /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size`.
+    /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size` and
+    /// [`uneven`](Self::uneven) is false.
     pub fn validate(&self, seq_len: usize, dp_world_size: usize) -> Result<()> {
         for (name, size) in [
             ("micro_batch_size", self.micro_batch_size),
@@ -56,7 +60,7 @@ impl BatchConfig {
             );
         }
         let unit = micro as u128 * dp_world_size as u128;
-        if !(global as u128).is_multiple_of(unit) {
+        if !self.uneven && !(global as u128).is_multiple_of(unit) {
             bail!(
                 "global_batch_size({global}) % (micro_batch_size({micro}) * dp({dp_world_size}) = {unit}) = {} != 0\nhint: choose a global_batch_size that is a multiple of {unit}, or a smaller micro_batch_size",
                 global as u128 % unit

@@ -119,6 +119,7 @@ impl Run {
             global_batch_size: self.global_batch_size,
             shuffle: false,
             seed: 0,
+            uneven: false,
         }
     }
 

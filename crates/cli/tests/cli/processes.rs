@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::Pid;
 
+use super::launch::launching;
 use super::program::{Outcome, Program};
 use super::two_hosts::TwoHosts;
 use super::workspace::{Workspace, candle_train};
@@ -309,6 +310,51 @@ fn ranks_killed_under_a_launcher_that_restarts_leave_the_bits_of_threads() {
     assert!(steps.iter().copied().eq(0..60), "{steps:?}");
 }
 
+/// The launcher finds out by itself that the ranks speak MPI.
+#[test]
+fn the_launcher_starts_ranks_through_mpirun_by_itself() {
+    if mpirun_version().is_none() {
+        return eprintln!("not tested: there is no mpirun");
+    }
+    let launcher = |options: &str| {
+        let words = [env!("CARGO_BIN_EXE_candle-train"), "launch"].into_iter();
+        let words = words.chain(options.split(' '));
+        words.map(str::to_string).collect::<Vec<_>>()
+    };
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let degrees = (1, 2, 2);
+    layout(here.finetune(), degrees).succeeds();
+    let program = layout(there.finetune(), degrees).under(launcher("--nproc-per-node 4"));
+    let outcome = program.succeeds();
+    assert!(outcome.stdout.contains("[rank 0] ") && outcome.stdout.contains("over mpi"));
+    let weights =
+        |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+    assert!(weights(&here) == weights(&there));
+
+    let wrong = layout(there.finetune(), (1, 3, 2)).under(launcher("--nproc-per-node 4"));
+    let stderr = wrong.run().stderr;
+    assert!(stderr.contains("started 4 processes"), "{stderr}");
+
+    let path = there.path("metrics.jsonl");
+    let program = program.flag("--steps", 60).flag("--save-every", 1);
+    let program = program.flag("--save-dir", there.path("saves").display());
+    let program = program.flag("--metrics", path.display());
+    let program = program.under(launcher("--nproc-per-node 4 --max-restarts 2"));
+    let rank = |number: usize| Some(Pid::from_raw(rank_process(&there, [0, 3][number])? as i32));
+    let outcome = super::restart::killed(&program, 2, rank);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    for words in ["rank 0 (host ", "rank 3 (host "] {
+        assert!(outcome.stderr.contains(words), "{}", outcome.stderr);
+    }
+    layout(here.finetune(), degrees)
+        .flag("--steps", 60)
+        .succeeds();
+    assert!(weights(&here) == weights(&there));
+    let steps = super::training::metrics(&path).into_iter();
+    let steps: Vec<u64> = steps.map(|step| step["step"].as_u64().unwrap()).collect();
+    assert!(steps.iter().copied().eq(0..60), "{steps:?}");
+}
+
 #[test]
 fn a_signal_to_one_rank_stops_all_after_the_same_step() {
     let signals = [("TERM", 2), ("INT", 0), ("USR1", 3)];
@@ -403,6 +449,104 @@ fn two_hosts_train_as_one_and_a_cut_link_ends_both() {
     assert_failed(&outcome, &said);
 }
 
+/// Three ranks on two hosts, of which the second is lost and comes back: the ranks are 3, then 2, then 3 again.
+#[test]
+fn a_host_that_leaves_and_comes_back_changes_no_loss() {
+    if !is_open_mpi() {
+        return eprintln!("not tested: how hosts are given to mpirun is written for Open MPI");
+    }
+    let Some(hosts) = TwoHosts::new() else { return };
+    let (here, there) = (Workspace::new(), Workspace::new());
+    let path = |workspace: &Workspace| workspace.path("metrics.jsonl");
+    let program = |workspace: &Workspace| {
+        let program = workspace.finetune().flag("--pp", 1).flag("--tp", 1);
+        let program = program
+            .without("--dp")
+            .flag("--lr", 1e-4)
+            .flag("--steps", 300);
+        let program = program.flag("--gradient-accumulation-steps", 3);
+        let program = program.without("--global-batch-size").flag("--seq-len", 32);
+        program.flag("--metrics", path(workspace).display())
+    };
+    // Of three replicas with three micro-batches each: two have shares of five and four.
+    program(&here).flag("--dp", 3).succeeds();
+    let saving = program(&there).flag("--save-every", 20);
+    let saving = saving.flag("--save-dir", there.path("saves").display());
+    let secret = tempfile::NamedTempFile::new().unwrap();
+    fs::write(secret.path(), "hush").unwrap();
+    let launch = |host: char, num_ranks: &str| {
+        let mut words = hosts.enter(host);
+        words.extend([env!("CARGO_BIN_EXE_candle-train"), "launch"].map(str::to_string));
+        let rdzv = format!("{}:29512", hosts.address('a'));
+        let options = [
+            "--nproc-per-node",
+            num_ranks,
+            "--nnodes",
+            "1:2",
+            "--rdzv",
+            &rdzv,
+        ];
+        let quick = [
+            "--max-restarts",
+            "1",
+            "--grace-secs",
+            "5",
+            "--silence-secs",
+            "3",
+        ];
+        let mut command = Command::new(&words[0]);
+        command
+            .args(&words[1..])
+            .args(options)
+            .args(quick)
+            .args(saving.words());
+        command.envs(hosts.mpi_variables());
+        command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", secret.path());
+        launching::spawn(tempfile::TempDir::new().unwrap(), command, &|_| {})
+    };
+    let first = launch('a', "2");
+    let second = launch('b', "1");
+    // How often as many replicas have begun.
+    let begun = |dp: usize| {
+        let said = fs::read_to_string(first.path("stdout")).unwrap();
+        said.matches(&format!("pp 1 x dp {dp} x tp 1")).count()
+    };
+    let is_saved = |step: usize| there.path(&format!("saves/step-{step:06}")).exists();
+    launching::wait_until("a checkpoint of both hosts", || is_saved(20));
+    assert_eq!(begun(3), 1);
+    hosts.kill_all_on('b');
+    launching::wait_until("ranks on one host", || begun(2) == 1);
+    launching::wait_until("steps on one host", || is_saved(80));
+    let third = launch('b', "1");
+    let ended = first.wait();
+    let said = String::from_utf8_lossy(&ended.out).into_owned();
+    assert_eq!(ended.code, Some(0), "{said} {}", ended.err);
+    assert_eq!(
+        said.matches("pp 1 x dp 3 x tp 1").count(),
+        2,
+        "{said} {}",
+        ended.err
+    );
+    assert_eq!(third.wait().code, Some(0));
+    drop(second);
+    let losses = |workspace: &Workspace| -> Vec<(u64, f64)> {
+        let steps = super::training::metrics(&path(workspace)).into_iter();
+        let numbers = |step: serde_json::Map<String, serde_json::Value>| {
+            Some((step.get("step")?.as_u64()?, step.get("loss")?.as_f64()?))
+        };
+        steps.filter_map(numbers).collect()
+    };
+    let (want, got) = (losses(&here), losses(&there));
+    assert_eq!((want.len(), got.len()), (300, 300));
+    for ((step, want), (same_step, got)) in want.into_iter().zip(got) {
+        assert_eq!(step, same_step);
+        assert!(
+            (want - got).abs() <= 1e-5 * want,
+            "step {step}: {got}, expected {want}"
+        );
+    }
+}
+
 /// The process that is this rank of the workspace's run.
 fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
     let folder = workspace.path("model").display().to_string();
@@ -416,7 +560,9 @@ fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
         let variables = read(*pid, "environ");
         let mut variables = variables.split('\0');
         read(*pid, "cmdline").contains(&folder)
-            && !read(*pid, "cmdline").starts_with("mpirun")
+            && !["mpirun", "candle-train launch"]
+                .iter()
+                .any(|word| read(*pid, "cmdline").replace("\0", " ").contains(word))
             && variables.any(|variable| {
                 let (name, value) = variable.split_once('=').unwrap_or_default();
                 matches!(name, "OMPI_COMM_WORLD_RANK" | "PMI_RANK") && value == rank.to_string()

@@ -57,7 +57,6 @@ impl TwoHosts {
         Some(())
     }
 
-    /// What mpirun calls in place of ssh: the host, then a command.
     fn write_agent(&self) {
         let script = format!(
             "#!/bin/sh\nhost=$1\nshift\ncase $host in\n{}) ns={} name=host-a ;;\n*) ns={} name=host-b ;;\nesac\n\
@@ -70,7 +69,8 @@ impl TwoHosts {
         fs::set_permissions(self.agent(), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    fn agent(&self) -> PathBuf {
+    /// What is called in place of ssh: the host, then a command.
+    pub fn agent(&self) -> PathBuf {
         self.dir.path().join("agent")
     }
 
@@ -82,31 +82,55 @@ impl TwoHosts {
         format!("{}v{host}", self.id)
     }
 
-    fn address(&self, host: char) -> String {
+    pub fn address(&self, host: char) -> String {
         let last = if host == 'a' { 1 } else { 2 };
         format!("{}.{last}", self.subnet)
     }
 
+    /// The words that run a program on a host.
+    pub fn enter(&self, host: char) -> Vec<String> {
+        let namespace = self.namespace(host);
+        let enter = ["ip", "netns", "exec", &namespace, "unshare", "--uts"];
+        let name = format!("hostname host-{host}; exec \"$@\"");
+        let shell = ["sh", "-c", &name, "sh"];
+        enter.into_iter().chain(shell).map(str::to_string).collect()
+    }
+
+    /// A host file of two ranks on each host.
+    pub fn hostfile(&self) -> String {
+        let [a, b] = [self.address('a'), self.address('b')];
+        format!("{a} slots=2\n{b} slots=2\n")
+    }
+
+    /// What Open MPI has to be told to use the link, and TCP alone.
+    pub fn mpi_variables(&self) -> [(&'static str, String); 3] {
+        let net = format!("{}.0/24", self.subnet);
+        [
+            ("OMPI_MCA_btl", "tcp,self".to_string()),
+            ("OMPI_MCA_btl_tcp_if_include", net.clone()),
+            ("OMPI_MCA_oob_tcp_if_include", net),
+        ]
+    }
+
     /// The words that start two ranks on each host with Open MPI, over TCP alone.
+    #[cfg(feature = "mpi")]
     pub fn mpirun(&self) -> Vec<String> {
         let [a, b] = [self.address('a'), self.address('b')];
-        let namespace = self.namespace('a');
-        let enter = ["ip", "netns", "exec", &namespace, "unshare", "--uts"];
-        let shell = ["sh", "-c", "hostname host-a; exec \"$@\"", "sh"];
         let mpirun = format!(
-            "mpirun --allow-run-as-root --bind-to none -n 4 --host {a}:2,{b}:2 --mca plm_rsh_agent {} --mca btl tcp,self \
-             --mca btl_tcp_if_include {net}.0/24 --mca oob_tcp_if_include {net}.0/24 -x MASTER_ADDR={a} -x MASTER_PORT=29511",
+            "mpirun --allow-run-as-root --bind-to none -n 4 --host {a}:2,{b}:2 --mca plm_rsh_agent {} -x MASTER_ADDR={a} \
+             -x MASTER_PORT=29511",
             self.agent().display(),
-            net = self.subnet,
         );
-        let words = enter
-            .into_iter()
-            .chain(shell)
-            .chain(mpirun.split_whitespace());
-        words.map(str::to_string).collect()
+        let mut words = self.enter('a');
+        words.push("env".to_string());
+        let variables = self.mpi_variables();
+        words.extend(variables.map(|(name, value)| format!("{name}={value}")));
+        words.extend(mpirun.split_whitespace().map(str::to_string));
+        words
     }
 
     /// Nothing crosses the link from now on.
+    #[cfg(feature = "mpi")]
     pub fn cut(&self) {
         let [namespace, link] = [self.namespace('a'), self.link('a')];
         ip(&["-n", &namespace, "link", "set", &link, "down"]).expect("a link to cut");
@@ -115,14 +139,19 @@ impl TwoHosts {
     /// Ends all processes on both hosts.
     pub fn kill_all(&self) {
         for host in ['a', 'b'] {
-            let pids = Command::new("ip")
-                .args(["netns", "pids", &self.namespace(host)])
-                .output();
-            let pids = String::from_utf8_lossy(&pids.unwrap().stdout).into_owned();
-            for pid in pids.split_whitespace() {
-                // It may have ended by itself.
-                let _ = Command::new("kill").args(["-9", pid]).output();
-            }
+            self.kill_all_on(host);
+        }
+    }
+
+    /// Ends all processes on one of them.
+    pub fn kill_all_on(&self, host: char) {
+        let pids = Command::new("ip")
+            .args(["netns", "pids", &self.namespace(host)])
+            .output();
+        let pids = String::from_utf8_lossy(&pids.unwrap().stdout).into_owned();
+        for pid in pids.split_whitespace() {
+            // It may have ended by itself.
+            let _ = Command::new("kill").args(["-9", pid]).output();
         }
     }
 }

@@ -34,7 +34,7 @@ const SERVER: &str = "server";
 ///
 /// # Errors
 /// The connection breaks off, or ends in time.
-pub(super) fn as_rank(
+pub(crate) fn as_rank(
     stream: &mut (impl Read + Write),
     secret: &Secret,
     version: u32,
@@ -57,7 +57,7 @@ pub(super) fn as_rank(
 ///
 /// # Errors
 /// The other end does not know it, or says something else; the connection breaks off, or ends in time.
-pub(super) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Result<u32> {
+pub(crate) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Result<u32> {
     let mut opening = [0; OPENING_BYTES];
     stream.read_exact(&mut opening[..MAGIC.len()])?;
     if !opening.starts_with(&MAGIC) {

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 ///
 /// Many hosts resolve their own name to a loopback address, which the ranks of other hosts cannot reach, and a name may be that of a
 /// proxy: then, with a warning, it is all addresses of this host.
-pub(super) fn listen(
+pub(crate) fn listen(
     host: &str,
     addresses: &[SocketAddr],
     is_one_host: bool,

@@ -7,7 +7,7 @@ mod exchange;
 mod failures;
 mod hub;
 mod report;
-mod strangers;
+pub(crate) mod strangers;
 
 use std::io::{self, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -28,7 +28,7 @@ use hub::Hub;
 pub(super) use strangers::Strangers;
 
 /// How long a stranger may take to say who it is.
-const HANDSHAKE: Duration = Duration::from_secs(2);
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
 
 /// The stack of a thread that moves messages.
 const STACK_BYTES: usize = 256 << 10;

@@ -15,14 +15,14 @@ pub(super) const VERSION: u32 = 3;
 
 /// How much a frame may hold.
 #[derive(Clone, Copy)]
-pub(super) struct Limits {
+pub(crate) struct Limits {
     json: u32,
     body: u32,
 }
 
 impl Limits {
     /// From somebody who is not in.
-    pub(super) const STRANGER: Self = Self {
+    pub(crate) const STRANGER: Self = Self {
         json: 1 << 20,
         body: 0,
     };
@@ -34,7 +34,7 @@ impl Limits {
 }
 
 /// A frame's bytes.
-pub(super) fn frame(message: &impl Serialize, body: &[u8]) -> Result<Vec<u8>> {
+pub(crate) fn frame(message: &impl Serialize, body: &[u8]) -> Result<Vec<u8>> {
     let json = serde_json::to_vec(message)?;
     let len = |what: &str, len: usize, limit: u32| match u32::try_from(len) {
         Ok(short) if short <= limit => Ok(short.to_le_bytes()),
@@ -46,7 +46,7 @@ pub(super) fn frame(message: &impl Serialize, body: &[u8]) -> Result<Vec<u8>> {
 }
 
 /// Reads a frame.
-pub(super) fn read<T: DeserializeOwned>(
+pub(crate) fn read<T: DeserializeOwned>(
     reader: &mut impl Read,
     limits: Limits,
 ) -> Result<(T, Vec<u8>)> {
@@ -82,13 +82,13 @@ fn invalid(message: String) -> Error {
 }
 
 /// A connection read until an instant, however slowly the bytes trickle in.
-pub(super) struct Timed {
+pub(crate) struct Timed {
     stream: TcpStream,
     until: Option<Instant>,
 }
 
 impl Timed {
-    pub(super) fn new(stream: TcpStream, limit: Duration) -> Self {
+    pub(crate) fn new(stream: TcpStream, limit: Duration) -> Self {
         let until = Some(Instant::now() + limit);
         Self { stream, until }
     }
@@ -99,7 +99,7 @@ impl Timed {
     }
 
     /// From now on reads may last.
-    pub(super) fn lift(&mut self) -> Result<()> {
+    pub(crate) fn lift(&mut self) -> Result<()> {
         self.until = None;
         self.stream.set_read_timeout(None)
     }

@@ -16,12 +16,15 @@ use nix::errno::Errno;
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{dup2_stdin, dup2_stdout};
 
+use super::call::{Caller, call};
 use super::end::End;
 use super::host_plan::HostPlan;
 use super::wire::{self, Command, Report};
 use super::{process_tree, program, signals};
-use crate::{Error, Result};
+use crate::rank_env::given_secret;
+use crate::{Error, RankEnv, Result};
 use ranks::Ranks;
 use report_pipe::ReportPipe;
 
@@ -43,8 +46,13 @@ pub(super) enum Event {
     },
 }
 
-/// Runs an agent on this process's stdin and stdout.
-pub fn run_agent() -> ExitCode {
+/// Runs an agent: on this process's stdin and stdout, or of the one rank as which MPI has started it, on a connection to the front
+/// at `HOST:PORT`.
+pub fn run_agent(front: Option<&str>) -> ExitCode {
+    if let Some(Err(error)) = front.map(call_front) {
+        eprintln!("candle-train: the agent cannot reach the launcher: {error}");
+        return ExitCode::FAILURE;
+    }
     // Before any thread is started: they all inherit it.
     let signals = signals::block();
     let (reports, writer) = ReportPipe::open();
@@ -56,6 +64,17 @@ pub fn run_agent() -> ExitCode {
     // It ends with that report.
     let _ = writer.join();
     code
+}
+
+/// Puts a connection to the front in the place of stdin and stdout.
+fn call_front(front: &str) -> Result<()> {
+    let secret = given_secret()?.ok_or_else(|| Error::Launch("it has no secret".to_string()))?;
+    let caller = Caller::Rank(RankEnv::from_env()?.rank());
+    let connected = call(front, &secret, &caller).and_then(|stream| {
+        dup2_stdin(&stream)?;
+        Ok(dup2_stdout(&stream)?)
+    });
+    connected.map_err(|error| Error::Launch(format!("{front}: {error}")))
 }
 
 fn agent(signals: SigSet, reports: &ReportPipe) -> Result<()> {

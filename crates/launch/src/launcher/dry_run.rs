@@ -12,14 +12,14 @@ impl Display for DryRun<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout = self.0;
         let world_size = layout.world_size;
-        let started: usize = layout.hosts.iter().map(|host| host.plan.num_ranks).sum();
         write!(f, "a run of {world_size} ranks")?;
-        if started < world_size {
-            write!(f, ", {started} of them started here")?;
-        }
         match layout.random_port {
             true => writeln!(f, ", meeting on {}", layout.meeting.host)?,
             false => writeln!(f, ", meeting at {}", layout.meeting)?,
+        }
+        if let Some(mpi) = &layout.mpi {
+            let words = mpi.words.iter().map(|word| agent_command::quoted(word));
+            writeln!(f, "started: {}", words.collect::<Vec<_>>().join(" "))?;
         }
         for host in &layout.hosts {
             self.write_host(f, host)?;
@@ -31,9 +31,13 @@ impl Display for DryRun<'_> {
 impl DryRun<'_> {
     fn write_host(&self, f: &mut fmt::Formatter<'_>, host: &Host) -> fmt::Result {
         let plan = &host.plan;
+        if plan.first_local_rank > 0 {
+            return Self::write_ranks(f, host);
+        }
         writeln!(f, "\nhost {}", host.name)?;
         let command = match &host.via {
             Some(_) => agent_command::words(host).join(" "),
+            None if plan.through_mpi => "through MPI".to_string(),
             None => "directly".to_string(),
         };
         writeln!(f, "  started: {command}")?;
@@ -50,6 +54,11 @@ impl DryRun<'_> {
                 _ => writeln!(f, "    {name}={value}")?,
             }
         }
+        Self::write_ranks(f, host)
+    }
+
+    fn write_ranks(f: &mut fmt::Formatter<'_>, host: &Host) -> fmt::Result {
+        let plan = &host.plan;
         for local_rank in 0..plan.num_ranks {
             let [(rank, number), (local, local_number)] = plan.rank_env(local_rank);
             writeln!(f, "  rank {number}: {rank}={number} {local}={local_number}")?;

@@ -14,6 +14,12 @@ pub const PEER_FAILED_EXIT_CODE: u8 = 85;
 /// The exit code of a rank that would end in the same way if it was started again: its command line is wrong, say. Parsers of command
 /// lines have it so.
 pub const WOULD_FAIL_AGAIN_EXIT_CODE: u8 = 2;
+/// The exit code of a rank that has to be started by an MPI library's launcher, and so has done nothing yet.
+pub const NEEDS_MPI_EXIT_CODE: u8 = 86;
+
+/// The exit code of a launcher that lost a host.
+pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
+
 /// Those of shells, and of ours, where a program cannot be run.
 const CANNOT_RUN_EXIT_CODES: [i32; 2] = [126, 127];
 /// What asks a training run to stop; it then exits with 128 and the number.
@@ -47,13 +53,27 @@ impl End {
         self == Self::Exited(i32::from(PEER_FAILED_EXIT_CODE))
     }
 
-    /// Why a rank that ended so is not started again, if that is so.
-    pub(super) fn is_for_good(self) -> Option<String> {
-        let stopping = STOPPING.into_iter().find(|signal| {
+    /// The signal that asked the rank to stop, if one has.
+    fn stopped_by(self) -> Option<Signal> {
+        STOPPING.into_iter().find(|signal| {
             let number = *signal as i32;
             [Self::Killed(number), Self::Exited(128 + number)].contains(&self)
-        });
-        match (stopping, self) {
+        })
+    }
+
+    /// Whether the rank was asked to stop, and did.
+    pub(super) fn is_asked_for(self) -> bool {
+        self.stopped_by().is_some()
+    }
+
+    /// Whether the rank has to be started through MPI.
+    pub(super) fn needs_mpi(self) -> bool {
+        self == Self::Exited(i32::from(NEEDS_MPI_EXIT_CODE))
+    }
+
+    /// Why a rank that ended so is not started again, if that is so.
+    pub(super) fn is_for_good(self) -> Option<String> {
+        match (self.stopped_by(), self) {
             (Some(signal), _) => Some(format!("it was asked to stop, by {}", signal.as_str())),
             (None, Self::Exited(code))
                 if code == i32::from(WOULD_FAIL_AGAIN_EXIT_CODE)

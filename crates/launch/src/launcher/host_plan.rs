@@ -18,6 +18,12 @@ pub(super) struct HostPlan {
     pub(super) first_rank: usize,
     /// The number of ranks.
     pub(super) num_ranks: usize,
+    /// The number of the first rank on its host.
+    #[serde(default)]
+    pub(super) first_local_rank: usize,
+    /// Whether MPI started the agent, and knows its rank.
+    #[serde(default)]
+    pub(super) through_mpi: bool,
     /// The time from SIGTERM to SIGKILL where the front is gone and cannot say.
     pub(super) grace_ms: u64,
     /// Without a word from the front for this long, it counts as gone. A local front is known to be gone by its pipe.
@@ -25,11 +31,14 @@ pub(super) struct HostPlan {
 }
 
 impl HostPlan {
-    /// The variables of the rank with this number on its host, beyond those of all ranks.
+    /// The variables of the rank with this number among these, beyond those of all ranks.
     pub(super) fn rank_env(&self, local_rank: usize) -> [(&'static str, String); 2] {
         [
             ("RANK", (self.first_rank + local_rank).to_string()),
-            ("LOCAL_RANK", local_rank.to_string()),
+            (
+                "LOCAL_RANK",
+                (self.first_local_rank + local_rank).to_string(),
+            ),
         ]
     }
 }

@@ -3,12 +3,13 @@
 use std::net::{TcpListener, ToSocketAddrs};
 use std::time::Duration;
 
+use super::agent_command::own_program;
 use super::config::LaunchConfig;
 use super::host_plan::HostPlan;
+use super::mpi;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use super::shares::{Share, is_loopback};
-use crate::rank_env::given_secret;
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret};
 
@@ -30,6 +31,8 @@ pub(super) struct Layout {
     pub(super) hosts: Vec<Host>,
     pub(super) world_size: usize,
     pub(super) meeting: RendezvousAddress,
+    /// What starts the agents, if ranks are started through MPI: one for each, which is a host of its own here.
+    pub(super) mpi: Option<Mpi>,
     /// Whether the port is another one at each start.
     pub(super) random_port: bool,
     /// So many ranks may fail while the others go on.
@@ -37,6 +40,17 @@ pub(super) struct Layout {
     /// What ranks have to end after a failure, and after a signal to the launcher.
     pub(super) grace_after_failure: Duration,
     pub(super) grace_after_signal: Duration,
+}
+
+/// An MPI library's launcher.
+#[derive(Debug)]
+pub(super) struct Mpi {
+    /// The command, but for the last word: where agents call the front.
+    pub(super) words: Vec<String>,
+    /// The command that runs a command on another host.
+    pub(super) via: String,
+    /// One of the other hosts, if there are any.
+    pub(super) other_host: Option<String>,
 }
 
 /// A host and its ranks.
@@ -57,18 +71,18 @@ impl Layout {
         config: &LaunchConfig,
         shares: Vec<Share>,
         num_restarts: usize,
+        through_mpi: bool,
     ) -> Result<Self> {
-        let started: usize = shares.iter().map(|share| share.num_ranks).sum();
-        let world_size = config.nnodes * started;
+        let world_size = shares.iter().map(|share| share.num_ranks).sum();
         let (meeting, random_port) = meeting(config, &shares)?;
-        let secret = match config.nnodes {
-            1 => Some(Secret::random()?),
-            // Started once per host, so the hosts must share it. Without one, ranks know each other by where they meet.
-            _ => given_secret()?,
+        let secret = match through_mpi || config.is_led() {
+            // They give themselves one; or each host has been told.
+            true => None,
+            false => Some(Secret::random()?),
         };
         let variables = rank_variables::Run {
             world_size,
-            num_hosts: shares.len().max(config.nnodes),
+            num_hosts: shares.len(),
             meeting: &meeting,
             secret: secret.as_ref(),
             num_restarts,
@@ -79,7 +93,23 @@ impl Layout {
             .program
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
-        let via = ssh_words(config)?;
+        let ssh = ssh_words(config)?;
+        let via = match &config.rdzv {
+            Some(front) if config.is_led() => {
+                let (host, port) = (front.host.clone(), front.port.to_string());
+                vec![own_program(), "reach".to_string(), host, port]
+            }
+            _ => ssh,
+        };
+        let other = shares.iter().find(|share| !share.is_here);
+        let mpi = through_mpi.then(|| {
+            Ok::<_, Error>(Mpi {
+                words: mpi::words(config, &shares, &via)?,
+                via: via.join(" "),
+                other_host: other.map(|share| share.name.clone()),
+            })
+        });
+        let mpi = mpi.transpose()?;
         let grace_ms =
             |default| milliseconds("--grace-secs", config.grace_secs.unwrap_or(default), 0.0);
         let grace_ms_after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
@@ -100,20 +130,47 @@ impl Layout {
                 ),
                 first_rank: share.first_rank,
                 num_ranks: share.num_ranks,
+                first_local_rank: 0,
+                through_mpi,
                 grace_ms: grace_ms_after_failure,
                 silence_ms: (!share.is_here).then_some(silence_ms),
             },
             name: share.name,
         });
+        let hosts = hosts.flat_map(|host| {
+            if through_mpi {
+                host.by_rank()
+            } else {
+                vec![host]
+            }
+        });
         Ok(Self {
             hosts: hosts.collect(),
             world_size,
             meeting,
+            mpi,
             random_port,
             may_lose: config.may_lose,
             grace_after_failure: Duration::from_millis(grace_ms_after_failure),
             grace_after_signal: Duration::from_millis(grace_ms_after_signal),
         })
+    }
+}
+
+impl Host {
+    /// A host for each rank.
+    fn by_rank(self) -> Vec<Self> {
+        let of_rank = |local_rank| Self {
+            name: self.name.clone(),
+            via: None,
+            plan: HostPlan {
+                first_rank: self.plan.first_rank + local_rank,
+                first_local_rank: local_rank,
+                num_ranks: 1,
+                ..self.plan.clone()
+            },
+        };
+        (0..self.plan.num_ranks).map(of_rank).collect()
     }
 }
 
@@ -131,7 +188,10 @@ fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
 fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
     let given = [
         ("--ssh", config.ssh.is_some()),
-        ("--silence-secs", config.silence_secs.is_some()),
+        (
+            "--silence-secs",
+            config.silence_secs.is_some() && !config.is_led(),
+        ),
     ];
     if let Some((option, _)) = given
         .iter()
@@ -155,8 +215,13 @@ fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
 fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress, bool)> {
     let first = &shares[0];
     if let Some(meeting) = &config.rdzv {
+        if config.is_led() {
+            // There the launchers meet.
+            let (host, port) = (meeting.host.clone(), random_port()?);
+            return Ok((RendezvousAddress { host, port }, true));
+        }
         if first.is_here {
-            check_meeting(meeting, first.node_rank == 0)?;
+            check_meeting(meeting)?;
         }
         return Ok((meeting.clone(), false));
     }
@@ -172,23 +237,26 @@ fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress
             first.name
         )));
     }
-    // Below the ports that systems hand out by themselves, so probably free there.
-    let random =
-        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
-    let port = 20000 + u16::from_le_bytes(random) % 12000;
-    let host = first.name.clone();
+    let (host, port) = (first.name.clone(), random_port()?);
     Ok((RendezvousAddress { host, port }, true))
 }
 
-/// An error if the address is not known here or, on the host of rank 0, if somebody listens there already.
-fn check_meeting(meeting: &RendezvousAddress, has_rank_0: bool) -> Result<()> {
+/// Below the ports that systems hand out by themselves, so probably free on another host.
+fn random_port() -> Result<u16> {
+    let random =
+        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
+    Ok(20000 + u16::from_le_bytes(random) % 12000)
+}
+
+/// An error if the address is not known here, on the host of rank 0, or if somebody listens there already.
+fn check_meeting(meeting: &RendezvousAddress) -> Result<()> {
     let Ok(addresses) = (meeting.host.as_str(), meeting.port).to_socket_addrs() else {
         return Err(Error::Launch(format!(
             "--rdzv: the host name {:?} is not known here",
             meeting.host
         )));
     };
-    for address in addresses.filter(|_| has_rank_0) {
+    for address in addresses {
         let bound = TcpListener::bind(address);
         // Other errors may be due to an address that is this host's only seen from outside.
         if bound.is_err_and(|error| error.kind() == std::io::ErrorKind::AddrInUse) {

@@ -69,7 +69,7 @@ pub(super) fn kill_descendants() -> Vec<Pid> {
 }
 
 /// Collects the children that ended; false if there are no children.
-fn reap() -> bool {
+pub(super) fn reap() -> bool {
     loop {
         match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
             Ok(WaitStatus::StillAlive) => return true,

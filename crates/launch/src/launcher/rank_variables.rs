@@ -22,6 +22,18 @@ const OWN: [&str; 13] = [
     "CANDLE_TRAIN_RESTART_COUNT",
 ];
 
+/// What other launchers say, in which this one was started, does not hold for ranks of ours.
+pub(super) const FOREIGN: [&str; 8] = [
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMIX_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+];
+
 /// What all ranks of a run share.
 pub(super) struct Run<'a> {
     pub(super) world_size: usize,

@@ -22,7 +22,9 @@ impl Identity {
     pub(super) fn read(vars: &Variables) -> Result<Self> {
         // Ours takes away what an mpirun outside of it has set.
         let is_mpi_inside = vars.is_set("CANDLE_TRAIN_RESTART_COUNT")
-            && (vars.is_set("OMPI_COMM_WORLD_RANK") || vars.is_set("PMI_RANK"));
+            && ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
+                .iter()
+                .any(|name| vars.is_set(name));
         if !is_mpi_inside && (vars.is_set("RANK") || vars.is_set("WORLD_SIZE")) {
             let started_by = if vars.is_set("CANDLE_TRAIN_RESTART_COUNT") {
                 StartedBy::CandleTrain

@@ -11,6 +11,7 @@ fn config(micro: usize, global: usize, shuffle: bool) -> BatchConfig {
         global_batch_size: global,
         shuffle,
         seed: 7,
+        uneven: false,
     }
 }
 
@@ -152,6 +153,33 @@ fn the_shuffled_order_is_stable_across_versions() {
         samples(&batches.batch(0).unwrap(), 40, 4),
         [5, 3, 9, 8, 1, 6, 2, 0, 4, 7]
     );
+}
+
+#[test]
+fn shares_may_differ_by_one_and_have_every_sample_of_a_step() {
+    for (micro, global, dp) in [(1, 10, 3), (2, 10, 3), (3, 7, 2), (1, 2, 3), (4, 16, 5)] {
+        let config = BatchConfig {
+            uneven: true,
+            ..config(micro, global, true)
+        };
+        let whole = batches(
+            (200, 4),
+            &BatchConfig {
+                micro_batch_size: 1,
+                ..config.clone()
+            },
+            (0, 1),
+        );
+        for step in 0..8 {
+            let of_rank = |rank| batches((200, 4), &config, (rank, dp)).batch(step).unwrap();
+            let all: Vec<_> = (0..dp).map(of_rank).collect();
+            assert!(all.iter().all(|rank| rank.len() == all[0].len()));
+            let lens: Vec<usize> = all.iter().map(|rank| samples(rank, 200, 4).len()).collect();
+            assert!(lens[0] - lens[dp - 1] <= 1, "{lens:?}");
+            let found = all.iter().flat_map(|rank| samples(rank, 200, 4));
+            assert!(found.eq(samples(&whole.batch(step).unwrap(), 200, 4)));
+        }
+    }
 }
 
 #[test]

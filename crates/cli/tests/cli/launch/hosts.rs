@@ -195,45 +195,6 @@ fn another_version_on_a_host() {
     );
 }
 
-/// They share a secret in a file, or none, and tell their ranks.
-#[test]
-fn one_launcher_per_host() {
-    let secret_file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(secret_file.path(), "hush\n").unwrap();
-    for secret in ["hush", ""] {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let rdzv = listener.local_addr().unwrap().to_string();
-        drop(listener);
-        let of_node = |node_rank: &str| {
-            let options = [
-                "--nnodes",
-                "2",
-                "--nproc-per-node",
-                "2",
-                "--node-rank",
-                node_rank,
-                "--rdzv",
-                &rdzv,
-            ];
-            let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT ${CANDLE_TRAIN_RUN_TOKEN-}.";
-            let args = [&options[..], &["sh", "-c", script]].concat();
-            start_in(TempDir::new().unwrap(), &args, &|command| {
-                if !secret.is_empty() {
-                    command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", secret_file.path());
-                }
-            })
-        };
-        let [first, second] = ["0", "1"].map(|node_rank| of_node(node_rank).wait());
-        let line = |rank: usize, local_rank: usize, node_rank: usize| {
-            format!("[rank {rank}] {rank}/4 {local_rank}/2 {node_rank}/2 {rdzv} {secret}.")
-        };
-        let (err, lines) = (&first.err, first.sorted_lines());
-        assert_eq!(lines, [line(0, 0, 0), line(1, 1, 0)], "{err}");
-        let (err, lines) = (&second.err, second.sorted_lines());
-        assert_eq!(lines, [line(2, 0, 1), line(3, 1, 1)], "{err}");
-    }
-}
-
 #[test]
 fn a_host_that_falls_silent() {
     // All that connects host b stands still as soon as its rank runs, but stays open.

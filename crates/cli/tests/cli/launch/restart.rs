@@ -154,7 +154,7 @@ fn second_start(ended: &Ended) -> Vec<String> {
 fn the_run_goes_on_without_a_host_that_is_lost() {
     let begin = Instant::now();
     let gone = "echo no route >&2; exit 255";
-    let options = ["--min-nodes", "1", "--silence-secs", "3"];
+    let options = ["--nnodes", "1:2", "--silence-secs", "3"];
     let ended = start_with_a_lost_host(gone, &options, TOUCH_AND_WAIT).wait();
     assert_eq!(ended.code, Some(0), "{}", ended.err);
     assert_eq!(second_start(&ended), ["[rank 0] 1 0/1 on a, 0/1"]);
@@ -191,7 +191,7 @@ fn a_host_that_is_back_takes_part_again() {
 fn too_few_hosts_end_the_run() {
     let ended = start_with_a_lost_host("exit 255", &SOON, TOUCH_AND_WAIT).wait();
     assert_eq!(ended.code, Some(1), "{}", ended.err);
-    let note = "\n1 of 2 hosts are left, and --min-nodes is 2\n";
+    let note = "\n1 of 2 hosts are left, and --nnodes asks for 2\n";
     assert!(ended.sentence().contains(note), "{}", ended.err);
     assert!(second_start(&ended).is_empty());
 }
@@ -216,46 +216,14 @@ fn options_that_contradict_each_other() {
     let hosts = folder.path().join("hosts").display().to_string();
     std::fs::write(Path::new(&hosts), "a slots=1\nb slots=1\n").unwrap();
     let of_hosts = ["--hostfile", hosts.as_str()];
-    let one = ["--nproc-per-node", "1"];
-    let nodes = [
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "0",
-        "--rdzv",
-        "localhost:29511",
-    ];
     for (options, part) in [
         (
-            [&one[..], &nodes, &["--max-restarts", "1"]].concat(),
-            "--max-restarts works where one launcher starts all ranks",
-        ),
-        (
-            [&of_hosts[..], &["--min-nodes", "1"]].concat(),
-            "--min-nodes is for --max-restarts",
-        ),
-        (
-            [&one[..], &["--max-restarts", "1", "--min-nodes", "1"]].concat(),
-            "--min-nodes is for the hosts of a --hostfile",
-        ),
-        (
-            [&of_hosts[..], &["--max-restarts", "1", "--min-nodes", "3"]].concat(),
+            [&of_hosts[..], &["--nnodes", "1:3"]].concat(),
             "expected at most the 2 hosts of the host file, got 3",
         ),
         (
-            [
-                &of_hosts[..],
-                &[
-                    "--max-restarts",
-                    "1",
-                    "--min-nodes",
-                    "1",
-                    "--rdzv",
-                    "a:29511",
-                ],
-            ]
-            .concat(),
-            "--min-nodes and --rdzv",
+            [&of_hosts[..], &["--nnodes", "1:2", "--rdzv", "a:29511"]].concat(),
+            "--nnodes and --rdzv",
         ),
     ] {
         let ended = start(&[&options[..], &["true"]].concat()).wait();

@@ -9,21 +9,21 @@ const SPARE: usize = 256;
 
 /// Connections that have not shown yet that they know the run's secret. When there are too many the oldest is closed: a rank
 /// takes a moment to show it, and however many others come, they do not keep it out.
-pub(in crate::control) struct Strangers {
+pub(crate) struct Strangers {
     max: usize,
     /// With the number that each of them has.
     waiting: Mutex<VecDeque<(u64, TcpStream)>>,
 }
 
 impl Strangers {
-    pub(in crate::control) fn new(world_size: usize) -> Self {
+    pub(crate) fn new(world_size: usize) -> Self {
         Self {
             max: world_size.saturating_add(SPARE),
             waiting: Mutex::default(),
         }
     }
 
-    pub(in crate::control) fn add(&self, number: u64, stream: TcpStream) {
+    pub(crate) fn add(&self, number: u64, stream: TcpStream) {
         let mut waiting = self.lock();
         waiting.push_back((number, stream));
         if waiting.len() > self.max
@@ -35,7 +35,7 @@ impl Strangers {
     }
 
     /// It is none any more.
-    pub(in crate::control) fn remove(&self, number: u64) {
+    pub(crate) fn remove(&self, number: u64) {
         self.lock().retain(|(other, _)| *other != number);
     }
 

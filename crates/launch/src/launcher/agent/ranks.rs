@@ -14,22 +14,12 @@ use super::Event;
 use super::report_pipe::ReportPipe;
 use crate::launcher::end::End;
 use crate::launcher::host_plan::HostPlan;
+use crate::launcher::rank_variables::FOREIGN;
 use crate::launcher::wire::{Report, Stream};
 use crate::{Error, Result};
 
 /// A rank that ended is reported when its output is through, or after this long: a process it left behind may hold it open.
 const DRAIN: Duration = Duration::from_secs(1);
-/// What other launchers say, in which this one was started, does not hold for ranks of ours.
-const FOREIGN: [&str; 7] = [
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-];
-
 /// All ranks of this host, by local rank.
 pub(super) struct Ranks {
     first_rank: usize,
@@ -139,7 +129,7 @@ fn command(plan: &HostPlan, local_rank: usize) -> Result<Command> {
         .stderr(Stdio::piped())
         // A group of its own: a signal to it reaches what it starts, and a terminal's Ctrl-C only the front.
         .process_group(0);
-    for name in FOREIGN {
+    for name in FOREIGN.iter().filter(|_| !plan.through_mpi) {
         command.env_remove(name);
     }
     Ok(command)

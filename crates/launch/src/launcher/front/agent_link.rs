@@ -1,8 +1,9 @@
 //! The front's line to one agent: commands go out, reports and output come in.
 
 use std::io::{BufRead, BufReader, Read, Write, stderr};
+use std::net::{Shutdown, TcpStream};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -21,16 +22,23 @@ use crate::launcher::wire::{self, Command, GREETING, Report, Stream};
 use crate::{Error, Result};
 
 /// How long an agent that closed its stdout may take to end.
-const EXIT_WAIT: Duration = Duration::from_secs(5);
+pub(super) const EXIT_WAIT: Duration = Duration::from_secs(5);
 /// How long its stderr may stay open after that.
 const NOTICES_WAIT: Duration = Duration::from_secs(1);
 
 /// An agent that was started.
 pub(super) struct AgentLink {
     commands: Option<Sender<Command>>,
-    /// The agent's process here, or that of ssh; its group has the same number.
-    pid: Pid,
+    way: Way,
     waiting_since: WaitingSince,
+}
+
+/// What lies between the front and an agent.
+enum Way {
+    /// The agent's process here, or that of ssh; its group has the same number.
+    Process(Pid),
+    /// The agent has called.
+    Call(TcpStream),
 }
 
 /// Since when the reader has waited for a report; none while it prints.
@@ -59,26 +67,52 @@ impl AgentLink {
         else {
             return Err(Error::Launch("an agent has no pipes".to_string()));
         };
-        let pid = Pid::from_raw(i32::try_from(child.id()).unwrap_or(-1));
-        let (commands, to_send) = mpsc::channel();
-        write_commands(stdin, to_send);
-        let waiting_since = WaitingSince::default();
-        let reader = Reader {
-            index,
-            name: host.name.clone(),
-            outputs,
-            events: events.clone(),
-            waiting_since: waiting_since.clone(),
-        };
+        let way = Way::Process(pid_of(&child));
         let notices = show_notices(stderr, format!("[host {}] ", host.name));
-        std::thread::spawn(move || reader.run(child, stdout, notices));
+        let end = move |is_broken| end_of(child, notices, is_broken);
+        let reader = Reader::new(index, host, outputs, events);
+        Ok(Self::new(way, host, reader, (stdin, stdout), end))
+    }
+
+    /// The link to an agent that has called.
+    ///
+    /// # Errors
+    /// The connection cannot be used in both directions.
+    pub(super) fn called(
+        (index, stream): (usize, TcpStream),
+        host: &Host,
+        outputs: RankOutputs,
+        events: &Sender<Event>,
+    ) -> Result<Self> {
+        let clone = || {
+            let cloned = stream.try_clone();
+            cloned.map_err(|error| Error::Launch(format!("a connection to an agent: {error}")))
+        };
+        let (input, output) = (clone()?, clone()?);
+        let reader = Reader::new(index, host, outputs, events);
+        let end = |_| (None, Vec::new());
+        let way = Way::Call(stream);
+        Ok(Self::new(way, host, reader, (input, output), end))
+    }
+
+    fn new(
+        way: Way,
+        host: &Host,
+        reader: Reader,
+        (input, output): (impl Write + Send + 'static, impl Read + Send + 'static),
+        end: impl FnOnce(bool) -> (Option<String>, Vec<String>) + Send + 'static,
+    ) -> Self {
+        let (commands, to_send) = mpsc::channel();
+        write_commands(input, to_send);
+        let waiting_since = reader.waiting_since.clone();
+        std::thread::spawn(move || reader.run(output, end));
         let link = Self {
             commands: Some(commands),
-            pid,
+            way,
             waiting_since,
         };
         link.send(Command::Plan(host.plan.clone()));
-        Ok(link)
+        link
     }
 
     pub(super) fn send(&self, command: Command) {
@@ -90,11 +124,17 @@ impl AgentLink {
     /// Hangs up: the agent ends what it started, and itself.
     pub(super) fn close(&mut self) {
         self.commands = None;
+        if let Way::Call(stream) = &self.way {
+            let _ = stream.shutdown(Shutdown::Write);
+        }
     }
 
-    /// Kills the agent's process on this host.
+    /// Kills the agent's process on this host, or cuts it off.
     pub(super) fn kill(&self) {
-        let _ = killpg(self.pid, Signal::SIGKILL);
+        let _ = match &self.way {
+            Way::Process(pid) => killpg(*pid, Signal::SIGKILL).is_ok(),
+            Way::Call(stream) => stream.shutdown(Shutdown::Both).is_ok(),
+        };
     }
 
     /// How long nothing has been heard.
@@ -109,7 +149,7 @@ fn lock(waiting_since: &WaitingSince) -> std::sync::MutexGuard<'_, Option<Instan
 }
 
 /// Writes commands, and that the front lives, until the link is closed. A thread, since a cut line may block the pipe.
-fn write_commands(mut stdin: ChildStdin, commands: mpsc::Receiver<Command>) {
+fn write_commands(mut stdin: impl Write + Send + 'static, commands: mpsc::Receiver<Command>) {
     std::thread::spawn(move || {
         loop {
             let command = match commands.recv_timeout(ALIVE_INTERVAL) {
@@ -124,8 +164,11 @@ fn write_commands(mut stdin: ChildStdin, commands: mpsc::Receiver<Command>) {
     });
 }
 
-/// Shows what ssh or the agent itself says on stderr; the thread returns the last lines.
-fn show_notices(mut from: ChildStderr, label: String) -> JoinHandle<Vec<String>> {
+/// Shows what a process on the way says; the thread returns the last lines.
+pub(super) fn show_notices(
+    mut from: impl Read + Send + 'static,
+    label: String,
+) -> JoinHandle<Vec<String>> {
     std::thread::spawn(move || {
         let mut notices = LabelledOutput::new(label, Stream::Err, None);
         let mut buffer = [0; 4096];
@@ -135,6 +178,33 @@ fn show_notices(mut from: ChildStderr, label: String) -> JoinHandle<Vec<String>>
         notices.flush();
         notices.last_lines()
     })
+}
+
+/// The number of a process, which is that of its group.
+pub(super) fn pid_of(child: &Child) -> Pid {
+    Pid::from_raw(i32::try_from(child.id()).unwrap_or(-1))
+}
+
+/// How an agent's process here ended, and what it last said.
+fn end_of(
+    mut child: Child,
+    notices: JoinHandle<Vec<String>>,
+    is_broken: bool,
+) -> (Option<String>, Vec<String>) {
+    if is_broken {
+        let _ = child.kill();
+    }
+    let ended = match wait_or_kill(&mut child) {
+        Ok(status) => status.to_string(),
+        Err(error) => error.to_string(),
+    };
+    // Its stderr may be held open by others than the agent; then its last lines are not worth the wait.
+    let in_time = poll(NOTICES_WAIT, || notices.is_finished().then_some(()));
+    let last_lines = match in_time {
+        Some(()) => notices.join().unwrap_or_default(),
+        None => Vec::new(),
+    };
+    (Some(ended), last_lines)
 }
 
 /// Waits for a process that has closed its stdout and should end.
@@ -147,7 +217,7 @@ fn wait_or_kill(child: &mut Child) -> std::io::Result<ExitStatus> {
 }
 
 /// Asks until there is an answer, or for that long.
-fn poll<T>(limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
+pub(super) fn poll<T>(limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
     let begin = Instant::now();
     loop {
         let answer = ask();
@@ -167,29 +237,32 @@ struct Reader {
 }
 
 impl Reader {
-    fn run(mut self, mut child: Child, stdout: ChildStdout, notices: JoinHandle<Vec<String>>) {
-        let mut from = BufReader::new(stdout);
+    fn new(index: usize, host: &Host, outputs: RankOutputs, events: &Sender<Event>) -> Self {
+        Self {
+            index,
+            name: host.name.clone(),
+            outputs,
+            events: events.clone(),
+            waiting_since: WaitingSince::default(),
+        }
+    }
+
+    /// Reads until the stream ends; `end` then says what became of the way to the agent, given whether something was wrong.
+    fn run(mut self, from: impl Read, end: impl FnOnce(bool) -> (Option<String>, Vec<String>)) {
+        let mut from = BufReader::new(from);
         let problem = match self.greeted(&mut from) {
             Ok(()) => self.pass_on_reports(&mut from),
             Err(problem) => Some(problem),
         };
-        if problem.is_some() {
-            let _ = child.kill();
-        }
-        let ended = match wait_or_kill(&mut child) {
-            Ok(status) => status.to_string(),
-            Err(error) => error.to_string(),
-        };
-        // Its stderr may be held open by others than the agent; then its last lines are not worth the wait.
-        let in_time = poll(NOTICES_WAIT, || notices.is_finished().then_some(()));
-        let last_lines = match in_time {
-            Some(()) => notices.join().unwrap_or_default(),
-            None => Vec::new(),
-        };
+        let (ended, last_lines) = end(problem.is_some());
         let problem = problem.unwrap_or_else(|| "the connection to its agent ended".to_string());
+        let detail = match ended {
+            Some(ended) => format!("{problem} ({ended})"),
+            None => problem,
+        };
         self.tell(Event::Gone {
             host: self.index,
-            detail: format!("{problem} ({ended})"),
+            detail,
             last_lines,
         });
     }

@@ -17,8 +17,12 @@ pub(super) enum Remedy {
     None(String),
     /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
     StartAgain { at: Option<Instant> },
+    /// They were stopped as hosts have come or leave, and are started on those that are there.
+    ChangeHosts,
+    /// The ranks have to be started through MPI.
+    ThroughMpi,
     /// The ranks were not started, since these hosts did not answer or cannot run them: others may.
-    Without(Vec<usize>),
+    Without(Vec<String>),
 }
 
 impl Outcome {

@@ -5,6 +5,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 
 use super::agent_link::AgentLink;
 use super::outcome::{Outcome, Remedy};
@@ -16,7 +17,7 @@ use crate::launcher::process_tree::KILL_DEADLINE;
 use crate::launcher::wire::{Command, Report};
 
 /// Agents have this long to say that they can run their plan.
-const START_DEADLINE: Duration = Duration::from_secs(60);
+pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
 /// After a failure the others have this long to say what they know of it, and the cause to show up.
 const CAUSE_WAIT: Duration = Duration::from_secs(1);
 /// Terminals and `timeout` may deliver a signal twice; only after this time is it a second one.
@@ -39,7 +40,7 @@ pub(super) struct Run<'a> {
     /// Whether a host has been silent for too long.
     silent: Vec<bool>,
     /// Hosts that cannot run their plan, and why.
-    refusals: Vec<(usize, String)>,
+    refusals: Vec<(String, String)>,
     failures: Failures,
     /// Ranks that have failed and without which the others go on.
     lost: Vec<RankEnd>,
@@ -51,6 +52,13 @@ pub(super) struct Run<'a> {
     stopped_at: Option<Instant>,
     /// When agents that are still there are given up.
     give_up_at: Option<Instant>,
+    /// What started the agents, if MPI did; that it has ended, and when agents that are still there are lost with it.
+    mpi: Option<Pid>,
+    mpi_ended: Option<(String, Instant)>,
+    /// Hosts have come or leave, for which the ranks were asked to stop.
+    change: Option<String>,
+    /// Ranks that have done so.
+    num_asked: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +70,7 @@ enum HostState {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>) -> Self {
+    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>, mpi: Option<Pid>) -> Self {
         Self {
             layout,
             hosts: vec![HostState::Asked; agents.len()],
@@ -78,14 +86,25 @@ impl<'a> Run<'a> {
             stop_due: None,
             stopped_at: None,
             give_up_at: None,
+            mpi,
+            mpi_ended: None,
+            change: None,
+            num_asked: 0,
         }
     }
 
     /// Until all agents are gone.
-    pub(super) fn drive(mut self, events: &Receiver<Event>) -> Outcome {
+    pub(super) fn drive(
+        mut self,
+        events: &Receiver<Event>,
+        mut change: impl FnMut() -> Option<String>,
+    ) -> Outcome {
         while self.hosts.iter().any(|state| *state != HostState::Gone) {
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
+            }
+            if self.started && self.change.is_none() {
+                change().into_iter().for_each(|what| self.stop_for(what));
             }
             self.keep_deadlines();
         }
@@ -106,9 +125,9 @@ impl<'a> Run<'a> {
             }
             Event::Report(host, Report::Refused(sentence)) => {
                 self.hosts[host] = HostState::Finished;
-                let name = &self.layout.hosts[host].name;
-                self.refusals
-                    .push((host, format!("host {name}: {sentence}")));
+                let name = self.layout.hosts[host].name.clone();
+                let sentence = format!("host {name}: {sentence}");
+                self.refusals.push((name, sentence));
                 self.close_all();
             }
             Event::Report(host, Report::Survivors(pids)) => {
@@ -116,7 +135,10 @@ impl<'a> Run<'a> {
                 warn_survivors(&self.layout.hosts[host].name, &pids);
             }
             Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
-            Event::Report(_, _) => {}
+            Event::MpiEnded(pid, how) if Some(pid) == self.mpi => {
+                self.mpi_ended = Some((how, Instant::now() + AGENT_WAIT));
+            }
+            Event::Report(_, _) | Event::Called { .. } | Event::MpiEnded(..) => {}
             Event::Gone {
                 host,
                 detail,
@@ -125,9 +147,10 @@ impl<'a> Run<'a> {
                 let was_finished = self.hosts[host] == HostState::Finished;
                 self.hosts[host] = HostState::Gone;
                 if !was_finished {
-                    let detail = match self.silent[host] {
-                        true => "nothing was heard from it for --silence-secs".to_string(),
-                        false => detail,
+                    let detail = match (self.silent[host], &self.mpi_ended) {
+                        (true, _) => "nothing was heard from it for --silence-secs".to_string(),
+                        (false, Some((how, _))) => how.clone(),
+                        (false, None) => detail,
                     };
                     self.failures.hosts.push(HostLoss {
                         host,
@@ -142,6 +165,10 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
+        if self.change.is_some() && end.end.is_asked_for() {
+            self.num_asked += 1;
+            return;
+        }
         if end.end.is_success() {
             return;
         }
@@ -174,6 +201,16 @@ impl<'a> Run<'a> {
                 // The ranks know already; what is due after the grace time is the killing.
                 self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
             }
+        }
+    }
+
+    /// Asks the ranks to stop as a signal would, so that they can be started again on other hosts.
+    fn stop_for(&mut self, change: String) {
+        if self.signal.is_none() && self.failures.is_empty() {
+            super::say(&format!("{change}: the ranks stop, and are started again"));
+            self.change = Some(change);
+            self.tell_all(|| Command::Signal(Signal::SIGTERM as i32));
+            self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
         }
     }
 
@@ -219,7 +256,9 @@ impl<'a> Run<'a> {
             };
             self.stop(grace);
         }
-        let give_up = self.give_up_at.is_some_and(|at| now >= at);
+        let orphaned_at = self.mpi_ended.as_ref().map(|(_, at)| *at);
+        let give_up = [self.give_up_at, orphaned_at];
+        let give_up = give_up.into_iter().flatten().any(|at| now >= at);
         for (index, agent) in self.agents.iter().enumerate() {
             let limit = self.layout.hosts[index]
                 .plan
@@ -274,6 +313,16 @@ impl<'a> Run<'a> {
             };
             return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
         }
+        if let Some(change) = &self.change
+            && self.num_asked > 0
+            && self.failures.is_empty()
+        {
+            return Outcome {
+                exit_code: 0,
+                sentence: Some(change.clone()),
+                remedy: Remedy::ChangeHosts,
+            };
+        }
         let is_refused = !self.refusals.is_empty();
         if !self.started && (is_refused || !self.failures.is_empty()) {
             return self.not_started();
@@ -282,6 +331,13 @@ impl<'a> Run<'a> {
         let Some(cause) = in_time.or_else(|| self.failures.cause(None)) else {
             return Outcome::last(0, None);
         };
+        if cause.needs_mpi() {
+            return Outcome {
+                exit_code: cause.exit_code(),
+                sentence: Some(cause.describe(hosts)),
+                remedy: Remedy::ThroughMpi,
+            };
+        }
         let lost = self.failures.hosts.iter();
         let remedy = match (cause.is_for_good(), self.has_survivors) {
             (Some(why), _) => Remedy::None(why),
@@ -304,7 +360,7 @@ impl<'a> Run<'a> {
             let in_time = |loss: &&HostLoss| self.stopped_at.is_none_or(|at| loss.lost_at <= at);
             let lost = self.failures.hosts.iter().filter(in_time);
             for loss in lost {
-                without.push(loss.host);
+                without.push(self.layout.hosts[loss.host].name.clone());
                 sentences.push(Cause::Host(loss).describe(&self.layout.hosts));
             }
         }

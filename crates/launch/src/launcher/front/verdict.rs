@@ -4,11 +4,8 @@ use std::fmt;
 use std::time::Instant;
 
 use super::RankEnd;
-use crate::launcher::end::{End, signal_name};
+use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, signal_name};
 use crate::launcher::layout::Host;
-
-/// The exit code where a host was lost.
-pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
 
 /// A host whose agent is gone before its time.
 #[derive(Debug)]
@@ -104,6 +101,14 @@ impl Cause<'_> {
         match self {
             Self::Rank(failure) | Self::All(failure, _) => failure.end.is_for_good(),
             Self::Peer(_) | Self::Host(_) => None,
+        }
+    }
+
+    /// Whether the ranks have to be started through MPI.
+    pub(super) fn needs_mpi(&self) -> bool {
+        match self {
+            Self::Rank(failure) | Self::All(failure, _) => failure.end.needs_mpi(),
+            Self::Peer(_) | Self::Host(_) => false,
         }
     }
 

@@ -1,0 +1,264 @@
+//! One launcher leads those of other hosts, which come and go.
+
+use std::process::Command;
+
+use super::launching::{Ended, Launching, spawn, start_in, wait_until};
+use nix::sys::signal::{Signal, kill};
+use tempfile::{NamedTempFile, TempDir};
+
+/// Where launchers meet, the secret that they share, and the folder in which all of them work.
+struct Hosts {
+    rdzv: String,
+    secret: NamedTempFile,
+    folder: TempDir,
+}
+
+impl Hosts {
+    fn new() -> Self {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let secret = NamedTempFile::new().unwrap();
+        std::fs::write(secret.path(), "hush\n").unwrap();
+        Self {
+            rdzv: listener.local_addr().unwrap().to_string(),
+            secret,
+            folder: TempDir::new().unwrap(),
+        }
+    }
+
+    /// A launcher on the host of this name, with as many ranks.
+    fn start(
+        &self,
+        name: &str,
+        num_ranks: usize,
+        nnodes: &str,
+        options: &[&str],
+        script: &str,
+    ) -> Launching {
+        let num_ranks = num_ranks.to_string();
+        let first = [
+            "--nproc-per-node",
+            &num_ranks,
+            "--nnodes",
+            nnodes,
+            "--rdzv",
+            &self.rdzv,
+        ];
+        let quick = ["--grace-secs", "1", "--silence-secs", "3"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
+        command.arg("launch").args(first).args(quick).args(options);
+        command.args(["sh", "-c", script]);
+        let launching = spawn(TempDir::new().unwrap(), command, &|command| {
+            command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", self.secret.path());
+            command
+                .env("CANDLE_TRAIN_HOST", name)
+                .current_dir(self.folder.path());
+        });
+        // All of them are on this host, so the first one that listens leads.
+        let leads = || std::net::TcpStream::connect(&self.rdzv).is_ok();
+        wait_until("a launcher that leads", leads);
+        launching
+    }
+
+    fn exists(&self, name: &str) -> bool {
+        self.folder.path().join(name).exists()
+    }
+
+    fn touch(&self, name: &str) {
+        std::fs::write(self.folder.path().join(name), "").unwrap();
+    }
+}
+
+/// Says which rank it is, and where, and ends when there is a file `end`; asked to stop, it says that it saves.
+const RANK: &str = "echo $CANDLE_TRAIN_RESTART_COUNT $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE on $CANDLE_TRAIN_HOST $CANDLE_TRAIN_RUN_TOKEN_FILE.\n\
+    trap 'echo saves; exit 143' TERM; touch up-$CANDLE_TRAIN_RESTART_COUNT-$RANK\n\
+    until [ -e end ]; do sleep 0.02; done";
+
+/// The ranks that started after so many earlier starts, without the name of the file with the secret.
+fn started(ended: &Ended, count: usize) -> Vec<String> {
+    let beginning = format!("] {count} ");
+    let lines = ended.sorted_lines().into_iter();
+    let lines = lines.filter(|line| line.contains(&beginning));
+    lines
+        .map(|line| line.rsplit_once(' ').unwrap().0.to_string())
+        .collect()
+}
+
+#[test]
+fn a_host_that_comes_later_takes_part() {
+    let hosts = Hosts::new();
+    let first = hosts.start("a", 1, "1:2", &[], RANK);
+    wait_until("a rank on the first host", || hosts.exists("up-0-0"));
+    let second = hosts.start("b", 2, "1:2", &[], RANK);
+    wait_until("ranks on both", || hosts.exists("up-1-2"));
+    // There is no place for a third one, which waits.
+    let third = hosts.start("c", 1, "1:2", &[], RANK);
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert_eq!(started(&ended, 0), ["[rank 0] 0 0/1 0/1 on a"]);
+    assert!(ended.sorted_lines().contains(&"[rank 0] saves".to_string()));
+    let lines = [
+        "[rank 0] 1 0/3 0/1 on a",
+        "[rank 1] 1 1/3 0/2 on b",
+        "[rank 2] 1 2/3 1/2 on b",
+    ];
+    assert_eq!(started(&ended, 1), lines);
+    assert!(
+        ended
+            .err
+            .contains("host b is there: the ranks stop, and are started again\n")
+    );
+    assert_eq!(second.wait().code, Some(0));
+    drop(third);
+}
+
+#[test]
+fn a_host_that_is_lost_and_comes_back() {
+    let hosts = Hosts::new();
+    let first = hosts.start("a", 1, "1:2", &["--max-restarts", "1"], RANK);
+    let second = hosts.start("b", 1, "1:2", &[], RANK);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    for (pid, _) in second.processes() {
+        // It may be gone with the one before.
+        let _ = kill(pid, Signal::SIGKILL);
+    }
+    wait_until("a rank on the first host", || hosts.exists("up-1-0"));
+    assert!(!hosts.exists("up-1-1"));
+    let second = hosts.start("b", 1, "1:2", &[], RANK);
+    wait_until("ranks on both again", || hosts.exists("up-2-1"));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(
+        ended.err.contains("lost host b with rank 1: "),
+        "{}",
+        ended.err
+    );
+    assert_eq!(started(&ended, 1), ["[rank 0] 1 0/1 0/1 on a"]);
+    assert_eq!(
+        started(&ended, 2),
+        ["[rank 0] 2 0/2 0/1 on a", "[rank 1] 2 1/2 0/1 on b"]
+    );
+    assert_eq!(second.wait().code, Some(0));
+}
+
+#[test]
+fn a_failure_ends_all_launchers_with_its_code() {
+    let hosts = Hosts::new();
+    let script = "[ $RANK = 1 ] || exec sleep 1000; echo why >&2; exit 3";
+    let first = hosts.start("a", 1, "2", &[], script);
+    let second = hosts.start("b", 1, "2", &[], script);
+    let (first, second) = (first.wait(), second.wait());
+    assert_eq!((first.code, second.code), (Some(3), Some(3)));
+    assert!(
+        first.sentence().contains("rank 1 (host b, pid "),
+        "{}",
+        first.err
+    );
+    assert!(
+        second.sentence().contains("rank 1 (host b, pid "),
+        "{}",
+        second.err
+    );
+}
+
+#[test]
+fn without_the_launcher_that_leads_nothing_goes_on() {
+    let hosts = Hosts::new();
+    let mut first = hosts.start("a", 1, "2", &[], RANK);
+    let second = hosts.start("b", 1, "2", &[], RANK);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    first.signal(Signal::SIGKILL);
+    first.wait_until_nobody_left();
+    let ended = second.wait();
+    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    let sentence = format!(
+        "candle-train: the launcher at {}, which leads this run, is not there",
+        hosts.rdzv
+    );
+    assert!(ended.sentence().starts_with(&sentence), "{}", ended.err);
+}
+
+#[test]
+fn signals_end_a_led_run() {
+    let hosts = Hosts::new();
+    let first = hosts.start("a", 1, "1:2", &["--max-restarts", "1"], RANK);
+    let second = hosts.start("b", 1, "1:2", &[], RANK);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    // To the one that leads: all save.
+    first.signal(Signal::SIGTERM);
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(143), "{}", ended.err);
+    let saves = |rank: usize| format!("[rank {rank}] saves");
+    assert!(
+        (0..2).all(|rank| ended.sorted_lines().contains(&saves(rank))),
+        "{}",
+        ended.err
+    );
+    assert_eq!(second.wait().code, Some(143));
+    // To another one: all save, and go on without it.
+    let hosts = Hosts::new();
+    let first = hosts.start("a", 1, "1:2", &[], RANK);
+    let second = hosts.start("b", 1, "1:2", &[], RANK);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    second.signal(Signal::SIGTERM);
+    assert_eq!(second.wait().code, Some(143));
+    wait_until("a rank on the first host", || hosts.exists("up-1-0"));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let said = "host b leaves: the ranks stop, and are started again\n";
+    assert!(ended.err.contains(said), "{}", ended.err);
+    assert!(ended.sorted_lines().contains(&saves(1)));
+}
+
+#[test]
+fn what_launchers_are_refused_for() {
+    let hosts = Hosts::new();
+    let refused = |options: &[&str], expected: &str| {
+        let args = [options, &["touch", "started"]].concat();
+        let ended = start_in(TempDir::new().unwrap(), &args, &|_| {}).wait();
+        assert_eq!(ended.code, Some(2), "{}", ended.err);
+        assert!(ended.err.contains(expected), "{}", ended.err);
+        assert!(!ended.path("started").exists());
+    };
+    let base = ["--nproc-per-node", "1", "--nnodes", "1:2"];
+    refused(&base, "--nnodes needs --rdzv HOST:PORT");
+    let with_rdzv = [&base[..], &["--rdzv", &hosts.rdzv]].concat();
+    refused(&with_rdzv, "the launchers need a secret");
+    for wrong in ["0", "2:1", "1:", "x", "0:2"] {
+        refused(
+            &["--nproc-per-node", "1", "--nnodes", wrong],
+            "expected a number of hosts, or MIN:MAX",
+        );
+    }
+    // Another program, or another secret.
+    let first = hosts.start("a", 1, "2", &[], "true");
+    let other = hosts.start("b", 1, "2", &[], "false").wait();
+    assert_eq!(other.code, Some(2));
+    assert!(
+        other
+            .sentence()
+            .contains("this host was told to run \"sh -c false\""),
+        "{}",
+        other.err
+    );
+    let stranger = Hosts {
+        rdzv: hosts.rdzv.clone(),
+        ..Hosts::new()
+    };
+    std::fs::write(stranger.secret.path(), "another").unwrap();
+    let ended = stranger.start("b", 1, "2", &[], "true").wait();
+    assert_eq!(ended.code, Some(2));
+    assert!(
+        ended.sentence().contains("does not know this run's secret"),
+        "{}",
+        ended.err
+    );
+    assert!(
+        first
+            .processes()
+            .iter()
+            .all(|(_, command)| !command.contains(" agent"))
+    );
+}

@@ -1,0 +1,83 @@
+//! The hosts that have called and wait until they are needed.
+
+use std::io::copy;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::agent_link::poll;
+use crate::launcher::call::{Offer, Order};
+
+/// A host that is used calls again at once; who wants to use it again waits this long.
+const RETURN: Duration = Duration::from_secs(10);
+
+/// The hosts that have called and wait until they are needed; one connection each.
+#[derive(Default)]
+pub(super) struct Room(Mutex<Vec<(Offer, TcpStream)>>);
+
+impl Room {
+    /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which was replaced.
+    pub(super) fn add(&self, offer: Offer, stream: TcpStream) {
+        let mut waiting = self.lock();
+        waiting.retain(|(other, _)| other.name != offer.name);
+        waiting.push((offer, stream));
+    }
+
+    /// What the hosts that are there offer.
+    pub(super) fn offers(&self) -> Vec<Offer> {
+        let mut waiting = self.lock();
+        waiting.retain(|(_, stream)| is_open(stream));
+        waiting.iter().map(|(offer, _)| offer.clone()).collect()
+    }
+
+    /// Joins a caller with a shell that runs this command on a host, until both ends are closed.
+    pub(super) fn connect(
+        &self,
+        host: &str,
+        command: String,
+        caller: TcpStream,
+    ) -> std::io::Result<()> {
+        let taken = poll(RETURN, || {
+            let mut waiting = self.lock();
+            let place = waiting.iter().position(|(offer, _)| offer.name == host)?;
+            Some(waiting.swap_remove(place).1)
+        });
+        let missing = || std::io::Error::other(format!("host {host} is not there"));
+        let shell = taken.ok_or_else(missing)?;
+        Order::Run(command).send(&shell)?;
+        let (from_shell, to_caller) = (shell.try_clone()?, caller.try_clone()?);
+        let back = std::thread::spawn(move || pass(&from_shell, &to_caller));
+        pass(&caller, &shell);
+        let _ = back.join();
+        Ok(())
+    }
+
+    /// Tells the hosts that are there that the run is over, and waits for those that have not come back yet.
+    pub(super) fn close(&self, (code, sentence): (u8, &str), mut missing: Vec<String>) {
+        poll(RETURN, || {
+            for (offer, stream) in self.lock().drain(..) {
+                missing.retain(|name| *name != offer.name);
+                let _ = Order::End(code, sentence.to_string()).send(&stream);
+            }
+            missing.is_empty().then_some(())
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(Offer, TcpStream)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn pass(mut from: &TcpStream, mut to: &TcpStream) {
+    let _ = copy(&mut from, &mut to);
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Whether nobody has closed it: a host that waits says nothing.
+fn is_open(stream: &TcpStream) -> bool {
+    let looked = stream
+        .set_nonblocking(true)
+        .and_then(|()| stream.peek(&mut [0]));
+    let is_quiet = looked.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
+    is_quiet && stream.set_nonblocking(false).is_ok()
+}

@@ -1,0 +1,38 @@
+//! What stands for ssh to a host that has called the front.
+
+use std::io::{copy, stdin, stdout};
+use std::net::Shutdown;
+use std::process::ExitCode;
+
+use super::call::{Caller, call};
+use super::rendezvous_address::RendezvousAddress;
+use crate::rank_env::given_secret;
+
+/// Runs a command on a host that waits for the front at this address: its stdin and stdout are those of this process.
+pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCode {
+    let caller = Caller::Shell {
+        host: host.to_string(),
+        command: words.join(" "),
+    };
+    let secret = given_secret().map_err(std::io::Error::other);
+    let called = secret.and_then(|secret| {
+        let none = || std::io::Error::other("there is no secret");
+        call(&front.to_string(), &secret.ok_or_else(none)?, &caller)
+    });
+    let passed = called.and_then(|stream| {
+        let mut to = stream.try_clone()?;
+        std::thread::spawn(move || {
+            // Its end is the end of what the command reads.
+            let _ = copy(&mut stdin(), &mut to);
+            let _ = to.shutdown(Shutdown::Write);
+        });
+        copy(&mut &stream, &mut stdout())
+    });
+    match passed {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("candle-train: cannot reach host {host} through {front}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
