@@ -2,7 +2,8 @@
 //!
 //! A panel is a few vectors, rows of the left matrix or columns of the right one, over a range of `k`. Its lines have the lanes
 //! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. What lies beyond
-//! the matrix is 0, but where a panel has no vector in a group of 16: there it is what was there before, and goes to sums that nobody reads.
+//! the matrix is 0, but where a panel has no vector in a group of 16: there it is what was there before, and goes to sums that
+//! nobody reads.
 
 use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
