@@ -104,7 +104,11 @@ impl Trainer {
                  workers\nhint: use bf16 or f32, or a synchronous one"
             );
         }
-        let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
+        let constants = match server.is_asynchronous() {
+            true => (config.adamw).scaled_to_batches(1.0 / server.num_workers() as f64),
+            false => config.adamw,
+        };
+        let (rule, offload) = (AdamW(constants), config.offload.clone());
         let make =
             |params: &Parameters| DistributedOptimizer::offloaded(params, mesh, rule, &offload);
         let source = GradientSource::Workers(Box::new((server, mesh.clone())));

@@ -33,6 +33,18 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
+    /// The constants for batches that have `factor` times as many samples, with a learning rate √`factor` times as large: as many
+    /// samples take the weights about as far, and averages go back as many samples (Malladi et al. 2022, arXiv:2205.10287; weight
+    /// decay per sample stays too).
+    pub fn scaled_to_batches(&self, factor: f64) -> Self {
+        Self {
+            beta1: 1.0 - factor * (1.0 - self.beta1),
+            beta2: 1.0 - factor * (1.0 - self.beta2),
+            eps: self.eps / factor.sqrt(),
+            weight_decay: self.weight_decay * factor.sqrt(),
+        }
+    }
+
     /// An error that names the first constant which is out of its range.
     pub fn validate(&self) -> Result<()> {
         for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {

@@ -7,8 +7,9 @@ pub enum Consistency {
     /// worker that is gone ends the run.
     Synchronous,
     /// Stale synchronous parallel (Ho et al., NIPS 2013): the gradient of each worker is an update when it comes, clipped by itself,
-    /// with the learning rate of its step divided by the number of workers, so that an epoch takes the weights about as far. A worker that is
-    /// gone is dropped, and so are its samples.
+    /// with the learning rate of its step divided by the root of the number of workers and the optimizer's constants for [smaller
+    /// batches](candle_parallel::AdamWConfig::scaled_to_batches), so that an epoch takes the weights about as far. A worker that is gone is
+    /// dropped, and so are its samples.
     Asynchronous {
         /// Steps by which a worker may be ahead of the slowest one that lives.
         max_staleness: usize,

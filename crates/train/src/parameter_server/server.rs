@@ -81,6 +81,10 @@ impl ParameterServer {
         self.consistency != Consistency::Synchronous
     }
 
+    pub(crate) fn num_workers(&self) -> usize {
+        self.workers.len()
+    }
+
     /// Gives all workers the weights with which they begin: at `step` of `num_steps`, and at this position in the data if that is not the
     /// beginning.
     pub(crate) fn admit(
@@ -251,7 +255,8 @@ impl ParameterServer {
         if let Some(max_norm) = step.max_norm {
             reduced.clip(max_norm);
         }
-        let lr = step.lr.at(at) / self.workers.len() as f64;
+        // The optimizer has the constants that go with it.
+        let lr = step.lr.at(at) / (self.workers.len() as f64).sqrt();
         optimizer.apply(reduced, lr)
     }
 
