@@ -30,7 +30,7 @@ def can_delay():
 
 
 def limit(namespace, link, bandwidth, latency):
-    """What leaves by `link` goes at `bandwidth`, and half of the `latency` later, if there is one."""
+    """What leaves by `link` goes at `bandwidth`, and the `latency` later, if there is one."""
     tc = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", link]
     run(*tc, "root", "handle", "1:", "tbf", "rate", bandwidth, "burst", "128kb", "latency", "100ms")
     if latency:

@@ -27,9 +27,17 @@ impl TrainingRun<'_> {
                     true => self.serve(mailbox, num_servers, of_run),
                     false => self.work(mailbox, num_servers).map(|()| End::Complete),
                 };
-                let mut departures =
-                    (0..mailbox.world_size()).filter_map(|rank| mailbox.departure(rank));
-                if end.is_err() && departures.any(|departure| departure.why.is_some()) {
+                let has_failed = |rank| {
+                    let departure = mailbox.departure(rank);
+                    departure.is_some_and(|departure| departure.why.is_some())
+                };
+                // An asynchronous run does not end with its workers. Threads end together, whichever of them failed.
+                let needed = match self.training.strategy.is_async {
+                    true => 0..num_servers,
+                    false => 0..mailbox.world_size(),
+                };
+                let is_process = ranks.env.world_size() > 1;
+                if end.is_err() && is_process && needed.into_iter().any(has_failed) {
                     is_of_peer.store(true, Ordering::Relaxed);
                 }
                 let end = end?;
@@ -54,6 +62,9 @@ impl TrainingRun<'_> {
 
     fn work(&self, mailbox: &Arc<Mailbox>, num_servers: usize) -> Result<()> {
         let worker = Worker::join(mailbox, num_servers, |mesh| self.stage(mesh, false))?;
+        let Some(worker) = worker else {
+            return Ok(());
+        };
         let own = mailbox.rank() - num_servers;
         let batches = self.training.training_batches(&self.data.samples, own)?;
         worker.with_stop(self.stop.asks()).train(batches)

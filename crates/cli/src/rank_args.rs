@@ -134,7 +134,8 @@ impl RankArgs {
     ) -> Result<RunConfig> {
         self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
-        let (num_processes, num_ranks) = (env.world_size(), degrees.dp + num_servers);
+        let num_processes = env.world_size();
+        let num_ranks = degrees.dp.saturating_add(num_servers);
         if let Some(backend) = self.backend {
             bail!(
                 "--backend {backend} is given beside --strategy parameter-server, whose ranks are threads or a launcher's processes \
@@ -146,10 +147,21 @@ impl RankArgs {
                 "--device {device} is given beside --strategy parameter-server, which works on the CPU\nhint: --device cpu"
             );
         }
-        if self.check_collectives || self.half_sums == HalfSums::Native {
+        if self.check_collectives
+            || self.half_sums == HalfSums::Native
+            || self.mpi_reduction == MpiReduction::Native
+        {
             bail!(
-                "--check-collectives or --half-sums is given beside --strategy parameter-server, and is about collectives of the backends mpi \
-                 and nccl\nhint: leave it out"
+                "--check-collectives, --half-sums or --mpi-reduction is given beside --strategy parameter-server, and is about collectives \
+                 of the backends mpi and nccl\nhint: leave it out"
+            );
+        }
+        if num_processes == 1 && num_ranks > RunConfig::MAX_THREADS {
+            bail!(
+                "--servers {num_servers} and {} workers are more than the {} ranks that may be threads of one process\n\
+                 hint: under candle-train launch each rank is a process, of which there may be more",
+                degrees.dp,
+                RunConfig::MAX_THREADS
             );
         }
         if num_processes > 1 && num_processes != num_ranks {

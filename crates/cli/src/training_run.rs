@@ -199,7 +199,7 @@ impl TrainingRun<'_> {
             num_servers => self.run_with_servers(num_servers, of_run, tell),
         };
         match ends {
-            Err(err) if self.stop.has_begun() => {
+            Err(err) if is_of_peer || self.stop.has_begun() => {
                 print_for_all(&in_words(&err));
                 Ok(match is_of_peer {
                     true => ExitCode::from(PEER_FAILED_EXIT_CODE),

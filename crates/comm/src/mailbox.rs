@@ -197,9 +197,11 @@ impl Mailbox {
             return Err(gone(""));
         }
         match route {
-            Route::Process(connection) => connection
-                .send(tag, tensors)
-                .map_err(|error| gone(&error.to_string())),
+            Route::Process(connection) => connection.send(tag, tensors).map_err(|error| {
+                // Whoever reads from it knows why, in a moment.
+                self.inbox.wait_for_farewells(&[to], LAST_WORDS);
+                gone(&error.to_string())
+            }),
             Route::Thread(inbox) => {
                 if !inbox.wait_for_room(self.rank, self.config.deadline) {
                     let secs = self.config.deadline.as_secs_f64();
@@ -300,14 +302,19 @@ impl Mailbox {
         if self.has_left.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.inbox.close();
         for route in self.routes.iter().flatten() {
-            match route {
-                Route::Process(connection) => connection.say_farewell(why),
-                Route::Thread(inbox) => inbox.note_departure(Departure {
+            if let Route::Thread(inbox) = route {
+                inbox.note_departure(Departure {
                     rank: self.rank,
                     why: why.map(str::to_string),
-                }),
+                });
+            }
+        }
+        // Wakes threads that wait for room, which then know that this rank is gone.
+        self.inbox.close();
+        for route in self.routes.iter().flatten() {
+            if let Route::Process(connection) = route {
+                connection.say_farewell(why);
             }
         }
         let connections = self.routes.iter().enumerate();

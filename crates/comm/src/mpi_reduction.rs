@@ -11,7 +11,8 @@ pub enum MpiReduction {
     #[default]
     Exact,
     /// MPI, by its nonblocking reductions, in whatever order it likes: other layouts, and other versions of MPI, give other bits.
-    /// bf16 and f16 travel as f32, twice the bytes, and are rounded once.
+    /// bf16 and f16 travel as f32, twice the bytes, and are rounded once. It takes memory for a copy of the input and one of the
+    /// result, both in f32 for bf16 and f16.
     Native,
 }
 

@@ -8,9 +8,6 @@ use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 use crate::cores::keep_candle_from_threads;
 use crate::{Backend, Degrees, Error, HalfSums, MpiReduction};
 
-/// More threads than this are a slip of the keyboard.
-const MAX_THREADS: usize = 1024;
-
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
 #[derive(Debug, Clone)]
 pub struct RunConfig {
@@ -42,6 +39,9 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// More ranks than this as threads of one process are a slip of the keyboard.
+    pub const MAX_THREADS: usize = 1024;
+
     /// The defaults.
     ///
     /// # Errors
@@ -132,10 +132,13 @@ impl RunConfig {
             (_, Some(0)) => {
                 format!("{degrees} is not a number of ranks: every degree must be at least 1")
             }
-            (Backend::Local, ranks) if ranks.is_none_or(|ranks| ranks > MAX_THREADS) => format!(
-                "{degrees} is more than the {MAX_THREADS} ranks that may be threads of one process\n\
-                 hint: with --backend mpi or nccl each rank is a process, of which there may be more"
-            ),
+            (Backend::Local, ranks) if ranks.is_none_or(|ranks| ranks > Self::MAX_THREADS) => {
+                format!(
+                    "{degrees} is more than the {} ranks that may be threads of one process\n\
+                 hint: with --backend mpi or nccl each rank is a process, of which there may be more",
+                    Self::MAX_THREADS
+                )
+            }
             (Backend::Local, _) if num_processes > 1 => format!(
                 "the backend local runs all ranks as threads of one process, but {started_by} started {num_processes} \
                  processes, each of which would train by itself\nhint: --backend mpi or nccl, or start one process"

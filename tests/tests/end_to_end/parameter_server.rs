@@ -52,8 +52,10 @@ fn serve(
                 habit(worker, num_steps.replace(num_steps.get() + 1));
                 false
             };
-            let mut trained = Worker::join(mailbox, num_servers, load)?.with_stop(stop);
-            return trained.train(batches(worker)?);
+            return match Worker::join(mailbox, num_servers, load)? {
+                Some(joined) => joined.with_stop(stop).train(batches(worker)?),
+                None => Ok(()),
+            };
         }
         let servers: Vec<usize> = (0..num_servers).collect();
         let mesh = Mesh::new(mailbox.group(&servers)?, layout.degrees())?;

@@ -60,6 +60,8 @@ impl Connection {
             while !beating.is_closed.load(Ordering::Acquire) && beating.beat() {
                 std::thread::sleep(interval);
             }
+            // A part of a beat may be there: nothing can follow.
+            beating.close();
         })?;
         Ok(connection)
     }
@@ -128,7 +130,6 @@ impl Connection {
                 Err(error) => break error,
             }
         };
-        self.close();
         let why = Some(match error.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
                 let secs = silence.as_secs_f64();
@@ -140,7 +141,9 @@ impl Connection {
             ErrorKind::InvalidData => format!("it sent what is no message ({error})"),
             _ => "it died: its connection closed without a farewell".to_string(),
         });
+        // Before whoever is blocked in a write to the peer is woken, and asks why.
         inbox.note_departure(Departure { rank, why });
+        self.close();
     }
 
     fn lock(&self) -> MutexGuard<'_, TcpStream> {

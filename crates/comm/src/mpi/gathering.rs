@@ -45,8 +45,8 @@ enum Contribution<T: Element> {
     Own,
     /// The input of a rank.
     Input(usize, Transfer<Vec<T>>),
-    /// The blocks of a host.
-    Blocks(usize, Transfer<Vec<T::Acc>>),
+    /// The blocks of a host, and the rank that sends them.
+    Blocks((usize, usize), Transfer<Vec<T::Acc>>),
 }
 
 /// What has been received.
@@ -92,7 +92,7 @@ impl<T: Element> Gathering<T> {
                 Contributor::Host(host) => {
                     let room = pools.accumulated.take(route.hosts.blocks(host).len() * len);
                     let transfer = Transfer::receive(&ctx.mpi, comm, from, tag, room)?;
-                    Contribution::Blocks(host, transfer)
+                    Contribution::Blocks((host, from), transfer)
                 }
             });
         }
@@ -103,6 +103,16 @@ impl<T: Element> Gathering<T> {
             contributions,
             only,
         })
+    }
+
+    /// Bytes of the messages that it waits for, or has.
+    pub fn num_bytes(&self) -> usize {
+        let bytes = |contribution: &Contribution<T>| match contribution {
+            Contribution::Own => 0,
+            Contribution::Input(_, transfer) => transfer.num_bytes(),
+            Contribution::Blocks(_, transfer) => transfer.num_bytes(),
+        };
+        self.contributions.iter().map(bytes).sum()
     }
 
     /// Whether this rank is the owner.
@@ -193,9 +203,9 @@ impl<T: Element> Received<T> {
                         inputs.push((rank, values));
                     }
                 }
-                Contribution::Blocks(host, transfer) => {
+                Contribution::Blocks((host, from), transfer) => {
                     if let Some((values, got)) = transfer.take() {
-                        in_flight.check_size(host, got, size_of_val(&*values))?;
+                        in_flight.check_size(from, got, size_of_val(&*values))?;
                         blocks.push((host, values));
                     }
                 }

@@ -19,7 +19,7 @@ use super::in_flight::InFlight;
 use super::part::Region;
 use super::peer::{Lane, NUM_GATHERED, NUM_RESULTS, Peer};
 use super::place::{Place, Room};
-use super::route::{Chunk, Route};
+use super::route::{Chunk, Route, WINDOW_BYTES};
 use super::tags;
 use super::transfer::Transfer;
 use crate::Error;
@@ -179,6 +179,12 @@ impl<T: Element> Movement<T> {
         let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
         let num_gathered = NUM_GATHERED * self.route.hosts.len().min(MOST_WINDOWS);
         while self.gathering.len() < num_gathered
+            && self
+                .gathering
+                .iter()
+                .map(Gathering::num_bytes)
+                .sum::<usize>()
+                < WINDOW_BYTES
             && self.may_send_results(tags::result(seq))
             && (self.peers.values()).all(|peer| peer.blocks_out.len() < NUM_GATHERED)
             && let Some((chunk, room)) = self.own.pop_front()

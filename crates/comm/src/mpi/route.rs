@@ -42,8 +42,8 @@ use crate::{Operation, ReduceOp};
 /// What one message holds at most: little enough to stay in a cache while it is copied and reduced.
 const CHUNK_BYTES: usize = 512 << 10;
 
-/// What the messages of one operation that wait to be reduced hold at most, on one rank.
-const WINDOW_BYTES: usize = 32 << 20;
+/// What the messages of one operation that wait to be reduced hold at most, on one rank, for one chunk and for all others together.
+pub(super) const WINDOW_BYTES: usize = 32 << 20;
 
 /// A piece of the work with the rank that does it.
 #[derive(Debug, Clone, Copy)]
@@ -93,8 +93,11 @@ impl Route {
             operation,
             Operation::AllReduce(_) | Operation::Broadcast { .. }
         );
-        let on_one_host = (0..hosts.len()).map(|host| hosts.ranks(host).len()).max();
-        let num_contributions = on_one_host.unwrap_or(0) + hosts.len();
+        let num_ranks = |host: usize| hosts.ranks(host).len();
+        let num_contributions = (0..hosts.len()).map(num_ranks).max().unwrap_or(0)
+            + (0..hosts.len())
+                .map(|host| num_ranks(host).min(hosts.blocks(host).len() * widening))
+                .sum::<usize>();
         let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / num_contributions.max(1));
         let longest = (chunk_bytes.max(4096) / element_bytes.max(1)).max(1);
         let chunks = pieces.into_iter().enumerate().flat_map(|(index, piece)| {
@@ -393,6 +396,33 @@ mod tests {
                         assert!(chunk.piece.len * sizes.0 <= CHUNK_BYTES && chunk.piece.len > 0);
                         assert!(chunk.piece.destinations.has(chunk.owner));
                     }
+                }
+            }
+        }
+    }
+
+    /// A chunk's contributions, wherever they are gathered and however the ranks lie on hosts.
+    #[test]
+    fn contributions_fit_a_window() {
+        for (num_hosts, r) in [(64, 8), (64, 2), (64, 6), (512, 1), (1, 512)] {
+            for cyclic in [false, true] {
+                let n = num_hosts * r;
+                let host_of = |rank: usize| if cyclic { rank % num_hosts } else { rank / r };
+                let hosts: Vec<usize> = (0..n).map(host_of).collect();
+                let hosts = Arc::new(Hosts::new(&hosts));
+                for (element_bytes, widening) in [(4, 1), (2, 2)] {
+                    let sum = Operation::AllReduce(ReduceOp::Sum);
+                    let shape = Shape::from(64 << 20);
+                    let sizes = (element_bytes, widening);
+                    let route = Route::new(&sum, &shape, hosts.clone(), 3, sizes);
+                    let chunk = route.chunks.iter().find(|chunk| chunk.owner == 3).unwrap();
+                    let held = |from: &Contributor| match from {
+                        Contributor::Rank(_) => 1,
+                        Contributor::Host(host) => hosts.blocks(*host).len() * widening,
+                    };
+                    let num: usize = route.contributors(chunk, 3).iter().map(held).sum();
+                    let bytes = num * chunk.piece.len * element_bytes;
+                    assert!(bytes <= WINDOW_BYTES, "{num_hosts} x {r}: {bytes}");
                 }
             }
         }

@@ -44,11 +44,12 @@ struct Start {
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
 /// as its device, and returns what it returns. It can be called once per process.
 ///
-/// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. Another thread, `mpi-N`, makes all calls to MPI,
-/// so operations progress while the rank computes; it sleeps while nothing is under way.
+/// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. Another thread, `mpi`, makes all calls to MPI (but
+/// for splits with [`MpiReduction::Native`](crate::MpiReduction)), so operations progress while the rank computes; it sleeps while
+/// nothing is under way.
 ///
-/// Results equal those of [`threads`](crate::launch::threads) bit for bit: MPI moves the bytes, and the reductions are ours, in
-/// the same order.
+/// Results equal those of [`threads`](crate::launch::threads) bit for bit, unless MPI is asked for its own sums: it moves the bytes,
+/// and the reductions are ours, in the same order.
 ///
 /// # Errors
 /// Before the ranks have met: MPI cannot be initialised, or this process is the only rank although its launcher says that

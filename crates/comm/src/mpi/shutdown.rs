@@ -10,7 +10,7 @@ use crate::error::rank_list;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// What a rank sent before its goodbye in other groups may come after it, but not this much later.
+/// What a rank sent before its goodbye may be looked for after it, but not this much later.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// How often to look for operations that need a rank that has left.

@@ -1,6 +1,7 @@
-//! The calls to MPI that set up, split and end: safe functions over the C interface.
+//! The calls to MPI that set up and end: safe functions over the C interface.
 //!
-//! All of MPI happens on one thread, the one that holds [`Mpi`], which cannot be sent to another.
+//! MPI happens on one thread, the one that holds [`Mpi`], which cannot be sent to another; splits of MPI's own groups, for
+//! [`native`](super::native) sums, on one of their own.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_int};

@@ -140,6 +140,11 @@ impl<B: Lend> Transfer<B> {
         Ok(transfer)
     }
 
+    /// How many bytes came or, as long as it is not complete, may come.
+    pub fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
     /// Whether the message is complete. Also the moment at which MPI makes progress.
     pub fn poll(&mut self, _: &Mpi) -> Result<bool> {
         if self.is_over {

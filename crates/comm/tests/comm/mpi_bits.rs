@@ -106,6 +106,7 @@ fn check(world: &ProcessGroup) -> Result<()> {
         .flat_map(|x| x.to_le_bytes())
         .collect();
     let expected = world.all_gather_bytes(&expected)?.swap_remove(0);
+    assert_eq!(expected.len(), 8 * got.len() * world.world_size());
     let mut expected = expected.chunks(8 * got.len()).skip(world.rank());
     let expected = expected.next().unwrap_or_default().chunks(8);
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -140,7 +141,7 @@ fn seven_ranks_four_per_host() {
 #[test]
 fn ranks_on_hosts_conform() {
     let test = "mpi_bits::ranks_on_hosts_conform";
-    run_on_hosts(test, (5, 2), |world| conforms(&world));
+    run_on_hosts(test, (6, 4), |world| conforms(&world));
 }
 
 /// The most memory that this process has had, in KiB.

@@ -55,7 +55,7 @@ impl Control {
             own.unwrap_or_default().as_bytes(),
         )?;
         let before = 0..rank.min(num_serving);
-        std::thread::scope(|scope| {
+        let streams = std::thread::scope(|scope| {
             let accepting = listener.as_ref().map(|listener| {
                 let expected = rank + 1..world_size;
                 scope.spawn(move || accept(listener, &config.secret, expected, until))
@@ -77,8 +77,11 @@ impl Control {
                     accepted.unwrap_or_else(|_| Err(io::Error::other("its listener panicked")));
                 streams.extend(accepted.map_err(unable)?);
             }
-            Ok((0..world_size).map(|peer| streams.remove(&peer)).collect())
-        })
+            Ok::<_, Error>((0..world_size).map(|peer| streams.remove(&peer)).collect())
+        })?;
+        // Who is connected expects to hear of the others, which they do not say before they are.
+        self.gather("connected", b"")?;
+        Ok(streams)
     }
 
     /// A listener at a free port of the address from which this rank speaks to rank 0; on rank 0 where it serves.

@@ -31,6 +31,8 @@ struct Seat {
     /// It waits for weights.
     waits: bool,
     is_gone: bool,
+    /// It is gone since it has done its steps.
+    is_done: bool,
 }
 
 /// What a step of the servers needs to know.
@@ -62,6 +64,7 @@ impl ParameterServer {
             clock: 0,
             waits: false,
             is_gone: false,
+            is_done: false,
         };
         Ok(Self {
             mailbox: mailbox.clone(),
@@ -102,10 +105,12 @@ impl ParameterServer {
         for worker in 0..self.workers.len() {
             let rank = self.num_servers + worker;
             match self.mailbox.recv(Some(rank), Some(HELLO))? {
+                // Of its end the server hears again when it looks for messages of any worker.
+                Received::Left(_) if self.is_asynchronous() => {}
                 Received::Left(departure) => return Err(ended_by(&departure)),
                 Received::Mail(_) => {
                     let start = start.into_tensors(&ranges)?;
-                    self.mailbox.send(rank, START, &start)?;
+                    self.send(rank, START, &start)?;
                 }
             }
             self.workers[worker].clock = step;
@@ -309,15 +314,20 @@ impl ParameterServer {
                 slices: slices.clone(),
             };
             let rank = self.num_servers + worker;
-            let sent = self.mailbox.send(rank, REPLY, &reply.into_tensors()?);
-            match sent {
-                Ok(()) => self.workers[worker].waits = false,
-                // Of its end the server hears when it looks for messages.
-                Err(_) if self.mailbox.departure(rank).is_some() => {}
-                Err(error) => return Err(error.into()),
+            if self.send(rank, REPLY, &reply.into_tensors()?)? {
+                self.workers[worker].waits = false;
             }
         }
         Ok(())
+    }
+
+    /// Sends to a worker unless it is gone, of which the server hears when it looks for messages.
+    fn send(&self, rank: usize, tag: u64, tensors: &[Tensor]) -> Result<bool> {
+        match self.mailbox.send(rank, tag, tensors) {
+            Ok(()) => Ok(true),
+            Err(_) if self.mailbox.departure(rank).is_some() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Goes on without a worker that is done, or that died.
@@ -327,11 +337,12 @@ impl ParameterServer {
             return Err(ended_by(departure));
         };
         seat.is_gone = true;
-        if departure.why.is_none() {
+        seat.is_done = departure.why.is_none();
+        if seat.is_done {
             return Ok(());
         }
         let num_left = self.workers.iter().filter(|seat| !seat.is_gone).count();
-        if num_left == 0 {
+        if num_left == 0 && !self.workers.iter().any(|seat| seat.is_done) {
             bail!("{departure}\nno worker is left");
         }
         if self.mailbox.rank() == 0 {

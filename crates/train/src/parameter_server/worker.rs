@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_comm::{Departure, Error as CommError, Mailbox, Mesh, ProcessGroup, Received};
-use candle_core::{Device, Error, Result};
+use candle_comm::{Departure, Mailbox, Mesh, ProcessGroup, Received};
+use candle_core::{Device, Error, Result, Tensor};
 use candle_parallel::{Gradients, MicroBatch, Pipeline, Schedule, Stage};
 
 use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
@@ -31,8 +31,8 @@ enum Next {
 }
 
 impl Worker {
-    /// A worker for the servers that are the first `num_servers` ranks; it waits until they have begun. `build` makes its model, the one that
-    /// the servers have, on a mesh of this rank alone.
+    /// A worker for the servers that are the first `num_servers` ranks; it waits until they have begun, and there is none if they leave before
+    /// that. `build` makes its model, the one that the servers have, on a mesh of this rank alone.
     ///
     /// # Errors
     /// What building the model returns; servers that are gone, or have another model.
@@ -40,7 +40,7 @@ impl Worker {
         mailbox: &Arc<Mailbox>,
         num_servers: usize,
         build: impl FnOnce(&Mesh) -> Result<Stage>,
-    ) -> Result<Self> {
+    ) -> Result<Option<Self>> {
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Default::default())?;
         let stage = build(&mesh)?;
         let mut worker = Self {
@@ -57,10 +57,11 @@ impl Worker {
             asks_to_stop: None,
         };
         for server in 0..num_servers {
-            worker.mailbox.send(server, HELLO, &[])?;
+            worker.send(server, HELLO, &[])?;
         }
         for server in 0..num_servers {
             match worker.mailbox.recv(Some(server), Some(START))? {
+                Received::Left(departure) if departure.why.is_none() => return Ok(None),
                 Received::Left(departure) => return Err(gone(&departure)),
                 Received::Mail(mail) => {
                     let (start, ranges) = Start::of(&mail)?;
@@ -71,7 +72,7 @@ impl Worker {
         }
         worker.check_ranges()?;
         worker.take_replies()?;
-        Ok(worker)
+        Ok(Some(worker))
     }
 
     /// Asks `asks` in each step whether this rank wants all of them to stop.
@@ -102,11 +103,6 @@ impl Worker {
             }
         }
         Ok(())
-    }
-
-    /// The model.
-    pub fn stage(&self) -> &Stage {
-        &self.stage
     }
 
     /// An error unless the servers have each value once.
@@ -159,15 +155,17 @@ impl Worker {
                 // The servers have taken them before they reply, and nothing is written before that.
                 slices: self.gradients.slices(ranges)?,
             };
-            let sent = self.mailbox.send(server, PUSH, &push.into_tensors()?);
-            // That it has left is told below, where its reply does not come.
-            if let Err(error @ (CommError::Argument(_) | CommError::Mail(_))) = sent
-                && self.mailbox.departure(server).is_none()
-            {
-                return Err(error.into());
-            }
+            self.send(server, PUSH, &push.into_tensors()?)?;
         }
         Ok(())
+    }
+
+    /// Sends to a server unless it has left: that is told where its reply does not come.
+    fn send(&self, server: usize, tag: u64, tensors: &[Tensor]) -> Result<()> {
+        match self.mailbox.send(server, tag, tensors) {
+            Err(_) if self.mailbox.departure(server).is_some() => Ok(()),
+            sent => Ok(sent?),
+        }
     }
 
     /// Waits for the weights of all servers, however long these save or evaluate before.
