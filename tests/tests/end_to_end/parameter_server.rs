@@ -13,7 +13,7 @@ use candle_train::{
 
 use crate::fixture::{Fixture, Run};
 use crate::run::{Adapters, Layout, Variant, gather, load_variant, tokens, train_variant};
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, assert_close};
 
 /// Servers, workers, and when these get weights.
 type Servers = (usize, usize, Consistency);
@@ -140,6 +140,34 @@ fn servers_give_the_bits_of_replicas_whatever_the_delays() {
             );
             assert!(weights == replicas.final_weights, "{name}, {num_servers}");
         }
+    }
+}
+
+/// With one worker both forms make the same updates; the norm, by which each step is clipped, is summed by the worker or by the servers.
+#[test]
+fn one_asynchronous_worker_is_a_synchronous_one() {
+    let fixture = Fixture::new("gqa");
+    let run = Run {
+        max_grad_norm: 0.2,
+        ..run_of(&fixture, 6)
+    };
+    for num_servers in [1, 2] {
+        let one = |consistency| {
+            let servers = (num_servers, 1, consistency);
+            serve(&fixture, &run, servers, (Variant::default(), delays)).unwrap()
+        };
+        let (metrics, weights) = one(Consistency::Asynchronous { max_staleness: 0 });
+        let (expected, expected_weights) = one(Consistency::Synchronous);
+        for (step, expected) in metrics.iter().zip(&expected) {
+            let close = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
+            assert!(close(step.loss, expected.loss), "{step:?} {expected:?}");
+            assert!(
+                close(step.grad_norm, expected.grad_norm),
+                "{step:?} {expected:?}"
+            );
+            assert!(step.grad_norm > 0.2, "it is clipped");
+        }
+        assert_close(&weights, &expected_weights, 1e-6, "weights");
     }
 }
 

@@ -139,9 +139,16 @@ fn seven_ranks_four_per_host() {
 }
 
 #[test]
-fn ranks_on_hosts_conform() {
-    let test = "mpi_bits::ranks_on_hosts_conform";
-    run_on_hosts(test, (6, 4), |world| conforms(&world));
+fn five_ranks_on_hosts_conform() {
+    let test = "mpi_bits::five_ranks_on_hosts_conform";
+    run_on_hosts(test, (5, 2), |world| conforms(&world));
+}
+
+/// An even number: operations of two groups are in flight together.
+#[test]
+fn four_ranks_on_hosts_conform() {
+    let test = "mpi_bits::four_ranks_on_hosts_conform";
+    run_on_hosts(test, (4, 3), |world| conforms(&world));
 }
 
 /// The most memory that this process has had, in KiB.

@@ -34,11 +34,12 @@ impl Default for AdamWConfig {
 
 impl AdamWConfig {
     /// The constants for batches that have `factor` times as many samples, with a learning rate √`factor` times as large: as many
-    /// samples take the weights about as far, and averages go back as many samples (Malladi et al. 2022, arXiv:2205.10287; weight
-    /// decay per sample stays too).
+    /// samples take the weights about as far, and β₂'s average and the decay go back as many samples (Malladi et al. 2022,
+    /// arXiv:2205.10287). β₁ stays: gradients of workers that do not wait for each other have a momentum of their own (Mitliagkas et al.
+    /// 2016, arXiv:1605.09774).
     pub fn scaled_to_batches(&self, factor: f64) -> Self {
         Self {
-            beta1: 1.0 - factor * (1.0 - self.beta1),
+            beta1: self.beta1,
             beta2: 1.0 - factor * (1.0 - self.beta2),
             eps: self.eps / factor.sqrt(),
             weight_decay: self.weight_decay * factor.sqrt(),
