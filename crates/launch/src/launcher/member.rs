@@ -3,6 +3,7 @@
 use std::io::{Error as IoError, ErrorKind};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -137,6 +138,8 @@ fn run(command: &str, stream: TcpStream) -> std::result::Result<(), IoError> {
         .args(["-c", command])
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(stream)))
+        // A terminal's Ctrl-C is for this launcher, which leaves well.
+        .process_group(0)
         .spawn()
         .map(drop)
 }

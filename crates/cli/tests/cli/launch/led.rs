@@ -43,7 +43,10 @@ impl Hosts {
             "--rdzv",
             &self.rdzv,
         ];
-        let quick = ["--grace-secs", "1", "--silence-secs", "3"];
+        let quick: &[&str] = match options.contains(&"--grace-secs") {
+            true => &["--silence-secs", "3"],
+            false => &["--grace-secs", "1", "--silence-secs", "3"],
+        };
         let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
         command.arg("launch").args(first).args(quick).args(options);
         command.args(["sh", "-c", script]);
@@ -210,6 +213,26 @@ fn signals_end_a_led_run() {
     let said = "host b leaves: the ranks stop, and are started again\n";
     assert!(ended.err.contains(said), "{}", ended.err);
     assert!(ended.sorted_lines().contains(&saves(1)));
+}
+
+/// The ranks have been asked to stop already, and a second signal would end them at once.
+#[test]
+fn a_signal_while_hosts_change_lets_ranks_save() {
+    let hosts = Hosts::new();
+    let script = "trap 'trap \"exit 9\" TERM; touch stopping; until [ -e saved ]; do sleep 0.02; done; echo saves; exit 143' TERM\n\
+        touch up; while :; do sleep 0.02; done";
+    let first = hosts.start("a", 1, "1:2", &["--grace-secs", "60"], script);
+    wait_until("a rank on the first host", || hosts.exists("up"));
+    let second = hosts.start("b", 1, "1:2", &[], script);
+    wait_until("a rank that stops", || hosts.exists("stopping"));
+    first.signal(Signal::SIGTERM);
+    // Time for a signal to reach the rank.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    hosts.touch("saved");
+    let ended = first.wait();
+    assert_eq!(ended.sorted_lines(), ["[rank 0] saves"], "{}", ended.err);
+    assert_eq!(ended.code, Some(143), "{}", ended.err);
+    assert_eq!(second.wait().code, Some(143));
 }
 
 #[test]
