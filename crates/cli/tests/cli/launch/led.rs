@@ -7,14 +7,14 @@ use nix::sys::signal::{Signal, kill};
 use tempfile::{NamedTempFile, TempDir};
 
 /// Where launchers meet, the secret that they share, and the folder in which all of them work.
-struct Hosts {
-    rdzv: String,
-    secret: NamedTempFile,
-    folder: TempDir,
+pub(super) struct Hosts {
+    pub(super) rdzv: String,
+    pub(super) secret: NamedTempFile,
+    pub(super) folder: TempDir,
 }
 
 impl Hosts {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let secret = NamedTempFile::new().unwrap();
         std::fs::write(secret.path(), "hush\n").unwrap();
@@ -26,7 +26,7 @@ impl Hosts {
     }
 
     /// A launcher on the host of this name, with as many ranks.
-    fn start(
+    pub(super) fn start(
         &self,
         name: &str,
         num_ranks: usize,
@@ -62,7 +62,7 @@ impl Hosts {
         launching
     }
 
-    fn exists(&self, name: &str) -> bool {
+    pub(super) fn exists(&self, name: &str) -> bool {
         self.folder.path().join(name).exists()
     }
 
@@ -141,6 +141,43 @@ fn a_host_that_is_lost_and_comes_back() {
     assert_eq!(
         started(&ended, 2),
         ["[rank 0] 2 0/2 0/1 on a", "[rank 1] 2 1/2 0/1 on b"]
+    );
+    assert_eq!(second.wait().code, Some(0));
+}
+
+/// Its launcher lives, and calls again.
+#[test]
+fn a_host_whose_agent_is_lost_takes_part_again() {
+    let hosts = Hosts::new();
+    let script = format!("setsid sleep 1000 &\n{RANK}");
+    let first = hosts.start("a", 1, "2", &["--max-restarts", "1"], &script);
+    let second = hosts.start("b", 1, "2", &[], &script);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    let started_first = second.processes();
+    let agents = started_first
+        .iter()
+        .filter(|(_, command)| command.ends_with(" agent "));
+    // One may be gone with the shell that started it.
+    for (pid, _) in agents {
+        let _ = kill(*pid, Signal::SIGKILL);
+    }
+    wait_until("ranks on both again", || hosts.exists("up-1-1"));
+    // Nothing is left of the first start.
+    let is_old = |(pid, command): &(_, String)| {
+        command.starts_with("sleep 1000") && started_first.iter().any(|(old, _)| old == pid)
+    };
+    assert!(!second.processes().iter().any(is_old));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(
+        ended.err.contains("lost host b with rank 1: "),
+        "{}",
+        ended.err
+    );
+    assert_eq!(
+        started(&ended, 1),
+        ["[rank 0] 1 0/2 0/1 on a", "[rank 1] 1 1/2 0/1 on b"]
     );
     assert_eq!(second.wait().code, Some(0));
 }
@@ -255,6 +292,18 @@ fn what_launchers_are_refused_for() {
             "expected a number of hosts, or MIN:MAX",
         );
     }
+    // Somebody else listens there, and hangs up.
+    let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = busy.local_addr().unwrap().to_string();
+    std::thread::spawn(move || busy.incoming().for_each(drop));
+    let stranger = Hosts {
+        rdzv: at,
+        ..Hosts::new()
+    };
+    let ended = stranger.start("a", 1, "2", &[], "true").wait();
+    assert_eq!(ended.code, Some(2));
+    let says = "is taken, and not by a launcher of this run: ";
+    assert!(ended.sentence().contains(says), "{}", ended.err);
     // Another program, or another secret.
     let first = hosts.start("a", 1, "2", &[], "true");
     let other = hosts.start("b", 1, "2", &[], "false").wait();

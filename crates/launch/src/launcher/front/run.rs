@@ -357,12 +357,13 @@ impl<'a> Run<'a> {
                 Some(_) => outcome.with_note(ASKED_AGAIN),
             };
         }
-        let lost = self.failures.hosts.iter();
+        let lost = || self.failures.hosts.iter();
         let remedy = match (cause.is_for_good(), self.has_survivors) {
             (Some(why), _) => Remedy::None(why),
             (None, true) => Remedy::None(SURVIVORS.to_string()),
             (None, false) => Remedy::StartAgain {
-                at: lost.map(|loss| self.is_surely_over(loss)).max(),
+                at: lost().map(|loss| self.is_surely_over(loss)).max(),
+                lost: lost().map(|loss| hosts[loss.host].name.clone()).collect(),
             },
         };
         Outcome {
