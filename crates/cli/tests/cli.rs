@@ -27,6 +27,7 @@ mod cli {
         mod options;
         mod orphans;
         mod output;
+        mod relay;
         mod restart;
         mod signals;
     }

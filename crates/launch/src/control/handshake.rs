@@ -1,15 +1,17 @@
 //! How both ends of a new connection show each other that they know the run's secret, without sending it.
 //!
 //! ```text
-//! rank -> server    opening: magic, version of its messages, 32 random bytes
+//! rank -> server    opening: magic, version of its messages and what for, 32 random bytes
 //! server -> rank    32 random bytes, HMAC-SHA256(secret, "server", opening, these bytes)
 //! rank -> server    HMAC-SHA256(secret, "rank", opening, the server's bytes)
 //! ```
-//! (RFC 2104.) The random bytes are new for each connection, so what somebody heard of an earlier one is of no use, and neither
+//! (RFC 2104.) A server proves nothing to who has come for something else than it serves, so it is of no use to somebody who pretends to
+//! be a server of another kind. The random bytes are new for each connection, so what somebody heard of an earlier one is of no use, and neither
 //! end can send the other its own proof back. A rank says nothing of itself before it has seen the server's proof. This never
 //! changes, so that ranks of different versions can tell each other so.
 //!
-//! What follows is not encrypted: who can change packets between the hosts is not kept out.
+//! What follows is not encrypted: who can change packets between the hosts is not kept out. But the [`Key`] that both ends have now, and
+//! who passes their words on has not, can seal a message.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 
@@ -26,38 +28,76 @@ const PROOF_BYTES: usize = 32;
 /// Magic, version and random bytes.
 const OPENING_BYTES: usize = MAGIC.len() + 4 + NUM_RANDOM;
 
-/// Who proves that it knows the secret.
+/// Who proves that it knows the secret, and what makes the key.
 const RANK: &str = "rank";
 const SERVER: &str = "server";
+const KEY: &str = "key";
 
-/// As a rank whose messages are of `version`: whether the other end knows the secret.
+/// What a connection is for: the highest bits of the version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Purpose {
+    /// The star of a run's ranks.
+    Control = 0,
+    /// Ranks among themselves.
+    Peers = 1 << 30,
+    Launcher = 1 << 31,
+}
+
+const PURPOSE_BITS: u32 = 3 << 30;
+
+/// What only the two ends of this connection know.
+pub(crate) struct Key(Hmac<Sha256>);
+
+impl Key {
+    /// The seal of a message, which no message of another kind or connection has.
+    pub(crate) fn seal(&self, kind: &str, message: &[u8]) -> [u8; PROOF_BYTES] {
+        self.mac(kind, message).finalize().into_bytes().into()
+    }
+
+    pub(crate) fn is_seal(&self, seal: &[u8], kind: &str, message: &[u8]) -> bool {
+        is_proof(seal, self.mac(kind, message))
+    }
+
+    fn mac(&self, kind: &str, message: &[u8]) -> Hmac<Sha256> {
+        let mac = self.0.clone().chain_update(kind);
+        mac.chain_update([0]).chain_update(message)
+    }
+}
+
+/// As a rank whose messages are of `version`: the connection's key, if the other end knows the secret.
 ///
 /// # Errors
 /// The connection breaks off, or ends in time.
 pub(crate) fn as_rank(
     stream: &mut (impl Read + Write),
     secret: &Secret,
-    version: u32,
-) -> Result<bool> {
+    (purpose, version): (Purpose, u32),
+) -> Result<Option<Key>> {
     let random = random_bytes::<NUM_RANDOM>()?;
+    let version = purpose as u32 | version;
     let opening = [MAGIC.as_slice(), &version.to_le_bytes(), &random].concat();
     stream.write_all(&opening)?;
     let (mut random, mut proof) = ([0; NUM_RANDOM], [0; PROOF_BYTES]);
     stream.read_exact(&mut random)?;
     stream.read_exact(&mut proof)?;
     if !is_proof(&proof, mac(secret, SERVER, &opening, &random)?) {
-        return Ok(false);
+        return Ok(None);
     }
     let proof = mac(secret, RANK, &opening, &random)?.finalize();
     stream.write_all(&proof.into_bytes())?;
-    Ok(true)
+    Ok(Some(key(secret, &opening, &random)?))
 }
 
-/// As the server: the version of the messages of a rank that knows the secret.
+/// As the server: the version of the messages of a rank that knows the secret, and the connection's key.
 ///
 /// # Errors
-/// The other end does not know it, or says something else; the connection breaks off, or ends in time.
-pub(crate) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Result<u32> {
+/// The other end does not know it, or comes for something else; the connection breaks off, or ends in time.
+pub(crate) fn as_server(
+    stream: &mut (impl Read + Write),
+    secret: &Secret,
+    purpose: Purpose,
+) -> Result<(u32, Key)> {
     let mut opening = [0; OPENING_BYTES];
     stream.read_exact(&mut opening[..MAGIC.len()])?;
     if !opening.starts_with(&MAGIC) {
@@ -65,6 +105,13 @@ pub(crate) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Re
         return Err(Error::new(ErrorKind::InvalidData, message));
     }
     stream.read_exact(&mut opening[MAGIC.len()..])?;
+    let mut version = [0; 4];
+    version.copy_from_slice(&opening[MAGIC.len()..][..4]);
+    let version = u32::from_le_bytes(version);
+    if version & PURPOSE_BITS != purpose as u32 {
+        let message = format!("its messages are of version {version:#x}, not for {purpose:?}");
+        return Err(Error::new(ErrorKind::InvalidData, message));
+    }
     let random = random_bytes::<NUM_RANDOM>()?;
     let proof = mac(secret, SERVER, &opening, &random)?.finalize();
     stream.write_all(&[random, proof.into_bytes().into()].concat())?;
@@ -74,9 +121,14 @@ pub(crate) fn as_server(stream: &mut (impl Read + Write), secret: &Secret) -> Re
         let message = "it does not know the run's secret";
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
-    let mut version = [0; 4];
-    version.copy_from_slice(&opening[MAGIC.len()..][..4]);
-    Ok(u32::from_le_bytes(version))
+    let key = key(secret, &opening, &random)?;
+    Ok((version & !PURPOSE_BITS, key))
+}
+
+fn key(secret: &Secret, opening: &[u8], random: &[u8]) -> Result<Key> {
+    let bytes = mac(secret, KEY, opening, random)?.finalize().into_bytes();
+    let mac = Hmac::new_from_slice(&bytes).map_err(Error::other)?;
+    Ok(Key(mac))
 }
 
 fn mac(secret: &Secret, who: &str, opening: &[u8], random: &[u8]) -> Result<Hmac<Sha256>> {

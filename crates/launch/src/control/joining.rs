@@ -5,11 +5,12 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::handshake::{self, Purpose};
 use super::hello::Hello;
 use super::link::Link;
 use super::message::ToRank;
 use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, handshake, listening};
+use super::{ControlConfig, listening};
 use crate::{Error, Result};
 
 /// How long one attempt to connect may take, and then whoever is there to show that it knows the secret.
@@ -137,7 +138,8 @@ impl Attempt<'_> {
         let mut stream = TcpStream::connect_timeout(address, CONNECT)?;
         stream.set_nodelay(true)?;
         let mut timed = Timed::new(stream.try_clone()?, CONNECT);
-        if !handshake::as_rank(&mut timed, &self.config.secret, wire::VERSION)? {
+        let version = (Purpose::Control, wire::VERSION);
+        if handshake::as_rank(&mut timed, &self.config.secret, version)?.is_none() {
             return Err(Refused::OtherRun(
                 "who listens there does not know this run's secret: it is another run, or another program".into(),
             ));

@@ -138,7 +138,8 @@ fn introduce(address: &SocketAddr, config: &ControlConfig) -> io::Result<TcpStre
     let stream = TcpStream::connect_timeout(address, HANDSHAKE)?;
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
-    if !handshake::as_rank(&mut timed, &config.secret, wire::VERSION)? {
+    let version = (handshake::Purpose::Peers, wire::VERSION);
+    if handshake::as_rank(&mut timed, &config.secret, version)?.is_none() {
         let message = "who listens there does not know this run's secret";
         return Err(io::Error::new(ErrorKind::PermissionDenied, message));
     }
@@ -209,7 +210,7 @@ fn meet(
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
-    handshake::as_server(&mut timed, secret)?;
+    handshake::as_server(&mut timed, secret, handshake::Purpose::Peers)?;
     let mut rank = [0; 8];
     timed.read_exact(&mut rank)?;
     let rank = usize::try_from(u64::from_le_bytes(rank)).unwrap_or(usize::MAX);

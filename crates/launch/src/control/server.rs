@@ -20,7 +20,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::socket::{Backlog, listen as listen_again};
 
 use super::ControlConfig;
-use super::handshake;
+use super::handshake::{self, Purpose};
 use super::hello::Hello;
 use super::message::FromRank;
 use super::wire::{self, Limits, Timed};
@@ -151,7 +151,7 @@ fn accept(hub: &Arc<Hub>, listener: &TcpListener, closed: &AtomicBool) {
 fn meet(hub: &Arc<Hub>, stream: TcpStream) -> io::Result<(usize, BufReader<Timed>)> {
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
-    let version = handshake::as_server(&mut timed, &hub.secret)?;
+    let (version, _) = handshake::as_server(&mut timed, &hub.secret, Purpose::Control)?;
     let mut reader = BufReader::new(timed);
     let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;
     let rank = hello.rank;

@@ -26,6 +26,11 @@ impl Limits {
         json: 1 << 20,
         body: 0,
     };
+    /// From somebody whose messages are sealed: the seal, and the message as bytes.
+    pub(crate) const SEALED: Self = Self {
+        json: 1 << 8,
+        body: 1 << 20,
+    };
     /// From a rank.
     pub(super) const RANK: Self = Self {
         json: 1 << 24,

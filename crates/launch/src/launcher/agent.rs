@@ -70,9 +70,9 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
 fn call_front(front: &str) -> Result<()> {
     let secret = given_secret()?.ok_or_else(|| Error::Launch("it has no secret".to_string()))?;
     let caller = Caller::Rank(RankEnv::from_env()?.rank());
-    let connected = call(front, &secret, &caller).and_then(|stream| {
-        dup2_stdin(&stream)?;
-        Ok(dup2_stdout(&stream)?)
+    let connected = call(front, &secret, &caller).and_then(|call| {
+        dup2_stdin(&call.stream)?;
+        Ok(dup2_stdout(&call.stream)?)
     });
     connected.map_err(|error| Error::Launch(format!("{front}: {error}")))
 }

@@ -1,18 +1,21 @@
 //! A call to the front: an authenticated connection of a process that the front has not started itself.
 
-use std::io::{Error, ErrorKind, Result, Write};
+use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
 use nix::sys::socket::{setsockopt, sockopt};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::Secret;
-use crate::control::handshake;
+use crate::control::handshake::{self, Key, Purpose};
 use crate::control::wire::{self, Limits, Timed};
 
-/// Beside the ranks' own versions of messages, so that neither takes a connection of the other kind.
-const VERSION: u32 = 1 << 31 | 1;
+/// The version of the messages.
+const VERSION: u32 = 2;
+/// Of a launcher that another version leads: nothing was started.
+const OTHER_VERSION_EXIT_CODE: u8 = 2;
 /// How long either end waits for the other.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -31,6 +34,8 @@ pub(super) enum Caller {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Offer {
     pub(super) name: String,
+    /// Of the launcher, at random: a host whose launcher was started again is another one.
+    pub(super) id: u64,
     pub(super) num_ranks: usize,
     /// What was to be started there, which must be the same everywhere.
     pub(super) program: Vec<String>,
@@ -45,51 +50,100 @@ pub(super) enum Order {
     End(u8, String),
 }
 
+/// A connection whose ends have shown each other that they know the secret.
+pub(super) struct Call {
+    pub(super) stream: TcpStream,
+    key: Key,
+}
+
+/// What a message is sealed as: neither end can be told its own words.
+const CALLER: &str = "caller";
+const ORDER: &str = "order";
+
 /// Calls the front at `HOST:PORT`.
 ///
 /// # Errors
 /// Nobody is there, or somebody who does not know the secret.
-pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<TcpStream> {
-    let mut stream = TcpStream::connect(front)?;
+pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<Call> {
+    let call = meet(front, secret)?;
+    call.say(CALLER, caller)?;
+    Ok(call)
+}
+
+/// Finds out whether who listens at `HOST:PORT` knows the secret, and hangs up.
+///
+/// # Errors
+/// Nobody is there, or somebody who does not know it.
+pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
+    let stream = TcpStream::connect(front)?;
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, PATIENCE);
-    if !handshake::as_rank(&mut timed, secret, VERSION)? {
+    let version = (Purpose::Launcher, VERSION);
+    let Some(key) = handshake::as_rank(&mut timed, secret, version)? else {
         let message = "who listens there does not know this run's secret";
         return Err(Error::new(ErrorKind::PermissionDenied, message));
-    }
+    };
     timed.lift()?;
     keep_alive(&stream)?;
-    stream.write_all(&wire::frame(caller, &[])?)?;
-    Ok(stream)
+    Ok(Call { stream, key })
 }
 
 /// Answers a call: who it is, if that one knows the secret.
-pub(super) fn answer(stream: &TcpStream, secret: &Secret, limit: Duration) -> Result<Caller> {
+pub(super) fn answer(
+    stream: TcpStream,
+    secret: &Secret,
+    limit: Duration,
+) -> Result<(Caller, Call)> {
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, limit);
-    if handshake::as_server(&mut timed, secret)? != VERSION {
+    let (version, key) = handshake::as_server(&mut timed, secret, Purpose::Launcher)?;
+    let call = Call { stream, key };
+    if version != VERSION {
+        let what = "the launcher that leads is of another version";
+        Order::End(OTHER_VERSION_EXIT_CODE, what.to_string()).send(&call)?;
         let message = "it is no process of this version of the launcher";
         return Err(Error::new(ErrorKind::InvalidData, message));
     }
-    let (caller, _) = wire::read(&mut timed, Limits::STRANGER)?;
+    let caller = call.hear(CALLER, &mut timed)?;
     timed.lift()?;
-    keep_alive(stream)?;
-    Ok(caller)
+    keep_alive(&call.stream)?;
+    Ok((caller, call))
+}
+
+impl Call {
+    /// Says a message, sealed: its seal and its JSON.
+    fn say(&self, kind: &str, message: &impl Serialize) -> Result<()> {
+        let json = serde_json::to_vec(message)?;
+        let frame = wire::frame(&self.key.seal(kind, &json), &json)?;
+        (&self.stream).write_all(&frame)
+    }
+
+    fn hear<T: DeserializeOwned>(&self, kind: &str, from: &mut impl Read) -> Result<T> {
+        let (seal, json): ([u8; 32], _) = wire::read(from, Limits::SEALED)?;
+        if !self.key.is_seal(&seal, kind, &json) {
+            let message = "what is said there is not from who has shown that it knows this run's secret: somebody passes words on";
+            return Err(Error::new(ErrorKind::PermissionDenied, message));
+        }
+        Ok(serde_json::from_slice(&json)?)
+    }
 }
 
 impl Order {
     /// Tells it to a host.
-    pub(super) fn send(&self, mut host: &TcpStream) -> Result<()> {
-        host.write_all(&wire::frame(self, &[])?)
+    pub(super) fn send(&self, host: &Call) -> Result<()> {
+        host.say(ORDER, self)
     }
 
     /// Waits for it.
-    pub(super) fn receive(mut front: &TcpStream) -> Result<Self> {
-        Ok(wire::read(&mut front, Limits::STRANGER)?.0)
+    pub(super) fn receive(front: &Call) -> Result<Self> {
+        front.hear(ORDER, &mut &front.stream)
     }
 }
 
-/// Has the kernels ask each other whether they live: nobody else may say anything for hours.
+/// Has the kernels ask each other whether they live: nobody else may say anything for hours. A host without power is noticed in 40 s.
 fn keep_alive(stream: &TcpStream) -> Result<()> {
-    Ok(setsockopt(stream, sockopt::KeepAlive, &true)?)
+    setsockopt(stream, sockopt::KeepAlive, &true)?;
+    setsockopt(stream, sockopt::TcpKeepIdle, &10)?;
+    setsockopt(stream, sockopt::TcpKeepInterval, &10)?;
+    Ok(setsockopt(stream, sockopt::TcpKeepCount, &3)?)
 }

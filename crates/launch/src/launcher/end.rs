@@ -71,13 +71,17 @@ impl End {
         self == Self::Exited(i32::from(NEEDS_MPI_EXIT_CODE))
     }
 
+    /// Whether the rank says that it would end so again.
+    pub(super) fn would_fail_again(self) -> bool {
+        self == Self::Exited(i32::from(WOULD_FAIL_AGAIN_EXIT_CODE))
+    }
+
     /// Why a rank that ended so is not started again, if that is so.
     pub(super) fn is_for_good(self) -> Option<String> {
         match (self.stopped_by(), self) {
             (Some(signal), _) => Some(format!("it was asked to stop, by {}", signal.as_str())),
             (None, Self::Exited(code))
-                if code == i32::from(WOULD_FAIL_AGAIN_EXIT_CODE)
-                    || CANNOT_RUN_EXIT_CODES.contains(&code) =>
+                if self.would_fail_again() || CANNOT_RUN_EXIT_CODES.contains(&code) =>
             {
                 Some(format!("exit code {code} means that it would fail again"))
             }

@@ -174,8 +174,8 @@ impl Front<'_> {
 
     fn run_all(&mut self) -> Result<(u8, Option<String>)> {
         loop {
-            if let Some(signal) = self.restarts.gather(&self.events) {
-                return Ok(stopped_by(signal));
+            if let Some(end) = self.restarts.gather(&self.events) {
+                return Ok(end);
             }
             let outcome = self.run_once()?;
             match self.restarts.after(outcome) {

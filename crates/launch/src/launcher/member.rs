@@ -3,6 +3,7 @@
 use std::io::{Error as IoError, ErrorKind};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,14 +11,17 @@ use std::time::{Duration, Instant};
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::Signal;
 
-use super::call::{Caller, Offer, Order, call};
+use super::call::{Call, Caller, Offer, Order, call};
 use super::config::LaunchConfig;
 use super::end::LOST_HOST_EXIT_CODE;
 use super::{process_tree, shares, signals};
+use crate::secret::random_bytes;
 use crate::{Error, Result, Secret};
 
 /// How long the launcher that leads may be late.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How long it may be out of reach once it was there.
+const ABSENCE: Duration = Duration::from_secs(60);
 /// The time between two attempts to reach it.
 const PAUSE: Duration = Duration::from_millis(500);
 /// What was started here ends by itself when nobody leads any more; after this long it is killed.
@@ -38,38 +42,60 @@ pub(super) fn serve(
     let share = shares::own(config)?;
     let caller = Caller::Host(Offer {
         name: share.name,
+        id: random_bytes()
+            .map(u64::from_le_bytes)
+            .map_err(|error| Error::Launch(format!("cannot read /dev/urandom: {error}")))?,
         num_ranks: share.num_ranks,
         program: config.program.clone(),
     });
-    let mut was_needed = false;
+    let (mut was_there, mut was_needed) = (false, false);
     let mut until = Instant::now() + PATIENCE;
     loop {
-        let order = called(front, secret, &caller, until).and_then(|stream| line.wait(stream));
-        match order {
-            // Another thread ends this process.
-            _ if line.is_leaving() => loop {
+        // A launcher that leads listens as long as it lives.
+        let is_gone = |kind| was_there && kind == ErrorKind::ConnectionRefused;
+        let may_come = |kind| Instant::now() < until && !is_gone(kind);
+        let called = called(front, secret, &caller, may_come);
+        was_there |= called.is_ok();
+        let begin = Instant::now();
+        let waited = called.map(|call| line.wait(call));
+        if begin.elapsed() > ABSENCE {
+            until = Instant::now() + ABSENCE;
+        }
+        // Another thread ends this process.
+        if line.is_leaving() {
+            loop {
                 std::thread::park();
-            },
-            Ok((Order::Run(command), stream)) => {
-                (was_needed, until) = (true, Instant::now());
-                process_tree::reap();
+            }
+        }
+        let error = match waited {
+            Ok(Ok((Order::Run(command), stream))) => {
+                was_needed = true;
+                until = Instant::now() + ABSENCE;
+                // An earlier start of the ranks is over.
+                process_tree::kill_descendants();
                 run(&command, stream)
                     .map_err(|error| Error::Launch(format!("cannot start a shell: {error}")))?;
+                continue;
             }
-            Ok((Order::End(code, sentence), _)) => {
+            Ok(Ok((Order::End(code, sentence), _))) => {
                 end(ENDING);
                 return Ok((code, Some(sentence).filter(|sentence| !sentence.is_empty())));
             }
-            Err(error) => {
-                end(ENDING);
-                let what =
-                    format!("the launcher at {front}, which leads this run, is not there: {error}");
-                return match was_needed {
-                    true => Ok((LOST_HOST_EXIT_CODE, Some(what))),
-                    false => Err(Error::Launch(what)),
-                };
+            // The line was cut, or the launcher that leads asks whether this one lives.
+            Ok(Err(error))
+                if error.kind() != ErrorKind::PermissionDenied && Instant::now() < until =>
+            {
+                std::thread::sleep(PAUSE);
+                continue;
             }
-        }
+            Ok(Err(error)) | Err(error) => error,
+        };
+        end(ENDING);
+        let what = format!("the launcher at {front}, which leads this run, is not there: {error}");
+        return match was_needed {
+            true => Ok((LOST_HOST_EXIT_CODE, Some(what))),
+            false => Err(Error::Launch(what)),
+        };
     }
 }
 
@@ -81,12 +107,13 @@ struct Line {
 }
 
 impl Line {
-    fn wait(&self, stream: TcpStream) -> std::io::Result<(Order, TcpStream)> {
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream.try_clone()?);
+    fn wait(&self, call: Call) -> std::io::Result<(Order, TcpStream)> {
+        let clone = call.stream.try_clone()?;
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(clone);
         if self.is_leaving() {
-            stream.shutdown(Shutdown::Both)?;
+            call.stream.shutdown(Shutdown::Both)?;
         }
-        Ok((Order::receive(&stream)?, stream))
+        Ok((Order::receive(&call)?, call.stream))
     }
 
     fn is_leaving(&self) -> bool {
@@ -113,16 +140,16 @@ impl Line {
     }
 }
 
-/// A connection, once there is one.
+/// A connection, once there is one; given up at an error after which none may come.
 fn called(
     front: &str,
     secret: &Secret,
     caller: &Caller,
-    until: Instant,
-) -> std::io::Result<TcpStream> {
+    may_come: impl Fn(ErrorKind) -> bool,
+) -> std::io::Result<Call> {
     loop {
         match call(front, secret, caller) {
-            Err(error) if Instant::now() < until && error.kind() != ErrorKind::PermissionDenied => {
+            Err(error) if error.kind() != ErrorKind::PermissionDenied && may_come(error.kind()) => {
                 std::thread::sleep(PAUSE);
             }
             called => return called,
@@ -137,6 +164,8 @@ fn run(command: &str, stream: TcpStream) -> std::result::Result<(), IoError> {
         .args(["-c", command])
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(stream)))
+        // A terminal's Ctrl-C is for this launcher, which leaves well.
+        .process_group(0)
         .spawn()
         .map(drop)
 }

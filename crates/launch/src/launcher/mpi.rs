@@ -31,7 +31,7 @@ pub(super) fn is_asked(config: &LaunchConfig, num_ranks: usize) -> bool {
     let mut words = config.program.windows(2);
     let by_program = words.any(|pair| pair == ["--backend", "mpi"])
         || config.program.iter().any(|word| word == "--backend=mpi");
-    num_ranks > 1 && (config.mpirun.is_some() || by_program)
+    (config.is_led() || num_ranks > 1) && (config.mpirun.is_some() || by_program)
 }
 
 /// The words that start the agents of all ranks, before the address at which these call the front.
@@ -43,7 +43,8 @@ pub(super) fn words(
     shares: &[Share],
     via: &[String],
 ) -> Result<Vec<String>> {
-    let is_batch = std::env::var_os("SLURM_JOB_ID").is_some() && config.hostfile.is_none();
+    let is_all_here = config.hostfile.is_none() && shares.iter().all(|share| share.is_here);
+    let is_batch = is_all_here && std::env::var_os("SLURM_JOB_ID").is_some();
     let default = if is_batch { SRUN } else { MPIRUN };
     let command = config.mpirun.as_deref().unwrap_or(default);
     let mut words: Vec<String> = command.split_whitespace().map(String::from).collect();
@@ -71,6 +72,12 @@ pub(super) fn words(
                 "mpirun takes a colon in what runs commands on other hosts for the end of a command: {:?}\n\
                  hint: names of hosts instead of IPv6 addresses, or an --ssh script",
                 via.join(" ")
+            )));
+        }
+        if via.iter().any(|word| word.contains(char::is_whitespace)) {
+            return Err(Error::Launch(format!(
+                "mpirun takes a blank in what runs commands on other hosts for the end of a word: {via:?}\n\
+                 hint: install candle-train at a path without blanks"
             )));
         }
         let hosts = shares

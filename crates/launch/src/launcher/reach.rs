@@ -19,7 +19,8 @@ pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCod
         let none = || std::io::Error::other("there is no secret");
         call(&front.to_string(), &secret.ok_or_else(none)?, &caller)
     });
-    let passed = called.and_then(|stream| {
+    let passed = called.and_then(|call| {
+        let stream = call.stream;
         let mut to = stream.try_clone()?;
         std::thread::spawn(move || {
             // Its end is the end of what the command reads.

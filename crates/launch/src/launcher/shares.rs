@@ -8,6 +8,8 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub(super) struct Share {
     pub(super) name: String,
+    /// Of its launcher, if that has called; otherwise 0.
+    pub(super) id: u64,
     pub(super) is_here: bool,
     pub(super) node_rank: usize,
     pub(super) first_rank: usize,
@@ -23,6 +25,7 @@ pub(super) fn of(config: &LaunchConfig) -> Result<Vec<Share>> {
     let hosts = hostfile::read(path)?.into_iter().map(|line| Share {
         is_here: is_loopback(&line.host) || line.host == own_name,
         name: line.host,
+        id: 0,
         node_rank: 0,
         first_rank: 0,
         num_ranks: line.slots,
@@ -38,6 +41,7 @@ pub(super) fn own(config: &LaunchConfig) -> Result<Share> {
         )),
         num_ranks => Ok(Share {
             name: own_name(),
+            id: 0,
             is_here: true,
             node_rank: 0,
             first_rank: 0,

@@ -1,6 +1,6 @@
 //! What front and agent say to each other: one line of JSON each, and after a line about output its bytes.
 
-use std::io::{BufRead, Read, Write};
+use std::io::{BufRead, Error, ErrorKind, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +9,11 @@ use super::host_plan::HostPlan;
 
 /// The agent's first line. What comes before it is the greeting of a remote shell.
 pub(super) const GREETING: &str = concat!("candle-train agent ", env!("CARGO_PKG_VERSION"));
+
+/// A line is no longer than this: a plan holds a command line and an environment.
+const MAX_LINE: u64 = 1 << 24;
+/// What an agent reads of a rank's output at once.
+pub(super) const MAX_OUTPUT: usize = 1 << 16;
 
 /// From the front to an agent.
 #[derive(Debug, Serialize, Deserialize)]
@@ -73,12 +78,12 @@ pub(super) fn send(
     to.flush()
 }
 
-/// Reads one message; `None` at the end of the stream.
+/// Reads one message; `None` at the end of the stream. A line that is too long is no whole message.
 pub(super) fn receive<T: for<'de> Deserialize<'de>>(
     from: &mut impl BufRead,
 ) -> std::io::Result<Option<T>> {
     let mut line = Vec::new();
-    from.read_until(b'\n', &mut line)?;
+    from.take(MAX_LINE).read_until(b'\n', &mut line)?;
     if line.is_empty() {
         return Ok(None);
     }
@@ -87,6 +92,10 @@ pub(super) fn receive<T: for<'de> Deserialize<'de>>(
 
 /// Reads the bytes that follow a line about output.
 pub(super) fn receive_bytes(from: &mut impl Read, num_bytes: usize) -> std::io::Result<Vec<u8>> {
+    if num_bytes > MAX_OUTPUT {
+        let message = format!("{num_bytes} bytes of output at once, at most {MAX_OUTPUT}");
+        return Err(Error::new(ErrorKind::InvalidData, message));
+    }
     let mut bytes = vec![0; num_bytes];
     from.read_exact(&mut bytes)?;
     Ok(bytes)

@@ -196,6 +196,17 @@ fn another_version_on_a_host() {
 }
 
 #[test]
+fn an_agent_that_announces_too_much() {
+    let greeting = concat!("candle-train agent ", env!("CARGO_PKG_VERSION"));
+    let output = r#"{"Output":{"rank":0,"stream":"Out","num_bytes":18446744073709551615}}"#;
+    let ssh = format!("echo '{greeting}'; echo '{output}'; cat > /dev/null");
+    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").wait();
+    assert_eq!(ended.code, Some(2));
+    let says = "the agent's output breaks off: 18446744073709551615 bytes of output at once, at most 65536";
+    assert!(ended.sentence().contains(says), "{}", ended.err);
+}
+
+#[test]
 fn a_host_that_falls_silent() {
     // All that connects host b stands still as soon as its rank runs, but stays open.
     let stop = "(until [ -e up1 ]; do sleep 0.01; done; kill -STOP 0) &";

@@ -7,14 +7,14 @@ use nix::sys::signal::{Signal, kill};
 use tempfile::{NamedTempFile, TempDir};
 
 /// Where launchers meet, the secret that they share, and the folder in which all of them work.
-struct Hosts {
-    rdzv: String,
-    secret: NamedTempFile,
-    folder: TempDir,
+pub(super) struct Hosts {
+    pub(super) rdzv: String,
+    pub(super) secret: NamedTempFile,
+    pub(super) folder: TempDir,
 }
 
 impl Hosts {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let secret = NamedTempFile::new().unwrap();
         std::fs::write(secret.path(), "hush\n").unwrap();
@@ -26,7 +26,7 @@ impl Hosts {
     }
 
     /// A launcher on the host of this name, with as many ranks.
-    fn start(
+    pub(super) fn start(
         &self,
         name: &str,
         num_ranks: usize,
@@ -43,7 +43,10 @@ impl Hosts {
             "--rdzv",
             &self.rdzv,
         ];
-        let quick = ["--grace-secs", "1", "--silence-secs", "3"];
+        let quick: &[&str] = match options.contains(&"--grace-secs") {
+            true => &["--silence-secs", "3"],
+            false => &["--grace-secs", "1", "--silence-secs", "3"],
+        };
         let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
         command.arg("launch").args(first).args(quick).args(options);
         command.args(["sh", "-c", script]);
@@ -59,7 +62,7 @@ impl Hosts {
         launching
     }
 
-    fn exists(&self, name: &str) -> bool {
+    pub(super) fn exists(&self, name: &str) -> bool {
         self.folder.path().join(name).exists()
     }
 
@@ -142,6 +145,43 @@ fn a_host_that_is_lost_and_comes_back() {
     assert_eq!(second.wait().code, Some(0));
 }
 
+/// Its launcher lives, and calls again.
+#[test]
+fn a_host_whose_agent_is_lost_takes_part_again() {
+    let hosts = Hosts::new();
+    let script = format!("setsid sleep 1000 &\n{RANK}");
+    let first = hosts.start("a", 1, "2", &["--max-restarts", "1"], &script);
+    let second = hosts.start("b", 1, "2", &[], &script);
+    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    let started_first = second.processes();
+    let agents = started_first
+        .iter()
+        .filter(|(_, command)| command.ends_with(" agent "));
+    // One may be gone with the shell that started it.
+    for (pid, _) in agents {
+        let _ = kill(*pid, Signal::SIGKILL);
+    }
+    wait_until("ranks on both again", || hosts.exists("up-1-1"));
+    // Nothing is left of the first start.
+    let is_old = |(pid, command): &(_, String)| {
+        command.starts_with("sleep 1000") && started_first.iter().any(|(old, _)| old == pid)
+    };
+    assert!(!second.processes().iter().any(is_old));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(
+        ended.err.contains("lost host b with rank 1: "),
+        "{}",
+        ended.err
+    );
+    assert_eq!(
+        started(&ended, 1),
+        ["[rank 0] 1 0/2 0/1 on a", "[rank 1] 1 1/2 0/1 on b"]
+    );
+    assert_eq!(second.wait().code, Some(0));
+}
+
 #[test]
 fn a_failure_ends_all_launchers_with_its_code() {
     let hosts = Hosts::new();
@@ -212,6 +252,26 @@ fn signals_end_a_led_run() {
     assert!(ended.sorted_lines().contains(&saves(1)));
 }
 
+/// The ranks have been asked to stop already, and a second signal would end them at once.
+#[test]
+fn a_signal_while_hosts_change_lets_ranks_save() {
+    let hosts = Hosts::new();
+    let script = "trap 'trap \"exit 9\" TERM; touch stopping; until [ -e saved ]; do sleep 0.02; done; echo saves; exit 143' TERM\n\
+        touch up; while :; do sleep 0.02; done";
+    let first = hosts.start("a", 1, "1:2", &["--grace-secs", "60"], script);
+    wait_until("a rank on the first host", || hosts.exists("up"));
+    let second = hosts.start("b", 1, "1:2", &[], script);
+    wait_until("a rank that stops", || hosts.exists("stopping"));
+    first.signal(Signal::SIGTERM);
+    // Time for a signal to reach the rank.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    hosts.touch("saved");
+    let ended = first.wait();
+    assert_eq!(ended.sorted_lines(), ["[rank 0] saves"], "{}", ended.err);
+    assert_eq!(ended.code, Some(143), "{}", ended.err);
+    assert_eq!(second.wait().code, Some(143));
+}
+
 #[test]
 fn what_launchers_are_refused_for() {
     let hosts = Hosts::new();
@@ -232,6 +292,18 @@ fn what_launchers_are_refused_for() {
             "expected a number of hosts, or MIN:MAX",
         );
     }
+    // Somebody else listens there, and hangs up.
+    let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = busy.local_addr().unwrap().to_string();
+    std::thread::spawn(move || busy.incoming().for_each(drop));
+    let stranger = Hosts {
+        rdzv: at,
+        ..Hosts::new()
+    };
+    let ended = stranger.start("a", 1, "2", &[], "true").wait();
+    assert_eq!(ended.code, Some(2));
+    let says = "is taken, and not by a launcher of this run: ";
+    assert!(ended.sentence().contains(says), "{}", ended.err);
     // Another program, or another secret.
     let first = hosts.start("a", 1, "2", &[], "true");
     let other = hosts.start("b", 1, "2", &[], "false").wait();

@@ -163,6 +163,27 @@ fn an_mpirun_that_is_missing_or_fails() {
     }
 }
 
+/// It starts them with nothing by which they find MPI.
+#[test]
+fn ranks_that_still_ask_for_mpi_are_not_started_again() {
+    let folder = TempDir::new().unwrap();
+    let mpirun = "n=$2; shift 2; rank=0\n\
+                  while [ $rank -lt $n ]; do RANK=$rank WORLD_SIZE=$n LOCAL_RANK=$rank LOCAL_WORLD_SIZE=$n MASTER_ADDR=localhost \
+                  MASTER_PORT=1 \"$@\" & rank=$((rank + 1)); done; wait";
+    write_script(&folder.path().join("mpirun"), mpirun);
+    let args = ["--nproc-per-node", "2", "--mpirun", "./mpirun"];
+    let args = [
+        &args[..],
+        &["--max-restarts", "3"],
+        &["sh", "-c", "exit 86"],
+    ]
+    .concat();
+    let ended = start_in(folder, &args, &|_| {}).wait();
+    assert_eq!(ended.code, Some(86), "{}", ended.err);
+    let says = "the ranks ask for MPI, though MPI has started them";
+    assert!(ended.sentence().contains(says), "{}", ended.err);
+}
+
 /// Slurm's is told what mpirun is told, and sets variables of its own.
 #[test]
 fn in_an_allocation_srun_starts_them() {

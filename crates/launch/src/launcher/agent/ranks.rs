@@ -15,7 +15,7 @@ use super::report_pipe::ReportPipe;
 use crate::launcher::end::End;
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::rank_variables::FOREIGN;
-use crate::launcher::wire::{Report, Stream};
+use crate::launcher::wire::{MAX_OUTPUT, Report, Stream};
 use crate::{Error, Result};
 
 /// A rank that ended is reported when its output is through, or after this long: a process it left behind may hold it open.
@@ -159,7 +159,7 @@ fn forward_output(
         let (reports, events) = (reports.clone(), events.clone());
         num_open += 1;
         std::thread::spawn(move || {
-            let mut buffer = vec![0; 1 << 16];
+            let mut buffer = vec![0; MAX_OUTPUT];
             while let Ok(num_bytes @ 1..) = pipe.read(&mut buffer) {
                 let report = Report::Output {
                     rank,

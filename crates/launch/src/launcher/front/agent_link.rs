@@ -23,6 +23,8 @@ use crate::{Error, Result};
 
 /// How long an agent that closed its stdout may take to end.
 pub(super) const EXIT_WAIT: Duration = Duration::from_secs(5);
+/// A longer line of a remote shell's greeting is shown in parts.
+const MAX_GREETING: u64 = 1 << 16;
 /// How long its stderr may stay open after that.
 const NOTICES_WAIT: Duration = Duration::from_secs(1);
 
@@ -271,7 +273,7 @@ impl Reader {
     fn greeted(&self, from: &mut impl BufRead) -> std::result::Result<(), String> {
         loop {
             let mut line = Vec::new();
-            let read = from.read_until(b'\n', &mut line);
+            let read = from.take(MAX_GREETING).read_until(b'\n', &mut line);
             if read.map_or(true, |num_bytes| num_bytes == 0) {
                 return Err("the connection ended before the agent answered".to_string());
             }
@@ -300,7 +302,12 @@ impl Reader {
                     stream,
                     num_bytes,
                 })) => {
-                    let bytes = wire::receive_bytes(from, num_bytes).ok()?;
+                    let bytes = match wire::receive_bytes(from, num_bytes) {
+                        Ok(bytes) => bytes,
+                        Err(error) => {
+                            return Some(format!("the agent's output breaks off: {error}"));
+                        }
+                    };
                     if let Some(warning) = self.outputs.write(rank, stream, &bytes) {
                         let _ = writeln!(stderr(), "candle-train: {warning}");
                     }

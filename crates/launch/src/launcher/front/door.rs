@@ -1,6 +1,6 @@
 //! Where the front listens for [calls](super::super::call).
 
-use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::net::{TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::Event;
 use super::room::Room;
 use crate::control::server::HANDSHAKE;
 use crate::control::server::strangers::Strangers;
-use crate::launcher::call::{self, Caller, Order};
+use crate::launcher::call::{self, Call, Caller, Order};
 use crate::{Error, Result, Secret};
 
 /// A port of any service, to ask for a route: nothing is sent.
@@ -91,19 +91,20 @@ struct Guard {
 }
 
 impl Guard {
-    fn receive(&self, caller: Caller, stream: TcpStream) -> std::io::Result<()> {
+    fn receive(&self, caller: Caller, call: Call) -> std::io::Result<()> {
         match caller {
             Caller::Rank(rank) => {
+                let stream = call.stream;
                 let _ = self.events.send(Event::Called { rank, stream });
             }
             Caller::Host(offer) if offer.program != self.program => {
                 let (own, other) = (self.program.join(" "), offer.program.join(" "));
                 let what =
                     format!("this host was told to run {other:?}, and the one that leads {own:?}");
-                Order::End(super::NOT_STARTED_EXIT_CODE, what).send(&stream)?;
+                Order::End(super::NOT_STARTED_EXIT_CODE, what).send(&call)?;
             }
-            Caller::Host(offer) => self.room.add(offer, stream),
-            Caller::Shell { host, command } => self.room.connect(&host, command, stream)?,
+            Caller::Host(offer) => self.room.add(offer, call),
+            Caller::Shell { host, command } => self.room.connect(&host, command, &call.stream)?,
         }
         Ok(())
     }
@@ -122,9 +123,9 @@ fn accept(listener: &TcpListener, guard: &Arc<Guard>) {
         let (guard, here) = (guard.clone(), strangers.clone());
         std::thread::spawn(move || {
             let peer = stream.peer_addr();
-            let caller = call::answer(&stream, &guard.secret, HANDSHAKE);
+            let answered = call::answer(stream, &guard.secret, HANDSHAKE);
             here.remove(number);
-            if let Err(error) = caller.and_then(|caller| guard.receive(caller, stream)) {
+            if let Err(error) = answered.and_then(|(caller, call)| guard.receive(caller, call)) {
                 tracing::debug!("a connection from {peer:?} ends: {error}");
             }
         });

@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::net::{TcpListener, ToSocketAddrs};
 
 use crate::control::listening::listen;
+use crate::launcher::call;
 use crate::launcher::config::LaunchConfig;
 use crate::rank_env::given_secret;
 use crate::{Error, Result, Secret};
@@ -54,7 +55,14 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Place> {
     match listen(&meeting.host, &addresses, is_one_host) {
         Ok(listener) => Ok(Place::Leader(listener, front, secret)),
         // By a launcher that leads, if two of them are on this host.
-        Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(Place::Member { front, secret }),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => match call::meet(&front, &secret) {
+            Ok(_) => Ok(Place::Member { front, secret }),
+            Err(error) => problem(format!(
+                "--rdzv: port {} of {} is taken, and not by a launcher of this run: {error}\n\
+                 hint: choose another one, or end the run that uses it",
+                meeting.port, meeting.host
+            )),
+        },
         Err(error) => problem(format!("--rdzv: cannot listen at {front}: {error}")),
     }
 }

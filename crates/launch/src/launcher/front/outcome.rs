@@ -16,7 +16,10 @@ pub(super) enum Remedy {
     /// There is none, or need not be one; why, if the run failed.
     None(String),
     /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
-    StartAgain { at: Option<Instant> },
+    StartAgain {
+        at: Option<Instant>,
+        lost: Vec<String>,
+    },
     /// They were stopped as hosts have come or leave, and are started on those that are there.
     ChangeHosts,
     /// The ranks have to be started through MPI.

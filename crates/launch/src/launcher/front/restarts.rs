@@ -4,11 +4,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
-
 use super::outcome::{Outcome, Remedy};
 use super::room::Room;
-use super::{Event, say};
+use super::{Event, say, stopped_by};
 use crate::launcher::config::{LaunchConfig, NodeRange};
 use crate::launcher::end::LOST_HOST_EXIT_CODE;
 use crate::launcher::shares::{self, Share};
@@ -16,6 +14,9 @@ use crate::{Error, Result};
 
 /// As long as hosts come that the run can use, and this long after the last of them, it waits for more.
 const MORE_WAIT: Duration = Duration::from_secs(3);
+
+/// Hosts that are missing after an end of the ranks may be back within this time.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A host that is needed is back at once, to wait for the next time: one that is away for so long leaves.
 const AWAY: Duration = Duration::from_secs(10);
@@ -30,10 +31,12 @@ pub(super) struct Restarts {
     /// Hosts that are always asked, and those that ask.
     known: Vec<Share>,
     room: Option<Arc<Room>>,
-    /// Hosts that are not asked any more, as they could not start their ranks.
-    set_aside: Vec<String>,
+    /// Hosts that are not asked any more, as they could not start their ranks: names, and the launchers that have called.
+    set_aside: Vec<(String, u64)>,
     /// Those to start ranks on.
     present: Vec<Share>,
+    /// Why the ranks were ended that are to be started again.
+    last_end: Option<String>,
 }
 
 /// What comes after an end of the ranks.
@@ -85,6 +88,7 @@ impl Restarts {
                     num_restarts: 0,
                     present: Vec::new(),
                     set_aside: Vec::new(),
+                    last_end: None,
                     known,
                     room,
                 });
@@ -103,9 +107,11 @@ impl Restarts {
         shares::numbered(self.present.iter().cloned())
     }
 
-    /// Waits until there are hosts enough, unless a signal comes before.
-    pub(super) fn gather(&mut self, events: &Receiver<Event>) -> Option<Signal> {
-        let mut last_came = Instant::now();
+    /// Waits until there are hosts enough, unless a signal comes before, or those that the ranks were started on do not come back: then
+    /// it says how this launcher ends.
+    pub(super) fn gather(&mut self, events: &Receiver<Event>) -> Option<(u8, Option<String>)> {
+        let begin = Instant::now();
+        let mut last_came = begin;
         let mut has_said = false;
         loop {
             let num_before = self.present.len();
@@ -126,7 +132,16 @@ impl Restarts {
                 ));
             }
             if let Ok(Event::Signal(signal)) = events.recv_timeout(MORE_WAIT / 10) {
-                return Some(signal);
+                return Some(stopped_by(signal));
+            }
+            if let Some(cause) = &self.last_end
+                && begin.elapsed() > PATIENCE
+            {
+                let (min, secs) = (self.nodes.min, PATIENCE.as_secs());
+                let what = format!(
+                    "{cause}\n{num_hosts} of at least {min} hosts are there, after {secs} s"
+                );
+                return Some((LOST_HOST_EXIT_CODE, Some(what)));
             }
         }
     }
@@ -135,13 +150,17 @@ impl Restarts {
         let offers = self.room.iter().flat_map(|room| room.offers());
         let shares = offers.map(|offer| Share {
             name: offer.name,
+            id: offer.id,
             is_here: false,
             node_rank: 0,
             first_rank: 0,
             num_ranks: offer.num_ranks,
         });
         let all = self.known.iter().cloned().chain(shares);
-        let all = all.filter(|share| !self.set_aside.contains(&share.name));
+        let all = all.filter(|share| {
+            let mut aside = self.set_aside.iter();
+            !aside.any(|(name, id)| *name == share.name && *id == share.id)
+        });
         all.take(self.nodes.max).collect()
     }
 
@@ -181,6 +200,7 @@ impl Restarts {
             return Next::End(outcome);
         };
         let why = sentence.lines().next().unwrap_or_default().to_string();
+        self.last_end = Some(why.clone());
         match &outcome.remedy {
             Remedy::ThroughMpi => Next::ThroughMpi,
             Remedy::ChangeHosts => {
@@ -197,7 +217,10 @@ impl Restarts {
                 let note = format!("--max-restarts {} are used up", self.max_restarts);
                 Next::End(outcome.with_note(&note))
             }
-            Remedy::StartAgain { at } => {
+            Remedy::StartAgain { at, lost } => {
+                if let Some(room) = &self.room {
+                    room.remove(lost);
+                }
                 self.num_restarts += 1;
                 self.num_failures += 1;
                 // Hosts that were lost may be back.
@@ -217,7 +240,12 @@ impl Restarts {
             // What is wrong at the first start is wrong.
             Remedy::Without(_) if self.num_restarts == 0 => Next::End(outcome),
             Remedy::Without(hosts) => {
-                self.set_aside.extend(hosts.iter().cloned());
+                let without = self
+                    .present
+                    .iter()
+                    .filter(|host| hosts.contains(&host.name));
+                let without = without.map(|host| (host.name.clone(), host.id));
+                self.set_aside.extend(without);
                 let num_before = self.present.len();
                 let left = self.candidates().len();
                 let (all, least) = (num_before.max(self.known.len()), self.nodes.min);

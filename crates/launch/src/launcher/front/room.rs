@@ -5,28 +5,44 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::NOT_STARTED_EXIT_CODE;
 use super::agent_link::poll;
-use crate::launcher::call::{Offer, Order};
+use crate::launcher::call::{Call, Offer, Order};
 
 /// A host that is used calls again at once; who wants to use it again waits this long.
 const RETURN: Duration = Duration::from_secs(10);
 
 /// The hosts that have called and wait until they are needed; one connection each.
 #[derive(Default)]
-pub(super) struct Room(Mutex<Vec<(Offer, TcpStream)>>);
+pub(super) struct Room(Mutex<Vec<(Offer, Call)>>);
 
 impl Room {
-    /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which was replaced.
-    pub(super) fn add(&self, offer: Offer, stream: TcpStream) {
+    /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which is replaced.
+    pub(super) fn add(&self, offer: Offer, call: Call) {
         let mut waiting = self.lock();
-        waiting.retain(|(other, _)| other.name != offer.name);
-        waiting.push((offer, stream));
+        for (other, call) in waiting.extract_if(.., |(other, _)| other.name == offer.name) {
+            if other.id != offer.id {
+                let what = format!(
+                    "another launcher has come that is known as host {}",
+                    offer.name
+                );
+                // Nothing to do about one that is gone.
+                let _ = Order::End(NOT_STARTED_EXIT_CODE, what).send(&call);
+            }
+        }
+        waiting.push((offer, call));
+    }
+
+    /// Hangs up on hosts that were lost: those that live call again.
+    pub(super) fn remove(&self, names: &[String]) {
+        self.lock()
+            .retain(|(offer, _)| !names.contains(&offer.name));
     }
 
     /// What the hosts that are there offer.
     pub(super) fn offers(&self) -> Vec<Offer> {
         let mut waiting = self.lock();
-        waiting.retain(|(_, stream)| is_open(stream));
+        waiting.retain(|(_, call)| is_open(&call.stream));
         waiting.iter().map(|(offer, _)| offer.clone()).collect()
     }
 
@@ -35,7 +51,7 @@ impl Room {
         &self,
         host: &str,
         command: String,
-        caller: TcpStream,
+        caller: &TcpStream,
     ) -> std::io::Result<()> {
         let taken = poll(RETURN, || {
             let mut waiting = self.lock();
@@ -45,9 +61,10 @@ impl Room {
         let missing = || std::io::Error::other(format!("host {host} is not there"));
         let shell = taken.ok_or_else(missing)?;
         Order::Run(command).send(&shell)?;
+        let shell = shell.stream;
         let (from_shell, to_caller) = (shell.try_clone()?, caller.try_clone()?);
         let back = std::thread::spawn(move || pass(&from_shell, &to_caller));
-        pass(&caller, &shell);
+        pass(caller, &shell);
         let _ = back.join();
         Ok(())
     }
@@ -55,15 +72,15 @@ impl Room {
     /// Tells the hosts that are there that the run is over, and waits for those that have not come back yet.
     pub(super) fn close(&self, (code, sentence): (u8, &str), mut missing: Vec<String>) {
         poll(RETURN, || {
-            for (offer, stream) in self.lock().drain(..) {
+            for (offer, call) in self.lock().drain(..) {
                 missing.retain(|name| *name != offer.name);
-                let _ = Order::End(code, sentence.to_string()).send(&stream);
+                let _ = Order::End(code, sentence.to_string()).send(&call);
             }
             missing.is_empty().then_some(())
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Offer, TcpStream)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<(Offer, Call)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

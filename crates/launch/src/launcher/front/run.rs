@@ -28,6 +28,9 @@ const AGENT_WAIT: Duration = Duration::from_secs(5);
 /// Why ranks are not started again.
 pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end";
 
+/// Why ranks that ask for MPI are not started through it.
+const ASKED_AGAIN: &str = "the ranks ask for MPI, though MPI has started them: the program finds no sign of an MPI that it knows";
+
 /// How often the links are looked at.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
@@ -165,7 +168,9 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
-        if self.change.is_some() && end.end.is_asked_for() {
+        // One that stops may be noticed by others before they have stopped themselves.
+        let is_stop = end.end.is_asked_for() || end.end.is_due_to_peer();
+        if self.change.is_some() && is_stop {
             self.num_asked += 1;
             return;
         }
@@ -173,7 +178,9 @@ impl<'a> Run<'a> {
             return;
         }
         let is_ending = self.signal.is_some() || !self.failures.is_empty();
-        if end.rank > 0 && self.lost.len() < self.layout.may_lose && !is_ending {
+        let is_for_all = end.end.needs_mpi() || end.end.would_fail_again();
+        let may_go_on = !is_ending && !is_for_all;
+        if end.rank > 0 && self.lost.len() < self.layout.may_lose && may_go_on {
             let place = place(&end, &self.layout.hosts);
             super::say(&format!(
                 "{place} failed: {}; the others go on, as --may-lose says",
@@ -197,9 +204,12 @@ impl<'a> Run<'a> {
                 if self.start_deadline.is_some() {
                     return self.close_all();
                 }
-                self.tell_all(|| Command::Signal(signal as i32));
-                // The ranks know already; what is due after the grace time is the killing.
-                self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
+                // Before a change of hosts they were asked to stop already, and a second signal would end them before they have saved.
+                if self.change.is_none() {
+                    self.tell_all(|| Command::Signal(signal as i32));
+                    // The ranks know already; what is due after the grace time is the killing.
+                    self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
+                }
             }
         }
     }
@@ -218,8 +228,13 @@ impl<'a> Run<'a> {
         if self.start_deadline.is_some() {
             return self.close_all();
         }
-        if self.stopped_at.is_none() && self.stop_due.is_none() {
-            self.stop_due = Some(Instant::now() + CAUSE_WAIT);
+        if self.stopped_at.is_none() {
+            let soon = Instant::now() + CAUSE_WAIT;
+            self.stop_due = match self.stop_due {
+                // The others have the grace time to save.
+                Some(due) if self.signal.is_some() => Some(due),
+                due => Some(due.map_or(soon, |due| due.min(soon))),
+            };
         }
     }
 
@@ -307,7 +322,8 @@ impl<'a> Run<'a> {
             if let Some(cause) = self.failures.cause(Some(at)) {
                 return Outcome::last(cause.exit_code(), Some(cause.describe(hosts)));
             }
-            let code = match self.started && self.failures.is_empty() {
+            let is_complete = self.started && self.failures.is_empty() && self.num_asked == 0;
+            let code = match is_complete {
                 true => 0,
                 false => 128 + signal as u8,
             };
@@ -332,18 +348,22 @@ impl<'a> Run<'a> {
             return Outcome::last(0, None);
         };
         if cause.needs_mpi() {
-            return Outcome {
-                exit_code: cause.exit_code(),
-                sentence: Some(cause.describe(hosts)),
-                remedy: Remedy::ThroughMpi,
+            let outcome = Outcome::last(cause.exit_code(), Some(cause.describe(hosts)));
+            return match self.mpi {
+                None => Outcome {
+                    remedy: Remedy::ThroughMpi,
+                    ..outcome
+                },
+                Some(_) => outcome.with_note(ASKED_AGAIN),
             };
         }
-        let lost = self.failures.hosts.iter();
+        let lost = || self.failures.hosts.iter();
         let remedy = match (cause.is_for_good(), self.has_survivors) {
             (Some(why), _) => Remedy::None(why),
             (None, true) => Remedy::None(SURVIVORS.to_string()),
             (None, false) => Remedy::StartAgain {
-                at: lost.map(|loss| self.is_surely_over(loss)).max(),
+                at: lost().map(|loss| self.is_surely_over(loss)).max(),
+                lost: lost().map(|loss| hosts[loss.host].name.clone()).collect(),
             },
         };
         Outcome {

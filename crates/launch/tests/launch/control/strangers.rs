@@ -88,6 +88,21 @@ fn who_does_not_know_the_secret() {
     assert!(time < AT_ONCE, "{time:?}");
 }
 
+/// Rank 0 shows nobody that it knows the secret who would pass that on to a launcher, or to a peer.
+#[test]
+fn who_comes_for_something_else() {
+    let time = join_with(|port| {
+        for purpose in [1 << 31, 1 << 30] {
+            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            let version: u32 = purpose | 3;
+            let opening = [b"\x89candle\n".as_slice(), &version.to_le_bytes(), &[7; 32]].concat();
+            stream.write_all(&opening).unwrap();
+            assert!(is_turned_away(stream));
+        }
+    });
+    assert!(time < AT_ONCE, "{time:?}");
+}
+
 /// Passes on what two ends say to each other, and returns what each of them said.
 fn overhear(listener: &TcpListener, port: u16) -> [Vec<u8>; 2] {
     let (rank, _) = listener.accept().unwrap();
