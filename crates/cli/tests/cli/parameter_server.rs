@@ -346,7 +346,15 @@ fn what_does_not_fit_is_refused() {
         ),
         (
             program().switch("--check-collectives"),
-            ["--check-collectives or", "leave it out"],
+            ["--check-collectives, --half-sums or", "leave it out"],
+        ),
+        (
+            program().flag("--mpi-reduction", "native"),
+            ["--mpi-reduction is given beside", "leave it out"],
+        ),
+        (
+            program().flag("--servers", 5000),
+            ["--servers 5000 and 2 workers", "more than the 1024 ranks"],
         ),
         (
             program().flag("--max-staleness", 2),
