@@ -1,10 +1,8 @@
 //! What moves tensors between ranks.
 
-use std::str::FromStr;
-
 use candle_launch::RankEnv;
 
-use crate::Error;
+use crate::named::named;
 
 /// What moves tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,33 +33,6 @@ impl Backend {
             Self::Nccl => cfg!(feature = "nccl"),
         }
     }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Local => "local",
-            Self::Mpi => "mpi",
-            Self::Nccl => "nccl",
-        }
-    }
 }
 
-impl std::fmt::Display for Backend {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Backend {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        [Self::Local, Self::Mpi, Self::Nccl]
-            .into_iter()
-            .find(|backend| backend.name() == name)
-            .ok_or_else(|| {
-                Error::Argument(format!(
-                    "expected local, mpi or nccl as backend, got {name:?}"
-                ))
-            })
-    }
-}
+named!(Backend, "as backend", Local "local", Mpi "mpi", Nccl "nccl");

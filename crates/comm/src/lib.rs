@@ -43,6 +43,7 @@ mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod mpi_reduction;
+mod named;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;

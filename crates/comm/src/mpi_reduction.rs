@@ -1,8 +1,6 @@
 //! Who adds over MPI.
 
-use std::str::FromStr;
-
-use crate::Error;
+use crate::named::named;
 
 /// Who adds large tensors over MPI. Largest values, and tensors of up to 2 KiB, are always reduced by us.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -16,32 +14,4 @@ pub enum MpiReduction {
     Native,
 }
 
-impl MpiReduction {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Exact => "exact",
-            Self::Native => "native",
-        }
-    }
-}
-
-impl std::fmt::Display for MpiReduction {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for MpiReduction {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        [Self::Exact, Self::Native]
-            .into_iter()
-            .find(|reduction| reduction.name() == name)
-            .ok_or_else(|| {
-                Error::Argument(format!(
-                    "expected exact or native for who adds over MPI, got {name:?}"
-                ))
-            })
-    }
-}
+named!(MpiReduction, "for who adds over MPI", Exact "exact", Native "native");

@@ -24,12 +24,6 @@ pub struct Worker {
     asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
 }
 
-/// Whether the servers want more.
-enum Next {
-    Step,
-    End,
-}
-
 impl Worker {
     /// A worker for the servers that are the first `num_servers` ranks; it waits until they have begun, and there is none if they leave before
     /// that. `build` makes its model, the one that the servers have, on a mesh of this rank alone.
@@ -98,7 +92,7 @@ impl Worker {
         for step in step..num_steps {
             self.push(step, &batches.batch(step)?)
                 .map_err(|err| err.context(format!("step {step} failed")))?;
-            if let Next::End = self.take_replies()? {
+            if !self.take_replies()? {
                 break;
             }
         }
@@ -168,9 +162,9 @@ impl Worker {
         }
     }
 
-    /// Waits for the weights of all servers, however long these save or evaluate before.
-    fn take_replies(&mut self) -> Result<Next> {
-        let mut next = Next::Step;
+    /// Waits for the weights of all servers, however long these save or evaluate before; whether they want more.
+    fn take_replies(&mut self) -> Result<bool> {
+        let mut goes_on = true;
         for (server, ranges) in self.servers.iter().enumerate() {
             let received = self
                 .mailbox
@@ -182,15 +176,15 @@ impl Worker {
                     params.take_slices(ranges, &reply.slices, reply.num_updates)?;
                     self.gradients.set_loss_scale(reply.loss_scale);
                     if reply.is_stopped {
-                        next = Next::End;
+                        goes_on = false;
                     }
                 }
-                Some(Received::Left(departure)) if departure.why.is_none() => next = Next::End,
+                Some(Received::Left(departure)) if departure.why.is_none() => goes_on = false,
                 Some(Received::Left(departure)) => return Err(gone(&departure)),
                 None => return Err(Error::msg("a wait without end has ended")),
             }
         }
-        Ok(next)
+        Ok(goes_on)
     }
 }
 
