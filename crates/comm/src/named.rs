@@ -32,3 +32,23 @@ pub(crate) fn unknown(names: &[&str], choice: &str, got: &str) -> crate::Error {
     let first = first.join(", ");
     crate::Error::Argument(format!("expected {first} or {last} {choice}, got {got:?}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Backend, HalfSums, MpiReduction};
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        for backend in [Backend::Local, Backend::Mpi, Backend::Nccl] {
+            assert_eq!(backend.to_string().parse().ok(), Some(backend));
+        }
+        let said = |error: crate::Error| error.to_string();
+        let wrong = "MPI".parse::<Backend>().map_err(said);
+        let expected = r#"expected local, mpi or nccl as backend, got "MPI""#;
+        assert_eq!(wrong, Err(expected.to_string()));
+        assert_eq!("native".parse().ok(), Some(HalfSums::Native));
+        let wrong = "".parse::<MpiReduction>().map_err(said);
+        let expected = r#"expected exact or native for who adds over MPI, got """#;
+        assert_eq!(wrong, Err(expected.to_string()));
+    }
+}

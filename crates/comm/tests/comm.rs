@@ -19,6 +19,8 @@ mod failures;
 mod local;
 #[path = "comm/mailbox.rs"]
 mod mailbox;
+#[path = "comm/mailbox_ends.rs"]
+mod mailbox_ends;
 #[path = "comm/mesh.rs"]
 mod mesh;
 #[path = "comm/mismatches.rs"]

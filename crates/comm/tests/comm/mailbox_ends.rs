@@ -1,0 +1,216 @@
+//! What a rank hears of another one's end, and who is kept out.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_comm::{Departure, Mailbox, MailboxConfig, message_of};
+
+use crate::mailbox::{BOTH, Over, boxes, config, left, mail, numbers};
+
+#[test]
+fn the_end_of_a_rank_comes_after_what_it_sent_and_names_it() {
+    for over in BOTH {
+        let [zero, done, failed] = boxes(over, &config());
+        done.send(0, 0, &[numbers(&[1.0])]).unwrap();
+        done.leave();
+        assert_eq!(mail(zero.recv(None, None).unwrap()).from, 1);
+        assert_eq!(
+            left(zero.recv(Some(1), None).unwrap()),
+            Departure { rank: 1, why: None }
+        );
+        failed.send(0, 5, &[]).unwrap();
+        failed.fail("its disk is full");
+        // Each once, for who receives from any; for ever, for who asks for that rank.
+        let mut gone = [
+            left(zero.recv(None, Some(4)).unwrap()),
+            left(zero.recv(None, Some(4)).unwrap()),
+        ];
+        gone.sort_by_key(|departure| departure.rank);
+        assert_eq!(gone[0].why, None);
+        assert_eq!(gone[1].why.as_deref(), Some("its disk is full"));
+        assert_eq!(left(zero.recv(Some(2), Some(4)).unwrap()), gone[1]);
+        // What it had sent is there still.
+        assert_eq!(mail(zero.recv(None, None).unwrap()).tag, 5);
+        let error = zero.recv(None, None).unwrap_err().to_string();
+        assert!(
+            error.contains("all ranks that could send one are gone"),
+            "{error}"
+        );
+        let error = zero.send(2, 0, &[]).unwrap_err().to_string();
+        assert!(
+            error.contains("rank 2 is gone: its disk is full"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_panic_and_a_drop_are_ends_with_words() {
+    for over in BOTH {
+        let [zero, one, two] = boxes(over, &config());
+        let panicking = thread::spawn(move || {
+            let _mailbox = one;
+            std::panic::resume_unwind(Box::new(()));
+        });
+        assert!(panicking.join().is_err());
+        drop(two);
+        let why = |rank| left(zero.recv(Some(rank), None).unwrap()).why.unwrap();
+        assert_eq!(why(1), "it panicked");
+        assert_eq!(why(2), "it ended before it had left");
+    }
+}
+
+/// A stream to a mailbox of rank 0, for what no mailbox would say.
+fn raw(config: &MailboxConfig) -> (Mailbox, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (other, _) = listener.accept().unwrap();
+    let zero = Mailbox::of_process(0, vec![None, Some(other)], config).unwrap();
+    (zero, stream)
+}
+
+#[test]
+fn who_dies_in_the_middle_of_a_message_or_sends_noise_is_gone() {
+    use std::io::Write;
+    let head = |words: &[u64]| {
+        let mut frame = 1u32.to_le_bytes().to_vec();
+        frame.extend((8 * words.len() as u32).to_le_bytes());
+        frame.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        frame
+    };
+    let half = [head(&[7, 0, 1, 1000]), vec![0; 1000]].concat();
+    let noise = b"GET / HTTP/1.1\r\n\r\n".to_vec();
+    for (said, expected) in [
+        (half, "it died: its connection closed"),
+        (noise, "it sent what is no message"),
+        (head(&[7, 0, 2, u64::MAX, 16]), "a tensor of shape"),
+        (head(&[7, 99, 0]), "no known dtype"),
+        (head(&[7, 0, u64::MAX]), "cut off"),
+        (head(&[]), "without a tag"),
+    ] {
+        let (zero, mut stream) = raw(&config());
+        stream.write_all(&said).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let begun = Instant::now();
+        let departure = left(zero.recv(None, None).unwrap());
+        assert!(
+            departure.why.clone().unwrap().contains(expected),
+            "{departure}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(2));
+    }
+}
+
+#[test]
+fn who_says_nothing_is_gone_and_who_computes_is_not() {
+    let config = MailboxConfig {
+        silence: Duration::from_millis(400),
+        ..config()
+    };
+    let (zero, silent) = raw(&config);
+    let departure = left(zero.recv(None, None).unwrap());
+    assert!(
+        departure
+            .why
+            .unwrap()
+            .starts_with("nothing was heard of it for 0.4 s")
+    );
+    drop(silent);
+    let [zero, computing] = boxes(Over::Connections, &config);
+    thread::sleep(Duration::from_millis(1500));
+    assert!(
+        zero.recv_timeout(None, None, Duration::ZERO)
+            .unwrap()
+            .is_none()
+    );
+    computing.leave();
+    zero.leave();
+}
+
+#[test]
+fn strangers_neither_join_nor_delay_the_ranks() {
+    use std::io::Read;
+    let is_over = AtomicBool::new(false);
+    let begun = Instant::now();
+    let ports = || {
+        let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+        let listening = table
+            .lines()
+            .filter(|line| line.split_whitespace().nth(3) == Some("0A"));
+        let port = |line: &str| {
+            u16::from_str_radix(line.split_whitespace().nth(1)?.split_once(':')?.1, 16).ok()
+        };
+        listening.filter_map(port).collect::<Vec<_>>()
+    };
+    thread::scope(|scope| {
+        // Connects to whatever listens here, again and again, with half of a handshake or none.
+        scope.spawn(|| {
+            let mut open = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                for port in ports() {
+                    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else {
+                        continue;
+                    };
+                    let said = std::io::Write::write_all(
+                        &mut stream,
+                        b"\x89candle\n\x03\0\0\0 and no proof",
+                    );
+                    drop(said);
+                    open.push(stream);
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+            for mut stream in open.into_iter().take(5) {
+                stream
+                    .set_read_timeout(Some(Duration::from_secs(5)))
+                    .unwrap();
+                let mut answer = Vec::new();
+                // At most the server's proof, after which it hangs up.
+                let _ = stream.read_to_end(&mut answer);
+                assert!(answer.len() <= 64, "{} bytes", answer.len());
+            }
+        });
+        let [zero, one, two] = boxes(Over::Connections, &config());
+        let time = begun.elapsed();
+        one.send(0, 0, &[]).unwrap();
+        two.send(1, 0, &[]).unwrap();
+        assert_eq!(mail(zero.recv(None, None).unwrap()).from, 1);
+        assert_eq!(mail(one.recv(None, None).unwrap()).from, 2);
+        is_over.store(true, Ordering::Relaxed);
+        assert!(time < Duration::from_secs(5), "{time:?}");
+        thread::scope(|scope| {
+            for mailbox in [zero, one, two] {
+                scope.spawn(move || mailbox.leave());
+            }
+        });
+    });
+}
+
+#[test]
+fn ranks_that_fail_or_panic_end_none_of_the_others() {
+    let env = candle_comm::RankEnv::from_lookup("host", &|_| None).unwrap();
+    let config = candle_comm::RunConfig::of_mailboxes(env, candle_comm::Degrees::default());
+    let run = |mailbox: &Arc<Mailbox>| match mailbox.rank() {
+        1 => Err(candle_core::Error::msg("its disk is full")),
+        2 => panic!("an index is out of range"),
+        3 => Ok(Vec::new()),
+        _ => {
+            let mut whys: Vec<_> = (0..3)
+                .map(|_| left(mailbox.recv(None, None).unwrap()))
+                .collect();
+            whys.sort_by_key(|departure| departure.rank);
+            Ok(whys.into_iter().map(|departure| departure.why).collect())
+        }
+    };
+    let results = candle_comm::launch::mailboxes(&config, (4, 1), run).unwrap();
+    let whys = ["its disk is full", "panicked: an index is out of range"];
+    let [zero, one, two, three] = <[_; 4]>::try_from(results).ok().unwrap();
+    let expected = [Some(whys[0].to_string()), Some(whys[1].to_string()), None];
+    assert_eq!(zero.unwrap(), expected);
+    assert_eq!(message_of(&one.unwrap_err()), whys[0]);
+    assert_eq!(message_of(&two.unwrap_err()), whys[1]);
+    assert!(three.unwrap().is_empty());
+}
