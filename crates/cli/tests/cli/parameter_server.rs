@@ -308,6 +308,40 @@ fn a_signal_stops_all_ranks_and_leaves_a_checkpoint_to_go_on_from() {
 }
 
 #[test]
+fn a_run_that_diverges_saves_what_there_was_whether_workers_wait_or_not() {
+    for (is_async, processes) in [(false, false), (true, false), (true, true)] {
+        let workspace = Workspace::new();
+        let saves = workspace.path("saves");
+        let program = with_servers(replicas(&workspace, 2).0, 2).flag("--lr", 1e18);
+        let program = program
+            .flag("--warmup-steps", 0)
+            .flag("--lr-schedule", "constant");
+        let mut program = program
+            .flag("--save-dir", saves.display())
+            .flag("--save-every", 1);
+        if is_async {
+            program = program.switch("--async").flag("--max-staleness", 0);
+        }
+        if processes {
+            program = as_processes(program, 4);
+        }
+        let outcome = program.run();
+        let what = format!(
+            "async {is_async}, processes {processes}: {}",
+            outcome.stderr
+        );
+        assert_eq!(outcome.code, Some(2), "{what}");
+        let last = saves.join("step-000001");
+        let named = format!("{} has the run as it was then", last.display());
+        for said in ["step 1 failed", "hint: a lower learning rate", &named] {
+            assert_eq!(outcome.stderr.matches(said).count(), 1, "{said}: {what}");
+        }
+        assert!(!names(&last).is_empty(), "{what}");
+        workspace.assert_output_is_untouched();
+    }
+}
+
+#[test]
 fn servers_write_samples_and_give_the_best_weights() {
     let workspace = Workspace::new();
     let program = with_servers(replicas(&workspace, 2).0, 2);

@@ -157,6 +157,12 @@ impl DistributedOptimizer {
         self.has_diverged
     }
 
+    /// Says that training has diverged, for an update that was left out because its gradients were not finite. Every rank must say so
+    /// in the same step.
+    pub fn set_diverged(&mut self) {
+        self.has_diverged = true;
+    }
+
     /// Number of updates made.
     pub fn num_steps(&self) -> usize {
         self.num_steps

@@ -21,6 +21,8 @@ pub struct ParameterServer {
     workers: Vec<Seat>,
     last_loss: ReducedLoss,
     last_norm: f64,
+    /// What was wrong with the first gradient that could not be applied.
+    diverged: Option<String>,
 }
 
 /// What a server knows of a worker.
@@ -76,6 +78,7 @@ impl ParameterServer {
                 num_targets: 0,
             },
             last_norm: f64::NAN,
+            diverged: None,
         })
     }
 
@@ -211,15 +214,25 @@ impl ParameterServer {
         } else {
             self.last_loss.num_targets = 0;
         }
-        let asking = f64::from(u8::from(step.asks_to_stop || applied.asks_to_stop));
-        let asking = Tensor::new(&[asking], step.mesh.world.device())?;
-        let asking = step.mesh.world.all_reduce(&asking, ReduceOp::Max)?;
+        let asks_to_stop = step.asks_to_stop || applied.asks_to_stop;
+        let flags = [asks_to_stop, self.diverged.is_some()].map(|flag| f64::from(u8::from(flag)));
+        let flags = Tensor::new(&flags, step.mesh.world.device())?;
+        let flags = step.mesh.world.all_reduce(&flags, ReduceOp::Max)?;
+        let flags = flags.to_vec1::<f64>()?;
+        if flags[1] > 0.0 {
+            optimizer.set_diverged();
+            let why = self.diverged.as_deref();
+            bail!(
+                "{}",
+                why.unwrap_or("another server got a gradient that is not finite")
+            );
+        }
         Ok(StepDone {
             report: StepReport {
                 loss: self.last_loss,
                 grad_norm: self.last_norm,
                 is_skipped: false,
-                is_asked_to_stop: asking.to_vec1::<f64>()?[0] > 0.0,
+                is_asked_to_stop: flags[0] > 0.0,
             },
             num_positions: applied.num_positions,
             staleness: Some(Staleness {
@@ -229,9 +242,10 @@ impl ParameterServer {
         })
     }
 
-    /// The update of one worker's gradient.
+    /// The update of one worker's gradient. One that is not finite changes nothing and ends the run at the end of the step, where all
+    /// servers hear of it: until then they may be at different pushes.
     fn apply(
-        &self,
+        &mut self,
         (params, optimizer): (&Parameters, &mut DistributedOptimizer),
         push: Push,
         step: &ServedStep,
@@ -250,12 +264,15 @@ impl ParameterServer {
         };
         let mut reduced = ReducedGradients::from_sums(params, step.mesh, sums)?;
         if !reduced.is_finite() {
-            bail!(
-                "in step {at} of rank {worker} the loss is {} and the gradient norm {}\nhint: a lower learning rate, more warm-up steps \
-                 or gradient clipping may help; its gradient was not applied",
-                reduced.loss().mean,
-                reduced.norm()
-            );
+            self.diverged.get_or_insert_with(|| {
+                format!(
+                    "in step {at} of rank {worker} the loss is {} and the gradient norm {}\nhint: a lower learning rate, more warm-up \
+                     steps or gradient clipping may help; its gradient was not applied",
+                    reduced.loss().mean,
+                    reduced.norm()
+                )
+            });
+            return Ok(());
         }
         if let Some(max_norm) = step.max_norm {
             reduced.clip(max_norm);
