@@ -12,6 +12,7 @@ mod cli {
     mod flags;
     mod folder;
     mod generate;
+    mod half_precision;
     mod help;
     mod hub;
     #[path = "../../../train/tests/train/hub_server.rs"]

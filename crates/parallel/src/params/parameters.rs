@@ -84,7 +84,7 @@ impl Parameters {
             param.is_tiled = ranks.is_tiled(&param.name);
         }
         if let Some(checkpoint) = source.checkpoint() {
-            check_all_used(checkpoint, &catalog, &allowance)?;
+            allowance.check_all_used(checkpoint, &catalog)?;
         }
         let ties = ties(&params, &ranks, mesh)?;
         let stage = mesh.pp.rank();
@@ -462,46 +462,4 @@ fn ties(params: &[Param], ranks: &Announcements, mesh: &Mesh) -> Result<Vec<Tie>
         }
     }
     Ok(ties)
-}
-
-fn check_all_used(
-    checkpoint: &Checkpoint,
-    catalog: &[CatalogEntry],
-    allowance: &Allowance,
-) -> Result<()> {
-    for (alias, name) in &allowance.aliases {
-        let tensors = checkpoint.tensors();
-        if tensors.contains_key(alias)
-            && tensors.contains_key(name)
-            && checkpoint.bytes(alias)? != checkpoint.bytes(name)?
-        {
-            bail!(
-                "config.json ties {alias} to {name}, but the checkpoint in {} holds different values for them\nhint: set \
-                 tie_word_embeddings to false to train both",
-                checkpoint.dir().display()
-            );
-        }
-    }
-    let used: BTreeSet<&str> = catalog.iter().map(|entry| entry.name.as_str()).collect();
-    let is_allowed = |name: &str| {
-        allowance.aliases.contains_key(name)
-            || allowance
-                .suffixes
-                .iter()
-                .any(|suffix| name.ends_with(suffix))
-    };
-    let unused: Vec<&String> = checkpoint
-        .tensors()
-        .keys()
-        .filter(|name| !used.contains(name.as_str()) && !is_allowed(name))
-        .collect();
-    if let Some(first) = unused.first() {
-        bail!(
-            "the checkpoint in {} holds {} tensors that the configured model does not use, the first is {first}\nhint: \
-             config.json does not describe these weights (number of layers, biases, tied embeddings?)",
-            checkpoint.dir().display(),
-            unused.len()
-        );
-    }
-    Ok(())
 }
