@@ -30,7 +30,7 @@
 //! | `device_in_use_bytes` | memory of that GPU that is not free then: with kernels, libraries, what the pool keeps, and other processes; null on the CPU |
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
-//! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host, and minor page faults |
+//! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host at its peak, up to the last step, and minor page faults |
 //! | `memory` | bytes that the first rank holds, now and at their peak (`weights_bytes`, `weights_peak_bytes`): `weights`, `gradients` and `optimizer` that it keeps, `activations` between passes, weights `gathered` for use, `buffers` of communication |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
@@ -148,6 +148,7 @@ struct Measured {
     num_trainable_parameters: usize,
     page_faults_per_step: u64,
     peak_allocated_bytes: usize,
+    peak_rss_bytes: u64,
     /// With one rank and nothing frozen, the time that the products of the linear layers take alone.
     product_floor_secs: Option<f64>,
     flops_per_token: f64,
@@ -160,7 +161,6 @@ struct Measured {
 static ALLOCATOR: Allocator = candle_train_cli::ALLOCATOR;
 
 fn main() -> ExitCode {
-    keep_freed_memory();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
@@ -288,6 +288,7 @@ fn bench(
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&samples, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, stage)?;
+    keep_freed_memory();
     if mesh.world.device().is_cuda() {
         trainer = trainer.with_device_times();
     }
@@ -311,6 +312,7 @@ fn bench(
         num_trainable_parameters,
         page_faults_per_step: 0,
         peak_allocated_bytes: 0,
+        peak_rss_bytes: 0,
         product_floor_secs: None,
         flops_per_token,
         memory: MemoryReport::default(),
@@ -340,6 +342,7 @@ fn bench(
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
     }
     measured.peak_allocated_bytes = peak_allocated_bytes();
+    measured.peak_rss_bytes = peak_rss_bytes();
     // Between these no rank on this GPU computes, none has freed what it holds, and what was freed before is free.
     mesh.world.barrier()?;
     mesh.world.device().synchronize()?;
@@ -467,7 +470,7 @@ fn print(
         "parameters": measured.num_parameters,
         "trainable_parameters": measured.num_trainable_parameters,
         "peak_allocated_bytes": measured.peak_allocated_bytes,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": measured.peak_rss_bytes,
         "memory": measured.memory,
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,

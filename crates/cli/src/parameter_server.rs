@@ -7,6 +7,7 @@ use candle_comm::{Degrees, Mailbox, Mesh, launch};
 use candle_core::Result;
 use candle_train::{ParameterServer, Worker};
 
+use crate::allocator::keep_freed_memory;
 use crate::end::End;
 use crate::training_run::{OfRun, TrainingRun};
 
@@ -67,6 +68,7 @@ impl TrainingRun<'_> {
         };
         let own = mailbox.rank() - num_servers;
         let batches = self.training.training_batches(&self.data.samples, own)?;
+        keep_freed_memory();
         worker.with_stop(self.stop.asks()).train(batches)
     }
 }

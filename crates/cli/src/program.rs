@@ -9,7 +9,6 @@ use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate::allocator::keep_freed_memory;
 use crate::env::print_env;
 use crate::export::Export;
 use crate::finetune::Finetune;
@@ -184,6 +183,5 @@ fn log_to_stderr() -> Result<()> {
 }
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    keep_freed_memory();
     exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)))
 }

@@ -16,6 +16,7 @@ use candle_train::{
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
+use crate::allocator::keep_freed_memory;
 use crate::best_weights::{remove_best, take_best, tell_of_best};
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
@@ -312,6 +313,7 @@ impl TrainingRun<'_> {
         if is_first {
             trainer.check_space(save)?;
         }
+        keep_freed_memory();
         let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| resumed.position);

@@ -26,7 +26,12 @@ pub(super) fn master_weights(
         let mine = intersect(&slot.range, own);
         if !mine.is_empty() {
             let weights = match params.unrounded(slot.param)? {
-                Some(whole) => Tensor::new(&whole[offset_by(&mine, slot.range.start)], device)?,
+                Some(mut values) => {
+                    let mine = offset_by(&mine, slot.range.start);
+                    values.truncate(mine.end);
+                    values.drain(..mine.start);
+                    Tensor::from_vec(values, mine.len(), device)?
+                }
                 None => params.own_weights(index, slot, &mine)?,
             };
             values.write(mine.start - own.start, &weights)?;

@@ -80,7 +80,7 @@ fn select(
         rng
     };
     let num_values = shape.elem_count();
-    if shard.is_none() {
+    let Some(shard) = shard.filter(|shard| shard.range != (0..shard.global)) else {
         let mut values = vec![0f32; num_values];
         let chunks = values.par_chunks_mut(CHUNK).enumerate();
         chunks.for_each(|(chunk, values)| {
@@ -88,12 +88,10 @@ fn select(
             values.fill_with(|| draw(&mut rng) as f32);
         });
         return values;
-    }
-    let dims = shape.dims();
-    let inner: usize = shard.map_or(1, |shard| dims[shard.dim + 1..].iter().product());
-    let is_held = |index: usize| {
-        shard.is_none_or(|shard| shard.range.contains(&(index / inner % shard.global)))
     };
+    let dims = shape.dims();
+    let inner: usize = dims[shard.dim + 1..].iter().product();
+    let is_held = |index: usize| shard.range.contains(&(index / inner % shard.global));
     let chunks = (0..num_values.div_ceil(CHUNK)).into_par_iter();
     let chunks: Vec<Vec<f32>> = chunks
         .map(|chunk| {
