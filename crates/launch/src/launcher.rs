@@ -17,14 +17,13 @@
 //! | a link | each side gives the other up after `--silence-secs` without a word |
 
 mod agent;
-mod agent_command;
 mod call;
 mod config;
 mod dry_run;
 mod end;
 mod front;
+mod host;
 mod host_plan;
-mod hostfile;
 mod layout;
 mod member;
 mod mpi;
@@ -34,7 +33,6 @@ mod rank_process;
 mod rank_variables;
 mod reach;
 mod rendezvous_address;
-mod shares;
 mod signals;
 mod wire;
 

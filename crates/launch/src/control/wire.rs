@@ -32,7 +32,7 @@ impl Limits {
         body: 1 << 20,
     };
     /// From a rank.
-    pub(super) const RANK: Self = Self {
+    pub(crate) const RANK: Self = Self {
         json: 1 << 24,
         body: 1 << 30,
     };

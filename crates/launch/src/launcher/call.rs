@@ -8,12 +8,13 @@ use nix::sys::socket::{setsockopt, sockopt};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::host::Host;
 use crate::Secret;
 use crate::control::handshake::{self, Key, Purpose};
 use crate::control::wire::{self, Limits, Timed};
 
 /// The version of the messages.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Of a launcher that another version leads: nothing was started.
 const OTHER_VERSION_EXIT_CODE: u8 = 2;
 /// How long either end waits for the other.
@@ -24,21 +25,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) enum Caller {
     /// The agent of this rank, which MPI has started.
     Rank(usize),
-    /// A host, which waits for an [`Order`].
-    Host(Offer),
+    /// A host, which waits for an [`Order`]; what was to be started there must be the same everywhere.
+    Host { host: Host, program: Vec<String> },
     /// What stands for ssh: whoever is at the other end wants to run a command on the host of this name.
     Shell { host: String, command: String },
-}
-
-/// What a host offers to a run that another one leads.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Offer {
-    pub(super) name: String,
-    /// Of the launcher, at random: a host whose launcher was started again is another one.
-    pub(super) id: u64,
-    pub(super) num_ranks: usize,
-    /// What was to be started there, which must be the same everywhere.
-    pub(super) program: Vec<String>,
 }
 
 /// What a host that has called is told, once.

@@ -1,7 +1,9 @@
 //! What stands for ssh to a host that has called the front.
 
+use std::fs::File;
 use std::io::{copy, stdin, stdout};
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 use super::call::{Caller, call};
@@ -27,7 +29,11 @@ pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCod
             let _ = copy(&mut stdin(), &mut to);
             let _ = to.shutdown(Shutdown::Write);
         });
-        copy(&mut &stream, &mut stdout())
+        // Without a buffer: what comes has no lines.
+        copy(
+            &mut &stream,
+            &mut File::from(stdout().as_fd().try_clone_to_owned()?),
+        )
     });
     match passed {
         Ok(_) => ExitCode::SUCCESS,

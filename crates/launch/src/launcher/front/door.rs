@@ -48,13 +48,8 @@ impl Door {
         let (address, listener) = bound
             .map_err(|error| Error::Launch(format!("cannot listen for the agents: {error}")))?;
         let secret = Secret::random()?;
-        Ok(Self::at(
-            listener,
-            address.to_string(),
-            (secret, false),
-            &[],
-            events,
-        ))
+        let address = address.to_string();
+        Ok(Self::at(listener, address, (secret, false), &[], events))
     }
 
     /// One at this listener, which others know as `address`; hosts that come must have been told the same program.
@@ -97,13 +92,13 @@ impl Guard {
                 let stream = call.stream;
                 let _ = self.events.send(Event::Called { rank, stream });
             }
-            Caller::Host(offer) if offer.program != self.program => {
-                let (own, other) = (self.program.join(" "), offer.program.join(" "));
+            Caller::Host { program, .. } if program != self.program => {
+                let (own, other) = (self.program.join(" "), program.join(" "));
                 let what =
                     format!("this host was told to run {other:?}, and the one that leads {own:?}");
                 Order::End(super::NOT_STARTED_EXIT_CODE, what).send(&call)?;
             }
-            Caller::Host(offer) => self.room.add(offer, call),
+            Caller::Host { host, .. } => self.room.add(host, call),
             Caller::Shell { host, command } => self.room.connect(&host, command, &call.stream)?,
         }
         Ok(())

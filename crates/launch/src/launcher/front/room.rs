@@ -6,44 +6,44 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::NOT_STARTED_EXIT_CODE;
-use super::agent_link::poll;
-use crate::launcher::call::{Call, Offer, Order};
+use super::process::poll;
+use crate::launcher::call::{Call, Order};
+use crate::launcher::host::Host;
 
 /// A host that is used calls again at once; who wants to use it again waits this long.
 const RETURN: Duration = Duration::from_secs(10);
 
 /// The hosts that have called and wait until they are needed; one connection each.
 #[derive(Default)]
-pub(super) struct Room(Mutex<Vec<(Offer, Call)>>);
+pub(super) struct Room(Mutex<Vec<(Host, Call)>>);
 
 impl Room {
     /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which is replaced.
-    pub(super) fn add(&self, offer: Offer, call: Call) {
+    pub(super) fn add(&self, host: Host, call: Call) {
         let mut waiting = self.lock();
-        for (other, call) in waiting.extract_if(.., |(other, _)| other.name == offer.name) {
-            if other.id != offer.id {
+        for (other, call) in waiting.extract_if(.., |(other, _)| other.name == host.name) {
+            if other.id != host.id {
                 let what = format!(
                     "another launcher has come that is known as host {}",
-                    offer.name
+                    host.name
                 );
                 // Nothing to do about one that is gone.
                 let _ = Order::End(NOT_STARTED_EXIT_CODE, what).send(&call);
             }
         }
-        waiting.push((offer, call));
+        waiting.push((host, call));
     }
 
     /// Hangs up on hosts that were lost: those that live call again.
     pub(super) fn remove(&self, names: &[String]) {
-        self.lock()
-            .retain(|(offer, _)| !names.contains(&offer.name));
+        self.lock().retain(|(host, _)| !names.contains(&host.name));
     }
 
-    /// What the hosts that are there offer.
-    pub(super) fn offers(&self) -> Vec<Offer> {
+    /// The hosts that are there.
+    pub(super) fn hosts(&self) -> Vec<Host> {
         let mut waiting = self.lock();
         waiting.retain(|(_, call)| is_open(&call.stream));
-        waiting.iter().map(|(offer, _)| offer.clone()).collect()
+        waiting.iter().map(|(host, _)| host.clone()).collect()
     }
 
     /// Joins a caller with a shell that runs this command on a host, until both ends are closed.
@@ -55,7 +55,7 @@ impl Room {
     ) -> std::io::Result<()> {
         let taken = poll(RETURN, || {
             let mut waiting = self.lock();
-            let place = waiting.iter().position(|(offer, _)| offer.name == host)?;
+            let place = waiting.iter().position(|(waits, _)| waits.name == host)?;
             Some(waiting.swap_remove(place).1)
         });
         let missing = || std::io::Error::other(format!("host {host} is not there"));
@@ -72,15 +72,15 @@ impl Room {
     /// Tells the hosts that are there that the run is over, and waits for those that have not come back yet.
     pub(super) fn close(&self, (code, sentence): (u8, &str), mut missing: Vec<String>) {
         poll(RETURN, || {
-            for (offer, call) in self.lock().drain(..) {
-                missing.retain(|name| *name != offer.name);
+            for (host, call) in self.lock().drain(..) {
+                missing.retain(|name| *name != host.name);
                 let _ = Order::End(code, sentence.to_string()).send(&call);
             }
             missing.is_empty().then_some(())
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Offer, Call)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<(Host, Call)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
