@@ -29,17 +29,15 @@ mod member;
 mod mpi;
 mod process_tree;
 mod program;
-mod rank_process;
 mod rank_variables;
 mod reach;
 mod rendezvous_address;
 mod signals;
 mod wire;
 
-pub use agent::run_agent;
+pub use agent::{become_rank, run_agent};
 pub use config::{LaunchConfig, NodeRange};
 pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
-pub use rank_process::become_rank;
 pub use reach::reach;
 pub use rendezvous_address::RendezvousAddress;

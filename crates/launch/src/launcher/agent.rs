@@ -24,6 +24,7 @@ use super::{process_tree, program, signals};
 use crate::rank_env::given_secret;
 use crate::{Error, RankEnv, Result};
 use rank::Rank;
+pub use rank::become_rank;
 
 /// Processes that outlive all ranks of the host have this long after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);

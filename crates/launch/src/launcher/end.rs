@@ -6,6 +6,8 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 use serde::{Deserialize, Serialize};
 
+use crate::stop_signals::STOPPING;
+
 /// The exit code of a rank that ends because another rank of its run failed.
 ///
 /// The launcher never names such a rank as the cause where a rank failed by itself.
@@ -22,8 +24,6 @@ pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
 
 /// Codes of ranks that would end so again: the last two are those of shells, and ours, where a program cannot be run.
 const FOR_GOOD: [u8; 3] = [WOULD_FAIL_AGAIN_EXIT_CODE, 126, 127];
-/// What asks a training run to stop; it then exits with 128 and the number.
-const STOPPING: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGUSR1];
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl End {
         self == Self::Exited(code.into())
     }
 
-    /// The signal that asked the rank to stop, if one has.
+    /// The signal that asked the rank to stop, if one has; a training run then exits with 128 and its number.
     pub(super) fn stopped_by(self) -> Option<Signal> {
         STOPPING.into_iter().find(|signal| {
             let number = *signal as i32;

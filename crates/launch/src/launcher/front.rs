@@ -6,9 +6,7 @@ mod door;
 mod labelled_output;
 mod leading;
 mod process;
-mod rank_outputs;
 mod restarts;
-mod room;
 mod run;
 mod verdict;
 
@@ -16,6 +14,7 @@ use std::io::{Write, stderr, stdout};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{ExitCode, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use nix::sys::signal::Signal;
@@ -23,14 +22,15 @@ use nix::unistd::Pid;
 
 use super::config::LaunchConfig;
 use super::host::Host;
+use super::host_plan::HostPlan;
 use super::layout::Layout;
 use super::mpi::{self, Mpi};
 use super::wire::Report;
 use super::{dry_run, member, process_tree, program, signals};
 use crate::{Error, Result};
 use door::Door;
+use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
-use rank_outputs::RankOutputs;
 pub(super) use restarts::Outcome;
 use restarts::{Remedy, Restarts};
 use run::Run;
@@ -91,18 +91,10 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
     // What an agent that is killed leaves behind becomes ours.
     process_tree::adopt_orphans()?;
     let door = place.and_then(|place| {
-        let secret = (place.secret, true);
-        let program = &config.program;
-        Some(Door::at(
-            place.listener?,
-            place.front,
-            secret,
-            program,
-            &sender,
-        ))
+        let (at, program) = ((place.front, place.secret), Some(config.program.clone()));
+        Some(Door::open(place.listener?, at, program, &sender))
     });
-    let room = door.as_ref().map(|door| door.room.clone());
-    let restarts = Restarts::new(config, known, room, through_mpi)?;
+    let restarts = Restarts::new(config, known, door.clone(), through_mpi)?;
     let front = Front {
         config,
         sender,
@@ -119,7 +111,7 @@ struct Front<'a> {
     sender: Sender<Event>,
     events: Receiver<Event>,
     /// Where agents and hosts call, if any are to.
-    door: Option<Door>,
+    door: Option<Arc<Door>>,
     restarts: Restarts,
 }
 
@@ -127,12 +119,12 @@ impl Front<'_> {
     /// Starts ranks until there is nothing more to start, and tells the launchers that have called.
     fn run(mut self) -> Outcome {
         let outcome = self.run_all().unwrap_or_else(|error| not_started(&error));
-        if let Some(door) = self.door.filter(|door| door.is_given) {
+        if let Some(door) = self.door.filter(|door| door.is_secret_given()) {
             let others = self.restarts.present.iter().filter(|host| !host.is_here);
+            let others = others.map(|host| host.name.as_str()).collect();
             let sentence = outcome.sentence.as_deref().unwrap_or_default();
             let first = sentence.lines().next().unwrap_or_default();
-            let others = others.map(|host| host.name.clone()).collect();
-            door.room.close((outcome.exit_code, first), others);
+            door.close(outcome.exit_code, first, others);
         }
         outcome
     }
@@ -176,10 +168,10 @@ impl Front<'_> {
     fn start_mpi(&mut self, mpi: &Mpi) -> Result<Pid> {
         let door = match self.door.take() {
             Some(door) => door,
-            None => Door::open(mpi.other_host.as_deref(), &self.sender)?,
+            None => Door::for_agents(mpi.other_host.as_deref(), &self.sender)?,
         };
         let door = self.door.insert(door);
-        let secret = Some(&door.secret).filter(|_| !door.is_given);
+        let secret = (!door.is_secret_given()).then_some(&door.secret);
         let mut command = mpi.command(&door.address, secret);
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let name = mpi.words[0].clone();
@@ -197,15 +189,18 @@ fn say(sentence: &str) {
     let _ = writeln!(stderr(), "candle-train: {sentence}");
 }
 
+/// Two outputs for each rank of each host.
 fn open_outputs(layout: &Layout, log_dir: Option<&Path>) -> Result<Vec<RankOutputs>> {
     if let Some(dir) = log_dir {
         std::fs::create_dir_all(dir).map_err(|error| {
-            Error::Launch(format!(
-                "cannot create log folder {}: {error}",
-                dir.display()
-            ))
+            let dir = dir.display();
+            Error::Launch(format!("cannot create log folder {dir}: {error}"))
         })?;
     }
-    let plans = layout.hosts.iter();
-    plans.map(|plan| RankOutputs::open(plan, log_dir)).collect()
+    let of_host = |plan: &HostPlan| {
+        let ranks = plan.first_rank..plan.first_rank + plan.num_ranks;
+        let of_rank = |rank| LabelledOutput::of_rank(rank, log_dir);
+        ranks.map(of_rank).collect()
+    };
+    layout.hosts.iter().map(of_host).collect()
 }

@@ -1,5 +1,6 @@
 //! A rank of this host: started, signalled, reported.
 
+use std::ffi::OsString;
 use std::io::{Read, stdout};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -7,8 +8,9 @@ use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, killpg};
-use nix::unistd::Pid;
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::{SigSet, Signal, killpg};
+use nix::unistd::{Pid, getppid};
 
 use crate::launcher::end::End;
 use crate::launcher::host_plan::HostPlan;
@@ -100,4 +102,24 @@ fn pass_on(mut pipe: impl Read + Send + 'static, rank: usize, stream: Stream) ->
             let _ = wire::send(&mut stdout(), &report, &buffer[..num_bytes]);
         }
     })
+}
+
+/// Becomes `program`, as `candle-train rank AGENT PROGRAM ARGS`, after it has asked the kernel for SIGKILL at the end of its agent; returns
+/// only if that is impossible, with the reason.
+///
+/// The request outlives `exec`, not `fork`, so it has to be made in between.
+pub fn become_rank(agent_pid: i32, program: &OsString, args: &[OsString]) -> String {
+    if let Err(errno) = set_pdeathsig(Signal::SIGKILL) {
+        return format!("cannot tie the rank to its agent: {errno}");
+    }
+    // The agent may have ended before the request.
+    if getppid() != Pid::from_raw(agent_pid) {
+        return "the agent that started this rank is gone".to_string();
+    }
+    // The agent blocks the signals that end a run, and the program would inherit that.
+    if let Err(errno) = SigSet::all().thread_unblock() {
+        return format!("cannot unblock signals: {errno}");
+    }
+    let error = Command::new(program).args(args).exec();
+    format!("cannot run {}: {error}", program.display())
 }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
+use super::labelled_output::{LabelledOutput, RankOutputs};
 use super::process::Process;
-use super::rank_outputs::RankOutputs;
 use super::verdict::{HostLoss, RankEnd};
 use super::{Event, say};
 use crate::launcher::host_plan::HostPlan;
@@ -82,7 +82,9 @@ impl AgentLink {
         let reader = Reader {
             index,
             name: plan.host.clone(),
+            first_rank: plan.first_rank,
             outputs,
+            log_failed: false,
             events: events.clone(),
             waiting_since,
         };
@@ -131,7 +133,9 @@ fn lock(waiting_since: &WaitingSince) -> MutexGuard<'_, Option<Instant>> {
 struct Reader {
     index: usize,
     name: String,
+    first_rank: usize,
     outputs: RankOutputs,
+    log_failed: bool,
     events: Sender<Event>,
     waiting_since: WaitingSince,
 }
@@ -195,8 +199,12 @@ impl Reader {
             match received? {
                 None => return Ok(()),
                 Some((Report::Output { rank, stream }, bytes)) => {
-                    if let Some(warning) = self.outputs.write(rank, stream, &bytes) {
-                        say(&warning);
+                    let written = self
+                        .of(rank)
+                        .map(|pair| pair[stream as usize].write(&bytes));
+                    if let (Some(Err(error)), false) = (written, self.log_failed) {
+                        self.log_failed = true;
+                        say(&format!("cannot write the log of rank {rank}: {error}"));
                     }
                 }
                 Some((
@@ -210,19 +218,27 @@ impl Reader {
                 )) => {
                     let now = Instant::now();
                     let ended_at = now.checked_sub(Duration::from_millis(ms_ago));
-                    let last_lines = self.outputs.end(rank);
+                    let last_lines = self.of(rank).map(|[out, err]| {
+                        out.flush();
+                        err.flush();
+                        err.last_lines()
+                    });
                     self.tell(Event::Ended(RankEnd {
                         host: self.index,
                         rank,
                         pid,
                         end,
                         ended_at: ended_at.unwrap_or(now),
-                        last_lines,
+                        last_lines: last_lines.unwrap_or_default(),
                     }));
                 }
                 Some((report, _)) => self.tell(Event::Report(self.index, report)),
             }
         }
+    }
+
+    fn of(&mut self, rank: usize) -> Option<&mut [LabelledOutput; 2]> {
+        self.outputs.get_mut(rank.checked_sub(self.first_rank)?)
     }
 
     fn tell(&self, event: Event) {

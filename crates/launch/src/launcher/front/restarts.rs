@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::room::Room;
+use super::door::Door;
 use super::verdict::describe_signal;
 use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
@@ -90,7 +90,7 @@ pub(super) struct Restarts {
     pub(super) through_mpi: bool,
     /// Hosts that are always asked, and those that ask.
     known: Vec<Host>,
-    room: Option<Arc<Room>>,
+    door: Option<Arc<Door>>,
     /// Hosts that are not asked any more, as they could not start their ranks: the launchers, if they have called.
     set_aside: Vec<Host>,
     /// Those to start ranks on.
@@ -102,14 +102,14 @@ pub(super) struct Restarts {
 }
 
 impl Restarts {
-    /// Of hosts that are known, and of those that come to the room.
+    /// Of hosts that are known, and of those that come to the door.
     ///
     /// # Errors
     /// Options about restarts that contradict the others.
     pub(super) fn new(
         config: &LaunchConfig,
         known: Vec<Host>,
-        room: Option<Arc<Room>>,
+        door: Option<Arc<Door>>,
         through_mpi: bool,
     ) -> Result<Self> {
         let num_hosts = known.len();
@@ -135,7 +135,7 @@ impl Restarts {
             min: num_hosts,
             max: num_hosts,
         };
-        let nodes = config.nnodes.filter(|_| is_file || room.is_some());
+        let nodes = config.nnodes.filter(|_| is_file || door.is_some());
         Ok(Self {
             max_restarts: config.max_restarts,
             nodes: nodes.unwrap_or(all),
@@ -144,7 +144,7 @@ impl Restarts {
             start_at: Instant::now(),
             through_mpi,
             known,
-            room,
+            door,
             set_aside: Vec::new(),
             present: Vec::new(),
             away_since: None,
@@ -169,7 +169,7 @@ impl Restarts {
                 last_came = Instant::now();
             }
             let is_late = last_came.elapsed() > MORE_WAIT;
-            let is_full = self.room.is_none() || num_hosts == self.nodes.max;
+            let is_full = self.door.is_none() || num_hosts == self.nodes.max;
             if is_full || num_hosts >= min && is_late {
                 return None;
             }
@@ -191,7 +191,7 @@ impl Restarts {
     }
 
     fn candidates(&self) -> Vec<Host> {
-        let offers = self.room.iter().flat_map(|room| room.hosts());
+        let offers = self.door.iter().flat_map(|door| door.hosts());
         let all = self.known.iter().cloned().chain(offers);
         let is_aside = |host: &Host| {
             let mut aside = self.set_aside.iter();
@@ -203,8 +203,8 @@ impl Restarts {
 
     /// Whether hosts have come that can be used while ranks run, or have left, and have been away for a while: in words.
     pub(super) fn change(&mut self) -> Option<String> {
-        let room = self.room.as_ref()?;
-        let (there, candidates) = (room.hosts(), self.candidates());
+        let door = self.door.as_ref()?;
+        let (there, candidates) = (door.hosts(), self.candidates());
         let is_among = |hosts: &[Host], host: &Host| hosts.iter().any(|it| it.name == host.name);
         let is_away = |host: &&Host| !host.is_here && !is_among(&there, host);
         match self.present.iter().find(is_away) {
@@ -244,8 +244,8 @@ impl Restarts {
                 return Some(outcome.with_note(&note));
             }
             Remedy::StartAgain { at, lost } => {
-                match &self.room {
-                    Some(room) => room.remove(lost),
+                match &self.door {
+                    Some(door) => door.remove(lost),
                     // Hosts that were lost may be back.
                     None => self.set_aside.clear(),
                 }

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
 use super::agent_link::{AgentLink, EXIT_WAIT};
-use super::rank_outputs::RankOutputs;
+use super::labelled_output::RankOutputs;
 use super::restarts::{Outcome, Remedy};
 use super::verdict::{Cause, Failures, HostLoss, RankEnd, describe_signal, place};
 use super::{Event, NOT_STARTED_EXIT_CODE, say};
