@@ -59,7 +59,7 @@ pub fn connected(world_size: usize, num_serving: usize, config: &MailboxConfig) 
                         None => Control::join(&of_control),
                     };
                     let control = control.unwrap();
-                    let streams = control.connect_peers(&of_control, num_serving).unwrap();
+                    let streams = control.connect_peers(num_serving).unwrap();
                     let mailbox = Mailbox::of_process(rank, streams, config).unwrap();
                     control.leave().unwrap();
                     mailbox

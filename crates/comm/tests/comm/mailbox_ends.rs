@@ -156,7 +156,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     };
                     let said = std::io::Write::write_all(
                         &mut stream,
-                        b"\x89candle\n\x03\0\0\0 and no proof",
+                        b"\x89candle\n\x04\0\0\0 and no proof",
                     );
                     drop(said);
                     open.push(stream);

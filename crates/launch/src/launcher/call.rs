@@ -69,10 +69,7 @@ pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
     stream.set_nodelay(true)?;
     let mut timed = Timed::new(stream.try_clone()?, PATIENCE);
     let version = (Purpose::Launcher, VERSION);
-    let Some(key) = handshake::as_rank(&mut timed, secret, version)? else {
-        let message = "who listens there does not know this run's secret";
-        return Err(Error::new(ErrorKind::PermissionDenied, message));
-    };
+    let key = handshake::as_rank(&mut timed, secret, version)?;
     timed.lift()?;
     keep_alive(&stream)?;
     Ok(Call { stream, key })
