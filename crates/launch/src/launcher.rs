@@ -30,14 +30,13 @@ mod mpi;
 mod process_tree;
 mod program;
 mod rank_variables;
-mod reach;
 mod rendezvous_address;
 mod signals;
 mod wire;
 
 pub use agent::{become_rank, run_agent};
+pub use call::reach;
 pub use config::{LaunchConfig, NodeRange};
 pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
-pub use reach::reach;
 pub use rendezvous_address::RendezvousAddress;

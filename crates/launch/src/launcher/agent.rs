@@ -16,12 +16,11 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{dup2_stdin, dup2_stdout};
 
-use super::call::{Caller, call};
+use super::call::{Caller, call_as_told};
 use super::end::End;
 use super::host_plan::HostPlan;
 use super::wire::{self, ALIVE_INTERVAL, Command, GREETING, Report};
 use super::{process_tree, program, signals};
-use crate::rank_env::given_secret;
 use crate::{Error, RankEnv, Result};
 use rank::Rank;
 pub use rank::become_rank;
@@ -43,8 +42,10 @@ enum Event {
 /// Runs an agent: on this process's stdin and stdout, or of the one rank as which MPI has started it, on a connection to the front
 /// at `HOST:PORT`.
 pub fn run_agent(front: Option<&str>) -> ExitCode {
-    if let Some(Err(error)) = front.map(call_front) {
-        eprintln!("candle-train: the agent cannot reach the launcher: {error}");
+    if let Some(front) = front
+        && let Err(error) = call_front(front)
+    {
+        eprintln!("candle-train: the agent cannot reach the launcher: {front}: {error}");
         return ExitCode::FAILURE;
     }
     let (sender, events) = mpsc::channel();
@@ -66,14 +67,11 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
 }
 
 /// Puts a connection to the front in the place of stdin and stdout.
-fn call_front(front: &str) -> Result<()> {
-    let secret = given_secret()?.ok_or_else(|| Error::Launch("it has no secret".to_string()))?;
-    let caller = Caller::Rank(RankEnv::from_env()?.rank());
-    let connected = call(front, &secret, &caller).and_then(|call| {
-        dup2_stdin(&call.stream)?;
-        Ok(dup2_stdout(&call.stream)?)
-    });
-    connected.map_err(|error| Error::Launch(format!("{front}: {error}")))
+fn call_front(front: &str) -> std::io::Result<()> {
+    let rank = RankEnv::from_env().map_err(std::io::Error::other)?.rank();
+    let stream = call_as_told(front, &Caller::Rank(rank))?.stream;
+    dup2_stdin(&stream)?;
+    Ok(dup2_stdout(&stream)?)
 }
 
 fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>) -> Result<()> {
@@ -142,13 +140,12 @@ fn read_commands(events: Sender<Event>) {
 fn wait_for_children(events: Sender<Event>) {
     std::thread::spawn(move || {
         loop {
-            let event = match waitpid(None, None) {
-                Ok(status) => Event::Ended(status),
+            let sent = match waitpid(None, None) {
+                Ok(status) => events.send(Event::Ended(status)),
                 Err(Errno::EINTR) => continue,
-                Err(_) => Event::NobodyLeft,
+                Err(_) => return drop(events.send(Event::NobodyLeft)),
             };
-            let is_last = matches!(event, Event::NobodyLeft);
-            if events.send(event).is_err() || is_last {
+            if sent.is_err() {
                 return;
             }
         }

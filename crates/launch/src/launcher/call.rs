@@ -1,7 +1,10 @@
 //! A call to the front: an authenticated connection of a process that the front has not started itself.
 
-use std::io::{Error, ErrorKind, Read, Result, Write};
-use std::net::TcpStream;
+use std::fs::File;
+use std::io::{Error, ErrorKind, Read, Result, Write, copy, stdin, stdout};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use nix::sys::socket::{setsockopt, sockopt};
@@ -9,9 +12,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::host::Host;
+use super::rendezvous_address::RendezvousAddress;
 use crate::Secret;
 use crate::control::handshake::{self, Key, Purpose};
 use crate::control::wire::{self, Limits, Timed};
+use crate::rank_env::given_secret;
 
 /// The version of the messages.
 const VERSION: u32 = 3;
@@ -73,6 +78,42 @@ pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
     timed.lift()?;
     keep_alive(&stream)?;
     Ok(Call { stream, key })
+}
+
+/// As [`call`] with the secret that this process has been told.
+pub(super) fn call_as_told(front: &str, caller: &Caller) -> Result<Call> {
+    let secret = given_secret().map_err(Error::other)?;
+    call(
+        front,
+        &secret.ok_or_else(|| Error::other("there is no secret"))?,
+        caller,
+    )
+}
+
+/// What stands for ssh to a host that waits for the front at this address: runs a command there, whose stdin and stdout are those of this
+/// process.
+pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCode {
+    let (host, command) = (host.to_string(), words.join(" "));
+    let failed = format!("candle-train: cannot reach host {host} through {front}");
+    let called = call_as_told(&front.to_string(), &Caller::Shell { host, command });
+    let passed = called.and_then(|call| {
+        let (from, mut to) = (call.stream.try_clone()?, call.stream);
+        // Without a buffer: what comes has no lines.
+        let mut output = File::from(stdout().as_fd().try_clone_to_owned()?);
+        std::thread::spawn(move || {
+            // Its end is the end of what the command reads.
+            let _ = copy(&mut stdin(), &mut to);
+            let _ = to.shutdown(Shutdown::Write);
+        });
+        copy(&mut &from, &mut output)
+    });
+    match passed {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{failed}: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Answers a call: who it is, if that one knows the secret.

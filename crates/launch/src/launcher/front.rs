@@ -94,6 +94,7 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
         let (at, program) = ((place.front, place.secret), Some(config.program.clone()));
         Some(Door::open(place.listener?, at, program, &sender))
     });
+    let door = door.transpose()?;
     let restarts = Restarts::new(config, known, door.clone(), through_mpi)?;
     let front = Front {
         config,

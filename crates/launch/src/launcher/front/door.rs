@@ -53,53 +53,43 @@ impl Door {
         let (address, listener) = bound
             .map_err(|error| Error::Launch(format!("cannot listen for the agents: {error}")))?;
         let at = (address.to_string(), Secret::random()?);
-        Ok(Self::open(listener, at, None, events))
+        Self::open(listener, at, None, events)
     }
 
     /// One at this listener, which others know by this address and secret; hosts may come if they have been told the same program.
+    ///
+    /// # Errors
+    /// The listener cannot be used.
     pub(super) fn open(
         listener: TcpListener,
         (address, secret): (String, Secret),
         program: Option<Vec<String>>,
         events: &Sender<Event>,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>> {
         let door = Arc::new(Self {
             address,
-            secret,
+            secret: secret.clone(),
             program,
             waiting: Mutex::default(),
             events: events.clone(),
         });
-        let accepting = door.clone();
-        std::thread::spawn(move || accepting.accept(&listener));
-        door
+        let answer = move |stream| call::answer(stream, &secret, HANDSHAKE);
+        let receiving = door.clone();
+        let receive = move |(caller, call)| {
+            if let Err(error) = receiving.receive(caller, call) {
+                tracing::debug!("a call ends: {error}");
+            }
+        };
+        let serving = Strangers::serve(listener, 0, answer, receive)
+            .map_err(|error| Error::Launch(format!("cannot listen for calls: {error}")))?;
+        // To be served as long as the process lives.
+        std::mem::forget(serving);
+        Ok(door)
     }
 
     /// Whether callers have the secret already.
     pub(super) fn is_secret_given(&self) -> bool {
         self.program.is_some()
-    }
-
-    fn accept(self: Arc<Self>, listener: &TcpListener) {
-        let strangers = Arc::new(Strangers::new(0));
-        for (number, stream) in (0..).zip(listener.incoming()) {
-            let stream = stream.and_then(|stream| Ok((stream.try_clone()?, stream)));
-            let Ok((clone, stream)) = stream else {
-                // Out of file descriptors, say.
-                std::thread::sleep(Duration::from_millis(100));
-                continue;
-            };
-            strangers.add(number, clone);
-            let (door, here) = (self.clone(), strangers.clone());
-            std::thread::spawn(move || {
-                let peer = stream.peer_addr();
-                let answered = call::answer(stream, &door.secret, HANDSHAKE);
-                here.remove(number);
-                if let Err(error) = answered.and_then(|(caller, call)| door.receive(caller, call)) {
-                    tracing::debug!("a connection from {peer:?} ends: {error}");
-                }
-            });
-        }
     }
 
     fn receive(&self, caller: Caller, call: Call) -> std::io::Result<()> {

@@ -56,13 +56,11 @@ pub(super) struct Run<'a> {
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
     stopped_at: Option<Instant>,
-    /// When agents that are still there are given up.
+    /// When agents that are still there are given up, or what has started them.
     give_up_at: Option<Instant>,
     /// What starts the agents, if MPI does, as long as it runs; and how it has ended.
     mpi: Option<Pid>,
     mpi_ended: Option<String>,
-    /// When it is killed, as no agent is left.
-    mpi_due: Option<Instant>,
     /// Hosts have come or leave, for which the ranks were asked to stop.
     change: Option<String>,
     /// Ranks that have done so.
@@ -126,7 +124,6 @@ impl<'a> Run<'a> {
             give_up_at: None,
             mpi,
             mpi_ended: None,
-            mpi_due: None,
             change: None,
             num_asked: 0,
         })
@@ -352,6 +349,11 @@ impl<'a> Run<'a> {
             };
             self.stop(grace);
         }
+        let are_all_gone = self.are_all(AgentState::Gone);
+        if are_all_gone {
+            // What has started them has no more to do.
+            self.give_up_by(now + EXIT_WAIT);
+        }
         let give_up = self.give_up_at.is_some_and(|at| now >= at);
         for agent in &mut self.agents {
             let Some(link) = &agent.link else { continue };
@@ -362,9 +364,7 @@ impl<'a> Run<'a> {
                 link.kill();
             }
         }
-        if let (Some(pid), true) = (self.mpi, self.are_all(AgentState::Gone))
-            && now >= *self.mpi_due.get_or_insert(now + EXIT_WAIT)
-        {
+        if let (Some(pid), true) = (self.mpi, are_all_gone && give_up) {
             let _ = killpg(pid, Signal::SIGKILL);
             self.mpi = None;
         }
