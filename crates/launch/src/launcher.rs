@@ -39,4 +39,5 @@ pub use call::reach;
 pub use config::{LaunchConfig, NodeRange};
 pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
+pub use program::quoted;
 pub use rendezvous_address::RendezvousAddress;

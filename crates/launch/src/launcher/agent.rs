@@ -1,7 +1,7 @@
 //! The agent: starts the ranks of one host, sends their output to the front, and ends when all below it is gone.
 //!
 //! It reads [`Command`]s on stdin and writes [`Report`]s on stdout, so it does not matter what lies between it and the
-//! front: a pipe, or ssh. The end of stdin means that the front is gone, whatever the reason.
+//! front: a socket, or ssh. The end of stdin means that the front is gone, whatever the reason.
 
 mod rank;
 

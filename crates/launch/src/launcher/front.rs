@@ -150,10 +150,8 @@ impl Front<'_> {
         let (hosts, num_restarts) = (&self.restarts.present, self.restarts.num_restarts);
         let layout = Layout::new(self.config, hosts, num_restarts, self.restarts.through_mpi)?;
         let outputs = open_outputs(&layout, self.config.log_dir.as_deref())?;
-        let mpi = match &layout.mpi {
-            Some(mpi) => Some(self.start_mpi(mpi)?),
-            None => None,
-        };
+        let mpi = layout.mpi.as_ref().map(|mpi| self.start_mpi(mpi));
+        let mpi = mpi.transpose()?;
         let run = Run::start(&layout, outputs, mpi, &self.sender)?;
         let mut outcome = run.drive(&self.events, || self.restarts.change());
         let survivors = process_tree::kill_descendants();
@@ -167,9 +165,10 @@ impl Front<'_> {
 
     /// Has MPI start the agents, which call at the door; its end becomes an event.
     fn start_mpi(&mut self, mpi: &Mpi) -> Result<Pid> {
+        let other_host = self.restarts.present.iter().find(|host| !host.is_here);
         let door = match self.door.take() {
             Some(door) => door,
-            None => Door::for_agents(mpi.other_host.as_deref(), &self.sender)?,
+            None => Door::for_agents(other_host, &self.sender)?,
         };
         let door = self.door.insert(door);
         let secret = (!door.is_secret_given()).then_some(&door.secret);

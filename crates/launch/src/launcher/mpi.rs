@@ -40,8 +40,6 @@ pub(super) struct Mpi {
     pub(super) words: Vec<String>,
     /// The command that runs a command on another host.
     via: String,
-    /// One of the other hosts, if there are any.
-    pub(super) other_host: Option<String>,
 }
 
 impl Mpi {
@@ -50,9 +48,9 @@ impl Mpi {
     /// # Errors
     /// It is not installed, or cannot be told how to reach the other hosts.
     pub(super) fn new(config: &LaunchConfig, hosts: &[Host], via: &[String]) -> Result<Self> {
-        let other_host = hosts.iter().find(|host| !host.is_here);
-        let is_all_here = config.hostfile.is_none() && other_host.is_none();
-        let is_batch = is_all_here && std::env::var_os("SLURM_JOB_ID").is_some();
+        let is_all_here = hosts.iter().all(|host| host.is_here);
+        let is_batch = config.hostfile.is_none() && is_all_here;
+        let is_batch = is_batch && std::env::var_os("SLURM_JOB_ID").is_some();
         let default = if is_batch { SRUN } else { MPIRUN };
         let command = config.mpirun.as_deref().unwrap_or(default);
         let mut words: Vec<String> = command.split_whitespace().map(String::from).collect();
@@ -73,7 +71,7 @@ impl Mpi {
         })?;
         let num_ranks: usize = hosts.iter().map(|host| host.num_ranks).sum();
         words.extend(["-n".to_string(), num_ranks.to_string()]);
-        if other_host.is_some() {
+        if !is_all_here {
             check_via(via)?;
             let of_host = |host: &Host| format!("{}:{}", host.name, host.num_ranks);
             let hosts: Vec<_> = hosts.iter().map(of_host).collect();
@@ -83,7 +81,6 @@ impl Mpi {
         Ok(Self {
             words,
             via: via.join(" "),
-            other_host: other_host.map(|host| host.name.clone()),
         })
     }
 

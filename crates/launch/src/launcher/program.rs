@@ -49,8 +49,8 @@ pub(super) fn own_program() -> String {
     path.display().to_string()
 }
 
-/// A word as a shell reads it.
-pub(super) fn quoted(word: &str) -> String {
+/// What a POSIX shell reads as `word`.
+pub fn quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+=:,@%".contains(&byte);
     if !word.is_empty() && word.bytes().all(is_plain) {
         return word.to_string();
@@ -61,4 +61,22 @@ pub(super) fn quoted(word: &str) -> String {
 /// The number of a process that was started, which is that of its group where it has one of its own.
 pub(super) fn pid_of(child: &Child) -> Pid {
     Pid::from_raw(i32::try_from(child.id()).unwrap_or(-1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn words_for_a_shell() {
+        for (word, expected) in [
+            ("--lr=1e-3", "--lr=1e-3"),
+            ("", "''"),
+            ("The Queen", "'The Queen'"),
+            ("it's", r"'it'\''s'"),
+            ("$HOME;ls", "'$HOME;ls'"),
+        ] {
+            assert_eq!(quoted(word), expected);
+        }
+    }
 }

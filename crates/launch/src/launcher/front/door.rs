@@ -37,13 +37,13 @@ impl Door {
     ///
     /// # Errors
     /// There is no way to that host, or no free port.
-    pub(super) fn for_agents(host: Option<&str>, events: &Sender<Event>) -> Result<Arc<Self>> {
+    pub(super) fn for_agents(host: Option<&Host>, events: &Sender<Event>) -> Result<Arc<Self>> {
         let own = match host {
             None => "127.0.0.1".parse().map_err(std::io::Error::other),
             Some(host) => {
                 let way = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
                 way.and_then(|way| {
-                    way.connect((host, ANY_PORT))?;
+                    way.connect((host.name.as_str(), ANY_PORT))?;
                     Ok(way.local_addr()?.ip().to_canonical())
                 })
             }

@@ -217,6 +217,8 @@ impl<'a> Run<'a> {
             let line = (OwnedFd::from(stream).into(), None);
             let link = AgentLink::new(rank, agent.plan, outputs, line, self.events);
             agent.link = Some(link);
+            // Others may take their time.
+            self.start_deadline = Some(Instant::now() + START_DEADLINE);
         }
     }
 

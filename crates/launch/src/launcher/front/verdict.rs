@@ -108,31 +108,24 @@ impl Cause<'_> {
 
     /// The sentences about it.
     pub(super) fn describe(&self, hosts: &[HostPlan]) -> String {
-        let (sentence, last_lines, who) = match self {
-            Self::Rank(failure) => (
-                format!("{} failed first: {}", place(failure, hosts), failure.end),
-                &failure.last_lines,
-                "it",
+        let sentence = match self {
+            Self::Rank(failure) => {
+                format!("{} failed first: {}", place(failure, hosts), failure.end)
+            }
+            Self::All(failure, num_ranks) => {
+                format!("all {num_ranks} ranks failed: {}", failure.end)
+            }
+            Self::Peer(failure) => format!(
+                "{} ended because another rank failed ({}), but no rank started here failed by itself",
+                place(failure, hosts),
+                failure.end
             ),
-            Self::All(failure, num_ranks) => (
-                format!("all {num_ranks} ranks failed: {}", failure.end),
-                &failure.last_lines,
-                "they",
-            ),
-            Self::Peer(failure) => (
-                format!(
-                    "{} ended because another rank failed ({}), but no rank started here failed by itself",
-                    place(failure, hosts),
-                    failure.end
-                ),
-                &failure.last_lines,
-                "it",
-            ),
-            Self::Host(loss) => (
-                describe_loss(&hosts[loss.host], &loss.detail),
-                &loss.last_lines,
-                "it",
-            ),
+            Self::Host(loss) => describe_loss(&hosts[loss.host], &loss.detail),
+        };
+        let (last_lines, who) = match self {
+            Self::Rank(failure) | Self::Peer(failure) => (&failure.last_lines, "it"),
+            Self::All(failure, _) => (&failure.last_lines, "they"),
+            Self::Host(loss) => (&loss.last_lines, "it"),
         };
         let mut lines = vec![sentence];
         if !last_lines.is_empty() {
