@@ -38,7 +38,7 @@ const NOTED: u32 = 3;
 pub(super) enum Frame {
     /// "I am alive."
     Beat,
-    /// A message: its tag, its tensors.
+    /// A message: its tag, and its tensors, contiguous and on the CPU.
     Mail(u64, Vec<Tensor>),
     /// "I send nothing any more", because of this, or because all is done.
     Farewell(Option<String>),
@@ -46,21 +46,46 @@ pub(super) enum Frame {
     Noted,
 }
 
-pub(super) fn write_beat(to: &mut impl Write) -> Result<()> {
-    write_head(to, BEAT, &[])
+impl Frame {
+    /// Writes the frame, tensors from where they are.
+    pub fn write(&self, to: &mut impl Write) -> Result<()> {
+        match self {
+            Self::Beat => write_head(to, BEAT, &[]),
+            Self::Noted => write_head(to, NOTED, &[]),
+            Self::Farewell(why) => {
+                let text = why.as_deref().unwrap_or_default().as_bytes();
+                write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
+            }
+            Self::Mail(tag, tensors) => {
+                write_head(to, MAIL, &head_of(*tag, tensors)?)?;
+                tensors.iter().try_for_each(|xs| {
+                    with_element!(xs.dtype(), write_tensor(to, xs)).map_err(io_error)
+                })
+            }
+        }
+    }
+
+    pub fn read(from: &mut impl Read) -> Result<Self> {
+        let (kind, len) = (read_u32(from)?, read_u32(from)? as usize);
+        if len > MAX_HEAD_BYTES {
+            return Err(invalid(format!("a head of {len} bytes")));
+        }
+        let mut head = vec![0; len];
+        from.read_exact(&mut head)?;
+        match kind {
+            BEAT => Ok(Self::Beat),
+            NOTED => Ok(Self::Noted),
+            FAREWELL => {
+                let why = String::from_utf8_lossy(&head).into_owned();
+                Ok(Self::Farewell(Some(why).filter(|why| !why.is_empty())))
+            }
+            MAIL => read_mail(from, &head),
+            kind => Err(invalid(format!("a frame of kind {kind}"))),
+        }
+    }
 }
 
-pub(super) fn write_noted(to: &mut impl Write) -> Result<()> {
-    write_head(to, NOTED, &[])
-}
-
-pub(super) fn write_farewell(to: &mut impl Write, why: Option<&str>) -> Result<()> {
-    let text = why.unwrap_or_default().as_bytes();
-    write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
-}
-
-/// Writes a message, whose tensors are contiguous and on the CPU, from where they are.
-pub(super) fn write_mail(to: &mut impl Write, tag: u64, tensors: &[Tensor]) -> Result<()> {
+fn head_of(tag: u64, tensors: &[Tensor]) -> Result<Vec<u8>> {
     let mut head = vec![tag];
     for xs in tensors {
         let dtype = DTYPES.iter().position(|dtype| *dtype == xs.dtype());
@@ -69,75 +94,44 @@ pub(super) fn write_mail(to: &mut impl Write, tag: u64, tensors: &[Tensor]) -> R
         head.extend(xs.dims().iter().map(|dim| *dim as u64));
     }
     let head: Vec<u8> = head.into_iter().flat_map(u64::to_le_bytes).collect();
-    if head.len() > MAX_HEAD_BYTES {
-        return Err(invalid(format!("a message of {} tensors", tensors.len())));
-    }
-    write_head(to, MAIL, &head)?;
-    fn write<T: Element>(xs: &Tensor, to: &mut impl Write) -> candle_core::Result<()> {
-        let all = (0, xs.elem_count());
-        Ok(element::read(xs, all, |xs: &[T]| {
-            to.write_all(bytes::of(xs))
-        })??)
-    }
-    tensors.iter().try_for_each(|xs| {
-        let written = with_element!(xs.dtype(), write(xs, to));
-        written.map_err(|error| match error {
-            candle_core::Error::Io(error) => error,
-            other => Error::other(message_of(&other)),
-        })
-    })
-}
-
-/// Reads a frame.
-pub(super) fn read(from: &mut impl Read) -> Result<Frame> {
-    let (kind, len) = (read_u32(from)?, read_u32(from)? as usize);
-    if len > MAX_HEAD_BYTES {
-        return Err(invalid(format!("a head of {len} bytes")));
-    }
-    let mut head = vec![0; len];
-    from.read_exact(&mut head)?;
-    match kind {
-        BEAT => Ok(Frame::Beat),
-        NOTED => Ok(Frame::Noted),
-        FAREWELL => {
-            let why = String::from_utf8_lossy(&head).into_owned();
-            Ok(Frame::Farewell(Some(why).filter(|why| !why.is_empty())))
-        }
-        MAIL => read_mail(from, &head),
-        kind => Err(invalid(format!("a frame of kind {kind}"))),
+    match head.len() > MAX_HEAD_BYTES {
+        true => Err(invalid(format!("a message of {} tensors", tensors.len()))),
+        false => Ok(head),
     }
 }
 
 fn read_mail(from: &mut impl Read, head: &[u8]) -> Result<Frame> {
-    let (words, rest) = head.as_chunks::<8>();
-    let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
-    let tag = words.next().filter(|_| rest.is_empty());
-    let tag = tag.ok_or_else(|| invalid("a message without a tag".into()))?;
+    let cut = || invalid("a message whose head is cut off".into());
+    let mut words = head
+        .as_chunks::<8>()
+        .0
+        .iter()
+        .map(|word| u64::from_le_bytes(*word));
+    let tag = words.next().ok_or_else(cut)?;
     let mut tensors = Vec::new();
     while let Some(dtype) = words.next() {
-        let cut = || invalid("a message whose head is cut off".into());
         let dtype = usize::try_from(dtype).ok().and_then(|at| DTYPES.get(at));
         let dtype = *dtype.ok_or_else(|| invalid("a tensor of no known dtype".into()))?;
         let num_dims = words.next().ok_or_else(cut)?;
         let dims = (0..num_dims).map(|_| words.next());
         let dims: Vec<u64> = dims.collect::<Option<_>>().ok_or_else(cut)?;
-        let num_bytes = dims
-            .iter()
-            .try_fold(dtype.size_in_bytes() as u64, |product, dim| {
-                product.checked_mul(*dim)
-            });
+        let mut dims_left = dims.iter();
+        let item_bytes = dtype.size_in_bytes() as u64;
+        let num_bytes = dims_left.try_fold(item_bytes, |product, dim| product.checked_mul(*dim));
         if num_bytes.is_none_or(|num_bytes| num_bytes > MAX_TENSOR_BYTES) {
             return Err(invalid(format!("a tensor of shape {dims:?}")));
         }
         let dims: Vec<usize> = dims.into_iter().map(|dim| dim as usize).collect();
-        tensors.push(with_element!(dtype, read_tensor(from, dims)).map_err(
-            |error| match error {
-                candle_core::Error::Io(error) => error,
-                other => Error::other(message_of(&other)),
-            },
-        )?);
+        tensors.push(with_element!(dtype, read_tensor(from, dims)).map_err(io_error)?);
     }
     Ok(Frame::Mail(tag, tensors))
+}
+
+fn write_tensor<T: Element>(to: &mut impl Write, xs: &Tensor) -> candle_core::Result<()> {
+    let all = (0, xs.elem_count());
+    Ok(element::read(xs, all, |xs: &[T]| {
+        to.write_all(bytes::of(xs))
+    })??)
 }
 
 /// Reads elements to where they stay. The system gives their memory as they arrive.
@@ -156,6 +150,13 @@ fn read_u32(from: &mut impl Read) -> Result<u32> {
     let mut bytes = [0; 4];
     from.read_exact(&mut bytes)?;
     Ok(u32::from_le_bytes(bytes))
+}
+
+fn io_error(error: candle_core::Error) -> Error {
+    match error {
+        candle_core::Error::Io(error) => error,
+        other => Error::other(message_of(&other)),
+    }
 }
 
 fn invalid(what: String) -> Error {
