@@ -111,7 +111,7 @@ impl Joining<'_> {
             self.server = self.listen(&resolve()?)?;
         }
         let addresses = match &self.server {
-            Some(server) => vec![server.local_address()],
+            Some(server) => vec![server.serving.local_address()],
             None => resolve()?,
         };
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
@@ -145,8 +145,7 @@ impl Joining<'_> {
 
     fn meet(&mut self, address: &SocketAddr) -> Attempt<Arc<Link>> {
         let mut stream = TcpStream::connect_timeout(address, CONNECT)?;
-        stream.set_nodelay(true)?;
-        let mut timed = Timed::new(stream.try_clone()?, CONNECT);
+        let mut timed = Timed::new(&stream, CONNECT)?;
         let version = (Purpose::Control, wire::VERSION);
         handshake::as_rank(&mut timed, &self.config.secret, version)?;
         stream.write_all(&wire::frame(&Hello::new(self.config), &[])?)?;

@@ -112,11 +112,3 @@ impl Drop for Ticket {
         self.link.update(|activity, now| activity.end(self.id, now));
     }
 }
-
-impl std::fmt::Debug for Ticket {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ticket")
-            .field("id", &self.id)
-            .finish_non_exhaustive()
-    }
-}

@@ -83,7 +83,7 @@ impl Control {
     /// A listener at a free port of the address from which this rank speaks to rank 0; on rank 0 where it serves.
     fn listen_for_peers(&self) -> io::Result<TcpListener> {
         let address = match &self.server {
-            Some(server) => server.address(),
+            Some(server) => server.serving.address,
             None => self.link.local_address()?,
         };
         TcpListener::bind((address.ip(), 0))
@@ -129,8 +129,7 @@ fn connect(
 
 fn introduce(address: &SocketAddr, config: &ControlConfig) -> io::Result<TcpStream> {
     let stream = TcpStream::connect_timeout(address, HANDSHAKE)?;
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
+    let mut timed = Timed::new(&stream, HANDSHAKE)?;
     let version = (handshake::Purpose::Peers, wire::VERSION);
     handshake::as_rank(&mut timed, &config.secret, version)?;
     timed.write_all(&wire::frame(&config.rank, &[])?)?;
@@ -145,8 +144,7 @@ fn meet(
     secret: &Secret,
     expected: &Range<usize>,
 ) -> io::Result<(usize, TcpStream)> {
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
+    let mut timed = Timed::new(&stream, HANDSHAKE)?;
     handshake::as_server(&mut timed, secret, handshake::Purpose::Peers)?;
     let (rank, _) = wire::read::<usize>(&mut timed, Limits::STRANGER)?;
     if !expected.contains(&rank) {

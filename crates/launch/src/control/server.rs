@@ -10,7 +10,7 @@ mod run;
 pub(crate) mod strangers;
 
 use std::io::{self, BufReader};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
 /// Rank 0's server. It runs until it is dropped.
 pub(super) struct Server {
     hub: Arc<Hub>,
-    serving: Serving,
+    pub(super) serving: Serving,
 }
 
 impl Server {
@@ -57,16 +57,6 @@ impl Server {
             }
         })?;
         Ok(Self { hub, serving })
-    }
-
-    /// Where it listens.
-    pub(super) fn address(&self) -> SocketAddr {
-        self.serving.address
-    }
-
-    /// An address of this host at which the server can be reached from here.
-    pub(super) fn local_address(&self) -> SocketAddr {
-        self.serving.local_address()
     }
 
     /// Blocks until every rank knows why the run ends, or does not start; returns at once if it goes on.
@@ -111,8 +101,7 @@ struct Hub {
 impl Hub {
     /// Finds out who has connected; returns its rank if it is let in.
     fn meet(&self, stream: TcpStream) -> io::Result<(usize, BufReader<Timed>)> {
-        stream.set_nodelay(true)?;
-        let mut timed = Timed::new(stream.try_clone()?, HANDSHAKE);
+        let mut timed = Timed::new(&stream, HANDSHAKE)?;
         let (version, _) = handshake::as_server(&mut timed, &self.secret, Purpose::Control)?;
         let mut reader = BufReader::new(timed);
         let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;

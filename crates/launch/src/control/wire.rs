@@ -97,9 +97,11 @@ pub(crate) struct Timed {
 }
 
 impl Timed {
-    pub(crate) fn new(stream: TcpStream, limit: Duration) -> Self {
-        let until = Some(Instant::now() + limit);
-        Self { stream, until }
+    /// On it, what is small goes at once.
+    pub(crate) fn new(stream: &TcpStream, limit: Duration) -> Result<Self> {
+        stream.set_nodelay(true)?;
+        let (stream, until) = (stream.try_clone()?, Some(Instant::now() + limit));
+        Ok(Self { stream, until })
     }
 
     /// From now on reads may last until then.

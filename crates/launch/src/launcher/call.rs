@@ -71,8 +71,7 @@ pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<Call
 /// Nobody is there, or somebody who does not know it.
 pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
     let stream = TcpStream::connect(front)?;
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, PATIENCE);
+    let mut timed = Timed::new(&stream, PATIENCE)?;
     let version = (Purpose::Launcher, VERSION);
     let key = handshake::as_rank(&mut timed, secret, version)?;
     timed.lift()?;
@@ -122,8 +121,7 @@ pub(super) fn answer(
     secret: &Secret,
     limit: Duration,
 ) -> Result<(Caller, Call)> {
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, limit);
+    let mut timed = Timed::new(&stream, limit)?;
     let (version, key) = handshake::as_server(&mut timed, secret, Purpose::Launcher)?;
     let call = Call { stream, key };
     if version != VERSION {
