@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use candle_launch::StopSignals;
+use candle_launch::launcher::quoted;
 
 /// How a run was stopped.
 pub(crate) struct Stopped {
@@ -25,20 +26,11 @@ fn command_that_resumes() -> String {
         if arg == "--resume" {
             args.next();
         } else if !arg.starts_with("--resume=") {
-            words.push(in_shell(&arg));
+            words.push(quoted(&arg));
         }
     }
     words.push("--resume latest".to_string());
     words.join(" ")
-}
-
-/// A word that a POSIX shell reads as `word`.
-fn in_shell(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c);
-    match !word.is_empty() && word.chars().all(is_plain) {
-        true => word.to_string(),
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    }
 }
 
 /// What may stop a run between two steps.
@@ -114,24 +106,6 @@ impl Stop {
             // The clock of another rank may have been the first.
             None if self.max_secs.is_some() => ExitCode::SUCCESS,
             None => ExitCode::from(128 + 15),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::in_shell;
-
-    #[test]
-    fn words_for_a_shell() {
-        for (word, quoted) in [
-            ("--lr=1e-3", "--lr=1e-3"),
-            ("", "''"),
-            ("The Queen", "'The Queen'"),
-            ("it's", r"'it'\''s'"),
-            ("$HOME;ls", "'$HOME;ls'"),
-        ] {
-            assert_eq!(in_shell(word), quoted);
         }
     }
 }

@@ -4,11 +4,8 @@
 //! theirs to decide: [`Received::Left`].
 
 mod connection;
-mod departure;
 mod group;
 mod inbox;
-mod mail;
-mod mailbox_config;
 mod received;
 mod wire;
 
@@ -19,14 +16,12 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 
-pub use departure::Departure;
-pub use mail::Mail;
-pub use mailbox_config::MailboxConfig;
-pub use received::Received;
+pub use received::{Departure, Mail, Received};
 
 use crate::{Error, ProcessGroup, element};
 use connection::Connection;
 use inbox::Inbox;
+use wire::Frame;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -35,6 +30,28 @@ const FIRST_GROUP_TAG: u64 = 1 << 63;
 
 /// How long a rank that fails waits until the others know.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// How a rank sends and receives messages: see [`Mailbox`].
+#[derive(Debug, Clone)]
+pub struct MailboxConfig {
+    /// Messages of one sender that have come and were not received may have so many bytes before it waits; one more may then be on its
+    /// way. Default: 256 MiB.
+    pub inbox_bytes: usize,
+    /// How long a rank waits for a message, or for another rank to take one. Default: 10 minutes.
+    pub deadline: Duration,
+    /// A rank that is a process and says nothing for so long is gone. Default: 6 seconds.
+    pub silence: Duration,
+}
+
+impl Default for MailboxConfig {
+    fn default() -> Self {
+        Self {
+            inbox_bytes: 256 << 20,
+            deadline: Duration::from_secs(600),
+            silence: Duration::from_secs(6),
+        }
+    }
+}
 
 /// One rank's end of what ranks send each other.
 ///
@@ -80,15 +97,20 @@ enum Route {
 impl Mailbox {
     /// The mailboxes of ranks that are threads of one process, by rank.
     pub fn of_threads(world_size: usize, config: &MailboxConfig) -> Vec<Self> {
-        let inbox = |rank| Arc::new(Inbox::new((rank, world_size), config.inbox_bytes));
+        let inbox = |_| Arc::new(Inbox::new(world_size, config.inbox_bytes));
         let inboxes: Vec<Arc<Inbox>> = (0..world_size).map(inbox).collect();
         let mailbox = |rank: usize| {
             let to = |(to, inbox): (usize, &Arc<Inbox>)| {
                 let is_other = to != rank;
                 is_other.then(|| Route::Thread(inbox.clone()))
             };
-            let routes = inboxes.iter().enumerate().map(to).collect();
-            Self::new(rank, config, inboxes[rank].clone(), routes)
+            Self {
+                rank,
+                config: config.clone(),
+                inbox: inboxes[rank].clone(),
+                routes: inboxes.iter().enumerate().map(to).collect(),
+                has_left: AtomicBool::new(false),
+            }
         };
         (0..world_size).map(mailbox).collect()
     }
@@ -103,35 +125,24 @@ impl Mailbox {
         streams: Vec<Option<TcpStream>>,
         config: &MailboxConfig,
     ) -> Result<Self> {
-        let inbox = Arc::new(Inbox::new((rank, streams.len()), config.inbox_bytes));
+        let inbox = Arc::new(Inbox::new(streams.len(), config.inbox_bytes));
         let mut routes = Vec::new();
         for (peer, stream) in streams.into_iter().enumerate() {
-            let limits = (config.silence, config.deadline);
-            let start = |stream| Connection::start(peer, stream, &inbox, limits);
-            let connection = stream.map(start).transpose();
-            let connection = connection.map_err(|error| {
+            let start = |stream| Connection::start(peer, stream, &inbox, config);
+            let connection = stream.map(start).transpose().map_err(|error| {
                 Error::Mail(format!(
                     "rank {rank} has no connection to rank {peer}: {error}"
                 ))
             })?;
             routes.push(connection.map(Route::Process));
         }
-        Ok(Self::new(rank, config, inbox, routes))
-    }
-
-    fn new(
-        rank: usize,
-        config: &MailboxConfig,
-        inbox: Arc<Inbox>,
-        routes: Vec<Option<Route>>,
-    ) -> Self {
-        Self {
+        Ok(Self {
             rank,
             config: config.clone(),
             inbox,
             routes,
             has_left: AtomicBool::new(false),
-        }
+        })
     }
 
     /// This rank.
@@ -153,13 +164,7 @@ impl Mailbox {
 
     /// The end of a rank, if this one has heard of it.
     pub fn departure(&self, rank: usize) -> Option<Departure> {
-        let other = self.routes.get(rank)?.as_ref();
-        other.and_then(|_| self.inbox.departure(rank))
-    }
-
-    /// The bytes of what has come and was not received.
-    pub fn num_waiting_bytes(&self) -> usize {
-        self.inbox.num_bytes()
+        self.inbox.departure(rank)
     }
 
     /// Sends a message, of any number of tensors of any shape, contiguous and on the CPU.
@@ -184,35 +189,37 @@ impl Mailbox {
             element::check(xs, self.rank, &Device::Cpu)
                 .map_err(|error| Error::Argument(crate::message_of(&error)))?;
         }
-        let gone = |otherwise: &str| {
-            let why = self.inbox.departure(to);
-            let why = why.map_or(otherwise.to_string(), |why| why.to_string());
-            Error::Mail(format!(
-                "rank {} cannot send a message to rank {to}: {why}",
-                self.rank
-            ))
-        };
         let route = self.route(to)?;
-        if self.inbox.departure(to).is_some() {
-            return Err(gone(""));
-        }
-        match route {
-            Route::Process(connection) => connection.send(tag, tensors).map_err(|error| {
-                // Whoever reads from it knows why, in a moment.
-                self.inbox.wait_for_farewells(&[to], LAST_WORDS);
-                gone(&error.to_string())
-            }),
-            Route::Thread(inbox) => {
-                if !inbox.wait_for_room(self.rank, self.config.deadline) {
-                    let secs = self.config.deadline.as_secs_f64();
-                    return Err(gone(&format!("it has received nothing for {secs} s")));
-                }
+        let limit = self.config.deadline;
+        let sent = match (self.inbox.departure(to), route) {
+            (Some(_), _) => Err(String::new()),
+            (None, Route::Process(connection)) => {
+                let sent = connection.send(&Frame::Mail(tag, tensors.to_vec()));
+                sent.map_err(|error| {
+                    // Whoever reads from it knows why, in a moment.
+                    self.inbox.wait_for_farewells(&[to], LAST_WORDS);
+                    error.to_string()
+                })
+            }
+            (None, Route::Thread(inbox)) if inbox.wait_for_room(self.rank, limit) => {
                 let tensors = tensors.iter().map(Tensor::detach).collect();
                 let from = self.rank;
                 inbox.put(Mail { from, tag, tensors });
                 Ok(())
             }
-        }
+            (None, Route::Thread(_)) => {
+                let secs = limit.as_secs_f64();
+                Err(format!("it has received nothing for {secs} s"))
+            }
+        };
+        sent.map_err(|otherwise| {
+            let departure = self.inbox.departure(to);
+            let why = departure.map_or(otherwise, |departure| departure.to_string());
+            let rank = self.rank;
+            Error::Mail(format!(
+                "rank {rank} cannot send a message to rank {to}: {why}"
+            ))
+        })
     }
 
     /// The first message from rank `from`, or any, with this tag, or any. It waits at most [`MailboxConfig::deadline`].
@@ -302,32 +309,28 @@ impl Mailbox {
         if self.has_left.swap(true, Ordering::AcqRel) {
             return;
         }
-        for route in self.routes.iter().flatten() {
-            if let Route::Thread(inbox) = route {
-                inbox.note_departure(Departure {
+        let (mut peers, mut connections) = (Vec::new(), Vec::new());
+        for (peer, route) in self.routes.iter().enumerate() {
+            match route {
+                Some(Route::Thread(inbox)) => inbox.note_departure(Departure {
                     rank: self.rank,
                     why: why.map(str::to_string),
-                });
+                }),
+                Some(Route::Process(connection)) => {
+                    peers.push(peer);
+                    connections.push(connection);
+                }
+                None => {}
             }
         }
         // Wakes threads that wait for room, which then know that this rank is gone.
         self.inbox.close();
-        for route in self.routes.iter().flatten() {
-            if let Route::Process(connection) = route {
-                connection.say_farewell(why);
-            }
-        }
-        let connections = self.routes.iter().enumerate();
-        let connections = connections.filter_map(|(peer, route)| match route {
-            Some(Route::Process(connection)) => Some((peer, connection)),
-            _ => None,
-        });
-        let (peers, connections): (Vec<usize>, Vec<_>) = connections.unzip();
+        connections
+            .iter()
+            .for_each(|connection| connection.say_farewell(why));
         let limit = why.map_or(self.config.deadline, |_| LAST_WORDS);
         self.inbox.wait_for_farewells(&peers, limit);
-        for connection in connections {
-            connection.close();
-        }
+        connections.iter().for_each(|connection| connection.close());
     }
 }
 

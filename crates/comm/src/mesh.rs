@@ -37,10 +37,8 @@ impl Default for Degrees {
 impl Degrees {
     /// The number of ranks that these degrees need; `None` if it overflows.
     pub fn world_size(&self) -> Option<usize> {
-        self.pp
-            .checked_mul(self.dp)?
-            .checked_mul(self.cp)?
-            .checked_mul(self.tp)
+        let degrees = [self.pp, self.dp, self.cp, self.tp];
+        (degrees.into_iter()).try_fold(1, usize::checked_mul)
     }
 }
 
@@ -80,29 +78,22 @@ impl Mesh {
     pub fn new(world: ProcessGroup, degrees: Degrees) -> Result<Self> {
         let world_size = world.world_size();
         let Degrees { pp, dp, cp, tp } = degrees;
-        if let Some((name, _)) = [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)]
-            .iter()
-            .find(|(_, d)| *d == 0)
-        {
+        let named = [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)];
+        if let Some((name, _)) = named.iter().find(|(_, degree)| *degree == 0) {
             return Err(argument(format!(
                 "{degrees}: {name} is 0\nhint: a degree is at least 1"
             )));
         }
-        match degrees.world_size() {
-            Some(product) if product == world_size => {}
-            Some(product) => {
-                return Err(argument(format!(
-                    "{degrees} = {product} != world_size({world_size})"
-                )));
-            }
-            None => {
-                return Err(argument(format!(
-                    "{degrees} overflows and is not world_size({world_size})"
-                )));
-            }
+        let product = degrees.world_size();
+        if product != Some(world_size) {
+            let is = product.map_or("overflows and is not".to_string(), |product| {
+                format!("= {product} !=")
+            });
+            return Err(argument(format!("{degrees} {is} world_size({world_size})")));
         }
-        let said = world.exchange(degrees.to_string().as_bytes())?;
-        if let Some(other) = said.iter().position(|said| said != &encode(&degrees)) {
+        let own = degrees.to_string().into_bytes();
+        let said = world.exchange(&own)?;
+        if let Some(other) = said.iter().position(|said| *said != own) {
             let theirs = String::from_utf8_lossy(&said[other]);
             return Err(argument(format!(
                 "ranks disagree about the mesh: rank {} says {degrees}, rank {other} says {theirs}",
@@ -128,10 +119,6 @@ impl Mesh {
             .into_iter()
             .try_for_each(ProcessGroup::check)
     }
-}
-
-fn encode(degrees: &Degrees) -> Vec<u8> {
-    degrees.to_string().into_bytes()
 }
 
 /// The group of the ranks that differ from this one along one axis only: `degree` ranks, `stride` apart.

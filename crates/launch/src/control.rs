@@ -7,10 +7,8 @@
 mod activity;
 mod clock;
 mod config;
-mod ending;
 mod failure;
 pub(crate) mod handshake;
-mod hello;
 mod joining;
 mod link;
 pub(crate) mod listening;
@@ -24,6 +22,7 @@ pub(crate) mod wire;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::panic::Location;
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::Duration;
 
 pub use config::ControlConfig;
@@ -32,10 +31,12 @@ pub use message::Verdict;
 pub use operation::{Operation, RankGroup, Ticket};
 
 use crate::{Error, Result};
-use joining::Place;
 use link::Link;
 use message::{Answer, Question};
 use server::Server;
+
+/// The stack of a thread that moves messages.
+const STACK_BYTES: usize = 256 << 10;
 
 /// The longest time between two beats of a rank.
 const BEAT: Duration = Duration::from_millis(500);
@@ -46,13 +47,18 @@ const SAME_WORDS: Duration = Duration::from_secs(1);
 /// How long rank 0 stays to tell the others why the run ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// A thread that moves messages.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let thread = Builder::new().name(name.to_string());
+    thread.stack_size(STACK_BYTES).spawn(run).map(drop)
+}
+
 /// One rank's connection to the other ranks of its run.
 ///
 /// Dropping it without [`leave`](Self::leave) is a failure of this rank.
 pub struct Control {
     link: Arc<Link>,
     world: Arc<RankGroup>,
-    rank: usize,
     /// On rank 0. After the link: it must hear how that one ends.
     server: Option<Server>,
 }
@@ -64,13 +70,7 @@ impl Control {
     /// Ranks that do not come in time, and ranks that do not belong together: two with the same number, or one with another
     /// world size, fingerprint or version than rank 0, which ends the start of the run on all ranks.
     pub fn join(config: &ControlConfig) -> Result<Arc<Self>> {
-        if config.rank > 0 {
-            return Ok(Self::of(config, joining::connect(config, None)?, None));
-        }
-        match joining::claim(config)? {
-            Place::Listener(listener) => Self::join_at(config, listener),
-            Place::Link(link) => Ok(Self::of(config, link, None)),
-        }
+        Self::new(config, None)
     }
 
     /// A listener for rank 0 at a free port of what `host`, its own name, means to the other ranks.
@@ -89,36 +89,25 @@ impl Control {
     /// # Errors
     /// As [`join`](Self::join).
     pub fn join_at(config: &ControlConfig, listener: TcpListener) -> Result<Arc<Self>> {
-        let unable = |error| Error::Join(format!("rank 0 cannot serve the other ranks: {error}"));
-        if config.is_guessable && config.world_size > 1 {
-            listening::warn_of_guesses(&listener).map_err(unable)?;
-        }
-        let server = Server::start(listener, config).map_err(unable)?;
-        match joining::connect(config, Some(server.local_address())) {
-            Ok(link) => Ok(Self::of(config, link, Some(server))),
-            Err(error) => {
-                server.wait_until_known(FAREWELL);
-                Err(error)
-            }
-        }
+        Self::new(config, Some(listener))
     }
 
-    fn of(config: &ControlConfig, link: Arc<Link>, server: Option<Server>) -> Arc<Self> {
+    fn new(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Arc<Self>> {
+        let (link, server) = joining::join(config, listener)?;
         let control = Arc::new(Self {
             link,
             world: Arc::new(RankGroup::world(config.world_size)),
-            rank: config.rank,
             server,
         });
         if config.ends_process {
             sigterm::watch(&control);
         }
-        control
+        Ok(control)
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.link.config.rank
     }
 
     /// The group of all ranks.
@@ -132,12 +121,15 @@ impl Control {
     /// A rank failed, died or left; more than 1 GiB in all.
     #[track_caller]
     pub fn gather(&self, key: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let _ticket = self.begin(self.question("gather", key));
+        let call = format!("gather({key:?})");
+        let _ticket = self.begin(Operation {
+            group: self.world.clone(),
+            seq: None,
+            call: call.clone(),
+            site: Location::caller(),
+        });
         let key = key.to_string();
-        match self
-            .link
-            .ask(Question::Gather { key: key.clone() }, bytes)?
-        {
+        match self.link.ask(Question::Gather { key }, bytes)? {
             (Answer::Gathered { lens }, body) => {
                 let mut rest = body.as_slice();
                 let part = |len: usize| {
@@ -146,9 +138,12 @@ impl Control {
                     Some(part.to_vec())
                 };
                 let parts: Option<Vec<Vec<u8>>> = lens.into_iter().map(part).collect();
-                parts.ok_or_else(|| unexpected("gather", &key, "fewer bytes than announced"))
+                parts.ok_or_else(|| Error::Control(format!("{call}: fewer bytes than announced")))
             }
-            (answer, _) => Err(unanswered("gather", &key, &answer)),
+            (Answer::Verdict(Verdict::Left { rank, .. }), _) => Err(Error::Control(format!(
+                "{call}: rank {rank} has left the run without taking part"
+            ))),
+            (answer, _) => Err(unexpected(&call, &answer)),
         }
     }
 
@@ -160,7 +155,7 @@ impl Control {
     /// Says which training step this rank is at, and what it does there.
     pub fn set_step(&self, step: u64, phase: &'static str) {
         self.link
-            .update(|activity, _| activity.set_step(step, phase));
+            .update(|activity, _| activity.step = Some((step, phase)));
     }
 
     /// Compares the call across the group: returns when all members have called it with this number.
@@ -181,7 +176,7 @@ impl Control {
         };
         match self.link.ask(question, &[])? {
             (Answer::Verdict(verdict), _) => Ok(verdict),
-            (answer, _) => Err(unanswered("check", &operation.call, &answer)),
+            (answer, _) => Err(unexpected(&operation.call, &answer)),
         }
     }
 
@@ -217,16 +212,6 @@ impl Control {
     pub fn leave(&self) -> Result<()> {
         self.link.leave()
     }
-
-    #[track_caller]
-    fn question(&self, what: &str, key: &str) -> Operation {
-        Operation {
-            group: self.world.clone(),
-            seq: None,
-            call: format!("{what}({key:?})"),
-            site: Location::caller(),
-        }
-    }
 }
 
 impl Drop for Control {
@@ -243,21 +228,6 @@ impl Drop for Control {
     }
 }
 
-fn unexpected(what: &str, key: &str, why: &str) -> Error {
-    Error::Control(format!("{what}({key:?}): {why}"))
-}
-
-fn unanswered(what: &str, key: &str, answer: &Answer) -> Error {
-    match answer {
-        Answer::Left { rank } => unexpected(
-            what,
-            key,
-            &format!("rank {rank} has left the run without taking part"),
-        ),
-        other => unexpected(
-            what,
-            key,
-            &format!("expected another answer than {other:?}"),
-        ),
-    }
+fn unexpected(call: &str, answer: &Answer) -> Error {
+    Error::Control(format!("{call}: expected another answer than {answer:?}"))
 }

@@ -17,31 +17,27 @@
 //! | a link | each side gives the other up after `--silence-secs` without a word |
 
 mod agent;
-mod agent_command;
 mod call;
 mod config;
 mod dry_run;
 mod end;
 mod front;
+mod host;
 mod host_plan;
-mod hostfile;
 mod layout;
 mod member;
 mod mpi;
 mod process_tree;
 mod program;
-mod rank_process;
 mod rank_variables;
-mod reach;
 mod rendezvous_address;
-mod shares;
 mod signals;
 mod wire;
 
-pub use agent::run_agent;
+pub use agent::{become_rank, run_agent};
+pub use call::reach;
 pub use config::{LaunchConfig, NodeRange};
 pub use end::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 pub use front::launch;
-pub use rank_process::become_rank;
-pub use reach::reach;
+pub use program::quoted;
 pub use rendezvous_address::RendezvousAddress;

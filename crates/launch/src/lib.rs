@@ -7,6 +7,7 @@ mod fingerprint;
 pub mod launcher;
 mod rank_env;
 mod secret;
+mod signal_pipe;
 mod stop_signals;
 
 pub use control::{

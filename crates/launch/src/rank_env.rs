@@ -13,12 +13,10 @@
 
 mod identity;
 mod meeting_point;
-mod secret_file;
 mod slurm_list;
-mod started_by;
 mod variables;
 
-pub use started_by::StartedBy;
+pub use identity::StartedBy;
 
 use std::fmt;
 
@@ -27,20 +25,16 @@ use identity::Identity;
 use meeting_point::MeetingPoint;
 use variables::Variables;
 
+/// How often ranks were started before, as we say it, and torchrun.
+const RESTART_COUNTS: [&str; 2] = ["CANDLE_TRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"];
+
 /// A rank's place in its run: its numbers, its host, where the ranks meet, and the secret that only they know.
 #[derive(Debug, Clone)]
 pub struct RankEnv {
-    rank: usize,
-    world_size: usize,
-    local_rank: usize,
-    local_world_size: usize,
+    identity: Identity,
+    meeting: MeetingPoint,
     host: String,
-    started_by: StartedBy,
-    secret: Secret,
-    is_guessable: bool,
     num_restarts: usize,
-    master_addr: Option<String>,
-    master_port: Option<u16>,
 }
 
 impl RankEnv {
@@ -60,44 +54,40 @@ impl RankEnv {
     /// # Errors
     /// As [`Self::from_env`].
     pub fn from_lookup(host: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
-        let vars = Variables::new(lookup);
+        let vars = Variables(lookup);
         let identity = Identity::read(&vars)?;
         let meeting = MeetingPoint::read(&vars, &identity)?;
+        let num_restarts = match identity.started_by {
+            StartedBy::Torchrun => vars.first_number(&RESTART_COUNTS)?,
+            _ => vars.first_number(&RESTART_COUNTS[..1])?,
+        };
+        let own_host = vars.get("CANDLE_TRAIN_HOST");
         Ok(Self {
-            rank: identity.rank,
-            world_size: identity.world_size,
-            local_rank: identity.local_rank,
-            local_world_size: identity.local_world_size,
-            host: vars
-                .get("CANDLE_TRAIN_HOST")
-                .unwrap_or_else(|| host.to_string()),
-            started_by: identity.started_by,
-            secret: meeting.secret,
-            is_guessable: meeting.is_guessable,
-            num_restarts: num_restarts(&vars, identity.started_by)?,
-            master_addr: meeting.address,
-            master_port: meeting.port,
+            identity,
+            meeting,
+            host: own_host.unwrap_or_else(|| host.to_string()),
+            num_restarts: num_restarts.map_or(0, |(_, number)| number),
         })
     }
 
     /// This process's number in the run, from 0.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.identity.rank
     }
 
     /// The number of ranks of the run.
     pub fn world_size(&self) -> usize {
-        self.world_size
+        self.identity.world_size
     }
 
     /// This process's number among those of its host, from 0: the GPU to take.
     pub fn local_rank(&self) -> usize {
-        self.local_rank
+        self.identity.local_rank
     }
 
     /// The number of ranks on this host.
     pub fn local_world_size(&self) -> usize {
-        self.local_world_size
+        self.identity.local_world_size
     }
 
     /// The name of this host, as the host file has it or as the system says.
@@ -107,7 +97,7 @@ impl RankEnv {
 
     /// Who started this process.
     pub fn started_by(&self) -> StartedBy {
-        self.started_by
+        self.identity.started_by
     }
 
     /// A string that the ranks of one run share and other runs do not have, by which they know each other.
@@ -115,12 +105,12 @@ impl RankEnv {
     /// A secret under `candle-train launch`, or where the variable CANDLE_TRAIN_RUN_TOKEN, the same on all ranks, gives one, or
     /// CANDLE_TRAIN_RUN_TOKEN_FILE names a file that has it. Else it is [guessable](Self::is_guessable).
     pub fn secret(&self) -> &Secret {
-        &self.secret
+        &self.meeting.secret
     }
 
     /// Whether the secret only follows from what others may know too: a job's number, or where the ranks meet.
     pub fn is_guessable(&self) -> bool {
-        self.is_guessable
+        self.meeting.is_guessable
     }
 
     /// How often the launcher has started the ranks before, because a start ended in a failure: the run should go on where it was.
@@ -133,37 +123,36 @@ impl RankEnv {
     /// # Errors
     /// The launcher did not say where; the message names the variables to set.
     pub fn master(&self) -> Result<(String, u16)> {
-        match (&self.master_addr, self.master_port) {
-            (Some(address), Some(port)) => Ok((address.clone(), port)),
-            (address, port) => {
-                let missing = match (address, port) {
-                    (None, None) => "MASTER_ADDR and MASTER_PORT are not set",
-                    (None, _) => "MASTER_ADDR is not set",
-                    _ => "MASTER_PORT is not set",
-                };
-                Err(Error::Environment(format!(
-                    "rank {} of {} on {} does not know where the ranks meet: {missing} (started by {})\n\
-                     hint: set both to a host name and a free port of rank 0's host, the same on all ranks; \
-                     `candle-train launch` and `torchrun` do, `mpirun` passes them on with -x (Open MPI) or -env (MPICH)",
-                    self.rank, self.world_size, self.host, self.started_by
-                )))
-            }
-        }
+        let missing = match (&self.meeting.address, self.meeting.port) {
+            (Some(address), Some(port)) => return Ok((address.clone(), port)),
+            (None, None) => "MASTER_ADDR and MASTER_PORT are not set",
+            (None, _) => "MASTER_ADDR is not set",
+            _ => "MASTER_PORT is not set",
+        };
+        let who = &self.identity;
+        Err(Error::Environment(format!(
+            "rank {} of {} on {} does not know where the ranks meet: {missing} (started by {})\n\
+             hint: set both to a host name and a free port of rank 0's host, the same on all ranks; \
+             `candle-train launch` and `torchrun` do, `mpirun` passes them on with -x (Open MPI) or -env (MPICH)",
+            who.rank, who.world_size, self.host, who.started_by
+        )))
     }
 }
 
 impl fmt::Display for RankEnv {
     /// `rank 3 of 4 on node2 (local rank 1 of 2), started by torchrun`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Identity {
+            started_by,
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+        } = self.identity;
         write!(
             f,
-            "rank {} of {} on {} (local rank {} of {}), started by {}",
-            self.rank,
-            self.world_size,
-            self.host,
-            self.local_rank,
-            self.local_world_size,
-            self.started_by
+            "rank {rank} of {world_size} on {} (local rank {local_rank} of {local_world_size}), started by {started_by}",
+            self.host
         )
     }
 }
@@ -173,18 +162,9 @@ impl fmt::Display for RankEnv {
 /// # Errors
 /// It is empty; its file cannot be read, or others can read it too.
 pub(crate) fn given_secret() -> Result<Option<Secret>> {
-    secret_file::given(&Variables::new(&variable))
+    meeting_point::given_secret(&Variables(&variable))
 }
 
 fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-}
-
-fn num_restarts(vars: &Variables, started_by: StartedBy) -> Result<usize> {
-    let own = vars.number("CANDLE_TRAIN_RESTART_COUNT")?;
-    match (own, started_by) {
-        (Some(own), _) => Ok(own),
-        (None, StartedBy::Torchrun) => Ok(vars.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
-        (None, _) => Ok(0),
-    }
 }

@@ -1,6 +1,6 @@
 //! What keeps a rank from meeting the others is said once for all of them.
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::thread::Builder;
 use std::time::Duration;
@@ -16,17 +16,11 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// What rank 0 needs beyond its patience, to hear those that came and to tell them what all say.
 const ANSWER: Duration = Duration::from_secs(4);
 
-/// Who is to show to the user why this process, which is one rank, ends.
-static SPEAKER: AtomicU8 = AtomicU8::new(NOBODY_KNOWS);
+/// This rank has gone to meet the others: from then on its failures reach them by [`Control`].
+static HAS_MET: AtomicBool = AtomicBool::new(false);
 
-/// This rank has not gone to meet the others.
-const NOBODY_KNOWS: u8 = 0;
-/// Each rank for itself.
-const THIS_RANK: u8 = 1;
-/// This rank, rank 0, for all.
-const THIS_FOR_ALL: u8 = 2;
-/// Rank 0, another process.
-const ANOTHER: u8 = 3;
+/// All ranks know the same reason why they end, and rank 0 shows it for all.
+static IS_SAID_BY_ALL: AtomicBool = AtomicBool::new(false);
 
 /// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
 /// anything: rank 0 speaks for all that come within 5 s, and without naming ranks if all say the same; a rank that cannot meet it,
@@ -37,10 +31,12 @@ pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
     if env.world_size() == 1 {
         return say(why);
     }
-    let of_all = match SPEAKER.load(Ordering::Acquire) {
-        NOBODY_KNOWS => told_in_time(env, why),
-        THIS_RANK => None,
-        _ => Some(why.to_string()),
+    let of_all = if IS_SAID_BY_ALL.load(Ordering::Acquire) {
+        Some(why.to_string())
+    } else if HAS_MET.load(Ordering::Acquire) {
+        None
+    } else {
+        told_in_time(env, why)
     };
     match of_all {
         None => say(why),
@@ -97,19 +93,18 @@ fn tell(env: &RankEnv, why: String) -> Result<()> {
 
 /// From now on this rank's failures reach the others by [`Control`].
 pub(super) fn meeting_begins() {
-    SPEAKER.store(THIS_RANK, Ordering::Release);
+    HAS_MET.store(true, Ordering::Release);
 }
 
 /// All ranks know the same reason.
-pub(super) fn said_by_all(rank: usize) {
-    let speaker = if rank == 0 { THIS_FOR_ALL } else { ANOTHER };
-    SPEAKER.store(speaker, Ordering::Release);
+pub(super) fn said_by_all() {
+    IS_SAID_BY_ALL.store(true, Ordering::Release);
 }
 
 /// An error of joining; notes who says it.
-pub(super) fn known(env: &RankEnv, error: Error) -> candle_core::Error {
+pub(super) fn known(error: Error) -> candle_core::Error {
     if matches!(error, Error::CannotStart(_)) {
-        said_by_all(env.rank());
+        said_by_all();
     }
     candle_core::Error::wrap(error)
 }
@@ -117,12 +112,12 @@ pub(super) fn known(env: &RankEnv, error: Error) -> candle_core::Error {
 /// The words for a failed rank, if it is to say any; without, time has passed in which rank 0 says them.
 #[cfg(feature = "mpi")]
 pub(crate) fn words_of_failed(rank: usize, message: &str) -> Option<String> {
-    match SPEAKER.load(Ordering::Acquire) {
-        ANOTHER => {
+    match (IS_SAID_BY_ALL.load(Ordering::Acquire), rank) {
+        (true, 0) => Some(format!("error: {message}\n")),
+        (true, _) => {
             std::thread::sleep(LAST_WORDS);
             None
         }
-        THIS_FOR_ALL => Some(format!("error: {message}\n")),
-        _ => Some(format!("rank {rank} failed: {message}\n")),
+        (false, _) => Some(format!("rank {rank} failed: {message}\n")),
     }
 }

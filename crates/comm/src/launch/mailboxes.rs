@@ -94,8 +94,8 @@ fn meet(
     }
     meeting_begins();
     let control_config = config.control(env.master().map_err(candle_core::Error::wrap)?);
-    let control = Control::join(&control_config).map_err(|error| known(env, error))?;
-    let streams = control.connect_peers(&control_config, num_serving);
+    let control = Control::join(&control_config).map_err(known)?;
+    let streams = control.connect_peers(num_serving);
     let streams = streams.map_err(candle_core::Error::wrap)?;
     let mailbox = Mailbox::of_process(env.rank(), streams, mail)?;
     // From here on they notice by themselves who is gone.

@@ -33,7 +33,7 @@ pub(super) fn mpi<T: Send>(
         let master = |master| config.control(master);
         Ok(match meet_over(&world, &config.env, master)? {
             Ok(control) => Ok(watched(&control, &world, config, &run)?),
-            Err(cannot_start) => Err(known(&config.env, cannot_start)),
+            Err(cannot_start) => Err(known(cannot_start)),
         })
     })?
 }
@@ -45,7 +45,7 @@ pub(super) fn nccl<T: Send>(
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<T> {
     meeting_begins();
-    let control = meet(config).map_err(|error| known(&config.env, error))?;
+    let control = meet(config).map_err(known)?;
     let exchange = {
         let control = control.clone();
         Arc::new(move |bytes: &[u8]| {
@@ -74,13 +74,11 @@ pub(super) fn nccl<T: Send>(
 /// Joins the control plane where the environment says; a rank that is alone meets nobody and needs no such place.
 #[cfg(feature = "nccl")]
 fn meet(config: &RunConfig) -> candle_launch::Result<Arc<Control>> {
-    match config.env.master() {
-        Err(_) if config.env.world_size() == 1 => {
-            let listener = Control::listen(LOOPBACK, true)?;
-            Control::join_at(&config.control((LOOPBACK.into(), 0)), listener)
-        }
-        master => Control::join(&config.control(master?)),
-    }
+    let master = match config.env.master() {
+        Err(_) if config.env.world_size() == 1 => (LOOPBACK.to_string(), 0),
+        master => master?,
+    };
+    Control::join(&config.control(master))
 }
 
 /// Threads per rank where a host has several stages of a pipeline: a stage that waits for another leaves its cores to it.
@@ -171,6 +169,6 @@ fn watched<T>(
 fn tell_failed(control: &Control, error: &candle_core::Error) {
     let failure = control.fail(&message_of(error));
     if failure.is_some_and(|failure| failure.is_of_all()) {
-        said_by_all(control.rank());
+        said_by_all();
     }
 }

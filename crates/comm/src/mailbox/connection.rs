@@ -7,17 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 use std::time::Duration;
 
-use candle_core::Tensor;
-
 use super::inbox::Inbox;
-use super::wire::{self, Frame};
-use super::{Departure, Mail};
+use super::wire::Frame;
+use super::{Departure, LAST_WORDS, Mail, MailboxConfig};
 
 /// The stack of a thread that moves messages.
 const STACK_BYTES: usize = 256 << 10;
-
-/// How long a rank that fails tries to say so.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A connection to a rank of another process: one thread reads, another says now and then that this rank is alive, and whoever sends
 /// writes.
@@ -36,7 +31,9 @@ impl Connection {
         peer: usize,
         stream: TcpStream,
         inbox: &Arc<Inbox>,
-        (silence, deadline): (Duration, Duration),
+        &MailboxConfig {
+            silence, deadline, ..
+        }: &MailboxConfig,
     ) -> Result<Arc<Self>> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(silence))?;
@@ -66,9 +63,9 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends a message; returns when the last byte of it is on its way.
-    pub fn send(&self, tag: u64, tensors: &[Tensor]) -> Result<()> {
-        let sent = wire::write_mail(&mut *self.lock(), tag, tensors);
+    /// Sends a message or another frame; returns when the last byte of it is on its way.
+    pub fn send(&self, frame: &Frame) -> Result<()> {
+        let sent = frame.write(&mut *self.lock());
         if sent.is_err() {
             // A part of it may be there: nothing can follow.
             self.close();
@@ -78,15 +75,17 @@ impl Connection {
 
     /// Says that nothing will come any more.
     pub fn say_farewell(&self, why: Option<&str>) {
-        let said = match why {
-            None => wire::write_farewell(&mut *self.lock(), None),
-            Some(_) => match self.stream.try_lock() {
-                Ok(mut stream) => stream
-                    .set_write_timeout(Some(LAST_WORDS))
-                    .and_then(|()| wire::write_farewell(&mut *stream, why)),
-                // Somebody is blocked in a write to a peer that does not read.
-                Err(_) => Err(ErrorKind::WouldBlock.into()),
-            },
+        let farewell = Frame::Farewell(why.map(str::to_string));
+        let said = match (why, self.stream.try_lock()) {
+            (Some(_), Ok(mut stream)) => stream
+                .set_write_timeout(Some(LAST_WORDS))
+                .and_then(|()| farewell.write(&mut *stream)),
+            // Somebody is blocked in a write to a peer that does not read.
+            (Some(_), Err(_)) => Err(ErrorKind::WouldBlock.into()),
+            (None, stream) => {
+                drop(stream);
+                self.send(&farewell)
+            }
         };
         if said.is_err() {
             self.close();
@@ -102,10 +101,8 @@ impl Connection {
 
     /// Says that this rank is alive, unless something else is being said; false if nobody hears it.
     fn beat(&self) -> bool {
-        match self.stream.try_lock() {
-            Ok(mut stream) => wire::write_beat(&mut *stream).is_ok(),
-            Err(_) => true,
-        }
+        let stream = self.stream.try_lock();
+        stream.map_or(true, |mut stream| Frame::Beat.write(&mut *stream).is_ok())
     }
 
     fn listen(&self, mut reader: BufReader<TcpStream>, inbox: &Inbox, silence: Duration) {
@@ -113,7 +110,7 @@ impl Connection {
         let error = loop {
             // A peer whose messages are not taken need not be heard.
             inbox.wait_for_room(rank, Duration::MAX);
-            match wire::read(&mut reader) {
+            match Frame::read(&mut reader) {
                 Ok(Frame::Beat) => {}
                 Ok(Frame::Mail(tag, tensors)) => inbox.put(Mail {
                     from: rank,
@@ -122,7 +119,7 @@ impl Connection {
                 }),
                 Ok(Frame::Farewell(why)) => {
                     inbox.note_departure(Departure { rank, why });
-                    if wire::write_noted(&mut *self.lock()).is_err() {
+                    if self.send(&Frame::Noted).is_err() {
                         break ErrorKind::ConnectionReset.into();
                     }
                 }

@@ -17,25 +17,28 @@ pub(super) struct Inbox {
 
 struct State {
     mails: VecDeque<Mail>,
-    /// What the mails of each rank take.
-    num_bytes: Vec<usize>,
-    departures: Vec<Option<Departure>>,
-    /// Whether who receives from any rank has heard of the departure.
-    is_told: Vec<bool>,
-    /// Whether a rank knows that the owner leaves.
-    is_noted: Vec<bool>,
+    /// By rank.
+    senders: Vec<Sender>,
     /// The owner has left.
     is_closed: bool,
 }
 
+#[derive(Clone, Default)]
+struct Sender {
+    /// What its mails take.
+    num_bytes: usize,
+    departure: Option<Departure>,
+    /// Whether who receives from any rank has heard of the departure.
+    is_told: bool,
+    /// Whether it knows that the owner leaves.
+    is_noted: bool,
+}
+
 impl Inbox {
-    pub fn new((rank, world_size): (usize, usize), limit: usize) -> Self {
+    pub fn new(world_size: usize, limit: usize) -> Self {
         let state = State {
             mails: VecDeque::new(),
-            num_bytes: vec![0; world_size],
-            departures: vec![None; world_size],
-            is_told: (0..world_size).map(|other| other == rank).collect(),
-            is_noted: vec![false; world_size],
+            senders: vec![Sender::default(); world_size],
             is_closed: false,
         };
         Self {
@@ -47,89 +50,97 @@ impl Inbox {
 
     /// Waits until the inbox takes another message of rank `from`; false if the owner leaves before, or the time is over.
     pub fn wait_for_room(&self, from: usize, limit: Duration) -> bool {
-        let mut deadline = Deadline::new(limit);
-        let mut state = self.lock();
-        while !state.is_closed && state.num_bytes[from] >= self.limit && !deadline.is_over() {
-            state = deadline.wait(&self.changed, state);
-        }
-        !state.is_closed && state.num_bytes[from] < self.limit
+        let room = self.wait_for(limit, |state| {
+            let is_there = state.senders[from].num_bytes < self.limit;
+            (state.is_closed || is_there).then_some(!state.is_closed)
+        });
+        room.unwrap_or(false)
     }
 
     /// Adds a message, unless the owner has left.
     pub fn put(&self, mail: Mail) {
-        let mut state = self.lock();
-        if !state.is_closed {
-            state.num_bytes[mail.from] += mail.num_bytes();
-            state.mails.push_back(mail);
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.change(|state| {
+            if !state.is_closed {
+                state.senders[mail.from].num_bytes += mail.num_bytes();
+                state.mails.push_back(mail);
+            }
+        });
     }
 
     /// The first message from this rank, or any, with this tag, or any; or a departure for which none will come. `None` if the time is over.
     pub fn take(&self, from: Option<usize>, tag: Option<u64>, limit: Duration) -> Option<Received> {
-        let mut deadline = Deadline::new(limit);
-        let mut state = self.lock();
-        loop {
-            if let Some(found) = state.find(from, tag) {
-                drop(state);
-                self.changed.notify_all();
-                return Some(found);
-            }
-            if deadline.is_over() {
-                return None;
-            }
-            state = deadline.wait(&self.changed, state);
-        }
+        let found = self.wait_for(limit, |state| state.find(from, tag));
+        self.changed.notify_all();
+        found
     }
 
     /// Notes that a rank sends nothing any more. The first word about it counts.
     pub fn note_departure(&self, departure: Departure) {
-        let mut state = self.lock();
-        let rank = departure.rank;
-        state.is_noted[rank] = true;
-        state.departures[rank].get_or_insert(departure);
-        drop(state);
-        self.changed.notify_all();
+        self.change(|state| {
+            let sender = &mut state.senders[departure.rank];
+            sender.is_noted = true;
+            sender.departure.get_or_insert(departure);
+        });
     }
 
     pub fn departure(&self, rank: usize) -> Option<Departure> {
-        self.lock().departures[rank].clone()
+        self.lock().senders.get(rank)?.departure.clone()
     }
 
     /// The number of ranks that have gone, the owner not among them.
     pub fn num_departed(&self) -> usize {
-        self.lock().departures.iter().flatten().count()
+        let state = self.lock();
+        let departures = state
+            .senders
+            .iter()
+            .filter_map(|sender| sender.departure.as_ref());
+        departures.count()
     }
 
     /// Notes that a rank knows that the owner leaves.
     pub fn note_farewell(&self, rank: usize) {
-        self.lock().is_noted[rank] = true;
-        self.changed.notify_all();
+        self.change(|state| state.senders[rank].is_noted = true);
     }
 
     /// Waits until these ranks know that the owner leaves, or are gone.
     pub fn wait_for_farewells(&self, ranks: &[usize], limit: Duration) {
-        let mut deadline = Deadline::new(limit);
-        let mut state = self.lock();
-        while ranks.iter().any(|rank| !state.is_noted[*rank]) && !deadline.is_over() {
-            state = deadline.wait(&self.changed, state);
-        }
+        self.wait_for(limit, |state| {
+            let mut ranks = ranks.iter();
+            ranks
+                .all(|rank| state.senders[*rank].is_noted)
+                .then_some(())
+        });
     }
 
     /// Throws everything away, now and from now on: the owner leaves.
     pub fn close(&self) {
-        let mut state = self.lock();
-        state.is_closed = true;
-        state.mails.clear();
-        state.num_bytes.fill(0);
-        drop(state);
-        self.changed.notify_all();
+        self.change(|state| {
+            state.is_closed = true;
+            state.mails.clear();
+            (state.senders.iter_mut()).for_each(|sender| sender.num_bytes = 0);
+        });
     }
 
-    /// The bytes of what is there.
-    pub fn num_bytes(&self) -> usize {
-        self.lock().num_bytes.iter().sum()
+    /// Waits for what comes, at most so long.
+    fn wait_for<T>(
+        &self,
+        limit: Duration,
+        mut come: impl FnMut(&mut State) -> Option<T>,
+    ) -> Option<T> {
+        let mut deadline = Deadline::new(limit);
+        let mut state = self.lock();
+        loop {
+            let here = come(&mut state);
+            if here.is_some() || deadline.is_over() {
+                return here;
+            }
+            state = deadline.wait(&self.changed, state);
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
     }
 
     /// No code panics while it holds the lock, so a poisoned one still guards a sound state.
@@ -143,26 +154,20 @@ impl State {
         let is_wanted = |mail: &Mail| {
             from.is_none_or(|from| mail.from == from) && tag.is_none_or(|tag| mail.tag == tag)
         };
-        if let Some(mail) =
-            (self.mails.iter().position(is_wanted)).and_then(|place| self.mails.remove(place))
-        {
-            self.num_bytes[mail.from] -= mail.num_bytes();
+        let place = self.mails.iter().position(is_wanted);
+        if let Some(mail) = place.and_then(|place| self.mails.remove(place)) {
+            self.senders[mail.from].num_bytes -= mail.num_bytes();
             return Some(Received::Mail(mail));
         }
         let gone = match from {
-            Some(from) => self.departures[from].as_ref(),
+            Some(from) => self.senders[from].departure.as_ref()?,
             None => {
-                let gone = self.departures.iter().zip(&self.is_told);
-                let untold = gone.filter(|(_, is_told)| !**is_told);
-                untold
-                    .filter_map(|(departure, _)| departure.as_ref())
-                    .next()
+                let is_new = |sender: &&mut Sender| sender.departure.is_some() && !sender.is_told;
+                let sender = self.senders.iter_mut().find(is_new)?;
+                sender.is_told = true;
+                sender.departure.as_ref()?
             }
-        }?
-        .clone();
-        if from.is_none() {
-            self.is_told[gone.rank] = true;
-        }
-        Some(Received::Left(gone))
+        };
+        Some(Received::Left(gone.clone()))
     }
 }

@@ -1,8 +1,8 @@
 //! Messages on a connection between two ranks.
 //!
 //! A frame is `u32 kind, u32 head_len` (little endian), the head, and for a message the elements of its tensors one after the other, in
-//! the byte order of the hosts, which is that of all machines that this runs on. The head of a message is its tag and, for each tensor,
-//! its dtype, the number of its dims and these, all u64; that of a farewell is text.
+//! the byte order of the hosts, which is that of all machines that this runs on. Heads are text: that of a farewell says why, that of a
+//! message has its tag and the dtype and dims of each tensor, as `7;f32 2 3;u8 5`.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 
@@ -15,19 +15,7 @@ use crate::{bytes, message_of};
 const MAX_HEAD_BYTES: usize = 1 << 20;
 
 /// The largest tensor, in bytes: what is longer is no tensor but noise.
-const MAX_TENSOR_BYTES: u64 = 1 << 40;
-
-const DTYPES: [DType; 9] = [
-    DType::F32,
-    DType::F64,
-    DType::BF16,
-    DType::F16,
-    DType::U8,
-    DType::U32,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-];
+const MAX_TENSOR_BYTES: usize = 1 << 40;
 
 const BEAT: u32 = 0;
 const MAIL: u32 = 1;
@@ -38,7 +26,7 @@ const NOTED: u32 = 3;
 pub(super) enum Frame {
     /// "I am alive."
     Beat,
-    /// A message: its tag, its tensors.
+    /// A message: its tag, and its tensors, contiguous and on the CPU.
     Mail(u64, Vec<Tensor>),
     /// "I send nothing any more", because of this, or because all is done.
     Farewell(Option<String>),
@@ -46,98 +34,93 @@ pub(super) enum Frame {
     Noted,
 }
 
-pub(super) fn write_beat(to: &mut impl Write) -> Result<()> {
-    write_head(to, BEAT, &[])
-}
-
-pub(super) fn write_noted(to: &mut impl Write) -> Result<()> {
-    write_head(to, NOTED, &[])
-}
-
-pub(super) fn write_farewell(to: &mut impl Write, why: Option<&str>) -> Result<()> {
-    let text = why.unwrap_or_default().as_bytes();
-    write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
-}
-
-/// Writes a message, whose tensors are contiguous and on the CPU, from where they are.
-pub(super) fn write_mail(to: &mut impl Write, tag: u64, tensors: &[Tensor]) -> Result<()> {
-    let mut head = vec![tag];
-    for xs in tensors {
-        let dtype = DTYPES.iter().position(|dtype| *dtype == xs.dtype());
-        let dtype = dtype.ok_or_else(|| invalid(format!("a tensor of {:?}", xs.dtype())))?;
-        head.extend([dtype as u64, xs.rank() as u64]);
-        head.extend(xs.dims().iter().map(|dim| *dim as u64));
-    }
-    let head: Vec<u8> = head.into_iter().flat_map(u64::to_le_bytes).collect();
-    if head.len() > MAX_HEAD_BYTES {
-        return Err(invalid(format!("a message of {} tensors", tensors.len())));
-    }
-    write_head(to, MAIL, &head)?;
-    fn write<T: Element>(xs: &Tensor, to: &mut impl Write) -> candle_core::Result<()> {
-        let all = (0, xs.elem_count());
-        Ok(element::read(xs, all, |xs: &[T]| {
-            to.write_all(bytes::of(xs))
-        })??)
-    }
-    tensors.iter().try_for_each(|xs| {
-        let written = with_element!(xs.dtype(), write(xs, to));
-        written.map_err(|error| match error {
-            candle_core::Error::Io(error) => error,
-            other => Error::other(message_of(&other)),
-        })
-    })
-}
-
-/// Reads a frame.
-pub(super) fn read(from: &mut impl Read) -> Result<Frame> {
-    let (kind, len) = (read_u32(from)?, read_u32(from)? as usize);
-    if len > MAX_HEAD_BYTES {
-        return Err(invalid(format!("a head of {len} bytes")));
-    }
-    let mut head = vec![0; len];
-    from.read_exact(&mut head)?;
-    match kind {
-        BEAT => Ok(Frame::Beat),
-        NOTED => Ok(Frame::Noted),
-        FAREWELL => {
-            let why = String::from_utf8_lossy(&head).into_owned();
-            Ok(Frame::Farewell(Some(why).filter(|why| !why.is_empty())))
+impl Frame {
+    /// Writes the frame, tensors from where they are.
+    pub fn write(&self, to: &mut impl Write) -> Result<()> {
+        match self {
+            Self::Beat => write_head(to, BEAT, b""),
+            Self::Noted => write_head(to, NOTED, b""),
+            Self::Farewell(why) => {
+                let text = why.as_deref().unwrap_or_default().as_bytes();
+                write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
+            }
+            Self::Mail(tag, tensors) => {
+                write_head(to, MAIL, &head_of(*tag, tensors)?.as_bytes())?;
+                tensors.iter().try_for_each(|xs| {
+                    with_element!(xs.dtype(), write_tensor(to, xs)).map_err(io_error)
+                })
+            }
         }
-        MAIL => read_mail(from, &head),
-        kind => Err(invalid(format!("a frame of kind {kind}"))),
+    }
+
+    pub fn read(from: &mut impl Read) -> Result<Self> {
+        let (kind, len) = (read_u32(from)?, read_u32(from)? as usize);
+        if len > MAX_HEAD_BYTES {
+            return Err(invalid(format!("a head of {len} bytes")));
+        }
+        let mut head = vec![0; len];
+        from.read_exact(&mut head)?;
+        let head = String::from_utf8_lossy(&head);
+        match kind {
+            BEAT => Ok(Self::Beat),
+            NOTED => Ok(Self::Noted),
+            FAREWELL => {
+                let why = Some(head.into_owned());
+                Ok(Self::Farewell(why.filter(|why| !why.is_empty())))
+            }
+            MAIL => read_mail(from, &head),
+            kind => Err(invalid(format!("a frame of kind {kind}"))),
+        }
     }
 }
 
-fn read_mail(from: &mut impl Read, head: &[u8]) -> Result<Frame> {
-    let (words, rest) = head.as_chunks::<8>();
-    let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
-    let tag = words.next().filter(|_| rest.is_empty());
-    let tag = tag.ok_or_else(|| invalid("a message without a tag".into()))?;
+fn head_of(tag: u64, tensors: &[Tensor]) -> Result<String> {
+    let mut head = tag.to_string();
+    for xs in tensors {
+        head += &format!(";{}", xs.dtype().as_str());
+        xs.dims().iter().for_each(|dim| head += &format!(" {dim}"));
+    }
+    match head.len() > MAX_HEAD_BYTES {
+        true => Err(invalid(format!("a message of {} tensors", tensors.len()))),
+        false => Ok(head),
+    }
+}
+
+/// The tag of a message, and the dtype and dims of its tensors.
+fn parse(head: &str) -> Option<(u64, Vec<(DType, Vec<usize>)>)> {
+    let mut parts = head.split(';');
+    let tag = parts.next()?.parse().ok()?;
+    let tensors = parts.map(|part| {
+        let mut words = part.split(' ');
+        let dtype = words.next()?.parse().ok()?;
+        let dims = words.map(|dim| dim.parse().ok());
+        Some((dtype, dims.collect::<Option<_>>()?))
+    });
+    Some((tag, tensors.collect::<Option<_>>()?))
+}
+
+fn read_mail(from: &mut impl Read, head: &str) -> Result<Frame> {
+    let parsed = parse(head).ok_or_else(|| invalid(format!("a message with the head {head:?}")));
+    let (tag, parts) = parsed?;
     let mut tensors = Vec::new();
-    while let Some(dtype) = words.next() {
-        let cut = || invalid("a message whose head is cut off".into());
-        let dtype = usize::try_from(dtype).ok().and_then(|at| DTYPES.get(at));
-        let dtype = *dtype.ok_or_else(|| invalid("a tensor of no known dtype".into()))?;
-        let num_dims = words.next().ok_or_else(cut)?;
-        let dims = (0..num_dims).map(|_| words.next());
-        let dims: Vec<u64> = dims.collect::<Option<_>>().ok_or_else(cut)?;
-        let num_bytes = dims
-            .iter()
-            .try_fold(dtype.size_in_bytes() as u64, |product, dim| {
-                product.checked_mul(*dim)
-            });
+    for (dtype, dims) in parts {
+        let mut left = dims.iter();
+        let num_bytes = left.try_fold(dtype.size_in_bytes(), |product, dim| {
+            product.checked_mul(*dim)
+        });
         if num_bytes.is_none_or(|num_bytes| num_bytes > MAX_TENSOR_BYTES) {
             return Err(invalid(format!("a tensor of shape {dims:?}")));
         }
-        let dims: Vec<usize> = dims.into_iter().map(|dim| dim as usize).collect();
-        tensors.push(with_element!(dtype, read_tensor(from, dims)).map_err(
-            |error| match error {
-                candle_core::Error::Io(error) => error,
-                other => Error::other(message_of(&other)),
-            },
-        )?);
+        tensors.push(with_element!(dtype, read_tensor(from, dims)).map_err(io_error)?);
     }
     Ok(Frame::Mail(tag, tensors))
+}
+
+fn write_tensor<T: Element>(to: &mut impl Write, xs: &Tensor) -> candle_core::Result<()> {
+    let all = (0, xs.elem_count());
+    Ok(element::read(xs, all, |xs: &[T]| {
+        to.write_all(bytes::of(xs))
+    })??)
 }
 
 /// Reads elements to where they stay. The system gives their memory as they arrive.
@@ -156,6 +139,13 @@ fn read_u32(from: &mut impl Read) -> Result<u32> {
     let mut bytes = [0; 4];
     from.read_exact(&mut bytes)?;
     Ok(u32::from_le_bytes(bytes))
+}
+
+fn io_error(error: candle_core::Error) -> Error {
+    match error {
+        candle_core::Error::Io(error) => error,
+        other => invalid(message_of(&other)),
+    }
 }
 
 fn invalid(what: String) -> Error {

@@ -75,21 +75,29 @@ fn raw(config: &MailboxConfig) -> (Mailbox, TcpStream) {
 #[test]
 fn who_dies_in_the_middle_of_a_message_or_sends_noise_is_gone() {
     use std::io::Write;
-    let head = |words: &[u64]| {
-        let mut frame = 1u32.to_le_bytes().to_vec();
-        frame.extend((8 * words.len() as u32).to_le_bytes());
-        frame.extend(words.iter().flat_map(|word| word.to_le_bytes()));
-        frame
+    let head = |head: &str| {
+        let len = (head.len() as u32).to_le_bytes();
+        [&1u32.to_le_bytes(), &len, head.as_bytes()].concat()
     };
-    let half = [head(&[7, 0, 1, 1000]), vec![0; 1000]].concat();
+    let half = [head("7;f32 1000"), vec![0; 1000]].concat();
     let noise = b"GET / HTTP/1.1\r\n\r\n".to_vec();
     for (said, expected) in [
         (half, "it died: its connection closed"),
         (noise, "it sent what is no message"),
-        (head(&[7, 0, 2, u64::MAX, 16]), "a tensor of shape"),
-        (head(&[7, 99, 0]), "no known dtype"),
-        (head(&[7, 0, u64::MAX]), "cut off"),
-        (head(&[]), "without a tag"),
+        (head("7;f32 18446744073709551615 16"), "a tensor of shape"),
+        (
+            head("7;f99"),
+            "it sent what is no message (a message with the head \"7;f99\")",
+        ),
+        (head("7;f32 2 x"), "with the head"),
+        (
+            head("7;f8e4m3 2"),
+            "it sent what is no message (ranks exchange f32,",
+        ),
+        (
+            head(""),
+            "it sent what is no message (a message with the head \"\")",
+        ),
     ] {
         let (zero, mut stream) = raw(&config());
         stream.write_all(&said).unwrap();
@@ -156,7 +164,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     };
                     let said = std::io::Write::write_all(
                         &mut stream,
-                        b"\x89candle\n\x03\0\0\0 and no proof",
+                        b"\x89candle\n\x04\0\0\0 and no proof",
                     );
                     drop(said);
                     open.push(stream);

@@ -42,10 +42,8 @@ impl ControlConfig {
     /// How often a rank says what it does and that it is alive: often enough that what is known of one that is killed is not much
     /// older than its end and that a few words may be late, and not so often that many ranks keep rank 0 busy.
     pub(super) fn beat_interval(&self) -> Duration {
-        let micros = u64::try_from(self.world_size)
-            .unwrap_or(u64::MAX)
-            .saturating_mul(500);
-        let interval = Duration::from_micros(micros).clamp(Duration::from_millis(50), BEAT);
+        let interval = Duration::from_micros(500).saturating_mul(self.world_size as u32);
+        let interval = interval.clamp(Duration::from_millis(50), BEAT);
         interval.min(self.rank_timeout / 8)
     }
 

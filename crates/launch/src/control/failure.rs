@@ -1,9 +1,15 @@
-//! Why a run ended, and how ranks are seen to die, in words that both ends of a connection use.
+//! Why a run ended, in words that both ends of a connection use, and how a process ends of it.
 
-use std::io;
+use std::io::{self, Write};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use super::spawn;
+use crate::PEER_FAILED_EXIT_CODE;
+
+/// What the main thread gets to end by itself.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// Why a run ended before its ranks had left it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,3 +60,30 @@ pub(super) const DIED_HINT: &str = "hint: see what this rank itself printed; a p
 
 pub(super) const SILENT_HINT: &str =
     "hint: its process is stopped, its host is down or the network between the hosts is cut";
+
+/// Prints `text` and calls `printed`, on a thread of its own, since standard error may be locked or its pipe full; ends
+/// the process after a moment if `ends_process`.
+pub(super) fn end(text: String, ends_process: bool, printed: impl FnOnce() + Send + 'static) {
+    let print = move || {
+        // In one piece, so that lines of ranks do not mix. There is nowhere else to say that it failed.
+        let _ = io::stderr().write_all(text.as_bytes());
+        printed();
+    };
+    if let Err(error) = spawn("control-print", print) {
+        tracing::error!("no thread to say why the run ends: {error}");
+    }
+    let exit = || {
+        std::thread::sleep(GRACE);
+        exit_at_once();
+    };
+    if ends_process && spawn("control-exit", exit).is_err() {
+        exit_at_once();
+    }
+}
+
+/// Ends the process without running exit handlers: those of MPI and CUDA may wait for the rank that is gone.
+#[allow(unsafe_code)]
+fn exit_at_once() {
+    // SAFETY: `_exit` has no preconditions; it runs no code of this process.
+    unsafe { nix::libc::_exit(i32::from(PEER_FAILED_EXIT_CODE)) }
+}

@@ -65,15 +65,15 @@ impl Key {
     }
 }
 
-/// As a rank whose messages are of `version`: the connection's key, if the other end knows the secret.
+/// As a rank whose messages are of `version`: the connection's key.
 ///
 /// # Errors
-/// The connection breaks off, or ends in time.
+/// The other end does not know the secret ([`ErrorKind::PermissionDenied`]); the connection breaks off, or ends in time.
 pub(crate) fn as_rank(
     stream: &mut (impl Read + Write),
     secret: &Secret,
     (purpose, version): (Purpose, u32),
-) -> Result<Option<Key>> {
+) -> Result<Key> {
     let random = random_bytes::<NUM_RANDOM>()?;
     let version = purpose as u32 | version;
     let opening = [MAGIC.as_slice(), &version.to_le_bytes(), &random].concat();
@@ -82,11 +82,12 @@ pub(crate) fn as_rank(
     stream.read_exact(&mut random)?;
     stream.read_exact(&mut proof)?;
     if !is_proof(&proof, mac(secret, SERVER, &opening, &random)?) {
-        return Ok(None);
+        let message = "who listens there does not know this run's secret: it is another run, or another program";
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
     let proof = mac(secret, RANK, &opening, &random)?.finalize();
     stream.write_all(&proof.into_bytes())?;
-    Ok(Some(key(secret, &opening, &random)?))
+    key(secret, &opening, &random)
 }
 
 /// As the server: the version of the messages of a rank that knows the secret, and the connection's key.

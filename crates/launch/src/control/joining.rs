@@ -1,4 +1,4 @@
-//! How a rank finds rank 0 and is let in.
+//! How a rank finds rank 0, or becomes it, and is let in.
 
 use std::io::{self, BufReader, ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -6,146 +6,151 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::handshake::{self, Purpose};
-use super::hello::Hello;
 use super::link::Link;
-use super::message::ToRank;
+use super::message::{Hello, ToRank};
+use super::server::Server;
 use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, listening};
+use super::{ControlConfig, FAREWELL, listening};
 use crate::{Error, Result};
 
 /// How long one attempt to connect may take, and then whoever is there to show that it knows the secret.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// How long a rank insists when it is told that another run is at the address: that run may be about to end.
+/// How long a rank insists when another run is at the address: that run may be about to end.
 const OTHER_RUN: Duration = Duration::from_secs(10);
 
 /// What ranks wait beyond their time for rank 0 to say who is missing.
 const LAST_WORD: Duration = Duration::from_secs(2);
 
-/// Rank 0's place.
-pub(super) enum Place {
-    /// It is to serve here.
-    Listener(TcpListener),
-    /// Somebody else serves already, and took it for a rank of the run.
-    Link(Arc<Link>),
-}
-
-/// Takes the meeting point for rank 0. Who has its port already is asked for this run, which refuses a second rank 0 by name.
-pub(super) fn claim(config: &ControlConfig) -> Result<Place> {
-    persist(config, |attempt| match listen(config)? {
-        Some(listener) => Ok(Place::Listener(listener)),
-        None => match attempt.run(None) {
-            Err(Refused::Io(error)) => Err(Refused::OtherRun(format!(
-                "another program listens there ({error})"
-            ))),
-            other => other.map(Place::Link),
-        },
-    })
-}
-
-/// Connects to the server at `address`, or at the meeting point, and waits until all ranks are there.
-pub(super) fn connect(config: &ControlConfig, address: Option<SocketAddr>) -> Result<Arc<Link>> {
-    persist(config, |attempt| attempt.run(address))
-}
-
-/// Tries until the time to join is over.
-fn persist<T>(
+/// Joins the run and waits until all ranks are there; rank 0 serves it, at the listener or at the meeting point. If another process
+/// does that already it is asked for this run, and refuses a second rank 0 by name.
+pub(super) fn join(
     config: &ControlConfig,
-    mut run: impl FnMut(&mut Attempt) -> std::result::Result<T, Refused>,
-) -> Result<T> {
-    let begun = Instant::now();
-    let mut pause = Duration::from_millis(20);
-    let mut attempt = Attempt {
+    listener: Option<TcpListener>,
+) -> Result<(Arc<Link>, Option<Server>)> {
+    let server = listener.map(|listener| serve(config, listener));
+    let mut joining = Joining {
         config,
-        until: begun + config.join_timeout + LAST_WORD,
+        begun: Instant::now(),
+        server: server.transpose()?,
         missing: Vec::new(),
     };
-    loop {
-        let last = match run(&mut attempt) {
-            Ok(done) => return Ok(done),
-            Err(Refused::ForGood(message)) => return Err(Error::Join(message)),
-            Err(Refused::CannotStart(message)) => return Err(Error::CannotStart(message)),
-            Err(Refused::OtherRun(message)) if begun.elapsed() > OTHER_RUN => {
-                return Err(not_this_run(config, &message));
+    match joining.persist() {
+        Ok(link) => Ok((link, joining.server)),
+        Err(error) => {
+            if let Some(server) = &joining.server {
+                server.wait_until_known(FAREWELL);
             }
-            Err(Refused::OtherRun(message)) => message,
-            Err(Refused::Io(error)) => error.to_string(),
-        };
-        if begun.elapsed() > config.join_timeout {
-            return Err(overdue(config, &last, &attempt.missing));
+            Err(error)
         }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_secs(1));
     }
 }
 
-/// A listener at the meeting point; `None` if the port is taken.
-fn listen(config: &ControlConfig) -> std::result::Result<Option<TcpListener>, Refused> {
-    let (host, port) = &config.master;
-    match listening::listen(host, &resolve(config)?, config.is_one_host) {
-        Ok(listener) => Ok(Some(listener)),
-        Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
-        Err(error) => Err(Refused::ForGood(format!(
-            "rank 0 on host {} cannot listen on {host}:{port}: {error}\n\
-             hint: choose another port with MASTER_PORT, the same on all ranks",
-            config.host
-        ))),
-    }
+fn serve(config: &ControlConfig, listener: TcpListener) -> Result<Server> {
+    let warned = match config.is_guessable && config.world_size > 1 {
+        true => listening::warn_of_guesses(&listener),
+        false => Ok(()),
+    };
+    warned
+        .and_then(|()| Server::start(listener, config))
+        .map_err(|error| Error::Join(format!("rank 0 cannot serve the other ranks: {error}")))
 }
 
 enum Refused {
     /// Not let in, and never will be.
-    ForGood(String),
-    /// Nobody is let in.
-    CannotStart(String),
-    /// By what seems to be another run.
-    OtherRun(String),
-    Io(io::Error),
+    ForGood(Error),
+    /// By what seems to be another run, if it is [`ErrorKind::PermissionDenied`].
+    ForNow(io::Error),
 }
 
 impl From<io::Error> for Refused {
     fn from(error: io::Error) -> Self {
-        Self::Io(error)
+        Self::ForNow(error)
     }
 }
 
-struct Attempt<'a> {
+type Attempt<T> = std::result::Result<T, Refused>;
+
+struct Joining<'a> {
     config: &'a ControlConfig,
-    until: Instant,
+    begun: Instant,
+    /// On rank 0, once it has the meeting point.
+    server: Option<Server>,
     /// Who was missing when rank 0 last said so.
     missing: Vec<usize>,
 }
 
-impl Attempt<'_> {
-    /// Tries the server at `address`, or at each address of the meeting point.
-    fn run(&mut self, address: Option<SocketAddr>) -> std::result::Result<Arc<Link>, Refused> {
-        let addresses = match address {
-            Some(address) => vec![address],
-            None => resolve(self.config)?,
+impl Joining<'_> {
+    /// Tries until the time to join is over.
+    fn persist(&mut self) -> Result<Arc<Link>> {
+        let mut pause = Duration::from_millis(20);
+        loop {
+            let last = match self.attempt() {
+                Ok(link) => return Ok(link),
+                Err(Refused::ForGood(error)) => return Err(error),
+                Err(Refused::ForNow(error)) => error,
+            };
+            let is_other_run = last.kind() == ErrorKind::PermissionDenied;
+            if is_other_run && self.begun.elapsed() > OTHER_RUN {
+                return Err(self.not_this_run(&last));
+            }
+            if self.begun.elapsed() > self.config.join_timeout {
+                return Err(self.overdue(&last));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_secs(1));
+        }
+    }
+
+    /// Tries each address of the meeting point, which rank 0 takes if it is free.
+    fn attempt(&mut self) -> Attempt<Arc<Link>> {
+        let (host, port) = &self.config.master;
+        let resolve =
+            || Ok::<Vec<_>, io::Error>((host.as_str(), *port).to_socket_addrs()?.collect());
+        if self.config.rank == 0 && self.server.is_none() {
+            self.server = self.listen(&resolve()?)?;
+        }
+        let addresses = match &self.server {
+            Some(server) => vec![server.serving.local_address()],
+            None => resolve()?,
         };
-        let no_address = io::Error::new(ErrorKind::NotFound, "the name has no address");
-        let mut refused = Refused::Io(no_address);
+        let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match self.meet(&address) {
-                Err(error @ (Refused::Io(_) | Refused::OtherRun(_))) => refused = error,
+                Err(Refused::ForNow(error)) => last = error,
                 met => return met,
             }
         }
-        Err(refused)
+        if self.config.rank == 0 && self.server.is_none() {
+            let message = format!("another program listens there ({last})");
+            last = io::Error::new(ErrorKind::PermissionDenied, message);
+        }
+        Err(last.into())
     }
 
-    fn meet(&mut self, address: &SocketAddr) -> std::result::Result<Arc<Link>, Refused> {
+    /// Serves the run at the meeting point, unless its port is taken.
+    fn listen(&self, addresses: &[SocketAddr]) -> Attempt<Option<Server>> {
+        let (host, port) = &self.config.master;
+        let served = match listening::listen(host, addresses, self.config.is_one_host) {
+            Ok(listener) => serve(self.config, listener),
+            Err(error) if error.kind() == ErrorKind::AddrInUse => return Ok(None),
+            Err(error) => Err(Error::Join(format!(
+                "rank 0 on host {} cannot listen on {host}:{port}: {error}\n\
+                 hint: choose another port with MASTER_PORT, the same on all ranks",
+                self.config.host
+            ))),
+        };
+        served.map(Some).map_err(Refused::ForGood)
+    }
+
+    fn meet(&mut self, address: &SocketAddr) -> Attempt<Arc<Link>> {
         let mut stream = TcpStream::connect_timeout(address, CONNECT)?;
-        stream.set_nodelay(true)?;
-        let mut timed = Timed::new(stream.try_clone()?, CONNECT);
+        let mut timed = Timed::new(&stream, CONNECT)?;
         let version = (Purpose::Control, wire::VERSION);
-        if handshake::as_rank(&mut timed, &self.config.secret, version)?.is_none() {
-            return Err(Refused::OtherRun(
-                "who listens there does not know this run's secret: it is another run, or another program".into(),
-            ));
-        }
+        handshake::as_rank(&mut timed, &self.config.secret, version)?;
         stream.write_all(&wire::frame(&Hello::new(self.config), &[])?)?;
-        timed.extend(self.until.saturating_duration_since(Instant::now()));
+        let limit = self.config.join_timeout + LAST_WORD;
+        timed.extend(limit.saturating_sub(self.begun.elapsed()));
         let mut reader = BufReader::new(timed);
         loop {
             match wire::read(&mut reader, Limits::RANK)?.0 {
@@ -154,16 +159,11 @@ impl Attempt<'_> {
                     reader.get_mut().lift()?;
                     return Ok(Link::start(self.config, host, reader, stream)?);
                 }
-                ToRank::Refused {
-                    message,
-                    retry,
-                    all,
-                } => {
-                    return Err(match (retry, all) {
-                        (true, _) => Refused::OtherRun(message),
-                        (false, true) => Refused::CannotStart(message),
-                        (false, false) => Refused::ForGood(message),
-                    });
+                ToRank::Refused { message, all } => {
+                    return Err(Refused::ForGood(match all {
+                        true => Error::CannotStart(message),
+                        false => Error::Join(message),
+                    }));
                 }
                 other => {
                     let message = format!("unexpected in a rendezvous: {other:?}");
@@ -172,36 +172,33 @@ impl Attempt<'_> {
             }
         }
     }
-}
 
-/// The addresses of the meeting point.
-fn resolve(config: &ControlConfig) -> io::Result<Vec<SocketAddr>> {
-    let (host, port) = &config.master;
-    Ok((host.as_str(), *port).to_socket_addrs()?.collect())
-}
+    fn not_this_run(&self, why: &io::Error) -> Error {
+        self.failed(&format!(
+            ": {why}\n\
+             hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were given \
+             different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)"
+        ))
+    }
 
-fn not_this_run(config: &ControlConfig, why: &str) -> Error {
-    let (host, port) = &config.master;
-    Error::Join(format!(
-        "rank {} on host {} could not join the run at {host}:{port}: {why}\n\
-         hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were given \
-         different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)",
-        config.rank, config.host
-    ))
-}
+    fn overdue(&self, last: &io::Error) -> Error {
+        let missing = match self.missing.as_slice() {
+            [] => String::new(),
+            ranks => format!("; when it was last reached, these ranks were missing: {ranks:?}"),
+        };
+        self.failed(&format!(
+            " within {} s: {last}{missing}\n\
+             hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and MASTER_PORT to \
+             the same values on all ranks",
+            self.config.join_timeout.as_secs_f64()
+        ))
+    }
 
-fn overdue(config: &ControlConfig, last: &str, missing: &[usize]) -> Error {
-    let (host, port) = &config.master;
-    let missing = match missing {
-        [] => String::new(),
-        ranks => format!("; when it was last reached, these ranks were missing: {ranks:?}"),
-    };
-    Error::Join(format!(
-        "rank {} on host {} could not join the run at {host}:{port} within {} s: {last}{missing}\n\
-         hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and MASTER_PORT to \
-         the same values on all ranks",
-        config.rank,
-        config.host,
-        config.join_timeout.as_secs_f64()
-    ))
+    fn failed(&self, how: &str) -> Error {
+        let ControlConfig { rank, host, .. } = self.config;
+        let (master, port) = &self.config.master;
+        Error::Join(format!(
+            "rank {rank} on host {host} could not join the run at {master}:{port}{how}"
+        ))
+    }
 }

@@ -3,35 +3,30 @@
 use std::collections::HashMap;
 use std::io::{self, BufReader};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::activity::{Activity, Snapshot};
 use super::clock::RunClock;
-use super::failure::{DIED_HINT, SILENT_HINT, died, silent};
+use super::failure::{self, DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
-use super::wire::{self, Limits, Timed};
-use super::{ControlConfig, Failure, FailureKind, Operation, ending};
+use super::wire::{self, Limits, Outbox, Timed};
+use super::{ControlConfig, Failure, FailureKind, Operation, spawn};
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
 pub(super) struct Link {
-    rank: usize,
-    host: String,
+    pub(super) config: ControlConfig,
     /// Rank 0's.
     host_of_zero: String,
-    deadline: Duration,
-    rank_timeout: Duration,
-    ends_process: bool,
     clock: RunClock,
-    queue: Sender<Arc<Vec<u8>>>,
+    outbox: Outbox,
     stream: TcpStream,
     state: Mutex<State>,
     changed: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     activity: Activity,
     /// When the server was last heard of, and what rank 0 then did.
@@ -43,8 +38,6 @@ struct State {
     failed: Option<FailureKind>,
     /// The failure has been printed, or need not be.
     printed: bool,
-    /// This rank has said that it is late.
-    late: bool,
     next_id: u64,
     answers: HashMap<u64, (Answer, Vec<u8>)>,
     /// This rank has said goodbye, and the server has answered.
@@ -61,43 +54,20 @@ impl Link {
         reader: BufReader<Timed>,
         stream: TcpStream,
     ) -> io::Result<Arc<Self>> {
-        let (queue, frames) = mpsc::channel();
-        let clock = RunClock::new(config.rank_timeout);
-        let state = State {
-            activity: Activity::default(),
-            heard: clock.now(),
-            zero: Snapshot::default(),
-            failure: None,
-            failed: None,
-            printed: false,
-            late: false,
-            next_id: 0,
-            answers: HashMap::new(),
-            left: false,
-            goodbye: false,
-            closed: false,
-        };
-        let writer = stream.try_clone()?;
         let link = Arc::new(Self {
-            rank: config.rank,
-            host: config.host.clone(),
+            config: config.clone(),
             host_of_zero,
-            deadline: config.deadline,
-            rank_timeout: config.rank_timeout,
-            ends_process: config.ends_process,
-            clock,
-            queue,
+            clock: RunClock::new(config.rank_timeout),
+            outbox: Outbox::start(stream.try_clone()?)?,
             stream,
-            state: Mutex::new(state),
+            state: Mutex::default(),
             changed: Condvar::new(),
         });
-        let spawn = |name: &str| Builder::new().name(name.to_string());
-        spawn("control-write").spawn(move || wire::write_queue(writer, frames))?;
         let listening = link.clone();
-        spawn("control-read").spawn(move || listening.listen(reader))?;
+        spawn("control-read", move || listening.listen(reader))?;
         let beating = link.clone();
         let interval = config.beat_interval();
-        spawn("control-beat").spawn(move || {
+        spawn("control-beat", move || {
             while beating.beat() {
                 std::thread::sleep(interval);
             }
@@ -119,7 +89,7 @@ impl Link {
         let group = operation.group.clone();
         let (id, is_new) = self.update(|activity, now| activity.begin(operation, now));
         if is_new {
-            self.tell(&FromRank::Group((*group).clone()));
+            self.outbox.tell(&FromRank::Group((*group).clone()));
         }
         id
     }
@@ -136,23 +106,17 @@ impl Link {
         let id = state.next_id;
         state.next_id += 1;
         drop(state);
-        self.send(&FromRank::Ask { id, question }, body)?;
-        let mut state = self.lock();
-        loop {
-            if let Some(answer) = state.answers.remove(&id) {
-                return Ok(answer);
-            }
-            if let Some(failure) = &state.failure {
-                return Err(Error::RunFailed(failure.clone()));
-            }
-            if state.left {
-                return Err(Error::Control(format!(
-                    "rank {} asks the other ranks for something after it has left the run",
-                    self.rank
-                )));
-            }
-            state = self.wait(state);
-        }
+        let sent = self.outbox.send(&FromRank::Ask { id, question }, body);
+        sent.map_err(|error| Error::Control(format!("a message to the other ranks: {error}")))?;
+        let late = || {
+            let rank = self.config.rank;
+            let what = "asks the other ranks for something after it has left the run";
+            Err(Error::Control(format!("rank {rank} {what}")))
+        };
+        self.wait_for(|state| match state.answers.remove(&id) {
+            None if state.left => Some(late()),
+            answer => answer.map(Ok),
+        })?
     }
 
     /// Says goodbye and waits for the answer.
@@ -161,16 +125,23 @@ impl Link {
         if !state.left {
             state.left = true;
             let snapshot = state.activity.snapshot(self.clock.now());
-            self.send(&FromRank::Leave(snapshot), &[])?;
+            self.outbox.tell(&FromRank::Leave(snapshot));
         }
+        drop(state);
+        self.wait_for(|state| state.goodbye.then_some(()))
+    }
+
+    /// Waits for something that comes, or for the end of the run.
+    fn wait_for<T>(&self, come: impl Fn(&mut State) -> Option<T>) -> Result<T> {
+        let mut state = self.lock();
         loop {
-            if state.goodbye {
-                return Ok(());
+            if let Some(here) = come(&mut state) {
+                return Ok(here);
             }
             if let Some(failure) = &state.failure {
                 return Err(Error::RunFailed(failure.clone()));
             }
-            state = self.wait(state);
+            state = (self.changed.wait(state)).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -182,7 +153,6 @@ impl Link {
         message: String,
         limit: Duration,
     ) -> Option<Failure> {
-        let until = Instant::now() + limit;
         let mut state = self.lock();
         if state.left {
             return None;
@@ -190,25 +160,15 @@ impl Link {
         if state.failed.is_none() {
             state.failed = Some(kind);
             let snapshot = state.activity.snapshot(self.clock.now());
-            let failed = FromRank::Failed {
+            self.outbox.tell(&FromRank::Failed {
                 kind,
                 message,
                 snapshot,
-            };
-            if let Err(error) = self.send(&failed, &[]) {
-                tracing::error!("the other ranks could not be told of a failure: {error}");
-            }
+            });
         }
-        while state.failure.is_none() || !state.printed {
-            let rest = until.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                break;
-            }
-            (state, _) = self
-                .changed
-                .wait_timeout(state, rest)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let is_unknown = |state: &mut State| state.failure.is_none() || !state.printed;
+        let waited = self.changed.wait_timeout_while(state, limit, is_unknown);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.failure.clone()
     }
 
@@ -221,14 +181,6 @@ impl Link {
 
     pub(super) fn has_left(&self) -> bool {
         self.lock().left
-    }
-
-    fn send(&self, message: &FromRank, body: &[u8]) -> Result<()> {
-        let frame = wire::frame(message, body)
-            .map_err(|error| Error::Control(format!("a message to the other ranks: {error}")))?;
-        // A connection that has closed is found by the thread that reads.
-        let _ = self.queue.send(Arc::new(frame));
-        Ok(())
     }
 
     fn listen(self: &Arc<Self>, mut reader: BufReader<Timed>) {
@@ -257,42 +209,21 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// Says what this rank does and looks at the clocks; false when there is nothing left to watch.
+    /// Says what this rank does and looks at the clock; false when there is nothing left to watch.
     fn beat(self: &Arc<Self>) -> bool {
         let now = self.clock.tick();
-        let mut state = self.lock();
+        let state = self.lock();
         if state.closed {
             return false;
         }
-        let snapshot = state.activity.snapshot(now);
-        if let Some((operation, time)) = state.activity.longest_block(now)
-            && time > self.deadline
-            && !state.late
-        {
-            let late = FromRank::Late {
-                secs: self.deadline.as_secs_f64(),
-                group: (*operation.group).clone(),
-                seq: operation.seq,
-                snapshot,
-            };
-            state.late = true;
-            self.tell(&late);
-        } else {
-            self.tell(&FromRank::Beat(snapshot));
-        }
+        let beat = FromRank::Beat(state.activity.snapshot(now));
         let silence = now.saturating_sub(state.heard);
         drop(state);
-        if silence > self.rank_timeout {
+        self.outbox.tell(&beat);
+        if silence > self.config.rank_timeout {
             self.lost(&silent(silence), SILENT_HINT);
         }
         true
-    }
-
-    /// A message that no caller waits for.
-    fn tell(&self, message: &FromRank) {
-        if let Err(error) = self.send(message, &[]) {
-            tracing::error!("{error}");
-        }
     }
 
     /// The server, and so rank 0, is gone.
@@ -323,28 +254,22 @@ impl Link {
         if state.failure.is_some() {
             return;
         }
-        self.tell(&FromRank::Noted);
-        let text = format!(
-            "rank {} on host {} stops: {}\n",
-            self.rank, self.host, failure.message
-        );
+        self.outbox.tell(&FromRank::Noted);
+        let ControlConfig { rank, host, .. } = &self.config;
+        let text = format!("rank {rank} on host {host} stops: {}\n", failure.message);
         let all_told_to_end = failure.kind == FailureKind::Terminated
             && state.failed == Some(FailureKind::Terminated);
-        let own = failure.rank == Some(self.rank) || failure.is_of_all();
+        let own = failure.rank == Some(*rank) || failure.is_of_all();
         state.failure = Some(failure);
         if own || all_told_to_end {
             state.printed = true;
             return;
         }
         let link = self.clone();
-        ending::end(text, self.ends_process, move || {
+        failure::end(text, self.config.ends_process, move || {
             link.lock().printed = true;
             link.changed.notify_all();
         });
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        (self.changed.wait(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

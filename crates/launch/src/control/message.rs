@@ -3,14 +3,65 @@
 use serde::{Deserialize, Serialize};
 
 use super::activity::Snapshot;
-use super::{Failure, FailureKind, RankGroup};
+use super::{ControlConfig, Failure, FailureKind, RankGroup};
+
+/// What a rank says of itself when it comes. Versions may add fields, never change these.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub rank: usize,
+    pub world_size: usize,
+    pub host: String,
+    pub pid: u32,
+    pub fingerprint: Vec<(String, String)>,
+    /// Why it cannot start, if so.
+    #[serde(default)]
+    pub cannot_start: Option<String>,
+}
+
+impl Hello {
+    pub(super) fn new(config: &ControlConfig) -> Self {
+        Self {
+            rank: config.rank,
+            world_size: config.world_size,
+            host: config.host.clone(),
+            pid: std::process::id(),
+            fingerprint: config.fingerprint.clone(),
+            cannot_start: config.cannot_start.clone(),
+        }
+    }
+
+    /// "rank 2 on host b (process 4711)".
+    pub(super) fn name(&self) -> String {
+        format!(
+            "rank {} on host {} (process {})",
+            self.rank, self.host, self.pid
+        )
+    }
+
+    /// In what the fingerprint of `other` differs from this one, rank 0's, in the order of this one.
+    pub(super) fn differences(&self, other: &Hello) -> Vec<String> {
+        let value = |hello: &Hello, name: &str| {
+            let found = hello.fingerprint.iter().find(|(other, _)| other == name);
+            found.map_or_else(|| "not given".to_string(), |(_, value)| value.clone())
+        };
+        let mut differences = Vec::new();
+        for (name, _) in self.fingerprint.iter().chain(&other.fingerprint) {
+            let (got, expected) = (value(other, name), value(self, name));
+            let difference = format!("{name} is {got}, expected {expected} as on rank 0");
+            if got != expected && !differences.contains(&difference) {
+                differences.push(difference);
+            }
+        }
+        differences
+    }
+}
 
 /// From a rank to the server, after its `Hello`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum FromRank {
     /// "I am alive", and doing this.
     Beat(Snapshot),
-    /// "I am in this group": what `Beat` and `Late` say of it is by its id.
+    /// "I am in this group": what `Beat` says of it is by its id.
     Group(RankGroup),
     /// A question; the rank waits for the answer with this id. The body belongs to it.
     Ask { id: u64, question: Question },
@@ -18,13 +69,6 @@ pub(super) enum FromRank {
     Failed {
         kind: FailureKind,
         message: String,
-        snapshot: Snapshot,
-    },
-    /// "I am blocked for longer than the deadline."
-    Late {
-        secs: f64,
-        group: RankGroup,
-        seq: Option<u64>,
         snapshot: Snapshot,
     },
     /// "I know of the failure."
@@ -54,13 +98,8 @@ pub(super) enum ToRank {
     Waiting { missing: Vec<usize> },
     /// All ranks are there; the host of rank 0.
     Welcome { host: String },
-    /// The rank is not let in. `retry`: it may be another run's server, about to end; `all`: nobody is, the run does not start.
-    Refused {
-        message: String,
-        retry: bool,
-        #[serde(default)]
-        all: bool,
-    },
+    /// The rank is not let in. `all`: nobody is, the run does not start.
+    Refused { message: String, all: bool },
     /// "I am alive", and rank 0 is doing this.
     Beat(Snapshot),
     /// To the question with this id. The body belongs to it.
@@ -76,10 +115,8 @@ pub(super) enum ToRank {
 pub(super) enum Answer {
     /// The body is all ranks' bytes one after the other, of these lengths.
     Gathered { lens: Vec<usize> },
-    /// To a check.
+    /// To a check; to a gather only that a rank has left.
     Verdict(Verdict),
-    /// This rank has left the run, so there will be no answer.
-    Left { rank: usize },
 }
 
 /// What [`Control::check`](super::Control::check) found.

@@ -2,10 +2,12 @@
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
+use super::activity::State;
 use super::link::Link;
 
 /// A group of ranks with an id that all its members call it by and no other group has.
@@ -80,20 +82,23 @@ impl Ticket {
 
     /// The operation is started and the rank goes on.
     pub fn started(&self) {
-        self.link
-            .update(|activity, _| activity.set_blocked(self.id, None));
+        self.set(|_| State::Started);
     }
 
     /// The operation is on a GPU, behind what that has to do first, and the rank goes on. [`waits`](Self::waits) when the GPU
     /// has come to it.
     pub fn queued(&self) {
-        self.link.update(|activity, _| activity.set_queued(self.id));
+        self.set(|_| State::Queued);
     }
 
     /// The rank, or its GPU, is blocked until the operation ends.
     pub fn waits(&self) {
+        self.set(State::Blocked);
+    }
+
+    fn set(&self, state: impl FnOnce(Duration) -> State) {
         self.link
-            .update(|activity, now| activity.set_blocked(self.id, Some(now)));
+            .update(|activity, now| activity.set(self.id, state(now)));
     }
 
     /// Why the run ends, once it does: the operation may never be complete.
@@ -105,13 +110,5 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         self.link.update(|activity, now| activity.end(self.id, now));
-    }
-}
-
-impl std::fmt::Debug for Ticket {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ticket")
-            .field("id", &self.id)
-            .finish_non_exhaustive()
     }
 }

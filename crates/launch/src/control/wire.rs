@@ -1,17 +1,21 @@
 //! Bytes on the control connection, after the [handshake](super::handshake): frames.
 //!
 //! A frame is `u32 json_len, u32 body_len` (little endian), a message as JSON, and bytes that belong to it. This and the fields of
-//! [`Hello`](super::hello::Hello) never change, so that ranks of different versions can tell each other so.
+//! [`Hello`](super::message::Hello) never change, so that ranks of different versions can tell each other so.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::spawn;
+
 /// The version of the messages.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 
 /// How much a frame may hold.
 #[derive(Clone, Copy)]
@@ -32,7 +36,7 @@ impl Limits {
         body: 1 << 20,
     };
     /// From a rank.
-    pub(super) const RANK: Self = Self {
+    pub(crate) const RANK: Self = Self {
         json: 1 << 24,
         body: 1 << 30,
     };
@@ -93,9 +97,11 @@ pub(crate) struct Timed {
 }
 
 impl Timed {
-    pub(crate) fn new(stream: TcpStream, limit: Duration) -> Self {
-        let until = Some(Instant::now() + limit);
-        Self { stream, until }
+    /// On it, what is small goes at once.
+    pub(crate) fn new(stream: &TcpStream, limit: Duration) -> Result<Self> {
+        stream.set_nodelay(true)?;
+        let (stream, until) = (stream.try_clone()?, Some(Instant::now() + limit));
+        Ok(Self { stream, until })
     }
 
     /// From now on reads may last until then.
@@ -133,16 +139,41 @@ impl Write for Timed {
     }
 }
 
-/// Writes what is queued until the queue closes or the connection breaks, which the reading side notices.
-pub(super) fn write_queue(
-    mut stream: TcpStream,
-    queue: std::sync::mpsc::Receiver<std::sync::Arc<Vec<u8>>>,
-) {
-    for frame in queue {
-        if Write::write_all(&mut stream, &frame).is_err() {
-            break;
+/// The way out of a connection: a thread writes what is put there, so that nobody waits for an end that does not read.
+pub(super) struct Outbox(Sender<Arc<Vec<u8>>>);
+
+impl Outbox {
+    /// Writes until this is dropped or the connection breaks, and then closes the connection.
+    pub(super) fn start(mut stream: TcpStream) -> Result<Self> {
+        let (queue, frames) = channel::<Arc<Vec<u8>>>();
+        spawn("control-write", move || {
+            for frame in frames {
+                if stream.write_all(&frame).is_err() {
+                    break;
+                }
+            }
+            // Nothing to do about a connection that is closed already.
+            let _ = stream.shutdown(Shutdown::Both);
+        })?;
+        Ok(Self(queue))
+    }
+
+    /// # Errors
+    /// A message that is too long for a frame.
+    pub(super) fn send(&self, message: &impl Serialize, body: &[u8]) -> Result<()> {
+        self.put(Arc::new(frame(message, body)?));
+        Ok(())
+    }
+
+    /// A message for which nobody waits.
+    pub(super) fn tell(&self, message: &impl Serialize) {
+        if let Err(error) = self.send(message, &[]) {
+            tracing::error!("a message between the ranks was not sent: {error}");
         }
     }
-    // Nothing to do about a connection that is closed already.
-    let _ = stream.shutdown(std::net::Shutdown::Write);
+
+    pub(super) fn put(&self, frame: Arc<Vec<u8>>) {
+        // The thread that reads finds out that a connection has closed.
+        let _ = self.0.send(frame);
+    }
 }

@@ -1,117 +1,119 @@
 //! The agent: starts the ranks of one host, sends their output to the front, and ends when all below it is gone.
 //!
 //! It reads [`Command`]s on stdin and writes [`Report`]s on stdout, so it does not matter what lies between it and the
-//! front: a pipe, or ssh. The end of stdin means that the front is gone, whatever the reason.
+//! front: a socket, or ssh. The end of stdin means that the front is gone, whatever the reason.
 
-mod ranks;
-mod report_pipe;
+mod rank;
 
-use std::io::{BufReader, stdin};
+use std::io::{BufReader, Write, stdin, stdout};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::sys::prctl::set_child_subreaper;
-use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{dup2_stdin, dup2_stdout};
 
-use super::call::{Caller, call};
+use super::call::{Caller, call_as_told};
 use super::end::End;
 use super::host_plan::HostPlan;
-use super::wire::{self, Command, Report};
+use super::wire::{self, ALIVE_INTERVAL, Command, GREETING, Report};
 use super::{process_tree, program, signals};
-use crate::rank_env::given_secret;
 use crate::{Error, RankEnv, Result};
-use ranks::Ranks;
-use report_pipe::ReportPipe;
+use rank::Rank;
+pub use rank::become_rank;
 
 /// Processes that outlive all ranks of the host have this long after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
-/// How often each side says that it lives.
-pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
+/// The time between two looks at outputs of ranks that have ended.
+const OUTPUT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// What the agent's main thread hears from its others.
-pub(super) enum Event {
+enum Event {
     Command(Command),
     FrontGone,
     Ended(WaitStatus),
     /// There is no process below the agent any more.
     NobodyLeft,
-    /// A rank's output ended.
-    OutputEnded {
-        local_rank: usize,
-    },
 }
 
 /// Runs an agent: on this process's stdin and stdout, or of the one rank as which MPI has started it, on a connection to the front
 /// at `HOST:PORT`.
 pub fn run_agent(front: Option<&str>) -> ExitCode {
-    if let Some(Err(error)) = front.map(call_front) {
-        eprintln!("candle-train: the agent cannot reach the launcher: {error}");
+    if let Some(front) = front
+        && let Err(error) = call_front(front)
+    {
+        eprintln!("candle-train: the agent cannot reach the launcher: {front}: {error}");
         return ExitCode::FAILURE;
     }
-    // Before any thread is started: they all inherit it.
-    let signals = signals::block();
-    let (reports, writer) = ReportPipe::open();
-    let (last, code) = match signals.and_then(|signals| agent(signals, &reports)) {
+    let (sender, events) = mpsc::channel();
+    let on_signal = sender.clone();
+    let watched = signals::watch(move |_| drop(on_signal.send(Event::FrontGone)));
+    // Errors of its stdout mean that the front is gone, and the end of stdin says that too.
+    let _ = writeln!(stdout(), "{GREETING}");
+    let (reports, posted) = mpsc::channel();
+    let writer = std::thread::spawn(move || wire::write_posts(stdout(), &posted, &Report::Alive));
+    let (last, code) = match watched.and_then(|()| run(sender, &events, &reports)) {
         Ok(()) => (Report::Finished, ExitCode::SUCCESS),
         Err(error) => (Report::Refused(error.to_string()), ExitCode::FAILURE),
     };
-    reports.post(last);
-    // It ends with that report.
+    let _ = reports.send(last);
+    // Then the thread that writes ends with that report.
+    drop(reports);
     let _ = writer.join();
     code
 }
 
 /// Puts a connection to the front in the place of stdin and stdout.
-fn call_front(front: &str) -> Result<()> {
-    let secret = given_secret()?.ok_or_else(|| Error::Launch("it has no secret".to_string()))?;
-    let caller = Caller::Rank(RankEnv::from_env()?.rank());
-    let connected = call(front, &secret, &caller).and_then(|call| {
-        dup2_stdin(&call.stream)?;
-        Ok(dup2_stdout(&call.stream)?)
-    });
-    connected.map_err(|error| Error::Launch(format!("{front}: {error}")))
+fn call_front(front: &str) -> std::io::Result<()> {
+    let rank = RankEnv::from_env().map_err(std::io::Error::other)?.rank();
+    let stream = call_as_told(front, &Caller::Rank(rank))?.stream;
+    dup2_stdin(&stream)?;
+    Ok(dup2_stdout(&stream)?)
 }
 
-fn agent(signals: SigSet, reports: &ReportPipe) -> Result<()> {
-    set_child_subreaper(true)
-        .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))?;
-    let (sender, events) = mpsc::channel();
+fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>) -> Result<()> {
+    process_tree::adopt_orphans()?;
     read_commands(sender.clone());
-    let on_signal = sender.clone();
-    signals::watch(signals, move |_| {
-        let _ = on_signal.send(Event::FrontGone);
-    });
-    let Some(plan) = await_plan(&events)? else {
+    let Some(Command::Plan(plan)) = next_command(events) else {
         return Ok(());
     };
-    reports.post(Report::Ready);
-    if !matches!(events.recv(), Ok(Event::Command(Command::Start))) {
+    check(&plan)?;
+    let _ = reports.send(Report::Ready);
+    if !matches!(next_command(events), Some(Command::Start)) {
         return Ok(());
     }
     // By the main thread: the kernel kills ranks when the thread that started them ends.
-    let ranks = Ranks::start(&plan, reports, &sender)?;
+    let ranks = (0..plan.num_ranks).map(|local_rank| Rank::start(&plan, local_rank));
+    let ranks = ranks.collect::<Result<_>>()?;
     wait_for_children(sender);
-    Agent {
+    let agent = Agent {
         plan,
         reports,
         ranks,
         kill_at: None,
         killing_since: None,
-    }
-    .run(&events);
+    };
+    agent.run(events);
     Ok(())
 }
 
-/// The plan, checked; `None` if the front is gone before.
-fn await_plan(events: &Receiver<Event>) -> Result<Option<HostPlan>> {
-    let Ok(Event::Command(Command::Plan(plan))) = events.recv() else {
-        return Ok(None);
-    };
+/// What the front says next; `None` if it is gone.
+fn next_command(events: &Receiver<Event>) -> Option<Command> {
+    loop {
+        match events.recv() {
+            // Other hosts take their time.
+            Ok(Event::Command(Command::Alive)) => {}
+            Ok(Event::Command(command)) => return Some(command),
+            _ => return None,
+        }
+    }
+}
+
+/// Whether the plan can be run here, in its folder.
+fn check(plan: &HostPlan) -> Result<()> {
     let folder = Path::new(&plan.folder);
     std::env::set_current_dir(folder).map_err(|error| {
         Error::Launch(format!(
@@ -119,15 +121,13 @@ fn await_plan(events: &Receiver<Event>) -> Result<Option<HostPlan>> {
             plan.folder
         ))
     })?;
-    let search_path = std::env::var("PATH").unwrap_or_default();
-    program::find(&plan.program, folder, &search_path)?;
-    Ok(Some(plan))
+    program::find(&plan.program, folder).map(drop)
 }
 
 fn read_commands(events: Sender<Event>) {
     std::thread::spawn(move || {
         let mut input = BufReader::new(stdin());
-        while let Ok(Some(command)) = wire::receive(&mut input) {
+        while let Ok(Some((command, _))) = wire::receive(&mut input) {
             if events.send(Event::Command(command)).is_err() {
                 return;
             }
@@ -140,13 +140,12 @@ fn read_commands(events: Sender<Event>) {
 fn wait_for_children(events: Sender<Event>) {
     std::thread::spawn(move || {
         loop {
-            let event = match waitpid(None, None) {
-                Ok(status) => Event::Ended(status),
+            let sent = match waitpid(None, None) {
+                Ok(status) => events.send(Event::Ended(status)),
                 Err(Errno::EINTR) => continue,
-                Err(_) => Event::NobodyLeft,
+                Err(_) => return drop(events.send(Event::NobodyLeft)),
             };
-            let is_last = matches!(event, Event::NobodyLeft);
-            if events.send(event).is_err() || is_last {
+            if sent.is_err() {
                 return;
             }
         }
@@ -155,18 +154,19 @@ fn wait_for_children(events: Sender<Event>) {
 
 struct Agent<'a> {
     plan: HostPlan,
-    reports: &'a ReportPipe,
-    ranks: Ranks,
+    reports: &'a Sender<Report>,
+    ranks: Vec<Rank>,
     kill_at: Option<Instant>,
     killing_since: Option<Instant>,
 }
 
 impl Agent<'_> {
-    fn run(&mut self, events: &Receiver<Event>) {
+    fn run(mut self, events: &Receiver<Event>) {
+        let silence = self.plan.silence_ms.map(Duration::from_millis);
         let mut front_heard_at = Instant::now();
-        let mut front_gone = false;
         let mut nobody_left = false;
         loop {
+            let mut front_gone = false;
             match events.recv_timeout(self.next_wait()) {
                 Ok(Event::Command(command)) => {
                     front_heard_at = Instant::now();
@@ -175,18 +175,17 @@ impl Agent<'_> {
                 Ok(Event::FrontGone) => front_gone = true,
                 Ok(Event::Ended(status)) => self.note_end(status),
                 Ok(Event::NobodyLeft) => nobody_left = true,
-                Ok(Event::OutputEnded { local_rank }) => self.ranks.note_output_end(local_rank),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
-            let silence = self.plan.silence_ms.map(Duration::from_millis);
             if front_gone || silence.is_some_and(|limit| front_heard_at.elapsed() > limit) {
-                front_gone = false;
                 self.stop(Duration::from_millis(self.plan.grace_ms));
                 front_heard_at = Instant::now();
             }
-            self.ranks.report_ends(self.reports);
-            if nobody_left && self.ranks.all_reported() {
+            for rank in &mut self.ranks {
+                rank.report_end(self.reports);
+            }
+            if nobody_left && self.ranks.iter().all(|rank| rank.is_reported) {
                 return;
             }
             if self.kill_at.is_some_and(|at| Instant::now() >= at) && !self.kill_once() {
@@ -199,7 +198,7 @@ impl Agent<'_> {
         match command {
             Command::Signal(number) => {
                 if let Ok(signal) = Signal::try_from(number) {
-                    self.ranks.signal(signal);
+                    self.signal(signal);
                 }
             }
             Command::Stop { grace_ms } => self.stop(Duration::from_millis(grace_ms)),
@@ -207,11 +206,15 @@ impl Agent<'_> {
         }
     }
 
+    fn signal(&self, signal: Signal) {
+        self.ranks.iter().for_each(|rank| rank.signal(signal));
+    }
+
     /// Asks the ranks to end, and kills what is left after the grace time.
     fn stop(&mut self, grace: Duration) {
-        self.ranks.signal(Signal::SIGTERM);
+        self.signal(Signal::SIGTERM);
         // One that was suspended has to run to end.
-        self.ranks.signal(Signal::SIGCONT);
+        self.signal(Signal::SIGCONT);
         self.kill_within(grace);
     }
 
@@ -221,10 +224,13 @@ impl Agent<'_> {
     }
 
     fn note_end(&mut self, status: WaitStatus) {
-        if let (Some(pid), Some(end)) = (status.pid(), End::of(status)) {
-            let was_running = self.ranks.any_running();
-            self.ranks.note_end(pid, end);
-            if was_running && !self.ranks.any_running() {
+        let (Some(pid), Some(end)) = (status.pid(), End::of(status)) else {
+            return;
+        };
+        let mut running = self.ranks.iter_mut().filter(|rank| rank.ended.is_none());
+        if let Some(rank) = running.find(|rank| rank.pid == pid) {
+            rank.ended = Some((end, Instant::now()));
+            if self.ranks.iter().all(|rank| rank.ended.is_some()) {
                 process_tree::signal_descendants(Signal::SIGTERM);
                 self.kill_within(LEFTOVER_GRACE);
             }
@@ -237,7 +243,7 @@ impl Agent<'_> {
         let found = process_tree::signal_descendants(Signal::SIGKILL);
         if !found.is_empty() && since.elapsed() > process_tree::KILL_DEADLINE {
             let pids = found.iter().map(|pid| pid.as_raw()).collect();
-            self.reports.post(Report::Survivors(pids));
+            let _ = self.reports.send(Report::Survivors(pids));
             return false;
         }
         self.kill_at = Some(Instant::now() + process_tree::KILL_INTERVAL);
@@ -245,13 +251,12 @@ impl Agent<'_> {
     }
 
     fn next_wait(&self) -> Duration {
-        let mut wait = ALIVE_INTERVAL;
-        if let Some(at) = self.kill_at {
-            wait = wait.min(at.saturating_duration_since(Instant::now()));
-        }
-        match self.ranks.next_report_at() {
-            Some(at) => wait.min(at.saturating_duration_since(Instant::now())),
-            None => wait,
-        }
+        let is_waited_for = |rank: &Rank| rank.ended.is_some() && !rank.is_reported;
+        let wait = match self.ranks.iter().any(is_waited_for) {
+            true => OUTPUT_INTERVAL,
+            false => ALIVE_INTERVAL,
+        };
+        let to_kill = |at: Instant| wait.min(at.saturating_duration_since(Instant::now()));
+        self.kill_at.map_or(wait, to_kill)
     }
 }

@@ -1,19 +1,25 @@
 //! A call to the front: an authenticated connection of a process that the front has not started itself.
 
-use std::io::{Error, ErrorKind, Read, Result, Write};
-use std::net::TcpStream;
+use std::fs::File;
+use std::io::{Error, ErrorKind, Read, Result, Write, copy, stdin, stdout};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use nix::sys::socket::{setsockopt, sockopt};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::host::Host;
+use super::rendezvous_address::RendezvousAddress;
 use crate::Secret;
 use crate::control::handshake::{self, Key, Purpose};
 use crate::control::wire::{self, Limits, Timed};
+use crate::rank_env::given_secret;
 
 /// The version of the messages.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Of a launcher that another version leads: nothing was started.
 const OTHER_VERSION_EXIT_CODE: u8 = 2;
 /// How long either end waits for the other.
@@ -24,21 +30,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) enum Caller {
     /// The agent of this rank, which MPI has started.
     Rank(usize),
-    /// A host, which waits for an [`Order`].
-    Host(Offer),
+    /// A host, which waits for an [`Order`]; what was to be started there must be the same everywhere.
+    Host { host: Host, program: Vec<String> },
     /// What stands for ssh: whoever is at the other end wants to run a command on the host of this name.
     Shell { host: String, command: String },
-}
-
-/// What a host offers to a run that another one leads.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Offer {
-    pub(super) name: String,
-    /// Of the launcher, at random: a host whose launcher was started again is another one.
-    pub(super) id: u64,
-    pub(super) num_ranks: usize,
-    /// What was to be started there, which must be the same everywhere.
-    pub(super) program: Vec<String>,
 }
 
 /// What a host that has called is told, once.
@@ -76,16 +71,48 @@ pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<Call
 /// Nobody is there, or somebody who does not know it.
 pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
     let stream = TcpStream::connect(front)?;
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, PATIENCE);
+    let mut timed = Timed::new(&stream, PATIENCE)?;
     let version = (Purpose::Launcher, VERSION);
-    let Some(key) = handshake::as_rank(&mut timed, secret, version)? else {
-        let message = "who listens there does not know this run's secret";
-        return Err(Error::new(ErrorKind::PermissionDenied, message));
-    };
+    let key = handshake::as_rank(&mut timed, secret, version)?;
     timed.lift()?;
     keep_alive(&stream)?;
     Ok(Call { stream, key })
+}
+
+/// As [`call`] with the secret that this process has been told.
+pub(super) fn call_as_told(front: &str, caller: &Caller) -> Result<Call> {
+    let secret = given_secret().map_err(Error::other)?;
+    call(
+        front,
+        &secret.ok_or_else(|| Error::other("there is no secret"))?,
+        caller,
+    )
+}
+
+/// What stands for ssh to a host that waits for the front at this address: runs a command there, whose stdin and stdout are those of this
+/// process.
+pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCode {
+    let (host, command) = (host.to_string(), words.join(" "));
+    let failed = format!("candle-train: cannot reach host {host} through {front}");
+    let called = call_as_told(&front.to_string(), &Caller::Shell { host, command });
+    let passed = called.and_then(|call| {
+        let (from, mut to) = (call.stream.try_clone()?, call.stream);
+        // Without a buffer: what comes has no lines.
+        let mut output = File::from(stdout().as_fd().try_clone_to_owned()?);
+        std::thread::spawn(move || {
+            // Its end is the end of what the command reads.
+            let _ = copy(&mut stdin(), &mut to);
+            let _ = to.shutdown(Shutdown::Write);
+        });
+        copy(&mut &from, &mut output)
+    });
+    match passed {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{failed}: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Answers a call: who it is, if that one knows the secret.
@@ -94,8 +121,7 @@ pub(super) fn answer(
     secret: &Secret,
     limit: Duration,
 ) -> Result<(Caller, Call)> {
-    stream.set_nodelay(true)?;
-    let mut timed = Timed::new(stream.try_clone()?, limit);
+    let mut timed = Timed::new(&stream, limit)?;
     let (version, key) = handshake::as_server(&mut timed, secret, Purpose::Launcher)?;
     let call = Call { stream, key };
     if version != VERSION {

@@ -1,68 +1,60 @@
 //! What would run where, as text.
 
-use std::fmt::{self, Display};
+use std::io::{Result, Write};
 
-use super::agent_command;
-use super::layout::{Host, Layout};
+use super::host_plan::HostPlan;
+use super::layout::Layout;
+use super::program::quoted;
 
 /// Prints a layout: a block per host.
-pub(super) struct DryRun<'a>(pub(super) &'a Layout);
-
-impl Display for DryRun<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = self.0;
-        let world_size = layout.world_size;
-        write!(f, "a run of {world_size} ranks")?;
-        match layout.random_port {
-            true => writeln!(f, ", meeting on {}", layout.meeting.host)?,
-            false => writeln!(f, ", meeting at {}", layout.meeting)?,
-        }
-        if let Some(mpi) = &layout.mpi {
-            let words = mpi.words.iter().map(|word| agent_command::quoted(word));
-            writeln!(f, "started: {}", words.collect::<Vec<_>>().join(" "))?;
-        }
-        for host in &layout.hosts {
-            self.write_host(f, host)?;
-        }
-        Ok(())
+pub(super) fn print(layout: &Layout, to: &mut impl Write) -> Result<()> {
+    write!(to, "a run of {} ranks, meeting ", layout.world_size)?;
+    match layout.random_port {
+        true => writeln!(to, "on {}", layout.meeting.host)?,
+        false => writeln!(to, "at {}", layout.meeting)?,
     }
-}
-
-impl DryRun<'_> {
-    fn write_host(&self, f: &mut fmt::Formatter<'_>, host: &Host) -> fmt::Result {
-        let plan = &host.plan;
-        if plan.first_local_rank > 0 {
-            return Self::write_ranks(f, host);
-        }
-        writeln!(f, "\nhost {}", host.name)?;
-        let command = match &host.via {
-            Some(_) => agent_command::words(host).join(" "),
-            None if plan.through_mpi => "through MPI".to_string(),
-            None => "directly".to_string(),
-        };
-        writeln!(f, "  started: {command}")?;
-        writeln!(f, "  folder: {}", plan.folder)?;
-        write!(f, "  command: {}", agent_command::quoted(&plan.program))?;
-        for arg in &plan.args {
-            write!(f, " {}", agent_command::quoted(arg))?;
-        }
-        writeln!(f, "\n  environment of all its ranks:")?;
-        for (name, value) in &plan.env {
-            match name.as_str() {
-                "MASTER_PORT" if self.0.random_port => writeln!(f, "    {name}=(chosen at start)")?,
-                "CANDLE_TRAIN_RUN_TOKEN" => writeln!(f, "    {name}=(a secret)")?,
-                _ => writeln!(f, "    {name}={value}")?,
-            }
-        }
-        Self::write_ranks(f, host)
+    if let Some(mpi) = &layout.mpi {
+        writeln!(to, "started: {}", in_shell(&mpi.words))?;
     }
-
-    fn write_ranks(f: &mut fmt::Formatter<'_>, host: &Host) -> fmt::Result {
-        let plan = &host.plan;
+    for plan in &layout.hosts {
+        if plan.first_local_rank == 0 {
+            print_host(plan, layout.random_port, to)?;
+        }
         for local_rank in 0..plan.num_ranks {
             let [(rank, number), (local, local_number)] = plan.rank_env(local_rank);
-            writeln!(f, "  rank {number}: {rank}={number} {local}={local_number}")?;
+            writeln!(
+                to,
+                "  rank {number}: {rank}={number} {local}={local_number}"
+            )?;
         }
-        Ok(())
     }
+    Ok(())
+}
+
+fn print_host(plan: &HostPlan, random_port: bool, to: &mut impl Write) -> Result<()> {
+    writeln!(to, "\nhost {}", plan.host)?;
+    let command = match &plan.via {
+        Some(_) => plan.agent_words().join(" "),
+        None if plan.through_mpi => "through MPI".to_string(),
+        None => "directly".to_string(),
+    };
+    writeln!(to, "  started: {command}")?;
+    writeln!(to, "  folder: {}", plan.folder)?;
+    let words = std::iter::once(&plan.program).chain(&plan.args);
+    writeln!(to, "  command: {}", in_shell(words))?;
+    writeln!(to, "  environment of all its ranks:")?;
+    for (name, value) in &plan.env {
+        let value = match name.as_str() {
+            "MASTER_PORT" if random_port => "(chosen at start)",
+            "CANDLE_TRAIN_RUN_TOKEN" => "(a secret)",
+            _ => value,
+        };
+        writeln!(to, "    {name}={value}")?;
+    }
+    Ok(())
+}
+
+fn in_shell<'a>(words: impl IntoIterator<Item = &'a String>) -> String {
+    let words: Vec<_> = words.into_iter().map(|word| quoted(word)).collect();
+    words.join(" ")
 }

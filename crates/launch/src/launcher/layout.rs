@@ -1,15 +1,16 @@
 //! Which ranks run where, from its configuration: everything that is decided before anything is started.
 
-use std::net::{TcpListener, ToSocketAddrs};
+use std::io::ErrorKind;
+use std::net::TcpListener;
 use std::time::Duration;
 
-use super::agent_command::own_program;
 use super::config::LaunchConfig;
+use super::host::{Host, is_loopback};
 use super::host_plan::HostPlan;
-use super::mpi;
+use super::mpi::Mpi;
+use super::program::own_program;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
-use super::shares::{Share, is_loopback};
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret};
 
@@ -24,14 +25,17 @@ const GRACE_AFTER_SIGNAL_SECS: f64 = 300.0;
 /// How ranks are started on other hosts, unless `--ssh` says otherwise: nobody can type a password, and no master of a
 /// shared connection is left behind.
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T";
+/// Below the ports that systems hand out by themselves, so that a free one here is probably free on another host.
+const PORTS: std::ops::Range<u16> = 20000..32000;
 
 /// A run: its hosts, and where their ranks meet.
 #[derive(Debug)]
 pub(super) struct Layout {
-    pub(super) hosts: Vec<Host>,
+    /// What each agent has to run: one on each host, or for each rank where MPI starts them.
+    pub(super) hosts: Vec<HostPlan>,
     pub(super) world_size: usize,
     pub(super) meeting: RendezvousAddress,
-    /// What starts the agents, if ranks are started through MPI: one for each, which is a host of its own here.
+    /// What starts the agents, if ranks are started through MPI.
     pub(super) mpi: Option<Mpi>,
     /// Whether the port is another one at each start.
     pub(super) random_port: bool,
@@ -42,26 +46,6 @@ pub(super) struct Layout {
     pub(super) grace_after_signal: Duration,
 }
 
-/// An MPI library's launcher.
-#[derive(Debug)]
-pub(super) struct Mpi {
-    /// The command, but for the last word: where agents call the front.
-    pub(super) words: Vec<String>,
-    /// The command that runs a command on another host.
-    pub(super) via: String,
-    /// One of the other hosts, if there are any.
-    pub(super) other_host: Option<String>,
-}
-
-/// A host and its ranks.
-#[derive(Debug)]
-pub(super) struct Host {
-    pub(super) name: String,
-    /// The command that runs commands there; none for this host.
-    pub(super) via: Option<Vec<String>>,
-    pub(super) plan: HostPlan,
-}
-
 impl Layout {
     /// Of the ranks that are started on these hosts after `num_restarts` earlier starts; each time they meet at another place.
     ///
@@ -69,113 +53,85 @@ impl Layout {
     /// Options that contradict each other or this host, in words.
     pub(super) fn new(
         config: &LaunchConfig,
-        shares: Vec<Share>,
+        hosts: &[Host],
         num_restarts: usize,
         through_mpi: bool,
     ) -> Result<Self> {
-        let world_size = shares.iter().map(|share| share.num_ranks).sum();
-        let (meeting, random_port) = meeting(config, &shares)?;
+        let (meeting, random_port) = meeting(config, hosts)?;
         let secret = match through_mpi || config.is_led() {
             // They give themselves one; or each host has been told.
             true => None,
             false => Some(Secret::random()?),
         };
-        let variables = rank_variables::Run {
-            world_size,
-            num_hosts: shares.len(),
-            meeting: &meeting,
-            secret: secret.as_ref(),
-            num_restarts,
-            given: &rank_variables::given(&config.env)?,
-        };
-        let folder = current_folder()?;
+        let given = rank_variables::given(&config.env)?;
         let (program, args) = config
             .program
             .split_first()
             .ok_or_else(|| Error::Launch("no program to run".to_string()))?;
-        let ssh = ssh_words(config)?;
-        let via = match &config.rdzv {
-            Some(front) if config.is_led() => {
-                let (host, port) = (front.host.clone(), front.port.to_string());
-                vec![own_program(), "reach".to_string(), host, port]
-            }
-            _ => ssh,
-        };
-        let other = shares.iter().find(|share| !share.is_here);
-        let mpi = through_mpi.then(|| {
-            Ok::<_, Error>(Mpi {
-                words: mpi::words(config, &shares, &via)?,
-                via: via.join(" "),
-                other_host: other.map(|share| share.name.clone()),
-            })
-        });
-        let mpi = mpi.transpose()?;
-        let grace_ms =
-            |default| milliseconds("--grace-secs", config.grace_secs.unwrap_or(default), 0.0);
-        let grace_ms_after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
-        let grace_ms_after_signal = grace_ms(GRACE_AFTER_SIGNAL_SECS)?;
-        let silence_secs = config.silence_secs.unwrap_or(SILENCE_SECS);
-        let silence_ms = milliseconds("--silence-secs", silence_secs, MIN_SILENCE_SECS)?;
-        let hosts = shares.into_iter().map(|share| Host {
-            via: (!share.is_here).then(|| via.clone()),
-            plan: HostPlan {
+        let via = via(config)?;
+        let mpi = through_mpi.then(|| Mpi::new(config, hosts, &via));
+        let grace_ms = |default| milliseconds("--grace-secs", config.grace_secs, default, 0.0);
+        let (after_failure, after_signal) = (
+            grace_ms(GRACE_AFTER_FAILURE_SECS)?,
+            grace_ms(GRACE_AFTER_SIGNAL_SECS)?,
+        );
+        let silence = (config.silence_secs, SILENCE_SECS);
+        let silence_ms = milliseconds("--silence-secs", silence.0, silence.1, MIN_SILENCE_SECS)?;
+        let folder = current_folder()?;
+        let world_size = hosts.iter().map(|host| host.num_ranks).sum::<usize>();
+        let mut plans = Vec::new();
+        let mut first_rank = 0;
+        for (node_rank, host) in hosts.iter().enumerate() {
+            let own = [
+                ("WORLD_SIZE", world_size.to_string()),
+                ("LOCAL_WORLD_SIZE", host.num_ranks.to_string()),
+                ("MASTER_ADDR", meeting.host.clone()),
+                ("MASTER_PORT", meeting.port.to_string()),
+                ("GROUP_RANK", node_rank.to_string()),
+                ("GROUP_WORLD_SIZE", hosts.len().to_string()),
+                ("NODE_RANK", node_rank.to_string()),
+                ("CANDLE_TRAIN_HOST", host.name.clone()),
+                ("CANDLE_TRAIN_RESTART_COUNT", num_restarts.to_string()),
+            ];
+            let secret = secret.iter().map(|secret| secret.as_str().to_string());
+            let secret = secret.map(|secret| ("CANDLE_TRAIN_RUN_TOKEN", secret));
+            let own = own.into_iter().chain(secret);
+            let plan = HostPlan {
+                host: host.name.clone(),
+                via: (!host.is_here).then(|| via.clone()),
                 program: program.clone(),
                 args: args.to_vec(),
                 folder: folder.clone(),
-                env: variables.of_host(
-                    &share.name,
-                    share.is_here,
-                    share.node_rank,
-                    share.num_ranks,
-                ),
-                first_rank: share.first_rank,
-                num_ranks: share.num_ranks,
+                env: rank_variables::of_host(host.is_here, &given, own),
+                first_rank,
+                num_ranks: host.num_ranks,
                 first_local_rank: 0,
                 through_mpi,
-                grace_ms: grace_ms_after_failure,
-                silence_ms: (!share.is_here).then_some(silence_ms),
-            },
-            name: share.name,
-        });
-        let hosts = hosts.flat_map(|host| {
-            if through_mpi {
-                host.by_rank()
-            } else {
-                vec![host]
+                grace_ms: after_failure,
+                silence_ms: (!host.is_here).then_some(silence_ms),
+            };
+            first_rank += host.num_ranks;
+            match through_mpi {
+                true => plans.extend(plan.by_rank()),
+                false => plans.push(plan),
             }
-        });
+        }
         Ok(Self {
-            hosts: hosts.collect(),
+            hosts: plans,
             world_size,
             meeting,
-            mpi,
+            mpi: mpi.transpose()?,
             random_port,
             may_lose: config.may_lose,
-            grace_after_failure: Duration::from_millis(grace_ms_after_failure),
-            grace_after_signal: Duration::from_millis(grace_ms_after_signal),
+            grace_after_failure: Duration::from_millis(after_failure),
+            grace_after_signal: Duration::from_millis(after_signal),
         })
     }
 }
 
-impl Host {
-    /// A host for each rank.
-    fn by_rank(self) -> Vec<Self> {
-        let of_rank = |local_rank| Self {
-            name: self.name.clone(),
-            via: None,
-            plan: HostPlan {
-                first_rank: self.plan.first_rank + local_rank,
-                first_local_rank: local_rank,
-                num_ranks: 1,
-                ..self.plan.clone()
-            },
-        };
-        (0..self.plan.num_ranks).map(of_rank).collect()
-    }
-}
-
-/// A time given in seconds.
-fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
+/// A time given in seconds, or its default.
+fn milliseconds(option: &str, given: Option<f64>, default: f64, least: f64) -> Result<u64> {
+    let secs = given.unwrap_or(default);
     if (least..=1e6).contains(&secs) {
         return Ok((secs * 1000.0) as u64);
     }
@@ -184,97 +140,83 @@ fn milliseconds(option: &str, secs: f64, least: f64) -> Result<u64> {
     )))
 }
 
-/// The command that runs commands on other hosts, if it is wanted for any.
-fn ssh_words(config: &LaunchConfig) -> Result<Vec<String>> {
+/// The command that runs commands on other hosts, if it is wanted for any: ssh, or what reaches launchers that have called.
+fn via(config: &LaunchConfig) -> Result<Vec<String>> {
+    let is_silence_alone = config.silence_secs.is_some() && !config.is_led();
     let given = [
         ("--ssh", config.ssh.is_some()),
-        (
-            "--silence-secs",
-            config.silence_secs.is_some() && !config.is_led(),
-        ),
+        ("--silence-secs", is_silence_alone),
     ];
-    if let Some((option, _)) = given
-        .iter()
-        .find(|(_, given)| *given && config.hostfile.is_none())
-    {
+    if let (None, Some((option, _))) = (&config.hostfile, given.iter().find(|(_, given)| *given)) {
         return Err(Error::Launch(format!(
             "{option} is for the hosts of a --hostfile, which is not given"
         )));
     }
+    if let (true, Some(front)) = (config.is_led(), &config.rdzv) {
+        let (host, port) = (front.host.clone(), front.port.to_string());
+        return Ok(vec![own_program(), "reach".to_string(), host, port]);
+    }
     let command = config.ssh.as_deref().unwrap_or(SSH);
     let words: Vec<String> = command.split_whitespace().map(String::from).collect();
-    if words.is_empty() {
-        return Err(Error::Launch(
+    match words.is_empty() {
+        true => Err(Error::Launch(
             "--ssh: expected a command, got nothing".to_string(),
-        ));
+        )),
+        false => Ok(words),
     }
-    Ok(words)
 }
 
 /// Where the ranks meet, and whether the port is a random one.
-fn meeting(config: &LaunchConfig, shares: &[Share]) -> Result<(RendezvousAddress, bool)> {
-    let first = &shares[0];
-    if let Some(meeting) = &config.rdzv {
-        if config.is_led() {
-            // There the launchers meet.
-            let (host, port) = (meeting.host.clone(), random_port()?);
-            return Ok((RendezvousAddress { host, port }, true));
+fn meeting(config: &LaunchConfig, hosts: &[Host]) -> Result<(RendezvousAddress, bool)> {
+    let first = &hosts[0];
+    let host = match &config.rdzv {
+        // There the launchers meet.
+        Some(meeting) if config.is_led() => meeting.host.clone(),
+        Some(meeting) => {
+            if first.is_here {
+                check_free(meeting)?;
+            }
+            return Ok((meeting.clone(), false));
         }
-        if first.is_here {
-            check_meeting(meeting)?;
+        None if hosts.len() == 1 && first.is_here => "127.0.0.1".to_string(),
+        None if hosts.len() > 1 && is_loopback(&first.name) => {
+            return Err(Error::Launch(format!(
+                "the ranks would meet on the first host, but its name {:?} means another machine on every host\n\
+                 hint: write the name under which the others reach it in the host file, or give --rdzv HOST:PORT",
+                first.name
+            )));
         }
-        return Ok((meeting.clone(), false));
-    }
-    if shares.len() == 1 && first.is_here {
-        let port = free_port()?;
-        let host = "127.0.0.1".to_string();
-        return Ok((RendezvousAddress { host, port }, true));
-    }
-    if is_loopback(&first.name) && shares.len() > 1 {
-        return Err(Error::Launch(format!(
-            "the ranks would meet on the first host, but its name {:?} means another machine on every host\n\
-             hint: write the name under which the others reach it in the host file, or give --rdzv HOST:PORT",
-            first.name
-        )));
-    }
-    let (host, port) = (first.name.clone(), random_port()?);
+        None => first.name.clone(),
+    };
+    let port = free_port()?;
     Ok((RendezvousAddress { host, port }, true))
 }
 
-/// Below the ports that systems hand out by themselves, so probably free on another host.
-fn random_port() -> Result<u16> {
-    let random =
-        random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
-    Ok(20000 + u16::from_le_bytes(random) % 12000)
+/// An error if the address is not known here, on the host of rank 0, or if somebody listens there already.
+fn check_free(meeting: &RendezvousAddress) -> Result<()> {
+    // Other errors may be due to an address that is this host's only seen from outside.
+    let is_taken = |error: std::io::Error| error.kind() == ErrorKind::AddrInUse;
+    let mut addresses = meeting.resolve()?.into_iter();
+    match addresses.any(|address| TcpListener::bind(address).is_err_and(is_taken)) {
+        false => Ok(()),
+        true => Err(Error::Launch(format!(
+            "--rdzv: port {} of {} is taken\nhint: choose another one, or end the run that uses it",
+            meeting.port, meeting.host
+        ))),
+    }
 }
 
-/// An error if the address is not known here, on the host of rank 0, or if somebody listens there already.
-fn check_meeting(meeting: &RendezvousAddress) -> Result<()> {
-    let Ok(addresses) = (meeting.host.as_str(), meeting.port).to_socket_addrs() else {
-        return Err(Error::Launch(format!(
-            "--rdzv: the host name {:?} is not known here",
-            meeting.host
-        )));
-    };
-    for address in addresses {
-        let bound = TcpListener::bind(address);
-        // Other errors may be due to an address that is this host's only seen from outside.
-        if bound.is_err_and(|error| error.kind() == std::io::ErrorKind::AddrInUse) {
-            return Err(Error::Launch(format!(
-                "--rdzv: port {} of {} is taken\nhint: choose another one, or end the run that uses it",
-                meeting.port, meeting.host
-            )));
+/// A random port that is free here.
+fn free_port() -> Result<u16> {
+    for _ in 0..100 {
+        let random =
+            random_bytes().map_err(|error| Error::Launch(format!("no random port: {error}")))?;
+        let port = PORTS.start + u16::from_le_bytes(random) % PORTS.len() as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return Ok(port);
         }
     }
-    Ok(())
-}
-
-fn free_port() -> Result<u16> {
-    let bound = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
-    match bound {
-        Ok(address) => Ok(address.port()),
-        Err(error) => Err(Error::Launch(format!("no free port on 127.0.0.1: {error}"))),
-    }
+    Err(Error::Launch("no free port on 127.0.0.1".to_string()))
 }
 
 fn current_folder() -> Result<String> {

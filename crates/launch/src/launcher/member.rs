@@ -8,13 +8,14 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::Signal;
 
-use super::call::{Call, Caller, Offer, Order, call};
+use super::call::{Call, Caller, Order, call};
 use super::config::LaunchConfig;
 use super::end::LOST_HOST_EXIT_CODE;
-use super::{process_tree, shares, signals};
+use super::front::Outcome;
+use super::host::Host;
+use super::{process_tree, signals};
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret};
 
@@ -27,75 +28,68 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// What was started here ends by itself when nobody leads any more; after this long it is killed.
 const ENDING: Duration = Duration::from_secs(30);
 
-/// Serves the launcher at this address to its end: the exit code, and why.
-pub(super) fn serve(
-    config: &LaunchConfig,
-    front: &str,
-    secret: &Secret,
-) -> Result<(u8, Option<String>)> {
-    let signals = signals::block()?;
-    set_child_subreaper(true)
-        .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))?;
+/// Serves the launcher at this address to its end.
+pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Result<Outcome> {
     let line = Arc::<Line>::default();
     let on_signal = line.clone();
-    signals::watch(signals, move |signal| on_signal.leave(signal));
-    let share = shares::own(config)?;
-    let caller = Caller::Host(Offer {
-        name: share.name,
-        id: random_bytes()
-            .map(u64::from_le_bytes)
-            .map_err(|error| Error::Launch(format!("cannot read /dev/urandom: {error}")))?,
-        num_ranks: share.num_ranks,
+    signals::watch(move |signal| on_signal.leave(signal))?;
+    process_tree::adopt_orphans()?;
+    let id = random_bytes()
+        .map_err(|error| Error::Launch(format!("cannot read /dev/urandom: {error}")))?;
+    let caller = Caller::Host {
+        host: Host {
+            id: u64::from_le_bytes(id),
+            ..Host::own(config)?
+        },
         program: config.program.clone(),
-    });
+    };
     let (mut was_there, mut was_needed) = (false, false);
     let mut until = Instant::now() + PATIENCE;
     loop {
+        let called = call(front, secret, &caller);
         // A launcher that leads listens as long as it lives.
-        let is_gone = |kind| was_there && kind == ErrorKind::ConnectionRefused;
-        let may_come = |kind| Instant::now() < until && !is_gone(kind);
-        let called = called(front, secret, &caller, may_come);
+        let is_refused = |error: &IoError| error.kind() == ErrorKind::ConnectionRefused;
+        let is_gone = was_there && called.as_ref().is_err_and(is_refused);
         was_there |= called.is_ok();
         let begin = Instant::now();
-        let waited = called.map(|call| line.wait(call));
+        let waited = called.and_then(|call| line.wait(call));
         if begin.elapsed() > ABSENCE {
             until = Instant::now() + ABSENCE;
         }
         // Another thread ends this process.
-        if line.is_leaving() {
-            loop {
-                std::thread::park();
-            }
+        while line.is_leaving() {
+            std::thread::park();
         }
-        let error = match waited {
-            Ok(Ok((Order::Run(command), stream))) => {
+        match waited {
+            Ok((Order::Run(command), stream)) => {
                 was_needed = true;
                 until = Instant::now() + ABSENCE;
                 // An earlier start of the ranks is over.
                 process_tree::kill_descendants();
                 run(&command, stream)
                     .map_err(|error| Error::Launch(format!("cannot start a shell: {error}")))?;
-                continue;
             }
-            Ok(Ok((Order::End(code, sentence), _))) => {
+            Ok((Order::End(code, sentence), _)) => {
                 end(ENDING);
-                return Ok((code, Some(sentence).filter(|sentence| !sentence.is_empty())));
+                let sentence = Some(sentence).filter(|sentence| !sentence.is_empty());
+                return Ok(Outcome::last(code, sentence));
             }
-            // The line was cut, or the launcher that leads asks whether this one lives.
-            Ok(Err(error))
-                if error.kind() != ErrorKind::PermissionDenied && Instant::now() < until =>
+            Err(error)
+                if error.kind() == ErrorKind::PermissionDenied
+                    || is_gone
+                    || Instant::now() >= until =>
             {
-                std::thread::sleep(PAUSE);
-                continue;
+                end(ENDING);
+                let what =
+                    format!("the launcher at {front}, which leads this run, is not there: {error}");
+                return match was_needed {
+                    true => Ok(Outcome::last(LOST_HOST_EXIT_CODE, Some(what))),
+                    false => Err(Error::Launch(what)),
+                };
             }
-            Ok(Err(error)) | Err(error) => error,
-        };
-        end(ENDING);
-        let what = format!("the launcher at {front}, which leads this run, is not there: {error}");
-        return match was_needed {
-            true => Ok((LOST_HOST_EXIT_CODE, Some(what))),
-            false => Err(Error::Launch(what)),
-        };
+            // It is late, the line was cut, or it asks whether this one lives.
+            Err(_) => std::thread::sleep(PAUSE),
+        }
     }
 }
 
@@ -140,25 +134,8 @@ impl Line {
     }
 }
 
-/// A connection, once there is one; given up at an error after which none may come.
-fn called(
-    front: &str,
-    secret: &Secret,
-    caller: &Caller,
-    may_come: impl Fn(ErrorKind) -> bool,
-) -> std::io::Result<Call> {
-    loop {
-        match call(front, secret, caller) {
-            Err(error) if error.kind() != ErrorKind::PermissionDenied && may_come(error.kind()) => {
-                std::thread::sleep(PAUSE);
-            }
-            called => return called,
-        }
-    }
-}
-
 /// Starts a shell whose stdin and stdout are the connection. Nobody waits for it: what it starts may outlive it.
-fn run(command: &str, stream: TcpStream) -> std::result::Result<(), IoError> {
+fn run(command: &str, stream: TcpStream) -> std::io::Result<()> {
     let input = OwnedFd::from(stream.try_clone()?);
     Command::new("sh")
         .args(["-c", command])

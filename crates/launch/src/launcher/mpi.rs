@@ -4,12 +4,11 @@
 
 use std::process::Command;
 
-use super::agent_command::own_program;
 use super::config::LaunchConfig;
-use super::program;
+use super::host::Host;
+use super::program::{self, own_program};
 use super::rank_variables::FOREIGN;
-use super::shares::Share;
-use crate::{Error, Result};
+use crate::{Error, Result, Secret};
 
 const MPIRUN: &str = "mpirun";
 /// In the batch script or the shell of an allocation, where Slurm starts processes.
@@ -34,76 +33,97 @@ pub(super) fn is_asked(config: &LaunchConfig, num_ranks: usize) -> bool {
     (config.is_led() || num_ranks > 1) && (config.mpirun.is_some() || by_program)
 }
 
-/// The words that start the agents of all ranks, before the address at which these call the front.
-///
-/// # Errors
-/// The launcher is not installed, or cannot be told how to reach the other hosts.
-pub(super) fn words(
-    config: &LaunchConfig,
-    shares: &[Share],
-    via: &[String],
-) -> Result<Vec<String>> {
-    let is_all_here = config.hostfile.is_none() && shares.iter().all(|share| share.is_here);
-    let is_batch = is_all_here && std::env::var_os("SLURM_JOB_ID").is_some();
-    let default = if is_batch { SRUN } else { MPIRUN };
-    let command = config.mpirun.as_deref().unwrap_or(default);
-    let mut words: Vec<String> = command.split_whitespace().map(String::from).collect();
-    let Some(launcher) = words.first() else {
-        return Err(Error::Launch(
-            "--mpirun: expected a command, got nothing".to_string(),
-        ));
-    };
-    let search_path = std::env::var("PATH").unwrap_or_default();
-    let folder = std::env::current_dir().unwrap_or_default();
-    program::find(launcher, &folder, &search_path).map_err(|error| {
-        let error = error.to_string();
-        let why = error.lines().next().unwrap_or_default();
-        Error::Launch(format!(
-            "the ranks speak MPI, and {why}\n\
-             hint: install the MPI library that the program was built with (Debian: apt-get install openmpi-bin), or say how it starts \
-             ranks: --mpirun COMMAND"
-        ))
-    })?;
-    let num_ranks: usize = shares.iter().map(|share| share.num_ranks).sum();
-    words.extend(["-n".to_string(), num_ranks.to_string()]);
-    if shares.iter().any(|share| !share.is_here) {
-        if via.iter().any(|word| word.contains(':')) {
-            return Err(Error::Launch(format!(
-                "mpirun takes a colon in what runs commands on other hosts for the end of a command: {:?}\n\
-                 hint: names of hosts instead of IPv6 addresses, or an --ssh script",
-                via.join(" ")
-            )));
-        }
-        if via.iter().any(|word| word.contains(char::is_whitespace)) {
-            return Err(Error::Launch(format!(
-                "mpirun takes a blank in what runs commands on other hosts for the end of a word: {via:?}\n\
-                 hint: install candle-train at a path without blanks"
-            )));
-        }
-        let hosts = shares
-            .iter()
-            .map(|share| format!("{}:{}", share.name, share.num_ranks));
-        words.extend(["--host".to_string(), hosts.collect::<Vec<_>>().join(",")]);
-    }
-    words.extend([own_program(), "agent".to_string()]);
-    Ok(words)
+/// An MPI library's launcher.
+#[derive(Debug)]
+pub(super) struct Mpi {
+    /// The command, but for the last word: where agents call the front.
+    pub(super) words: Vec<String>,
+    /// The command that runs a command on another host.
+    via: String,
 }
 
-/// The environment in which those words are run; `via` are the words that run a command on another host, which learn the
-/// secret from this one or not.
-pub(super) fn prepare(command: &mut Command, via: &str, passes_secret: bool) {
-    let settings = [
-        ("OMPI_MCA_plm_rsh_agent", via),
-        ("PRTE_MCA_plm_ssh_agent", via),
-    ];
-    // Passed on to other hosts by its name; MPICH and Slurm pass on all there is.
-    let secret = passes_secret.then_some(("OMPI_MCA_mca_base_env_list", "CANDLE_TRAIN_RUN_TOKEN"));
-    for (name, value) in SETTINGS.into_iter().chain(settings).chain(secret) {
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
+impl Mpi {
+    /// The one that starts the agents of all ranks on these hosts.
+    ///
+    /// # Errors
+    /// It is not installed, or cannot be told how to reach the other hosts.
+    pub(super) fn new(config: &LaunchConfig, hosts: &[Host], via: &[String]) -> Result<Self> {
+        let is_all_here = hosts.iter().all(|host| host.is_here);
+        let is_batch = config.hostfile.is_none() && is_all_here;
+        let is_batch = is_batch && std::env::var_os("SLURM_JOB_ID").is_some();
+        let default = if is_batch { SRUN } else { MPIRUN };
+        let command = config.mpirun.as_deref().unwrap_or(default);
+        let mut words: Vec<String> = command.split_whitespace().map(String::from).collect();
+        let Some(launcher) = words.first() else {
+            return Err(Error::Launch(
+                "--mpirun: expected a command, got nothing".to_string(),
+            ));
+        };
+        let folder = std::env::current_dir().unwrap_or_default();
+        program::find(launcher, &folder).map_err(|error| {
+            let error = error.to_string();
+            let why = error.lines().next().unwrap_or_default();
+            Error::Launch(format!(
+                "the ranks speak MPI, and {why}\n\
+                 hint: install the MPI library that the program was built with (Debian: apt-get install openmpi-bin), or say how it starts \
+                 ranks: --mpirun COMMAND"
+            ))
+        })?;
+        let num_ranks: usize = hosts.iter().map(|host| host.num_ranks).sum();
+        words.extend(["-n".to_string(), num_ranks.to_string()]);
+        if !is_all_here {
+            check_via(via)?;
+            let of_host = |host: &Host| format!("{}:{}", host.name, host.num_ranks);
+            let hosts: Vec<_> = hosts.iter().map(of_host).collect();
+            words.extend(["--host".to_string(), hosts.join(",")]);
         }
+        words.extend([own_program(), "agent".to_string()]);
+        Ok(Self {
+            words,
+            via: via.join(" "),
+        })
     }
-    for name in FOREIGN.into_iter().chain(["RANK", "WORLD_SIZE"]) {
-        command.env_remove(name);
+
+    /// The command that starts agents which call the front at this address; they are told the secret if it is one for this run only.
+    pub(super) fn command(&self, front: &str, secret: Option<&Secret>) -> Command {
+        let mut command = Command::new(&self.words[0]);
+        command.args(&self.words[1..]).arg(front);
+        let via = [
+            ("OMPI_MCA_plm_rsh_agent", self.via.as_str()),
+            ("PRTE_MCA_plm_ssh_agent", &self.via),
+        ];
+        // Passed on to other hosts by its name; MPICH and Slurm pass on all there is.
+        let passed_on = ("OMPI_MCA_mca_base_env_list", "CANDLE_TRAIN_RUN_TOKEN");
+        let passed_on = secret.map(|_| passed_on);
+        for (name, value) in SETTINGS.into_iter().chain(via).chain(passed_on) {
+            if std::env::var_os(name).is_none() {
+                command.env(name, value);
+            }
+        }
+        if let Some(secret) = secret {
+            command.env("CANDLE_TRAIN_RUN_TOKEN", secret.as_str());
+        }
+        for name in FOREIGN.into_iter().chain(["RANK", "WORLD_SIZE"]) {
+            command.env_remove(name);
+        }
+        command
     }
+}
+
+/// An error if mpirun would read the command that runs commands on other hosts in another way.
+fn check_via(via: &[String]) -> Result<()> {
+    if via.iter().any(|word| word.contains(':')) {
+        return Err(Error::Launch(format!(
+            "mpirun takes a colon in what runs commands on other hosts for the end of a command: {:?}\n\
+             hint: names of hosts instead of IPv6 addresses, or an --ssh script",
+            via.join(" ")
+        )));
+    }
+    if via.iter().any(|word| word.contains(char::is_whitespace)) {
+        return Err(Error::Launch(format!(
+            "mpirun takes a blank in what runs commands on other hosts for the end of a word: {via:?}\n\
+             hint: install candle-train at a path without blanks"
+        )));
+    }
+    Ok(())
 }

@@ -6,17 +6,26 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+
+use crate::{Error, Result};
 
 /// The time between two looks at processes that were killed.
 pub(super) const KILL_INTERVAL: Duration = Duration::from_millis(30);
 /// After this long, a process that SIGKILL does not end hangs in the kernel.
 pub(super) const KILL_DEADLINE: Duration = Duration::from_secs(10);
 
+/// Makes this process a subreaper.
+pub(super) fn adopt_orphans() -> Result<()> {
+    set_child_subreaper(true)
+        .map_err(|errno| Error::Launch(format!("cannot become a subreaper: {errno}")))
+}
+
 /// The descendants of this process.
-pub(super) fn descendants() -> Vec<Pid> {
+fn descendants() -> Vec<Pid> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
     let Ok(entries) = std::fs::read_dir("/proc") else {
         return Vec::new();

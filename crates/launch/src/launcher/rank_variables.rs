@@ -1,7 +1,6 @@
 //! The environment that ranks are given, with torchrun's names.
 
-use super::rendezvous_address::RendezvousAddress;
-use crate::{Error, Result, Secret};
+use crate::{Error, Result};
 
 /// Variables with these beginnings steer a run, so ranks on other hosts get this host's.
 const PASSED_ON: [&str; 5] = ["CANDLE_", "NCCL_", "OMP_", "RAYON_", "RUST_"];
@@ -34,46 +33,16 @@ pub(super) const FOREIGN: [&str; 8] = [
     "TORCHELASTIC_USE_AGENT_STORE",
 ];
 
-/// What all ranks of a run share.
-pub(super) struct Run<'a> {
-    pub(super) world_size: usize,
-    pub(super) num_hosts: usize,
-    pub(super) meeting: &'a RendezvousAddress,
-    /// By which they know each other, if there is one.
-    pub(super) secret: Option<&'a Secret>,
-    /// How often ranks of this run were started before.
-    pub(super) num_restarts: usize,
-    /// What the user gave with `--env`.
-    pub(super) given: &'a [(String, String)],
-}
-
-impl Run<'_> {
-    /// The variables of all ranks of a host; each rank has RANK and LOCAL_RANK besides.
-    pub(super) fn of_host(
-        &self,
-        name: &str,
-        is_here: bool,
-        node_rank: usize,
-        num_ranks: usize,
-    ) -> Vec<(String, String)> {
-        let own = [
-            ("WORLD_SIZE", self.world_size.to_string()),
-            ("LOCAL_WORLD_SIZE", num_ranks.to_string()),
-            ("MASTER_ADDR", self.meeting.host.clone()),
-            ("MASTER_PORT", self.meeting.port.to_string()),
-            ("GROUP_RANK", node_rank.to_string()),
-            ("GROUP_WORLD_SIZE", self.num_hosts.to_string()),
-            ("NODE_RANK", node_rank.to_string()),
-            ("CANDLE_TRAIN_HOST", name.to_string()),
-            ("CANDLE_TRAIN_RESTART_COUNT", self.num_restarts.to_string()),
-        ];
-        let passed_on = if is_here { Vec::new() } else { passed_on() };
-        let secret =
-            (self.secret).map(|secret| ("CANDLE_TRAIN_RUN_TOKEN", secret.as_str().to_string()));
-        let own = own.into_iter().chain(secret);
-        let own = own.map(|(name, value)| (name.to_string(), value));
-        [passed_on, self.given.to_vec(), own.collect()].concat()
-    }
+/// The variables of all ranks of a host, on top of each other: what other hosts are passed, what the user gave, and the launcher's `own`.
+pub(super) fn of_host(
+    is_here: bool,
+    given: &[(String, String)],
+    own: impl IntoIterator<Item = (&'static str, String)>,
+) -> Vec<(String, String)> {
+    let passed_on = if is_here { Vec::new() } else { passed_on() };
+    let own = own.into_iter();
+    let own = own.map(|(name, value)| (name.to_string(), value));
+    [passed_on, given.to_vec(), own.collect()].concat()
 }
 
 /// The variables of `--env NAME=VALUE` and `--env NAME`.

@@ -1,7 +1,10 @@
 //! A host and a port, as in `--rdzv`.
 
 use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::str::FromStr;
+
+use crate::Error;
 
 /// Where the ranks of a run meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -10,6 +13,20 @@ pub struct RendezvousAddress {
     pub host: String,
     /// The port, not 0.
     pub port: u16,
+}
+
+impl RendezvousAddress {
+    /// What the name means on this host.
+    ///
+    /// # Errors
+    /// It is not known here.
+    pub(super) fn resolve(&self) -> crate::Result<Vec<SocketAddr>> {
+        let found = (self.host.as_str(), self.port).to_socket_addrs();
+        found.map(Iterator::collect).map_err(|_| {
+            let host = &self.host;
+            Error::Launch(format!("--rdzv: the host name {host:?} is not known here"))
+        })
+    }
 }
 
 impl FromStr for RendezvousAddress {
@@ -22,15 +39,10 @@ impl FromStr for RendezvousAddress {
         let bracketed = host
             .strip_prefix('[')
             .and_then(|host| host.strip_suffix(']'));
-        let host = bracketed.unwrap_or(host);
-        let port = port.parse().ok().filter(|port| *port > 0);
-        match port {
-            Some(port) if !host.is_empty() && (bracketed.is_some() || !host.contains(':')) => {
-                Ok(Self {
-                    host: host.to_string(),
-                    port,
-                })
-            }
+        let is_host = bracketed.is_some() || !host.contains(':');
+        let host = bracketed.unwrap_or(host).to_string();
+        match port.parse() {
+            Ok(port @ 1..) if !host.is_empty() && is_host => Ok(Self { host, port }),
             _ => Err(expected()),
         }
     }

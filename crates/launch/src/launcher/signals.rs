@@ -12,29 +12,22 @@ const ENDING: [Signal; 4] = [
     Signal::SIGQUIT,
 ];
 
-/// Blocks the ending signals for this thread and those it starts later; the set is to be waited for.
+/// Calls `on_signal` with each ending signal, from a thread of its own. They are blocked for this thread and those it starts later, so
+/// it has to come before those.
 ///
 /// One that is ignored, as SIGHUP is under `nohup`, stays ignored.
-pub(super) fn block() -> Result<SigSet> {
+pub(super) fn watch(mut on_signal: impl FnMut(Signal) + Send + 'static) -> Result<()> {
     let ignored = ignored_mask();
-    let mut set = SigSet::empty();
-    for signal in ENDING {
-        if ignored & (1 << (signal as u32 - 1)) == 0 {
-            set.add(signal);
-        }
-    }
+    let is_ignored = |signal: &Signal| ignored & (1 << (*signal as u32 - 1)) != 0;
+    let set: SigSet = ENDING.into_iter().filter(|it| !is_ignored(it)).collect();
     set.thread_block()
         .map_err(|errno| Error::Launch(format!("cannot block signals: {errno}")))?;
-    Ok(set)
-}
-
-/// Calls `on_signal` with each signal of the set, from a thread of its own.
-pub(super) fn watch(set: SigSet, mut on_signal: impl FnMut(Signal) + Send + 'static) {
     std::thread::spawn(move || {
         while let Ok(signal) = set.wait() {
             on_signal(signal);
         }
     });
+    Ok(())
 }
 
 /// One bit for each ignored signal, as the kernel lists them.

@@ -1,19 +1,21 @@
-//! What front and agent say to each other: one line of JSON each, and after a line about output its bytes.
+//! What front and agent say to each other, in the [frames](crate::control::wire) of the ranks.
 
-use std::io::{BufRead, Error, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Result, Write};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::end::End;
 use super::host_plan::HostPlan;
+use crate::control::wire::{Limits, frame, read};
 
 /// The agent's first line. What comes before it is the greeting of a remote shell.
 pub(super) const GREETING: &str = concat!("candle-train agent ", env!("CARGO_PKG_VERSION"));
 
-/// A line is no longer than this: a plan holds a command line and an environment.
-const MAX_LINE: u64 = 1 << 24;
-/// What an agent reads of a rank's output at once.
-pub(super) const MAX_OUTPUT: usize = 1 << 16;
+/// How often each side says that it lives.
+pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// From the front to an agent.
 #[derive(Debug, Serialize, Deserialize)]
@@ -37,12 +39,8 @@ pub(super) enum Report {
     Ready,
     /// It cannot, for this reason.
     Refused(String),
-    /// A rank wrote; `num_bytes` bytes follow the line.
-    Output {
-        rank: usize,
-        stream: Stream,
-        num_bytes: usize,
-    },
+    /// A rank wrote the bytes of this frame.
+    Output { rank: usize, stream: Stream },
     /// A rank ended, this long ago: its output may come late.
     Ended {
         rank: usize,
@@ -65,38 +63,32 @@ pub(super) enum Stream {
     Err,
 }
 
-/// Writes a message as one line, with `bytes` after it, and flushes.
-pub(super) fn send(
-    to: &mut impl Write,
-    message: &impl Serialize,
-    bytes: &[u8],
-) -> std::io::Result<()> {
-    let mut line = serde_json::to_vec(message)?;
-    line.push(b'\n');
-    line.extend_from_slice(bytes);
-    to.write_all(&line)?;
+/// Writes a message and the bytes that belong to it.
+pub(super) fn send(to: &mut impl Write, message: &impl Serialize, bytes: &[u8]) -> Result<()> {
+    // In one piece: several threads may write.
+    to.write_all(&frame(message, bytes)?)?;
     to.flush()
 }
 
-/// Reads one message; `None` at the end of the stream. A line that is too long is no whole message.
-pub(super) fn receive<T: for<'de> Deserialize<'de>>(
-    from: &mut impl BufRead,
-) -> std::io::Result<Option<T>> {
-    let mut line = Vec::new();
-    from.take(MAX_LINE).read_until(b'\n', &mut line)?;
-    if line.is_empty() {
-        return Ok(None);
+/// Writes what is posted, and between posts that this side lives, until nobody is left to post anything, or to read.
+pub(super) fn write_posts<M: Serialize>(mut to: impl Write, posts: &Receiver<M>, alive: &M) {
+    loop {
+        let sent = match posts.recv_timeout(ALIVE_INTERVAL) {
+            Ok(post) => send(&mut to, &post, &[]),
+            Err(RecvTimeoutError::Timeout) => send(&mut to, alive, &[]),
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if sent.is_err() {
+            return;
+        }
     }
-    Ok(Some(serde_json::from_slice(&line)?))
 }
 
-/// Reads the bytes that follow a line about output.
-pub(super) fn receive_bytes(from: &mut impl Read, num_bytes: usize) -> std::io::Result<Vec<u8>> {
-    if num_bytes > MAX_OUTPUT {
-        let message = format!("{num_bytes} bytes of output at once, at most {MAX_OUTPUT}");
-        return Err(Error::new(ErrorKind::InvalidData, message));
+/// Reads a message and its bytes; `None` at the end of the stream, whatever the other end had not read yet.
+pub(super) fn receive<M: DeserializeOwned>(from: &mut impl Read) -> Result<Option<(M, Vec<u8>)>> {
+    use ErrorKind::{ConnectionReset, UnexpectedEof};
+    match read(from, Limits::RANK) {
+        Err(error) if matches!(error.kind(), UnexpectedEof | ConnectionReset) => Ok(None),
+        received => received.map(Some),
     }
-    let mut bytes = vec![0; num_bytes];
-    from.read_exact(&mut bytes)?;
-    Ok(bytes)
 }

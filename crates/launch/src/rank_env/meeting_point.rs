@@ -1,15 +1,21 @@
 //! Where the ranks of a run meet, and the secret by which they know each other.
 
-use super::identity::Identity;
-use super::started_by::StartedBy;
+use std::os::unix::fs::PermissionsExt;
+
+use super::identity::{Identity, StartedBy};
+use super::slurm_list;
 use super::variables::Variables;
-use super::{secret_file, slurm_list};
 use crate::{Error, Result, Secret};
 
 /// Ports below those that systems hand out by themselves, so that a port derived from a job is probably free.
 const DERIVED_PORTS: std::ops::Range<u16> = 20000..32000;
 
+/// The run's secret, and the file that has it.
+const SECRET: &str = "CANDLE_TRAIN_RUN_TOKEN";
+const SECRET_FILE: &str = "CANDLE_TRAIN_RUN_TOKEN_FILE";
+
 /// Address and port of rank 0, as far as known, and the run's secret.
+#[derive(Debug, Clone)]
 pub(super) struct MeetingPoint {
     pub(super) secret: Secret,
     /// It follows from what others may know.
@@ -21,7 +27,7 @@ pub(super) struct MeetingPoint {
 impl MeetingPoint {
     pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
         let job = job_name(vars, identity.started_by);
-        let given = secret_file::given(vars)?;
+        let given = given_secret(vars)?;
         let address = address(vars, identity)?;
         let port = port(vars, job.as_deref())?;
         let is_guessable = given.is_none();
@@ -40,6 +46,37 @@ impl MeetingPoint {
     }
 }
 
+/// The secret that the user or the launcher has given, if one is.
+///
+/// # Errors
+/// It is empty; its file cannot be read, or others can read it too.
+pub(super) fn given_secret(vars: &Variables) -> Result<Option<Secret>> {
+    let (variable, secret) = match (vars.get(SECRET), vars.get(SECRET_FILE)) {
+        (Some(secret), _) => (SECRET.to_string(), secret),
+        (None, Some(path)) => (format!("{SECRET_FILE}={path}"), read_secret(&path)?),
+        (None, None) => return Ok(None),
+    };
+    match secret.trim() {
+        "" => Err(Error::Environment(format!(
+            "{variable}: expected a secret, got nothing"
+        ))),
+        secret => Ok(Some(secret.into())),
+    }
+}
+
+fn read_secret(path: &str) -> Result<String> {
+    let problem = |what: String| Error::Environment(format!("{SECRET_FILE}: {what}: {path}"));
+    let unreadable = |error| problem(format!("cannot read the run's secret ({error})"));
+    let data = std::fs::metadata(path).map_err(unreadable)?;
+    let mode = data.permissions().mode() & 0o777;
+    if mode & 0o077 != 0 {
+        return Err(problem(format!(
+            "others than its owner may use the file with the run's secret (mode {mode:o}); chmod 600 it and take another secret"
+        )));
+    }
+    std::fs::read_to_string(path).map_err(unreadable)
+}
+
 /// What the launcher calls this run.
 fn job_name(vars: &Variables, started_by: StartedBy) -> Option<String> {
     match started_by {
@@ -54,10 +91,10 @@ fn job_name(vars: &Variables, started_by: StartedBy) -> Option<String> {
             let parts: Vec<_> = names.iter().filter_map(|name| vars.get(name)).collect();
             Some(format!("torchrun.{}", parts.join(".")))
         }
-        StartedBy::OpenMpi => ["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"]
-            .iter()
-            .find_map(|name| vars.get(name))
-            .map(|job| format!("ompi.{job}")),
+        StartedBy::OpenMpi => {
+            let job = vars.first(&["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"])?;
+            Some(format!("ompi.{job}"))
+        }
         StartedBy::Pmi | StartedBy::Slurm => {
             let (job, step) = (vars.get("SLURM_JOB_ID")?, vars.get("SLURM_STEP_ID")?);
             Some(format!("slurm.{job}.{step}"))
@@ -96,16 +133,15 @@ fn port(vars: &Variables, job: Option<&str>) -> Result<Option<u16>> {
         return Ok(job.map(derived_port));
     };
     // torchrun's agent then listens on MASTER_PORT itself, for PyTorch's own store.
-    if vars.get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True") {
-        return match port.checked_add(1) {
-            Some(next) => Ok(Some(next)),
-            None => Err(Error::Environment(format!(
-                "MASTER_PORT={port} is torchrun's own and has no next port\n\
-                 hint: set CANDLE_TRAIN_MASTER_PORT to a free port of rank 0's host"
-            ))),
-        };
+    if vars.get("TORCHELASTIC_USE_AGENT_STORE").as_deref() != Some("True") {
+        return Ok(Some(port));
     }
-    Ok(Some(port))
+    port.checked_add(1).map(Some).ok_or_else(|| {
+        Error::Environment(format!(
+            "MASTER_PORT={port} is torchrun's own and has no next port\n\
+             hint: set CANDLE_TRAIN_MASTER_PORT to a free port of rank 0's host"
+        ))
+    })
 }
 
 /// The same port on all ranks of a job, and probably another one for another job (FNV-1a).
@@ -113,6 +149,5 @@ fn derived_port(job: &str) -> u16 {
     let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     });
-    let span = u64::from(DERIVED_PORTS.end - DERIVED_PORTS.start);
-    DERIVED_PORTS.start + (hash % span) as u16
+    DERIVED_PORTS.start + (hash % DERIVED_PORTS.len() as u64) as u16
 }

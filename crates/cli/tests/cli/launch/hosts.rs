@@ -66,6 +66,16 @@ fn two_hosts_over_ssh() {
     );
 }
 
+/// The agents that are there sooner hear meanwhile that the launcher lives.
+#[test]
+fn a_host_that_is_slow_to_answer() {
+    let ssh = format!("[ $1 = b ] && sleep 2.5\n{}", fake_ssh());
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "echo here").wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let lines = ["[rank 0] here", "[rank 1] here"];
+    assert_eq!(ended.sorted_lines(), lines, "{}", ended.err);
+}
+
 #[test]
 fn a_failure_on_one_host_ends_the_other() {
     let ended = run_hosts(
@@ -198,11 +208,11 @@ fn another_version_on_a_host() {
 #[test]
 fn an_agent_that_announces_too_much() {
     let greeting = concat!("candle-train agent ", env!("CARGO_PKG_VERSION"));
-    let output = r#"{"Output":{"rank":0,"stream":"Out","num_bytes":18446744073709551615}}"#;
-    let ssh = format!("echo '{greeting}'; echo '{output}'; cat > /dev/null");
+    // The lengths of a message and of the bytes that belong to it.
+    let ssh = format!("echo '{greeting}'; printf '\\377%.0s' 1 2 3 4 5 6 7 8; cat > /dev/null");
     let ended = start_hosts("a slots=1\n", &ssh, &[], "true").wait();
     assert_eq!(ended.code, Some(2));
-    let says = "the agent's output breaks off: 18446744073709551615 bytes of output at once, at most 65536";
+    let says = "the agent's answer is not understood: a frame of 4294967295 and 4294967295 bytes, at most ";
     assert!(ended.sentence().contains(says), "{}", ended.err);
 }
 
@@ -235,7 +245,12 @@ fn an_agent_that_hears_nothing_ends_its_ranks() {
     );
     // The pipe stays open.
     let mut stdin = agent.take_stdin();
-    writeln!(stdin, "{plan}\n\"Start\"").unwrap();
+    for message in [plan.as_str(), "\"Start\""] {
+        let len = u32::try_from(message.len()).unwrap().to_le_bytes();
+        let frame = [&len[..], &[0; 4], message.as_bytes()].concat();
+        stdin.write_all(&frame).unwrap();
+    }
+    stdin.flush().unwrap();
     agent.await_files(&["up"]);
     agent.wait();
 }

@@ -1,159 +1,120 @@
-//! Questions that wait for other ranks: gathers and checks. No I/O: it returns what to answer to whom.
+//! Questions that wait for other ranks: gathers and checks.
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::control::Verdict;
 use crate::control::message::{Answer, Question};
-use crate::control::{RankGroup, Verdict};
 
-/// An answer to a rank's question, with its body.
+/// An answer to the ranks' questions with these ids, and its body.
 pub(super) struct Reply {
-    pub rank: usize,
-    pub id: u64,
+    pub to: Vec<(usize, u64)>,
     pub answer: Answer,
     pub body: Vec<u8>,
 }
 
-/// What has been asked and not answered yet.
+/// What has been asked and not answered yet: gathers by their key, checks by the group's id and their number in it.
 #[derive(Default)]
-pub(super) struct Exchange {
-    gathers: HashMap<String, BTreeMap<usize, (u64, Vec<u8>)>>,
-    checks: HashMap<(String, u64), Check>,
+pub(super) struct Exchange(HashMap<(String, Option<u64>), Open>);
+
+struct Open {
+    members: Vec<usize>,
+    /// By world rank.
+    asked: BTreeMap<usize, Asked>,
 }
 
-struct Check {
-    group: RankGroup,
-    /// By world rank: the question's id, the call, its site.
-    calls: BTreeMap<usize, (u64, String, String)>,
+struct Asked {
+    id: u64,
+    /// What is gathered.
+    body: Vec<u8>,
+    /// What is checked: the call, and its site.
+    call: (String, String),
 }
 
 impl Exchange {
-    /// Takes the question of a rank of `world_size` and returns the answers that are due.
-    pub(super) fn ask(
+    /// Takes the question of a rank of `world_size` and returns the answer that is due, if it was the last to ask.
+    pub fn ask(
         &mut self,
         (rank, id): (usize, u64),
         question: Question,
         body: Vec<u8>,
         world_size: usize,
-    ) -> Vec<Reply> {
-        match question {
+    ) -> Option<Reply> {
+        let (key, members, call) = match question {
             Question::Gather { key } => {
-                let gather = self.gathers.entry(key.clone()).or_default();
-                gather.insert(rank, (id, body));
-                if gather.len() < world_size {
-                    return Vec::new();
-                }
-                self.gathers.remove(&key).map_or_else(Vec::new, gathered)
+                ((key, None), (0..world_size).collect(), Default::default())
             }
             Question::Check {
                 group,
                 seq,
                 call,
                 site,
-            } => self.check((rank, id), group, seq, (call, site)),
-        }
-    }
-
-    fn check(
-        &mut self,
-        (rank, id): (usize, u64),
-        group: RankGroup,
-        seq: u64,
-        (call, site): (String, String),
-    ) -> Vec<Reply> {
-        let key = (group.id.clone(), seq);
-        let check = self.checks.entry(key.clone()).or_insert_with(|| Check {
-            group,
-            calls: BTreeMap::new(),
-        });
-        check.calls.insert(rank, (id, call, site));
-        if check.calls.len() < check.group.members.len() {
-            return Vec::new();
-        }
-        let Some(check) = self.checks.remove(&key) else {
-            return Vec::new();
+            } => ((group.id, Some(seq)), group.members, (call, site)),
         };
-        let verdict = Answer::Verdict(check.verdict());
-        let reply =
-            |(rank, (id, ..)): (&usize, &(u64, String, String))| bare(*rank, *id, verdict.clone());
-        check.calls.iter().map(reply).collect()
+        let open = self.0.entry(key.clone()).or_insert_with(|| Open {
+            members,
+            asked: BTreeMap::new(),
+        });
+        open.asked.insert(rank, Asked { id, body, call });
+        if open.asked.len() < open.members.len() {
+            return None;
+        }
+        let open = self.0.remove(&key)?;
+        Some(match key {
+            (_, None) => open.gathered(),
+            (_, Some(_)) => open.reply(Answer::Verdict(open.verdict()), Vec::new()),
+        })
     }
 
     /// Answers the questions that need a rank of `left`, none of which will ask again.
-    pub(super) fn without(&mut self, left: &[usize], report: &str) -> Vec<Reply> {
-        let mut replies = Vec::new();
-        self.gathers.retain(|_, gather| {
-            let Some(rank) = left.iter().find(|rank| !gather.contains_key(rank)) else {
-                return true;
-            };
-            let answer = Answer::Left { rank: *rank };
-            replies.extend(
-                gather
-                    .iter()
-                    .map(|(to, (id, _))| bare(*to, *id, answer.clone())),
-            );
-            false
-        });
-        self.checks.retain(|_, check| {
-            let absent = |rank: &&usize| {
-                check.group.members.contains(rank) && !check.calls.contains_key(rank)
-            };
-            let Some(rank) = left.iter().find(absent) else {
-                return true;
-            };
-            let verdict = Verdict::Left {
-                rank: *rank,
-                report: report.to_string(),
-            };
-            let answer = Answer::Verdict(verdict);
-            replies.extend(
-                check
-                    .calls
-                    .iter()
-                    .map(|(to, (id, ..))| bare(*to, *id, answer.clone())),
-            );
-            false
-        });
-        replies
+    pub fn without(&mut self, left: &[usize], report: &str) -> Vec<Reply> {
+        let is_needed = |open: &Open, rank: &usize| {
+            open.members.contains(rank) && !open.asked.contains_key(rank)
+        };
+        let hopeless = self
+            .0
+            .extract_if(|_, open| left.iter().any(|rank| is_needed(open, rank)));
+        let reply = |(_, open): (_, Open)| {
+            let rank = *left.iter().find(|rank| is_needed(&open, rank))?;
+            let report = report.to_string();
+            let verdict = Verdict::Left { rank, report };
+            Some(open.reply(Answer::Verdict(verdict), Vec::new()))
+        };
+        hopeless.filter_map(reply).collect()
     }
 }
 
-impl Check {
+impl Open {
+    fn reply(&self, answer: Answer, body: Vec<u8>) -> Reply {
+        let to = self.asked.iter().map(|(rank, asked)| (*rank, asked.id));
+        let to = to.collect();
+        Reply { to, answer, body }
+    }
+
+    fn gathered(&self) -> Reply {
+        let bodies = self.asked.values().map(|asked| asked.body.as_slice());
+        let lens = bodies.clone().map(<[u8]>::len).collect();
+        self.reply(
+            Answer::Gathered { lens },
+            bodies.collect::<Vec<_>>().concat(),
+        )
+    }
+
+    /// Whether all have called what the first of them has.
     fn verdict(&self) -> Verdict {
-        let mut calls = self.calls.iter();
-        let Some((first, (_, call, site))) = calls.next() else {
+        let mut calls = self.asked.iter().map(|(rank, asked)| (*rank, &asked.call));
+        let place = |(rank, (call, site)): (usize, &(String, String))| {
+            let call = format!("{call} at {site}");
+            (rank, call)
+        };
+        let Some(first) = calls.next() else {
             return Verdict::Agree;
         };
-        match calls.find(|(_, (_, other, _))| other != call) {
+        match calls.find(|(_, (call, _))| *call != first.1.0) {
             None => Verdict::Agree,
-            Some((second, (_, other, other_site))) => Verdict::Differ {
-                first: (*first, format!("{call} at {site}")),
-                second: (*second, format!("{other} at {other_site}")),
+            Some(second) => Verdict::Differ {
+                first: place(first),
+                second: place(second),
             },
         }
     }
-}
-
-fn bare(rank: usize, id: u64, answer: Answer) -> Reply {
-    let body = Vec::new();
-    Reply {
-        rank,
-        id,
-        answer,
-        body,
-    }
-}
-
-fn gathered(gather: BTreeMap<usize, (u64, Vec<u8>)>) -> Vec<Reply> {
-    let lens: Vec<usize> = gather.values().map(|(_, bytes)| bytes.len()).collect();
-    let body: Vec<u8> = gather
-        .values()
-        .flat_map(|(_, bytes)| bytes.iter().copied())
-        .collect();
-    let reply = |(rank, (id, _)): (&usize, &(u64, Vec<u8>))| Reply {
-        rank: *rank,
-        id: *id,
-        answer: Answer::Gathered { lens: lens.clone() },
-        body: body.clone(),
-    };
-    gather.iter().map(reply).collect()
 }

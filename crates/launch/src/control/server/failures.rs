@@ -1,53 +1,165 @@
 //! Ranks that die, fall silent, fail or are late.
 
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::hub::{Hub, Peer, State};
-use super::{report, spawn};
+use super::run::{Run, rank_list};
 use crate::control::activity::GroupProgress;
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
-use crate::control::{BEAT, Failure, FailureKind, RankGroup, SAME_WORDS};
+use crate::control::{Failure, FailureKind, RankGroup, SAME_WORDS};
 
 /// How long a rank's word that it failed is held back. It may have failed because another one died, which shows as a
 /// closed connection at about the same time.
 const HOLD: Duration = Duration::from_millis(500);
 
-impl State {
-    /// Whether everybody who can hear of the failure has.
-    pub(super) fn all_noted(&self) -> bool {
-        let mut present = self.present();
-        present.all(|(_, peer)| peer.noted || peer.left || peer.gone)
+impl Run {
+    /// A rank's connection has closed.
+    pub fn lose(&mut self, rank: usize, why: &io::Error, now: Duration) {
+        if !self.started {
+            // It may come again.
+            self.peers[rank] = None;
+            return;
+        }
+        let Some(peer) = &mut self.peers[rank] else {
+            return;
+        };
+        peer.gone = true;
+        if !peer.left && peer.failed.is_none() {
+            let between = format!(" {}\n  its last operation", died(why));
+            let message = format!("{}\n{DIED_HINT}", peer.report(&between, now));
+            self.announce(FailureKind::Died, Some(rank), message);
+        }
+    }
+
+    /// Ends the run for this reason, if it has not ended.
+    fn announce(&mut self, kind: FailureKind, rank: Option<usize>, message: String) {
+        if self.failure.is_none() {
+            let failure = Failure {
+                kind,
+                rank,
+                message,
+            };
+            self.broadcast(&ToRank::Failed(failure.clone()));
+            self.failure = Some(failure);
+        }
+    }
+
+    /// A rank says that it failed: that is why the run ends, unless another one turns out to have died.
+    pub fn hold(&mut self, rank: usize, kind: FailureKind, why: &str, now: Duration) {
+        let Some(peer) = &self.peers[rank] else {
+            return;
+        };
+        let since = match &self.held {
+            None => now,
+            // Launchers tell all ranks to end when one has failed.
+            Some((held, since)) if held.kind == FailureKind::Terminated => *since,
+            Some(_) => return,
+        };
+        let verb = match kind {
+            FailureKind::Terminated => "was told to end",
+            _ => "failed",
+        };
+        let failure = Failure {
+            kind,
+            rank: Some(rank),
+            message: peer.report(&format!(" {verb}: {why}\n  its last operation"), now),
+        };
+        self.held = Some((failure, since));
+    }
+
+    /// Ends the run for the reason that is held back, when that has been long enough.
+    pub fn find_held(&mut self, now: Duration) {
+        let Some((held, since)) = &self.held else {
+            return;
+        };
+        let is_failed = held.kind == FailureKind::Failed;
+        // All may be about to say that they failed, of the same.
+        let limit = match is_failed && self.may_fail_alike() {
+            true => HOLD + SAME_WORDS,
+            false => HOLD,
+        };
+        if now < *since + limit {
+            return;
+        }
+        let held = held.clone();
+        self.held = None;
+        match self.failed_alike().filter(|_| is_failed) {
+            Some(words) => self.announce(FailureKind::Failed, None, words),
+            None => self.announce(held.kind, held.rank, held.message),
+        }
     }
 
     /// What all ranks say that they failed of, if it is the same.
     fn failed_alike(&self) -> Option<String> {
-        let words = |peer: &Option<Peer>| peer.as_ref()?.failed.clone();
-        let first = words(self.peers.first()?)?;
-        let mut others = self.peers.iter().skip(1);
-        others
-            .all(|peer| words(peer).as_ref() == Some(&first))
-            .then_some(first)
+        let mut words = self.peers.iter().map(|peer| peer.as_ref()?.failed.as_ref());
+        let first = words.next()??;
+        words
+            .all(|other| other == Some(first))
+            .then(|| first.clone())
     }
 
     /// Whether ranks that have not failed still compute.
     fn may_fail_alike(&self) -> bool {
-        let is_held = |held: &Failure| held.kind == FailureKind::Failed;
-        let unfailed = || self.present().filter(|(_, peer)| peer.failed.is_none());
-        self.held.as_ref().is_some_and(is_held)
-            && unfailed().count() > 0
-            && unfailed().all(|(_, peer)| !peer.left && peer.snapshot.blocked_in().is_none())
+        let mut unfailed = (self.present())
+            .filter(|(_, peer)| peer.failed.is_none())
+            .peekable();
+        unfailed.peek().is_some()
+            && unfailed.all(|(_, peer)| !peer.left && peer.snapshot.blocked.is_none())
     }
 
-    /// Ends the run for this reason, if it has not ended.
-    fn announce(&mut self, failure: Failure) {
-        if self.failure.is_some() {
+    /// Ends the run if ranks have said nothing for too long, all of which are named.
+    pub fn find_silent(&mut self, now: Duration) {
+        let limit = self.config.rank_timeout;
+        let silence = |heard: Duration| now.saturating_sub(heard);
+        // Ranks behind the same cut fall silent within a beat.
+        let lost = (self.present())
+            .filter(|(_, peer)| !peer.left && !peer.gone && silence(peer.heard) > limit * 5 / 6);
+        let lost: Vec<_> = lost.collect();
+        if !lost.iter().any(|(_, peer)| silence(peer.heard) > limit) {
             return;
         }
-        self.broadcast(&ToRank::Failed(failure.clone()));
-        self.failure = Some(failure);
+        let line = |(_, peer): &(usize, &super::run::Peer)| {
+            let what = silent(silence(peer.heard));
+            peer.report(&format!(" {what}\n  its last operation"), now)
+        };
+        let lines: Vec<String> = lost.iter().map(line).collect();
+        let (first, message) = (lost[0].0, format!("{}\n{SILENT_HINT}", lines.join("\n")));
+        self.announce(FailureKind::Died, Some(first), message);
+    }
+
+    /// Ends the run if a rank has been blocked for longer than the deadline.
+    pub fn find_late(&mut self, now: Duration) {
+        let secs = self.config.deadline.as_secs_f64();
+        let late = self.present().find_map(|(rank, peer)| {
+            let blocked = peer.snapshot.blocked.as_ref();
+            let blocked = blocked.filter(|blocked| !peer.left && blocked.secs > secs)?;
+            Some((rank, self.groups.get(&blocked.group)?, blocked.seq))
+        });
+        if self.failure.is_none()
+            && let Some((rank, group, seq)) = late
+        {
+            let message = format!(
+                "rank {rank} is blocked for more than {secs} s, the deadline, in {}\n{}\n\
+                 hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
+                 deadline",
+                self.obstacle(group, seq, &mut Vec::new()),
+                self.report(now)
+            );
+            self.announce(FailureKind::Deadline, None, message);
+        }
+    }
+
+    fn progress(&self, rank: usize, group: &RankGroup) -> GroupProgress {
+        let peer = self.peers.get(rank).and_then(Option::as_ref);
+        let progress = peer.and_then(|peer| peer.snapshot.groups.get(&group.id));
+        progress.copied().unwrap_or_default()
+    }
+
+    /// The operation in which a rank is blocked.
+    fn blocked_in(&self, rank: usize) -> Option<(&RankGroup, Option<u64>)> {
+        let blocked = self.peers.get(rank)?.as_ref()?.snapshot.blocked.as_ref()?;
+        Some((self.groups.get(&blocked.group)?, blocked.seq))
     }
 
     /// An operation that is not complete and what it waits for, in words: the members that have not come to it and, as long as
@@ -62,206 +174,48 @@ impl State {
             return format!("an operation of {group}");
         };
         let place = format!("operation number {seq} of {group}");
-        let members_where = |is_so: &dyn Fn(&GroupProgress) -> bool| -> Vec<usize> {
-            let peer = |rank: usize| self.peers.get(rank).and_then(Option::as_ref);
-            let progress = |rank| peer(rank).map(|peer| peer.snapshot.progress(group));
+        let members_where = |is_so: &dyn Fn(GroupProgress) -> bool| -> Vec<usize> {
             let members = group.members.iter().copied();
             members
-                .filter(|rank| is_so(&progress(*rank).unwrap_or_default()))
+                .filter(|rank| is_so(self.progress(*rank, group)))
                 .collect()
         };
-        let not_called = members_where(&|progress| progress.begun <= seq);
-        let not_reached = members_where(&|progress| progress.reached <= seq);
-        let absent = match (not_called.is_empty(), not_reached.is_empty()) {
-            (false, _) => not_called,
-            (true, false) => {
-                let ranks = report::rank_list(&not_reached);
-                return format!("{place}, to which the GPU of {ranks} has not come");
-            }
-            (true, true) => {
-                let past = members_where(&|progress| progress.completed > seq);
-                return match past.as_slice() {
-                    [] => format!("{place}, in which all its ranks are"),
-                    past => format!("{place}, which is over on {}", report::rank_list(past)),
-                };
-            }
+        let absent = members_where(&|progress| progress.begun <= seq);
+        let Some(first) = absent
+            .iter()
+            .map(|rank| self.progress(*rank, group).begun)
+            .min()
+        else {
+            let not_reached = members_where(&|progress| progress.reached <= seq);
+            let past = members_where(&|progress| progress.completed > seq);
+            return match (not_reached.is_empty(), past.is_empty()) {
+                (false, _) => {
+                    let ranks = rank_list(&not_reached);
+                    format!("{place}, to which the GPU of {ranks} has not come")
+                }
+                (true, true) => format!("{place}, in which all its ranks are"),
+                (true, false) => format!("{place}, which is over on {}", rank_list(&past)),
+            };
         };
-        let called = absent.iter().filter_map(|rank| {
-            let peer = self.peers[*rank].as_ref()?;
-            Some(peer.snapshot.progress(group).begun)
-        });
-        let earlier = match called.min() {
-            Some(first) if first < seq => format!(", nor number {first} before it"),
-            _ => String::new(),
+        let earlier = match first < seq {
+            true => format!(", nor number {first} before it"),
+            false => String::new(),
         };
-        let ranks = report::rank_list(&absent);
-        let place = format!("{place}, which {ranks} did not call{earlier}");
+        let place = format!(
+            "{place}, which {} did not call{earlier}",
+            rank_list(&absent)
+        );
         seen.push((group.id.clone(), seq));
-        let blocked_in = |rank: &usize| {
-            let (id, seq) = self.peers[*rank].as_ref()?.snapshot.blocked_in()?;
-            Some((*rank, self.groups.get(id)?, seq))
-        };
-        let elsewhere: Option<Vec<_>> = absent.iter().map(blocked_in).collect();
+        let elsewhere = absent.iter().map(|rank| self.blocked_in(*rank));
+        let elsewhere: Option<Vec<_>> = elsewhere.collect();
+        let is_seen =
+            |group: &RankGroup, seq| seen.iter().any(|seen| *seen == (group.id.clone(), seq));
         match elsewhere.as_deref() {
-            Some([(rank, group, next), ..])
-                if !next.is_some_and(|next| seen.contains(&(group.id.clone(), next))) =>
-            {
-                format!(
-                    "{place}: rank {rank} is in {}",
-                    self.obstacle(group, *next, seen)
-                )
+            Some([(group, next), ..]) if !next.is_some_and(|next| is_seen(group, next)) => {
+                let other = self.obstacle(group, *next, seen);
+                format!("{place}: rank {} is in {other}", absent[0])
             }
             _ => place,
         }
-    }
-}
-
-impl Hub {
-    /// A rank's connection has closed.
-    pub(super) fn gone(&self, rank: usize, why: &io::Error) {
-        let now = self.clock.now();
-        let mut state = self.lock();
-        if !state.started {
-            // It may come again.
-            state.peers[rank] = None;
-            return;
-        }
-        let Some(peer) = &mut state.peers[rank] else {
-            return;
-        };
-        peer.gone = true;
-        if !peer.left && peer.failed.is_none() {
-            let message = format!(
-                "{} {}\n  its last operation: {}\n{DIED_HINT}",
-                report::peer_name(rank, peer),
-                died(why),
-                report::last(peer, now)
-            );
-            state.announce(Failure {
-                kind: FailureKind::Died,
-                rank: Some(rank),
-                message,
-            });
-        }
-        self.notify();
-    }
-
-    /// A rank says that it failed: that is why the run ends, unless another one turns out to have died.
-    pub(super) fn hold(
-        self: &Arc<Self>,
-        state: &mut State,
-        rank: usize,
-        kind: FailureKind,
-        why: &str,
-    ) {
-        let Some(peer) = &state.peers[rank] else {
-            return;
-        };
-        if state.failure.is_some() {
-            return;
-        }
-        let verb = match kind {
-            FailureKind::Terminated => "was told to end",
-            _ => "failed",
-        };
-        let message = format!(
-            "{} {verb}: {why}\n  its last operation: {}",
-            report::peer_name(rank, peer),
-            report::last(peer, self.clock.now())
-        );
-        let failure = Failure {
-            kind,
-            rank: Some(rank),
-            message,
-        };
-        match &state.held {
-            None => {
-                state.held = Some(failure);
-                let hub = self.clone();
-                let spawned = spawn("control-hold", move || {
-                    std::thread::sleep(HOLD);
-                    // All may be about to say that they failed, of the same.
-                    let mut rest = SAME_WORDS;
-                    while !rest.is_zero() && hub.lock().may_fail_alike() {
-                        std::thread::sleep(BEAT / 10);
-                        rest = rest.saturating_sub(BEAT / 10);
-                    }
-                    hub.announce_held(&mut hub.lock());
-                });
-                if spawned.is_err() {
-                    self.announce_held(state);
-                }
-            }
-            // Launchers tell all ranks to end when one has failed.
-            Some(held) if held.kind == FailureKind::Terminated => state.held = Some(failure),
-            Some(_) => {}
-        }
-    }
-
-    fn announce_held(&self, state: &mut State) {
-        if let Some(failure) = state.held.take() {
-            let is_failed = failure.kind == FailureKind::Failed;
-            state.announce(match state.failed_alike().filter(|_| is_failed) {
-                Some(message) => Failure {
-                    kind: FailureKind::Failed,
-                    rank: None,
-                    message,
-                },
-                None => failure,
-            });
-        }
-    }
-
-    /// A rank has been blocked for longer than its deadline.
-    pub(super) fn late(
-        &self,
-        state: &mut State,
-        rank: usize,
-        secs: f64,
-        group: &RankGroup,
-        seq: Option<u64>,
-    ) {
-        let message = format!(
-            "rank {rank} is blocked for more than {secs} s, the deadline, in {}\n{}\n\
-             hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
-             deadline",
-            state.obstacle(group, seq, &mut Vec::new()),
-            report::all(&state.peers, self.clock.now())
-        );
-        state.announce(Failure {
-            kind: FailureKind::Deadline,
-            rank: None,
-            message,
-        });
-    }
-
-    /// Ends the run if ranks have said nothing for too long, all of which are named.
-    pub(super) fn find_silent(&self, state: &mut State, now: Duration) {
-        let silence = |heard: Duration| now.saturating_sub(heard);
-        let silent_for = |limit: Duration| {
-            let here = (state.present()).filter(|(_, peer)| !peer.left && !peer.gone);
-            here.filter(move |(_, peer)| silence(peer.heard) > limit)
-        };
-        if state.failure.is_some() || silent_for(self.rank_timeout).next().is_none() {
-            return;
-        }
-        // Ranks behind the same cut fall silent within a beat.
-        let lost: Vec<_> = silent_for(self.rank_timeout * 5 / 6).collect();
-        let lines = lost.iter().map(|(rank, peer)| {
-            format!(
-                "{} {}\n  its last operation: {}",
-                report::peer_name(*rank, peer),
-                silent(silence(peer.heard)),
-                report::last(peer, now)
-            )
-        });
-        let lines: Vec<String> = lines.collect();
-        let message = format!("{}\n{SILENT_HINT}", lines.join("\n"));
-        let rank = lost.first().map(|(rank, _)| *rank);
-        state.announce(Failure {
-            kind: FailureKind::Died,
-            rank,
-            message,
-        });
     }
 }

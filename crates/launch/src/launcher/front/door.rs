@@ -1,44 +1,49 @@
-//! Where the front listens for [calls](super::super::call).
+//! Where the front listens for [calls](super::super::call), and the hosts that wait there until they are needed.
 
-use std::net::{TcpListener, UdpSocket};
-use std::sync::Arc;
+use std::io::{ErrorKind, copy};
+use std::net::{Shutdown, TcpListener, TcpStream, UdpSocket};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::Event;
-use super::room::Room;
+use super::process::poll;
+use super::{Event, NOT_STARTED_EXIT_CODE};
 use crate::control::server::HANDSHAKE;
 use crate::control::server::strangers::Strangers;
 use crate::launcher::call::{self, Call, Caller, Order};
+use crate::launcher::host::Host;
 use crate::{Error, Result, Secret};
 
 /// A port of any service, to ask for a route: nothing is sent.
 const ANY_PORT: u16 = 9;
 
-/// Where the front listens, and the secret that callers know.
+/// A host that is used calls again at once; who wants to use it again waits this long.
+const RETURN: Duration = Duration::from_secs(10);
+
+/// Where the front listens, as long as the process lives.
 pub(super) struct Door {
     /// HOST:PORT.
     pub(super) address: String,
     pub(super) secret: Secret,
-    /// Whether callers have the secret already: otherwise it is one for this run.
-    pub(super) is_given: bool,
-    /// The hosts that have come.
-    pub(super) room: Arc<Room>,
+    /// What hosts that come must have been told to run, and the secret too; none if the secret is one for this run.
+    program: Option<Vec<String>>,
+    /// The hosts that wait until they are needed; one connection each.
+    waiting: Mutex<Vec<(Host, Call)>>,
+    events: Sender<Event>,
 }
 
 impl Door {
-    /// Opens one that stays open as long as the process lives, at this host's address on the way to `host`, or on loopback; those
-    /// who call become events.
+    /// One at this host's address on the way to `host`, or on loopback, for agents, who then become events.
     ///
     /// # Errors
     /// There is no way to that host, or no free port.
-    pub(super) fn open(host: Option<&str>, events: &Sender<Event>) -> Result<Self> {
+    pub(super) fn for_agents(host: Option<&Host>, events: &Sender<Event>) -> Result<Arc<Self>> {
         let own = match host {
             None => "127.0.0.1".parse().map_err(std::io::Error::other),
             Some(host) => {
                 let way = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
                 way.and_then(|way| {
-                    way.connect((host, ANY_PORT))?;
+                    way.connect((host.name.as_str(), ANY_PORT))?;
                     Ok(way.local_addr()?.ip().to_canonical())
                 })
             }
@@ -47,87 +52,139 @@ impl Door {
         let bound = bound.and_then(|listener| Ok((listener.local_addr()?, listener)));
         let (address, listener) = bound
             .map_err(|error| Error::Launch(format!("cannot listen for the agents: {error}")))?;
-        let secret = Secret::random()?;
-        Ok(Self::at(
-            listener,
-            address.to_string(),
-            (secret, false),
-            &[],
-            events,
-        ))
+        let at = (address.to_string(), Secret::random()?);
+        Self::open(listener, at, None, events)
     }
 
-    /// One at this listener, which others know as `address`; hosts that come must have been told the same program.
-    pub(super) fn at(
+    /// One at this listener, which others know by this address and secret; hosts may come if they have been told the same program.
+    ///
+    /// # Errors
+    /// The listener cannot be used.
+    pub(super) fn open(
         listener: TcpListener,
-        address: String,
-        (secret, is_given): (Secret, bool),
-        program: &[String],
+        (address, secret): (String, Secret),
+        program: Option<Vec<String>>,
         events: &Sender<Event>,
-    ) -> Self {
-        let room = Arc::<Room>::default();
-        let guard = Guard {
-            secret: secret.clone(),
-            program: program.to_vec(),
-            room: room.clone(),
-            events: events.clone(),
-        };
-        std::thread::spawn(move || accept(&listener, &Arc::new(guard)));
-        Self {
+    ) -> Result<Arc<Self>> {
+        let door = Arc::new(Self {
             address,
-            secret,
-            is_given,
-            room,
-        }
+            secret: secret.clone(),
+            program,
+            waiting: Mutex::default(),
+            events: events.clone(),
+        });
+        let answer = move |stream| call::answer(stream, &secret, HANDSHAKE);
+        let receiving = door.clone();
+        let receive = move |(caller, call)| {
+            if let Err(error) = receiving.receive(caller, call) {
+                tracing::debug!("a call ends: {error}");
+            }
+        };
+        let serving = Strangers::serve(listener, 0, answer, receive)
+            .map_err(|error| Error::Launch(format!("cannot listen for calls: {error}")))?;
+        // To be served as long as the process lives.
+        std::mem::forget(serving);
+        Ok(door)
     }
-}
 
-/// What decides who is let in.
-struct Guard {
-    secret: Secret,
-    program: Vec<String>,
-    room: Arc<Room>,
-    events: Sender<Event>,
-}
+    /// Whether callers have the secret already.
+    pub(super) fn is_secret_given(&self) -> bool {
+        self.program.is_some()
+    }
 
-impl Guard {
     fn receive(&self, caller: Caller, call: Call) -> std::io::Result<()> {
         match caller {
             Caller::Rank(rank) => {
                 let stream = call.stream;
                 let _ = self.events.send(Event::Called { rank, stream });
             }
-            Caller::Host(offer) if offer.program != self.program => {
-                let (own, other) = (self.program.join(" "), offer.program.join(" "));
-                let what =
-                    format!("this host was told to run {other:?}, and the one that leads {own:?}");
-                Order::End(super::NOT_STARTED_EXIT_CODE, what).send(&call)?;
+            Caller::Shell { host, command } => self.connect(&host, command, &call.stream)?,
+            Caller::Host { host, program } => {
+                let own = self.program.as_deref().unwrap_or_default();
+                if program == own {
+                    self.add(host, call);
+                } else {
+                    let (own, other) = (own.join(" "), program.join(" "));
+                    let what = format!(
+                        "this host was told to run {other:?}, and the one that leads {own:?}"
+                    );
+                    Order::End(NOT_STARTED_EXIT_CODE, what).send(&call)?;
+                }
             }
-            Caller::Host(offer) => self.room.add(offer, call),
-            Caller::Shell { host, command } => self.room.connect(&host, command, &call.stream)?,
         }
         Ok(())
     }
-}
 
-fn accept(listener: &TcpListener, guard: &Arc<Guard>) {
-    let strangers = Arc::new(Strangers::new(0));
-    for (number, stream) in (0..).zip(listener.incoming()) {
-        let stream = stream.and_then(|stream| Ok((stream.try_clone()?, stream)));
-        let Ok((clone, stream)) = stream else {
-            // Out of file descriptors, say.
-            std::thread::sleep(Duration::from_millis(100));
-            continue;
-        };
-        strangers.add(number, clone);
-        let (guard, here) = (guard.clone(), strangers.clone());
-        std::thread::spawn(move || {
-            let peer = stream.peer_addr();
-            let answered = call::answer(stream, &guard.secret, HANDSHAKE);
-            here.remove(number);
-            if let Err(error) = answered.and_then(|(caller, call)| guard.receive(caller, call)) {
-                tracing::debug!("a connection from {peer:?} ends: {error}");
+    /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which is replaced.
+    fn add(&self, host: Host, call: Call) {
+        let mut waiting = self.lock();
+        for (other, call) in waiting.extract_if(.., |(other, _)| other.name == host.name) {
+            if other.id != host.id {
+                let name = &host.name;
+                let what = format!("another launcher has come that is known as host {name}");
+                // Nothing to do about one that is gone.
+                let _ = Order::End(NOT_STARTED_EXIT_CODE, what).send(&call);
             }
+        }
+        waiting.push((host, call));
+    }
+
+    /// Joins a caller with a shell that runs this command on a host, until both ends are closed.
+    fn connect(&self, host: &str, command: String, caller: &TcpStream) -> std::io::Result<()> {
+        let taken = poll(RETURN, || {
+            let mut waiting = self.lock();
+            let place = waiting.iter().position(|(waits, _)| waits.name == host)?;
+            Some(waiting.swap_remove(place).1)
+        });
+        let missing = || std::io::Error::other(format!("host {host} is not there"));
+        let shell = taken.ok_or_else(missing)?;
+        Order::Run(command).send(&shell)?;
+        let shell = shell.stream;
+        let (from_shell, to_caller) = (shell.try_clone()?, caller.try_clone()?);
+        let back = std::thread::spawn(move || pass(&from_shell, &to_caller));
+        pass(caller, &shell);
+        let _ = back.join();
+        Ok(())
+    }
+
+    /// The hosts that are there.
+    pub(super) fn hosts(&self) -> Vec<Host> {
+        let mut waiting = self.lock();
+        waiting.retain(|(_, call)| is_open(&call.stream));
+        waiting.iter().map(|(host, _)| host.clone()).collect()
+    }
+
+    /// Hangs up on hosts that were lost: those that live call again.
+    pub(super) fn remove(&self, names: &[String]) {
+        self.lock().retain(|(host, _)| !names.contains(&host.name));
+    }
+
+    /// Tells the hosts that are there that the run is over, and waits for those that have not come back yet.
+    pub(super) fn close(&self, code: u8, sentence: &str, mut missing: Vec<&str>) {
+        poll(RETURN, || {
+            for (host, call) in self.lock().drain(..) {
+                missing.retain(|name| *name != host.name);
+                let _ = Order::End(code, sentence.to_string()).send(&call);
+            }
+            missing.is_empty().then_some(())
         });
     }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(Host, Call)>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn pass(mut from: &TcpStream, mut to: &TcpStream) {
+    let _ = copy(&mut from, &mut to);
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Whether nobody has closed it: a host that waits says nothing.
+fn is_open(stream: &TcpStream) -> bool {
+    let looked = stream
+        .set_nonblocking(true)
+        .and_then(|()| stream.peek(&mut [0]));
+    let is_quiet = looked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock);
+    is_quiet && stream.set_nonblocking(false).is_ok()
 }

@@ -1,10 +1,12 @@
 //! One output of a rank, line by line with the rank's label.
 
 use std::collections::VecDeque;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{Write, stderr, stdout};
+use std::path::Path;
 
 use crate::launcher::wire::Stream;
+use crate::{Error, Result};
 
 /// A line longer than this is shown in parts, so that it does not fill the memory.
 const MAX_LINE_BYTES: usize = 1 << 16;
@@ -26,7 +28,32 @@ pub(super) struct LabelledOutput {
     last_lines: VecDeque<Vec<u8>>,
 }
 
+/// The outputs of all ranks of a host, by local rank: stdout and stderr.
+pub(super) type RankOutputs = Vec<[LabelledOutput; 2]>;
+
 impl LabelledOutput {
+    /// The outputs of a rank.
+    ///
+    /// # Errors
+    /// A log file cannot be opened. One that exists is continued.
+    pub(super) fn of_rank(rank: usize, log_dir: Option<&Path>) -> Result<[Self; 2]> {
+        let label = || format!("[rank {rank}] ");
+        let log = |kind| {
+            let path = log_dir.map(|dir| dir.join(format!("rank-{rank}.{kind}")));
+            let opened = path.map(|path| {
+                let file = OpenOptions::new().create(true).append(true).open(&path);
+                file.map_err(|error| {
+                    Error::Launch(format!("cannot open log file {}: {error}", path.display()))
+                })
+            });
+            opened.transpose()
+        };
+        Ok([
+            Self::new(label(), Stream::Out, log("out")?),
+            Self::new(label(), Stream::Err, log("err")?),
+        ])
+    }
+
     pub(super) fn new(label: String, stream: Stream, log: Option<File>) -> Self {
         Self {
             label,

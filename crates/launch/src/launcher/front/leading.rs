@@ -1,7 +1,7 @@
 //! Which of several launchers leads: the one at the address that all of them were told.
 
 use std::io::ErrorKind;
-use std::net::{TcpListener, ToSocketAddrs};
+use std::net::TcpListener;
 
 use crate::control::listening::listen;
 use crate::launcher::call;
@@ -9,20 +9,25 @@ use crate::launcher::config::LaunchConfig;
 use crate::rank_env::given_secret;
 use crate::{Error, Result, Secret};
 
-/// The part of this launcher among those of a run.
-pub(super) enum Place {
-    /// It leads: where the others call, and the secret that they know.
-    Leader(TcpListener, String, Secret),
-    /// Another one leads.
-    Member { front: String, secret: Secret },
+/// Where the launchers of a run meet.
+pub(super) struct Place {
+    /// HOST:PORT.
+    pub(super) front: String,
+    /// What all of them know.
+    pub(super) secret: Secret,
+    /// If this one leads.
+    pub(super) listener: Option<TcpListener>,
 }
 
-/// The part of this launcher.
+/// Where the launchers meet, if there are several.
 ///
 /// # Errors
 /// There is no secret, or the address means nothing here.
-pub(super) fn place_of(config: &LaunchConfig) -> Result<Place> {
+pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<Place>> {
     let problem = |what: String| Err(Error::Launch(what));
+    if !config.is_led() {
+        return Ok(None);
+    }
     let Some(meeting) = &config.rdzv else {
         return problem(
             "--nnodes needs --rdzv HOST:PORT, the same on all hosts: a name of the host whose launcher leads, and a port free there"
@@ -37,32 +42,32 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Place> {
                 .to_string(),
         );
     };
-    let front = meeting.to_string();
-    let found = (meeting.host.as_str(), meeting.port).to_socket_addrs();
-    let Ok(addresses) = found.map(Iterator::collect::<Vec<_>>) else {
-        let host = &meeting.host;
-        return problem(format!("--rdzv: the host name {host:?} is not known here"));
-    };
+    let (front, addresses) = (meeting.to_string(), meeting.resolve()?);
     // A name of this host may mean a loopback address here, where others cannot call.
     let is_here = addresses.iter().any(|address| {
         let bound = TcpListener::bind((address.ip(), 0));
         !bound.is_err_and(|error| error.kind() == ErrorKind::AddrNotAvailable)
     });
-    if !is_here {
-        return Ok(Place::Member { front, secret });
-    }
     let is_one_host = meeting.host == "localhost";
-    match listen(&meeting.host, &addresses, is_one_host) {
-        Ok(listener) => Ok(Place::Leader(listener, front, secret)),
+    let listener = match is_here.then(|| listen(&meeting.host, &addresses, is_one_host)) {
+        None => None,
+        Some(Ok(listener)) => Some(listener),
         // By a launcher that leads, if two of them are on this host.
-        Err(error) if error.kind() == ErrorKind::AddrInUse => match call::meet(&front, &secret) {
-            Ok(_) => Ok(Place::Member { front, secret }),
-            Err(error) => problem(format!(
-                "--rdzv: port {} of {} is taken, and not by a launcher of this run: {error}\n\
-                 hint: choose another one, or end the run that uses it",
-                meeting.port, meeting.host
-            )),
-        },
-        Err(error) => problem(format!("--rdzv: cannot listen at {front}: {error}")),
-    }
+        Some(Err(error)) if error.kind() == ErrorKind::AddrInUse => {
+            if let Err(error) = call::meet(&front, &secret) {
+                return problem(format!(
+                    "--rdzv: port {} of {} is taken, and not by a launcher of this run: {error}\n\
+                     hint: choose another one, or end the run that uses it",
+                    meeting.port, meeting.host
+                ));
+            }
+            None
+        }
+        Some(Err(error)) => return problem(format!("--rdzv: cannot listen at {front}: {error}")),
+    };
+    Ok(Some(Place {
+        front,
+        secret,
+        listener,
+    }))
 }

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use super::outcome::{Outcome, Remedy};
-use super::room::Room;
-use super::{Event, say, stopped_by};
+use nix::sys::signal::Signal;
+
+use super::door::Door;
+use super::verdict::describe_signal;
+use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
 use crate::launcher::end::LOST_HOST_EXIT_CODE;
-use crate::launcher::shares::{self, Share};
+use crate::launcher::host::Host;
 use crate::{Error, Result};
 
 /// As long as hosts come that the run can use, and this long after the last of them, it waits for more.
@@ -21,244 +23,276 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// A host that is needed is back at once, to wait for the next time: one that is away for so long leaves.
 const AWAY: Duration = Duration::from_secs(10);
 
+/// How a start of the ranks ended, or the launcher.
+pub(in crate::launcher) struct Outcome {
+    /// The code with which the launcher exits if this was the last start.
+    pub(in crate::launcher) exit_code: u8,
+    /// What it then prints last.
+    pub(in crate::launcher) sentence: Option<String>,
+    pub(super) remedy: Remedy,
+}
+
+/// What can be done about a failure.
+pub(super) enum Remedy {
+    /// There is none, or need not be one; why, if the run failed.
+    None(String),
+    /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
+    StartAgain {
+        at: Option<Instant>,
+        lost: Vec<String>,
+    },
+    /// They were stopped as hosts have come or leave, and are started on those that are there.
+    ChangeHosts,
+    /// The ranks have to be started through MPI.
+    ThroughMpi,
+    /// The ranks were not started, since these hosts did not answer or cannot run them: others may.
+    Without(Vec<String>),
+}
+
+impl Remedy {
+    pub(super) fn none() -> Self {
+        Self::None(String::new())
+    }
+}
+
+impl Outcome {
+    /// Of a run that is over.
+    pub(in crate::launcher) fn last(exit_code: u8, sentence: Option<String>) -> Self {
+        Self {
+            exit_code,
+            sentence,
+            remedy: Remedy::none(),
+        }
+    }
+
+    /// The same with a line below the first one.
+    pub(super) fn with_note(self, note: &str) -> Self {
+        let sentence = self.sentence.map(|sentence| {
+            let end = sentence.find('\n').unwrap_or(sentence.len());
+            let (first, rest) = sentence.split_at(end);
+            format!("{first}\n{note}{rest}")
+        });
+        Self { sentence, ..self }
+    }
+}
+
 /// The hosts of a run, and how often its ranks may still be started on them.
 pub(super) struct Restarts {
     max_restarts: usize,
     nodes: NodeRange,
     /// Failures after which they were started again.
     num_failures: usize,
-    num_restarts: usize,
+    /// How often the ranks were started before.
+    pub(super) num_restarts: usize,
+    /// When they may be started again.
+    start_at: Instant,
+    /// Whether MPI starts them.
+    pub(super) through_mpi: bool,
     /// Hosts that are always asked, and those that ask.
-    known: Vec<Share>,
-    room: Option<Arc<Room>>,
-    /// Hosts that are not asked any more, as they could not start their ranks: names, and the launchers that have called.
-    set_aside: Vec<(String, u64)>,
+    known: Vec<Host>,
+    door: Option<Arc<Door>>,
+    /// Hosts that are not asked any more, as they could not start their ranks: the launchers, if they have called.
+    set_aside: Vec<Host>,
     /// Those to start ranks on.
-    present: Vec<Share>,
+    pub(super) present: Vec<Host>,
+    /// When hosts were first missing that the ranks were asked to stop for.
+    away_since: Option<Instant>,
     /// Why the ranks were ended that are to be started again.
     last_end: Option<String>,
 }
 
-/// What comes after an end of the ranks.
-pub(super) enum Next {
-    /// They are started again, for this reason, at this time if not at once.
-    Start(String, Option<Instant>),
-    /// They are started again, on the hosts that are there.
-    ChangeHosts,
-    /// They are started again, through MPI.
-    ThroughMpi,
-    /// That was the last one.
-    End(Outcome),
-}
-
 impl Restarts {
-    /// Of hosts that are known, and of those that come to the room.
+    /// Of hosts that are known, and of those that come to the door.
     ///
     /// # Errors
     /// Options about restarts that contradict the others.
     pub(super) fn new(
         config: &LaunchConfig,
-        known: Vec<Share>,
-        room: Option<Arc<Room>>,
+        known: Vec<Host>,
+        door: Option<Arc<Door>>,
+        through_mpi: bool,
     ) -> Result<Self> {
         let num_hosts = known.len();
         let is_file = config.hostfile.is_some();
-        let problem = match config.nnodes {
-            Some(nodes) if is_file && nodes.max > num_hosts => format!(
-                "--nnodes: expected at most the {num_hosts} hosts of the host file, got {}",
-                nodes.max
-            ),
-            Some(nodes) if is_file && config.rdzv.is_some() && nodes.min < num_hosts => {
-                "--nnodes and --rdzv: the host where the ranks meet may be the one that is lost\n\
-                 hint: without --rdzv they meet on the first host that is left"
-                    .to_string()
+        let problem = |what: String| Err(Error::Launch(what));
+        match config.nnodes.filter(|_| is_file) {
+            Some(nodes) if nodes.max > num_hosts => {
+                return problem(format!(
+                    "--nnodes: expected at most the {num_hosts} hosts of the host file, got {}",
+                    nodes.max
+                ));
             }
-            nodes => {
-                let all = NodeRange {
-                    min: num_hosts,
-                    max: num_hosts,
-                };
-                return Ok(Self {
-                    max_restarts: config.max_restarts,
-                    nodes: match &room {
-                        None if !is_file => all,
-                        _ => nodes.unwrap_or(all),
-                    },
-                    num_failures: 0,
-                    num_restarts: 0,
-                    present: Vec::new(),
-                    set_aside: Vec::new(),
-                    last_end: None,
-                    known,
-                    room,
-                });
+            Some(nodes) if config.rdzv.is_some() && nodes.min < num_hosts => {
+                return problem(
+                    "--nnodes and --rdzv: the host where the ranks meet may be the one that is lost\n\
+                     hint: without --rdzv they meet on the first host that is left"
+                        .to_string(),
+                );
             }
+            _ => {}
+        }
+        let all = NodeRange {
+            min: num_hosts,
+            max: num_hosts,
         };
-        Err(Error::Launch(problem))
+        let nodes = config.nnodes.filter(|_| is_file || door.is_some());
+        Ok(Self {
+            max_restarts: config.max_restarts,
+            nodes: nodes.unwrap_or(all),
+            num_failures: 0,
+            num_restarts: 0,
+            start_at: Instant::now(),
+            through_mpi,
+            known,
+            door,
+            set_aside: Vec::new(),
+            present: Vec::new(),
+            away_since: None,
+            last_end: None,
+        })
     }
 
-    /// How often the ranks were started before.
-    pub(super) fn num_restarts(&self) -> usize {
-        self.num_restarts
-    }
-
-    /// The hosts to start them on.
-    pub(super) fn hosts(&self) -> Vec<Share> {
-        shares::numbered(self.present.iter().cloned())
-    }
-
-    /// Waits until there are hosts enough, unless a signal comes before, or those that the ranks were started on do not come back: then
-    /// it says how this launcher ends.
-    pub(super) fn gather(&mut self, events: &Receiver<Event>) -> Option<(u8, Option<String>)> {
+    /// Waits until it is time to start the ranks, and there are hosts enough, unless a signal comes before, or those that the ranks were
+    /// started on do not come back: then it says how this launcher ends.
+    pub(super) fn gather(&mut self, events: &Receiver<Event>) -> Option<Outcome> {
+        if let Some(signal) = wait(events, self.start_at) {
+            return Some(signal);
+        }
         let begin = Instant::now();
         let mut last_came = begin;
         let mut has_said = false;
         loop {
             let num_before = self.present.len();
             self.present = self.candidates();
-            let num_hosts = self.present.len();
+            let (num_hosts, min) = (self.present.len(), self.nodes.min);
             if num_hosts > num_before {
                 last_came = Instant::now();
             }
-            let is_full = self.room.is_none() || num_hosts == self.nodes.max;
-            if is_full || num_hosts >= self.nodes.min && last_came.elapsed() > MORE_WAIT {
+            let is_late = last_came.elapsed() > MORE_WAIT;
+            let is_full = self.door.is_none() || num_hosts == self.nodes.max;
+            if is_full || num_hosts >= min && is_late {
                 return None;
             }
-            if num_hosts < self.nodes.min && last_came.elapsed() > MORE_WAIT && !has_said {
+            let what = format!("{num_hosts} of at least {min} hosts are there");
+            if is_late && !has_said {
                 has_said = true;
-                let min = self.nodes.min;
-                say(&format!(
-                    "{num_hosts} of at least {min} hosts are there; waiting for more"
-                ));
+                say(&format!("{what}; waiting for more"));
             }
-            if let Ok(Event::Signal(signal)) = events.recv_timeout(MORE_WAIT / 10) {
-                return Some(stopped_by(signal));
+            if let Some(signal) = wait(events, Instant::now() + MORE_WAIT / 10) {
+                return Some(signal);
             }
             if let Some(cause) = &self.last_end
                 && begin.elapsed() > PATIENCE
             {
-                let (min, secs) = (self.nodes.min, PATIENCE.as_secs());
-                let what = format!(
-                    "{cause}\n{num_hosts} of at least {min} hosts are there, after {secs} s"
-                );
-                return Some((LOST_HOST_EXIT_CODE, Some(what)));
+                let what = format!("{cause}\n{what}, after {} s", PATIENCE.as_secs());
+                return Some(Outcome::last(LOST_HOST_EXIT_CODE, Some(what)));
             }
         }
     }
 
-    fn candidates(&self) -> Vec<Share> {
-        let offers = self.room.iter().flat_map(|room| room.offers());
-        let shares = offers.map(|offer| Share {
-            name: offer.name,
-            id: offer.id,
-            is_here: false,
-            node_rank: 0,
-            first_rank: 0,
-            num_ranks: offer.num_ranks,
-        });
-        let all = self.known.iter().cloned().chain(shares);
-        let all = all.filter(|share| {
+    fn candidates(&self) -> Vec<Host> {
+        let offers = self.door.iter().flat_map(|door| door.hosts());
+        let all = self.known.iter().cloned().chain(offers);
+        let is_aside = |host: &Host| {
             let mut aside = self.set_aside.iter();
-            !aside.any(|(name, id)| *name == share.name && *id == share.id)
-        });
-        all.take(self.nodes.max).collect()
+            aside.any(|other| other.name == host.name && other.id == host.id)
+        };
+        let usable = all.filter(|host| !is_aside(host));
+        usable.take(self.nodes.max).collect()
     }
 
     /// Whether hosts have come that can be used while ranks run, or have left, and have been away for a while: in words.
-    pub(super) fn change(&self, away: &mut Option<Instant>) -> Option<String> {
-        let leaver = self.leaver();
-        if leaver.is_none() {
-            *away = None;
+    pub(super) fn change(&mut self) -> Option<String> {
+        let door = self.door.as_ref()?;
+        let (there, candidates) = (door.hosts(), self.candidates());
+        let is_among = |hosts: &[Host], host: &Host| hosts.iter().any(|it| it.name == host.name);
+        let is_away = |host: &&Host| !host.is_here && !is_among(&there, host);
+        match self.present.iter().find(is_away) {
+            None => self.away_since = None,
+            Some(leaver) => {
+                let since = *self.away_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > AWAY {
+                    return Some(format!("host {} leaves", leaver.name));
+                }
+            }
         }
-        if let Some(name) = leaver
-            && away.get_or_insert_with(Instant::now).elapsed() > AWAY
-        {
-            return Some(format!("host {name} leaves"));
-        }
-        Some(format!("host {} is there", self.newcomer()?))
+        let is_new = |host: &&Host| !is_among(&self.present, host);
+        let new = candidates.iter().find(is_new)?;
+        let is_full = self.present.len() == self.nodes.max;
+        (!is_full).then(|| format!("host {} is there", new.name))
     }
 
-    /// A host whose launcher waits no more, though ranks run there.
-    fn leaver(&self) -> Option<String> {
-        let offers = self.room.as_ref()?.offers();
-        let is_away = |host: &&Share| offers.iter().all(|offer| offer.name != host.name);
-        let mut others = self.present.iter().filter(|host| !host.is_here);
-        Some(others.find(is_away)?.name.clone())
-    }
-
-    /// A host that has come while ranks run, if it can be used.
-    fn newcomer(&self) -> Option<String> {
-        let is_present = |host: &Share| self.present.iter().any(|other| other.name == host.name);
-        let is_full = self.room.is_none() || self.present.len() == self.nodes.max;
-        let mut new = (!is_full).then(|| self.candidates())?.into_iter();
-        Some(new.find(|host| !is_present(host))?.name)
-    }
-
-    /// What is to be done after the ranks have ended.
-    pub(super) fn after(&mut self, outcome: Outcome) -> Next {
+    /// What is to be done after the ranks have ended: the outcome, if that was the last start.
+    pub(super) fn after(&mut self, outcome: Outcome) -> Option<Outcome> {
         let Some(sentence) = &outcome.sentence else {
-            return Next::End(outcome);
+            return Some(outcome);
         };
         let why = sentence.lines().next().unwrap_or_default().to_string();
         self.last_end = Some(why.clone());
+        self.away_since = None;
         match &outcome.remedy {
-            Remedy::ThroughMpi => Next::ThroughMpi,
-            Remedy::ChangeHosts => {
-                self.num_restarts += 1;
-                Next::ChangeHosts
-            }
-            _ if self.max_restarts == 0 && self.num_restarts == 0 => Next::End(outcome),
-            Remedy::None(reason) if reason.is_empty() => Next::End(outcome),
+            Remedy::ThroughMpi => self.through_mpi = true,
+            Remedy::ChangeHosts => self.num_restarts += 1,
+            _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
+            Remedy::None(reason) if reason.is_empty() => return Some(outcome),
             Remedy::None(reason) => {
                 let note = format!("the ranks are not started again: {reason}");
-                Next::End(outcome.with_note(&note))
+                return Some(outcome.with_note(&note));
             }
             Remedy::StartAgain { .. } if self.num_failures == self.max_restarts => {
                 let note = format!("--max-restarts {} are used up", self.max_restarts);
-                Next::End(outcome.with_note(&note))
+                return Some(outcome.with_note(&note));
             }
             Remedy::StartAgain { at, lost } => {
-                if let Some(room) = &self.room {
-                    room.remove(lost);
+                match &self.door {
+                    Some(door) => door.remove(lost),
+                    // Hosts that were lost may be back.
+                    None => self.set_aside.clear(),
                 }
                 self.num_restarts += 1;
                 self.num_failures += 1;
-                // Hosts that were lost may be back.
-                if self.room.is_none() {
-                    self.set_aside.clear();
-                }
+                self.start_at = at.unwrap_or(self.start_at);
+                let wait = at.map(|at| at.saturating_duration_since(Instant::now()).as_secs() + 1);
+                let wait = wait.map(|secs| format!(", in {secs} s, when its ranks have ended too"));
+                let wait = wait.unwrap_or_default();
                 let (number, of) = (self.num_failures, self.max_restarts);
-                let wait = at.map(|at| at.saturating_duration_since(Instant::now()));
-                let wait = wait.map_or(String::new(), |wait| {
-                    format!(
-                        ", in {} s, when its ranks have ended too",
-                        wait.as_secs() + 1
-                    )
-                });
-                Next::Start(format!("{why}; restart {number} of {of}{wait}"), *at)
+                say(&format!("{why}; restart {number} of {of}{wait}"));
             }
             // What is wrong at the first start is wrong.
-            Remedy::Without(_) if self.num_restarts == 0 => Next::End(outcome),
+            Remedy::Without(_) if self.num_restarts == 0 => return Some(outcome),
             Remedy::Without(hosts) => {
-                let without = self
-                    .present
-                    .iter()
-                    .filter(|host| hosts.contains(&host.name));
-                let without = without.map(|host| (host.name.clone(), host.id));
-                self.set_aside.extend(without);
-                let num_before = self.present.len();
-                let left = self.candidates().len();
-                let (all, least) = (num_before.max(self.known.len()), self.nodes.min);
+                let without = self.present.iter();
+                let without = without.filter(|host| hosts.contains(&host.name));
+                self.set_aside.extend(without.cloned());
+                let all = self.present.len().max(self.known.len());
+                let (left, least) = (self.candidates().len(), self.nodes.min);
                 let left_of = format!("{left} of {all} hosts are left");
                 if left < least || hosts.is_empty() {
                     let note = format!("{left_of}, and --nnodes asks for {least}");
-                    return Next::End(Outcome {
+                    return Some(Outcome {
                         exit_code: LOST_HOST_EXIT_CODE,
                         ..outcome.with_note(&note)
                     });
                 }
-                Next::Start(format!("{why}; {left_of}"), None)
+                say(&format!("{why}; {left_of}"));
             }
         }
+        None
     }
+}
+
+/// Until then, or until a signal, which ends the launcher.
+fn wait(events: &Receiver<Event>, until: Instant) -> Option<Outcome> {
+    loop {
+        let rest = until.saturating_duration_since(Instant::now());
+        match events.recv_timeout(rest) {
+            Ok(Event::Signal(signal)) => return Some(stopped_by(signal)),
+            Ok(_) => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+fn stopped_by(signal: Signal) -> Outcome {
+    Outcome::last(128 + signal as u8, Some(describe_signal(signal, &[])))
 }

@@ -1,49 +1,52 @@
 //! The ranks from their start to their end.
 
-use std::io::{Write, stderr};
-use std::sync::mpsc::Receiver;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
-use super::agent_link::AgentLink;
-use super::outcome::{Outcome, Remedy};
-use super::verdict::{Cause, Failures, HostLoss, describe_signal, place};
-use super::{Event, NOT_STARTED_EXIT_CODE, RankEnd};
-use crate::launcher::agent::ALIVE_INTERVAL;
+use super::agent_link::{AgentLink, EXIT_WAIT};
+use super::labelled_output::RankOutputs;
+use super::restarts::{Outcome, Remedy};
+use super::verdict::{Cause, Failures, HostLoss, RankEnd, describe_signal, place};
+use super::{Event, NOT_STARTED_EXIT_CODE, say};
+use crate::Result;
+use crate::launcher::end::{
+    End, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+};
+use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
 use crate::launcher::process_tree::KILL_DEADLINE;
-use crate::launcher::wire::{Command, Report};
+use crate::launcher::wire::{ALIVE_INTERVAL, Command, Report};
 
 /// Agents have this long to say that they can run their plan.
-pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
+const START_DEADLINE: Duration = Duration::from_secs(60);
 /// After a failure the others have this long to say what they know of it, and the cause to show up.
 const CAUSE_WAIT: Duration = Duration::from_secs(1);
 /// Terminals and `timeout` may deliver a signal twice; only after this time is it a second one.
 const REPEAT_WAIT: Duration = Duration::from_secs(1);
 /// An agent that has nothing left to kill ends within this time.
 const AGENT_WAIT: Duration = Duration::from_secs(5);
+/// How often the links are looked at.
+const MAX_WAIT: Duration = Duration::from_millis(500);
 
 /// Why ranks are not started again.
 pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end";
-
 /// Why ranks that ask for MPI are not started through it.
 const ASKED_AGAIN: &str = "the ranks ask for MPI, though MPI has started them: the program finds no sign of an MPI that it knows";
-
-/// How often the links are looked at.
-const MAX_WAIT: Duration = Duration::from_millis(500);
 
 /// What is known of the ranks that were started.
 pub(super) struct Run<'a> {
     layout: &'a Layout,
-    agents: Vec<AgentLink>,
+    events: &'a Sender<Event>,
+    agents: Vec<Agent<'a>>,
     has_survivors: bool,
-    hosts: Vec<HostState>,
-    /// Whether a host has been silent for too long.
-    silent: Vec<bool>,
-    /// Hosts that cannot run their plan, and why.
-    refusals: Vec<(String, String)>,
+    /// What keeps the ranks from being started, and the hosts without which they may be.
+    refusals: Vec<String>,
+    without: Vec<String>,
     failures: Failures,
     /// Ranks that have failed and without which the others go on.
     lost: Vec<RankEnd>,
@@ -53,19 +56,29 @@ pub(super) struct Run<'a> {
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
     stopped_at: Option<Instant>,
-    /// When agents that are still there are given up.
+    /// When agents that are still there are given up, or what has started them.
     give_up_at: Option<Instant>,
-    /// What started the agents, if MPI did; that it has ended, and when agents that are still there are lost with it.
+    /// What starts the agents, if MPI does, as long as it runs; and how it has ended.
     mpi: Option<Pid>,
-    mpi_ended: Option<(String, Instant)>,
+    mpi_ended: Option<String>,
     /// Hosts have come or leave, for which the ranks were asked to stop.
     change: Option<String>,
     /// Ranks that have done so.
     num_asked: usize,
 }
 
+struct Agent<'a> {
+    plan: &'a HostPlan,
+    /// None as long as the agent has not called that MPI starts; then the outputs wait for it.
+    link: Option<AgentLink>,
+    outputs: Option<RankOutputs>,
+    state: AgentState,
+    /// Whether it has been silent for too long.
+    is_silent: bool,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HostState {
+enum AgentState {
     Asked,
     Ready,
     Finished,
@@ -73,15 +86,35 @@ enum HostState {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(layout: &'a Layout, agents: Vec<AgentLink>, mpi: Option<Pid>) -> Self {
-        Self {
+    /// Starts the agents, unless MPI does, in a process of this number.
+    pub(super) fn start(
+        layout: &'a Layout,
+        outputs: Vec<RankOutputs>,
+        mpi: Option<Pid>,
+        events: &'a Sender<Event>,
+    ) -> Result<Self> {
+        let plans = layout.hosts.iter().zip(outputs).enumerate();
+        let agents = plans.map(|(index, (plan, outputs))| {
+            let (link, outputs) = match mpi {
+                None => (Some(AgentLink::start(index, plan, outputs, events)?), None),
+                Some(_) => (None, Some(outputs)),
+            };
+            Ok(Agent {
+                plan,
+                link,
+                outputs,
+                state: AgentState::Asked,
+                is_silent: false,
+            })
+        });
+        Ok(Self {
             layout,
-            hosts: vec![HostState::Asked; agents.len()],
-            silent: vec![false; agents.len()],
-            agents,
+            events,
+            agents: agents.collect::<Result<_>>()?,
             has_survivors: false,
             refusals: Vec::new(),
-            failures: Failures::new(layout.hosts.iter().map(|host| host.plan.num_ranks).sum()),
+            without: Vec::new(),
+            failures: Failures::default(),
             lost: Vec::new(),
             signal: None,
             start_deadline: Some(Instant::now() + START_DEADLINE),
@@ -93,16 +126,16 @@ impl<'a> Run<'a> {
             mpi_ended: None,
             change: None,
             num_asked: 0,
-        }
+        })
     }
 
-    /// Until all agents are gone.
+    /// Until all agents are gone, and what has started them.
     pub(super) fn drive(
         mut self,
         events: &Receiver<Event>,
         mut change: impl FnMut() -> Option<String>,
     ) -> Outcome {
-        while self.hosts.iter().any(|state| *state != HostState::Gone) {
+        while self.mpi.is_some() || !self.are_all(AgentState::Gone) {
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
             }
@@ -114,77 +147,113 @@ impl<'a> Run<'a> {
         self.outcome()
     }
 
+    fn are_all(&self, state: AgentState) -> bool {
+        self.agents.iter().all(|agent| agent.state == state)
+    }
+
     fn note(&mut self, event: Event) {
         match event {
             Event::Signal(signal) => self.note_signal(signal),
             Event::Ended(end) => self.note_rank_end(end),
-            Event::Report(host, Report::Ready) => {
-                self.hosts[host] = HostState::Ready;
-                let all_ready = self.hosts.iter().all(|state| *state == HostState::Ready);
-                if all_ready && self.start_deadline.take().is_some() {
-                    self.started = true;
-                    self.tell_all(|| Command::Start);
-                }
-            }
-            Event::Report(host, Report::Refused(sentence)) => {
-                self.hosts[host] = HostState::Finished;
-                let name = self.layout.hosts[host].name.clone();
-                let sentence = format!("host {name}: {sentence}");
-                self.refusals.push((name, sentence));
-                self.close_all();
-            }
-            Event::Report(host, Report::Survivors(pids)) => {
-                self.has_survivors = true;
-                warn_survivors(&self.layout.hosts[host].name, &pids);
-            }
-            Event::Report(host, Report::Finished) => self.hosts[host] = HostState::Finished,
+            Event::Report(host, report) => self.note_report(host, report),
+            Event::Called { rank, stream } => self.let_in(rank, stream),
             Event::MpiEnded(pid, how) if Some(pid) == self.mpi => {
-                self.mpi_ended = Some((how, Instant::now() + AGENT_WAIT));
+                self.mpi = None;
+                self.refuse_missing(&how);
+                self.mpi_ended = Some(how);
+                self.give_up_by(Instant::now() + AGENT_WAIT);
             }
-            Event::Report(_, _) | Event::Called { .. } | Event::MpiEnded(..) => {}
-            Event::Gone {
-                host,
-                detail,
-                last_lines,
-            } => {
-                let was_finished = self.hosts[host] == HostState::Finished;
-                self.hosts[host] = HostState::Gone;
+            Event::MpiEnded(..) => {}
+            Event::Gone(mut loss) => {
+                let agent = &mut self.agents[loss.host];
+                let was_finished = agent.state == AgentState::Finished;
+                agent.state = AgentState::Gone;
                 if !was_finished {
-                    let detail = match (self.silent[host], &self.mpi_ended) {
-                        (true, _) => "nothing was heard from it for --silence-secs".to_string(),
-                        (false, Some((how, _))) => how.clone(),
-                        (false, None) => detail,
-                    };
-                    self.failures.hosts.push(HostLoss {
-                        host,
-                        lost_at: Instant::now(),
-                        detail,
-                        last_lines,
-                    });
+                    if agent.is_silent {
+                        loss.detail = "nothing was heard from it for --silence-secs".to_string();
+                    } else if let Some(how) = &self.mpi_ended {
+                        loss.detail = how.clone();
+                    }
+                    self.failures.hosts.push(loss);
                     self.stop_soon();
                 }
             }
         }
     }
 
+    fn note_report(&mut self, host: usize, report: Report) {
+        let agent = &mut self.agents[host];
+        match report {
+            Report::Ready => {
+                agent.state = AgentState::Ready;
+                if self.are_all(AgentState::Ready) && self.start_deadline.take().is_some() {
+                    self.started = true;
+                    self.tell_all(|| Command::Start);
+                }
+            }
+            Report::Refused(sentence) => {
+                agent.state = AgentState::Finished;
+                let name = &agent.plan.host;
+                self.refusals.push(format!("host {name}: {sentence}"));
+                self.without.push(name.clone());
+                self.close_all();
+            }
+            Report::Survivors(pids) => {
+                self.has_survivors = true;
+                warn_survivors(&agent.plan.host, &pids);
+            }
+            Report::Finished => agent.state = AgentState::Finished,
+            Report::Alive | Report::Output { .. } | Report::Ended { .. } => {}
+        }
+    }
+
+    /// The agent of a rank that MPI has started has called.
+    fn let_in(&mut self, rank: usize, stream: TcpStream) {
+        if self.start_deadline.is_some()
+            && let Some(agent) = self.agents.get_mut(rank)
+            && let Some(outputs) = agent.outputs.take()
+        {
+            // To read and write, a socket is like another.
+            let line = (OwnedFd::from(stream).into(), None);
+            let link = AgentLink::new(rank, agent.plan, outputs, line, self.events);
+            agent.link = Some(link);
+            // Others may take their time.
+            self.start_deadline = Some(Instant::now() + START_DEADLINE);
+        }
+    }
+
+    /// If agents that MPI was to start have not called: they will not any more, for this reason.
+    fn refuse_missing(&mut self, why: &str) {
+        let missing = self.agents.iter().filter(|agent| agent.outputs.is_some());
+        let (missing, all) = (missing.count(), self.agents.len());
+        if let (1.., Some(mpi), Some(_)) = (missing, &self.layout.mpi, self.start_deadline) {
+            let name = &mpi.words[0];
+            self.refusals.push(format!(
+                "{name} did not start the ranks: {missing} of {all} are missing, {why}"
+            ));
+            self.close_all();
+        }
+    }
+
     fn note_rank_end(&mut self, end: RankEnd) {
+        let how = end.end;
         // One that stops may be noticed by others before they have stopped themselves.
-        let is_stop = end.end.is_asked_for() || end.end.is_due_to_peer();
+        let is_stop = how.stopped_by().is_some() || how.has_code(PEER_FAILED_EXIT_CODE);
         if self.change.is_some() && is_stop {
             self.num_asked += 1;
             return;
         }
-        if end.end.is_success() {
+        if how.has_code(0) {
             return;
         }
         let is_ending = self.signal.is_some() || !self.failures.is_empty();
-        let is_for_all = end.end.needs_mpi() || end.end.would_fail_again();
+        let is_for_all =
+            how.has_code(NEEDS_MPI_EXIT_CODE) || how.has_code(WOULD_FAIL_AGAIN_EXIT_CODE);
         let may_go_on = !is_ending && !is_for_all;
         if end.rank > 0 && self.lost.len() < self.layout.may_lose && may_go_on {
             let place = place(&end, &self.layout.hosts);
-            super::say(&format!(
-                "{place} failed: {}; the others go on, as --may-lose says",
-                end.end
+            say(&format!(
+                "{place} failed: {how}; the others go on, as --may-lose says"
             ));
             self.lost.push(end);
             return;
@@ -202,13 +271,10 @@ impl<'a> Run<'a> {
             None => {
                 self.signal = Some((signal, Instant::now()));
                 if self.start_deadline.is_some() {
-                    return self.close_all();
-                }
+                    self.close_all();
                 // Before a change of hosts they were asked to stop already, and a second signal would end them before they have saved.
-                if self.change.is_none() {
-                    self.tell_all(|| Command::Signal(signal as i32));
-                    // The ranks know already; what is due after the grace time is the killing.
-                    self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
+                } else if self.change.is_none() {
+                    self.ask_to_stop(signal);
                 }
             }
         }
@@ -217,18 +283,22 @@ impl<'a> Run<'a> {
     /// Asks the ranks to stop as a signal would, so that they can be started again on other hosts.
     fn stop_for(&mut self, change: String) {
         if self.signal.is_none() && self.failures.is_empty() {
-            super::say(&format!("{change}: the ranks stop, and are started again"));
+            say(&format!("{change}: the ranks stop, and are started again"));
             self.change = Some(change);
-            self.tell_all(|| Command::Signal(Signal::SIGTERM as i32));
-            self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
+            self.ask_to_stop(Signal::SIGTERM);
         }
+    }
+
+    /// Passes a signal on: the ranks know then, and what is due after the grace time is the killing.
+    fn ask_to_stop(&mut self, signal: Signal) {
+        self.tell_all(|| Command::Signal(signal as i32));
+        self.stop_due = Some(Instant::now() + self.layout.grace_after_signal);
     }
 
     fn stop_soon(&mut self) {
         if self.start_deadline.is_some() {
-            return self.close_all();
-        }
-        if self.stopped_at.is_none() {
+            self.close_all();
+        } else if self.stopped_at.is_none() {
             let soon = Instant::now() + CAUSE_WAIT;
             self.stop_due = match self.stop_due {
                 // The others have the grace time to save.
@@ -242,20 +312,30 @@ impl<'a> Run<'a> {
     fn close_all(&mut self) {
         self.start_deadline = None;
         self.stopped_at.get_or_insert_with(Instant::now);
-        self.give_up_at = Some(Instant::now() + AGENT_WAIT);
-        self.agents.iter_mut().for_each(AgentLink::close);
+        self.give_up_by(Instant::now() + AGENT_WAIT);
+        for agent in &mut self.agents {
+            match &mut agent.link {
+                Some(link) => link.close(),
+                None => agent.state = AgentState::Gone,
+            }
+        }
     }
 
     fn stop(&mut self, grace: Duration) {
         self.stop_due = None;
         self.stopped_at.get_or_insert_with(Instant::now);
-        self.give_up_at = Some(Instant::now() + grace + KILL_DEADLINE + AGENT_WAIT);
+        self.give_up_by(Instant::now() + grace + KILL_DEADLINE + AGENT_WAIT);
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         self.tell_all(|| Command::Stop { grace_ms });
     }
 
     fn tell_all(&self, command: impl Fn() -> Command) {
-        self.agents.iter().for_each(|agent| agent.send(command()));
+        let links = self.agents.iter().filter_map(|agent| agent.link.as_ref());
+        links.for_each(|link| link.send(command()));
+    }
+
+    fn give_up_by(&mut self, at: Instant) {
+        self.give_up_at = Some(self.give_up_at.map_or(at, |earlier| earlier.min(at)));
     }
 
     fn keep_deadlines(&mut self) {
@@ -271,63 +351,61 @@ impl<'a> Run<'a> {
             };
             self.stop(grace);
         }
-        let orphaned_at = self.mpi_ended.as_ref().map(|(_, at)| *at);
-        let give_up = [self.give_up_at, orphaned_at];
-        let give_up = give_up.into_iter().flatten().any(|at| now >= at);
-        for (index, agent) in self.agents.iter().enumerate() {
-            let limit = self.layout.hosts[index]
-                .plan
-                .silence_ms
-                .map(Duration::from_millis);
-            let is_silent = limit.is_some_and(|limit| agent.silence() > limit);
-            self.silent[index] |= is_silent;
-            if self.hosts[index] != HostState::Gone && (give_up || is_silent) {
-                agent.kill();
+        let are_all_gone = self.are_all(AgentState::Gone);
+        if are_all_gone {
+            // What has started them has no more to do.
+            self.give_up_by(now + EXIT_WAIT);
+        }
+        let give_up = self.give_up_at.is_some_and(|at| now >= at);
+        for agent in &mut self.agents {
+            let Some(link) = &agent.link else { continue };
+            let limit = agent.plan.silence_ms.map(Duration::from_millis);
+            let is_silent = limit.is_some_and(|limit| link.silence() > limit);
+            agent.is_silent |= is_silent;
+            if agent.state != AgentState::Gone && (give_up || is_silent) {
+                link.kill();
             }
+        }
+        if let (Some(pid), true) = (self.mpi, are_all_gone && give_up) {
+            let _ = killpg(pid, Signal::SIGKILL);
+            self.mpi = None;
         }
     }
 
     /// The hosts that did not answer keep the ranks from being started.
     fn give_up_late_hosts(&mut self) {
-        let states = self.hosts.iter().enumerate();
-        let late = states.filter(|(_, state)| **state == HostState::Asked);
-        for (host, _) in late {
-            self.failures.hosts.push(HostLoss {
-                host,
-                lost_at: Instant::now(),
-                detail: format!("no answer within {} s", START_DEADLINE.as_secs()),
-                last_lines: Vec::new(),
-            });
-        }
+        let detail = format!("no answer within {} s", START_DEADLINE.as_secs());
+        self.refuse_missing(&detail);
+        let agents = self.agents.iter().enumerate();
+        let late = agents.filter(|(_, agent)| agent.state == AgentState::Asked);
+        let losses = late.map(|(host, _)| HostLoss {
+            host,
+            lost_at: Instant::now(),
+            detail: detail.clone(),
+            last_lines: Vec::new(),
+        });
+        self.failures.hosts.extend(losses);
         self.close_all();
     }
 
     fn next_wait(&self) -> Duration {
         let due = [self.start_deadline, self.stop_due, self.give_up_at];
-        let now = Instant::now();
-        let waits = due
-            .iter()
-            .flatten()
-            .map(|at| at.saturating_duration_since(now));
-        waits
-            .min()
-            .unwrap_or(MAX_WAIT)
+        let next = due.into_iter().flatten().min();
+        let wait = next.map(|at| at.saturating_duration_since(Instant::now()));
+        wait.unwrap_or(MAX_WAIT)
             .clamp(Duration::from_millis(1), MAX_WAIT)
     }
 
     fn outcome(&self) -> Outcome {
-        let hosts = &self.layout.hosts;
+        let until = |until| self.failures.cause(self.layout.world_size, until);
         if let Some((signal, at)) = self.signal {
-            let signal = signal as i32;
-            if let Some(cause) = self.failures.cause(Some(at)) {
-                return Outcome::last(cause.exit_code(), Some(cause.describe(hosts)));
+            if let Some(cause) = until(Some(at)) {
+                return self.outcome_of(&cause, Remedy::none());
             }
             let is_complete = self.started && self.failures.is_empty() && self.num_asked == 0;
-            let code = match is_complete {
-                true => 0,
-                false => 128 + signal as u8,
-            };
-            return Outcome::last(code, Some(describe_signal(signal, &self.failures.ranks)));
+            let code = if is_complete { 0 } else { 128 + signal as u8 };
+            let sentence = describe_signal(signal, &self.failures.ranks);
+            return Outcome::last(code, Some(sentence));
         }
         if let Some(change) = &self.change
             && self.num_asked > 0
@@ -339,48 +417,49 @@ impl<'a> Run<'a> {
                 remedy: Remedy::ChangeHosts,
             };
         }
-        let is_refused = !self.refusals.is_empty();
-        if !self.started && (is_refused || !self.failures.is_empty()) {
+        let is_refused = !self.refusals.is_empty() || !self.failures.is_empty();
+        if !self.started && is_refused {
             return self.not_started();
         }
-        let in_time = self.failures.cause(self.stopped_at);
-        let Some(cause) = in_time.or_else(|| self.failures.cause(None)) else {
+        let Some(cause) = until(self.stopped_at).or_else(|| until(None)) else {
             return Outcome::last(0, None);
         };
-        if cause.needs_mpi() {
-            let outcome = Outcome::last(cause.exit_code(), Some(cause.describe(hosts)));
-            return match self.mpi {
-                None => Outcome {
-                    remedy: Remedy::ThroughMpi,
-                    ..outcome
-                },
-                Some(_) => outcome.with_note(ASKED_AGAIN),
+        let end = cause.own_end();
+        if end.is_some_and(|end| end.has_code(NEEDS_MPI_EXIT_CODE)) {
+            return match self.layout.mpi {
+                None => self.outcome_of(&cause, Remedy::ThroughMpi),
+                Some(_) => self
+                    .outcome_of(&cause, Remedy::none())
+                    .with_note(ASKED_AGAIN),
             };
         }
         let lost = || self.failures.hosts.iter();
-        let remedy = match (cause.is_for_good(), self.has_survivors) {
-            (Some(why), _) => Remedy::None(why),
-            (None, true) => Remedy::None(SURVIVORS.to_string()),
-            (None, false) => Remedy::StartAgain {
+        let remedy = match end.and_then(End::is_for_good) {
+            Some(why) => Remedy::None(why),
+            None if self.has_survivors => Remedy::None(SURVIVORS.to_string()),
+            None => Remedy::StartAgain {
                 at: lost().map(|loss| self.is_surely_over(loss)).max(),
-                lost: lost().map(|loss| hosts[loss.host].name.clone()).collect(),
+                lost: lost().map(|loss| self.name_of(loss)).collect(),
             },
         };
+        self.outcome_of(&cause, remedy)
+    }
+
+    fn outcome_of(&self, cause: &Cause<'_>, remedy: Remedy) -> Outcome {
         Outcome {
             exit_code: cause.exit_code(),
-            sentence: Some(cause.describe(hosts)),
+            sentence: Some(cause.describe(&self.layout.hosts)),
             remedy,
         }
     }
 
     /// The hosts that refused, or else that were lost, before the others were told to end.
     fn not_started(&self) -> Outcome {
-        let (mut without, mut sentences): (Vec<_>, Vec<_>) = self.refusals.iter().cloned().unzip();
+        let (mut sentences, mut without) = (self.refusals.clone(), self.without.clone());
         if sentences.is_empty() {
             let in_time = |loss: &&HostLoss| self.stopped_at.is_none_or(|at| loss.lost_at <= at);
-            let lost = self.failures.hosts.iter().filter(in_time);
-            for loss in lost {
-                without.push(self.layout.hosts[loss.host].name.clone());
+            for loss in self.failures.hosts.iter().filter(in_time) {
+                without.push(self.name_of(loss));
                 sentences.push(Cause::Host(loss).describe(&self.layout.hosts));
             }
         }
@@ -391,9 +470,13 @@ impl<'a> Run<'a> {
         }
     }
 
+    fn name_of(&self, loss: &HostLoss) -> String {
+        self.layout.hosts[loss.host].host.clone()
+    }
+
     /// When the ranks of a host that is lost have been ended by its agent, which may live.
     fn is_surely_over(&self, loss: &HostLoss) -> Instant {
-        let plan = &self.layout.hosts[loss.host].plan;
+        let plan = &self.layout.hosts[loss.host];
         let Some(silence_ms) = plan.silence_ms else {
             return loss.lost_at;
         };
@@ -403,8 +486,7 @@ impl<'a> Run<'a> {
 
 /// Says which processes could not be ended.
 pub(super) fn warn_survivors(host: &str, pids: &[i32]) {
-    let _ = writeln!(
-        stderr(),
-        "candle-train: processes {pids:?} on {host} do not end by SIGKILL: they hang in the kernel"
-    );
+    say(&format!(
+        "processes {pids:?} on {host} do not end by SIGKILL: they hang in the kernel"
+    ));
 }

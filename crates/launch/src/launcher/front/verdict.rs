@@ -1,13 +1,25 @@
 //! Which failure a run is said to have died of.
 
-use std::fmt;
 use std::time::Instant;
 
-use super::RankEnd;
-use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, signal_name};
-use crate::launcher::layout::Host;
+use nix::sys::signal::Signal;
 
-/// A host whose agent is gone before its time.
+use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, PEER_FAILED_EXIT_CODE};
+use crate::launcher::host_plan::HostPlan;
+
+/// The end of a rank.
+#[derive(Debug)]
+pub(super) struct RankEnd {
+    pub(super) host: usize,
+    pub(super) rank: usize,
+    pub(super) pid: i32,
+    pub(super) end: End,
+    pub(super) ended_at: Instant,
+    /// What it last wrote to stderr.
+    pub(super) last_lines: Vec<String>,
+}
+
+/// A host whose agent is gone, before its time or because all is over there.
 #[derive(Debug)]
 pub(super) struct HostLoss {
     pub(super) host: usize,
@@ -17,10 +29,8 @@ pub(super) struct HostLoss {
 }
 
 /// All that went wrong in a run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Failures {
-    /// The number of ranks that were started.
-    num_ranks: usize,
     pub(super) ranks: Vec<RankEnd>,
     pub(super) hosts: Vec<HostLoss>,
 }
@@ -37,31 +47,23 @@ pub(super) enum Cause<'a> {
 }
 
 impl Failures {
-    pub(super) fn new(num_ranks: usize) -> Self {
-        Self {
-            num_ranks,
-            ranks: Vec::new(),
-            hosts: Vec::new(),
-        }
-    }
-
     pub(super) fn is_empty(&self) -> bool {
         self.ranks.is_empty() && self.hosts.is_empty()
     }
 
-    /// The first that failed by itself until then; later ends are the launcher's doing, but not the loss of a host because of which
-    /// ranks on others have ended.
-    pub(super) fn cause(&self, until: Option<Instant>) -> Option<Cause<'_>> {
+    /// The first of `num_ranks` ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
+    /// loss of a host because of which ranks on others have ended.
+    pub(super) fn cause(&self, num_ranks: usize, until: Option<Instant>) -> Option<Cause<'_>> {
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
         let ranks = self.ranks.iter().filter(|rank| in_time(rank.ended_at));
         let (due_to_peer, own): (Vec<_>, Vec<_>) =
-            ranks.partition(|rank| rank.end.is_due_to_peer());
-        if self.num_ranks > 1 && own.len() == self.num_ranks && are_alike(&own) {
+            ranks.partition(|rank| rank.end.has_code(PEER_FAILED_EXIT_CODE));
+        if num_ranks > 1 && own.len() == num_ranks && are_alike(&own) {
             // Perhaps one of them has said why.
             let first = own
                 .into_iter()
                 .min_by_key(|rank| rank.last_lines.is_empty());
-            return first.map(|first| Cause::All(first, self.num_ranks));
+            return first.map(|first| Cause::All(first, num_ranks));
         }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
         let host = self.hosts.iter().filter(|loss| in_time(loss.lost_at));
@@ -96,25 +98,17 @@ impl Cause<'_> {
         }
     }
 
-    /// Why the ranks are not started again, if that is so.
-    pub(super) fn is_for_good(&self) -> Option<String> {
+    /// How ranks have ended that failed by themselves.
+    pub(super) fn own_end(&self) -> Option<End> {
         match self {
-            Self::Rank(failure) | Self::All(failure, _) => failure.end.is_for_good(),
+            Self::Rank(failure) | Self::All(failure, _) => Some(failure.end),
             Self::Peer(_) | Self::Host(_) => None,
         }
     }
 
-    /// Whether the ranks have to be started through MPI.
-    pub(super) fn needs_mpi(&self) -> bool {
-        match self {
-            Self::Rank(failure) | Self::All(failure, _) => failure.end.needs_mpi(),
-            Self::Peer(_) | Self::Host(_) => false,
-        }
-    }
-
     /// The sentences about it.
-    pub(super) fn describe(&self, hosts: &[Host]) -> String {
-        let mut text = match self {
+    pub(super) fn describe(&self, hosts: &[HostPlan]) -> String {
+        let sentence = match self {
             Self::Rank(failure) => {
                 format!("{} failed first: {}", place(failure, hosts), failure.end)
             }
@@ -126,93 +120,65 @@ impl Cause<'_> {
                 place(failure, hosts),
                 failure.end
             ),
-            Self::Host(loss) => {
-                let host = &hosts[loss.host];
-                format!(
-                    "lost host {} with {}: {}",
-                    host.name,
-                    RankRange(host),
-                    loss.detail
-                )
-            }
+            Self::Host(loss) => describe_loss(&hosts[loss.host], &loss.detail),
         };
-        let last_lines = match self {
-            Self::Rank(failure) | Self::All(failure, _) | Self::Peer(failure) => {
-                &failure.last_lines
-            }
-            Self::Host(loss) => &loss.last_lines,
+        let (last_lines, who) = match self {
+            Self::Rank(failure) | Self::Peer(failure) => (&failure.last_lines, "it"),
+            Self::All(failure, _) => (&failure.last_lines, "they"),
+            Self::Host(loss) => (&loss.last_lines, "it"),
         };
+        let mut lines = vec![sentence];
         if !last_lines.is_empty() {
-            let who = if matches!(self, Self::All(..)) {
-                "they"
-            } else {
-                "it"
-            };
-            text.push_str(&format!("\nthe last lines {who} wrote to stderr:"));
-            for line in last_lines {
-                text.push_str("\n    ");
-                text.push_str(line);
-            }
+            lines.push(format!("the last lines {who} wrote to stderr:"));
+            lines.extend(last_lines.iter().map(|line| format!("    {line}")));
         }
-        if let Some(hint) = self.hint(hosts) {
-            text.push_str("\nhint: ");
-            text.push_str(hint);
-        }
-        text
+        lines.extend(self.hint(hosts).map(|hint| format!("hint: {hint}")));
+        lines.join("\n")
     }
 
-    fn hint(&self, hosts: &[Host]) -> Option<&'static str> {
+    fn hint(&self, hosts: &[HostPlan]) -> Option<&'static str> {
         match self {
-            Self::Rank(failure) | Self::All(failure, _) if failure.end == End::Killed(9) => Some(
-                "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
-            ),
             Self::Peer(_) => Some("see what the launchers on the other hosts print"),
             Self::Host(loss) if hosts[loss.host].via.is_some() => Some(
                 "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
             ),
-            Self::Rank(_) | Self::All(..) | Self::Host(_) => None,
+            _ if self.own_end() == Some(End::Killed(9)) => Some(
+                "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
+            ),
+            _ => None,
         }
     }
 }
 
 /// `rank 3 (host node1, pid 4711)`
-pub(super) fn place(failure: &RankEnd, hosts: &[Host]) -> String {
-    let host = &hosts[failure.host].name;
+pub(super) fn place(failure: &RankEnd, hosts: &[HostPlan]) -> String {
+    let host = &hosts[failure.host].host;
     format!("rank {} (host {host}, pid {})", failure.rank, failure.pid)
 }
 
-/// `ranks 2 to 3`.
-struct RankRange<'a>(&'a Host);
-
-impl fmt::Display for RankRange<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plan = &self.0.plan;
-        match plan.num_ranks {
-            1 => write!(f, "rank {}", plan.first_rank),
-            _ => write!(
-                f,
-                "ranks {} to {}",
-                plan.first_rank,
-                plan.first_rank + plan.num_ranks - 1
-            ),
+/// `lost host node2 with ranks 2 to 3: no answer`
+fn describe_loss(plan: &HostPlan, detail: &str) -> String {
+    let (host, first) = (&plan.host, plan.first_rank);
+    match plan.num_ranks {
+        1 => format!("lost host {host} with rank {first}: {detail}"),
+        number => {
+            let last = first + number - 1;
+            format!("lost host {host} with ranks {first} to {last}: {detail}")
         }
     }
 }
 
 /// The sentence for a run that a signal ended.
-pub(super) fn describe_signal(signal: i32, ends: &[RankEnd]) -> String {
+pub(super) fn describe_signal(signal: Signal, ends: &[RankEnd]) -> String {
     let killed = ends.iter().filter(|failure| failure.end == End::Killed(9));
     let killed: Vec<String> = killed.map(|failure| failure.rank.to_string()).collect();
-    let name = signal_name(signal);
-    match killed.len() {
-        0 => format!("stopped by {name}"),
-        1 => format!(
-            "stopped by {name}; rank {} did not end in time and was killed",
-            killed[0]
-        ),
-        _ => format!(
+    let name = signal.as_str();
+    match &killed[..] {
+        [] => format!("stopped by {name}"),
+        [rank] => format!("stopped by {name}; rank {rank} did not end in time and was killed"),
+        ranks => format!(
             "stopped by {name}; ranks {} did not end in time and were killed",
-            killed.join(", ")
+            ranks.join(", ")
         ),
     }
 }

@@ -17,7 +17,7 @@ fn slow_rank(port: u16) -> TcpStream {
     let hello = format!(
         r#"{{"rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
     );
-    let mut stream = shake_hands(port, "secret", 3).unwrap();
+    let mut stream = shake_hands(port, "secret", 4).unwrap();
     stream.write_all(&frame(&hello)).unwrap();
     stream.read_exact(&mut [0; 8]).unwrap();
     for id in 0..NUM_GATHERS {
@@ -74,7 +74,7 @@ fn a_rank_that_does_not_read_stalls_nobody() {
             begun.elapsed()
         );
         slow.write_all(&frame(
-            r#"{"Leave": {"step": null, "operation": null, "others": null, "groups": []}}"#,
+            r#"{"Leave": {"doing": null, "besides": "", "blocked": null, "groups": {}}}"#,
         ))
         .unwrap();
         fast[1].leave().unwrap();

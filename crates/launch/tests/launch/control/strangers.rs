@@ -55,7 +55,7 @@ fn who_speaks_something_else_or_too_much() {
         garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         assert!(is_turned_away(garbage));
         // A message that claims to be huge, from somebody who knows the secret.
-        let mut huge = shake_hands(port, "secret", 3).unwrap();
+        let mut huge = shake_hands(port, "secret", 4).unwrap();
         huge.write_all(&[0xff; 8]).unwrap();
         assert!(is_turned_away(huge));
     });
@@ -66,11 +66,11 @@ fn who_speaks_something_else_or_too_much() {
 fn who_does_not_know_the_secret() {
     let time = join_with(|port| {
         // The server shows that it knows another one, and nothing else.
-        assert!(shake_hands(port, "guessed", 3).is_err());
+        assert!(shake_hands(port, "guessed", 4).is_err());
         // Whoever goes on all the same is turned away: with no proof, with the server's own, with one for other random bytes.
         for lie in ["", "echo", "stale"] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let opening = [b"\x89candle\n\x03\0\0\0".as_slice(), &[7; 32]].concat();
+            let opening = [b"\x89candle\n\x04\0\0\0".as_slice(), &[7; 32]].concat();
             stream.write_all(&opening).unwrap();
             let mut answer = [0; 64];
             stream.read_exact(&mut answer).unwrap();
@@ -94,7 +94,7 @@ fn who_comes_for_something_else() {
     let time = join_with(|port| {
         for purpose in [1 << 31, 1 << 30] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let version: u32 = purpose | 3;
+            let version: u32 = purpose | 4;
             let opening = [b"\x89candle\n".as_slice(), &version.to_le_bytes(), &[7; 32]].concat();
             stream.write_all(&opening).unwrap();
             assert!(is_turned_away(stream));
@@ -230,7 +230,7 @@ fn one_that_sends_a_byte_now_and_then_is_cut_off() {
     join_with(|port| {
         let begun = Instant::now();
         let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        let opening = [b"\x89candle\n\x03\0\0\0".as_slice(), &[7; 1000]].concat();
+        let opening = [b"\x89candle\n\x04\0\0\0".as_slice(), &[7; 1000]].concat();
         let cut_off = opening.iter().position(|byte| {
             std::thread::sleep(Duration::from_millis(100));
             slow.write_all(&[*byte]).is_err()
@@ -266,7 +266,7 @@ fn a_flood() {
     let mut num_connections = None;
     let time = join_with(|port| {
         // The server is there.
-        drop(shake_hands(port, "secret", 3).unwrap());
+        drop(shake_hands(port, "secret", 4).unwrap());
         let flood = flood(port);
         std::thread::sleep(Duration::from_millis(800));
         num_connections = Some(flood);
