@@ -90,12 +90,27 @@ impl Joining<'_> {
                 Err(Refused::ForGood(error)) => return Err(error),
                 Err(Refused::ForNow(error)) => error,
             };
-            let is_other_run = last.kind() == ErrorKind::PermissionDenied;
-            if is_other_run && self.begun.elapsed() > OTHER_RUN {
-                return Err(self.not_this_run(&last));
+            let (time, limit) = (self.begun.elapsed(), self.config.join_timeout);
+            if last.kind() == ErrorKind::PermissionDenied && time > OTHER_RUN {
+                return Err(self.failed(&format!(
+                    ": {last}\n\
+                     hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were \
+                     given different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)"
+                )));
             }
-            if self.begun.elapsed() > self.config.join_timeout {
-                return Err(self.overdue(&last));
+            if time > limit {
+                let missing = match self.missing.as_slice() {
+                    [] => String::new(),
+                    ranks => {
+                        format!("; when it was last reached, these ranks were missing: {ranks:?}")
+                    }
+                };
+                return Err(self.failed(&format!(
+                    " within {} s: {last}{missing}\n\
+                     hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and \
+                     MASTER_PORT to the same values on all ranks",
+                    limit.as_secs_f64()
+                )));
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_secs(1));
@@ -171,27 +186,6 @@ impl Joining<'_> {
                 }
             }
         }
-    }
-
-    fn not_this_run(&self, why: &io::Error) -> Error {
-        self.failed(&format!(
-            ": {why}\n\
-             hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were given \
-             different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)"
-        ))
-    }
-
-    fn overdue(&self, last: &io::Error) -> Error {
-        let missing = match self.missing.as_slice() {
-            [] => String::new(),
-            ranks => format!("; when it was last reached, these ranks were missing: {ranks:?}"),
-        };
-        self.failed(&format!(
-            " within {} s: {last}{missing}\n\
-             hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and MASTER_PORT to \
-             the same values on all ranks",
-            self.config.join_timeout.as_secs_f64()
-        ))
     }
 
     fn failed(&self, how: &str) -> Error {
