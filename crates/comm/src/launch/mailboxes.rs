@@ -38,19 +38,15 @@ pub fn mailboxes<T: Send>(
     let threads_per_rank = config
         .threads_per_rank
         .unwrap_or(num_cores() / on_host.max(1));
-    let pool = |mailbox: &Mailbox| {
-        let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
-        pool.map_err(candle_core::Error::wrap)
+    let mailboxes = match config.env.world_size() {
+        1 => Mailbox::of_threads(world_size, &mail),
+        _ => vec![meet(config, (world_size, num_serving), &mail)?],
     };
-    if config.env.world_size() > 1 {
-        let mailbox = meet(config, (world_size, num_serving), &mail)?;
-        let pool = pool(&mailbox)?;
-        return Ok(vec![pool.install(|| run_rank(mailbox, &run))]);
-    }
     scope(|scope| {
         let mut ranks = Vec::new();
-        for mailbox in Mailbox::of_threads(world_size, &mail) {
-            let (run, pool) = (&run, pool(&mailbox)?);
+        for mailbox in mailboxes {
+            let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
+            let (run, pool) = (&run, pool.map_err(candle_core::Error::wrap)?);
             let rank_main = move || pool.install(|| run_rank(mailbox, run));
             ranks.push(Builder::new().spawn_scoped(scope, rank_main)?);
         }

@@ -45,8 +45,8 @@ impl Control {
             own.unwrap_or_default().as_bytes(),
         )?;
         let mut streams = BTreeMap::new();
-        for peer in 0..rank.min(num_serving) {
-            let stream = connect(peer, &said[peer], config, until);
+        for (peer, said) in said.iter().enumerate().take(rank.min(num_serving)) {
+            let stream = connect(peer, said, config, until);
             streams.insert(peer, stream.map_err(unable)?);
         }
         let missing = |streams: &BTreeMap<_, _>| {
