@@ -1,11 +1,13 @@
 //! The cores of this machine, and the threads on which ranks compute.
 
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
-use candle_core::Device;
+use candle_core::{Device, Result};
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
+use crate::Error;
 use crate::device::make_current;
 
 /// How many threads candle has for large elementwise operations, all ranks of a process together.
@@ -28,7 +30,7 @@ pub(crate) fn pool_of_rank(
     rank: usize,
     num_threads: usize,
     device: &Device,
-) -> Result<ThreadPool, ThreadPoolBuildError> {
+) -> std::result::Result<ThreadPool, ThreadPoolBuildError> {
     let device = device.clone();
     ThreadPoolBuilder::new()
         .num_threads(num_threads.max(1))
@@ -78,6 +80,14 @@ fn set_candle_threads() -> bool {
         unsafe { std::env::remove_var(CANDLE_THREADS) };
     }
     num_workers == 0
+}
+
+/// Runs a rank; that it panics is an error. What it leaves behind then is never looked at.
+pub(crate) fn catch_panic<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        let message = format!("panicked: {}", panic_message(&*panic));
+        Err(Error::Argument(message).into())
+    })
 }
 
 /// What a panic says.

@@ -5,13 +5,12 @@ mod mailboxes;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod process;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, scope};
 
 use candle_core::{Device, Result};
 
-use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
+use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, pool_of_rank};
 use crate::local::{LocalCommunicator, World};
 use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
 
@@ -133,15 +132,8 @@ pub fn threads_with<T: Send>(
     if num_undelivered > 0 {
         tracing::warn!("{num_undelivered} messages were sent to ranks that never received them");
     }
-    let num_results = results.len();
-    let results: Vec<T> = results.into_iter().flatten().collect();
-    if results.len() < num_results {
-        candle_core::bail!(
-            "{} of {num_results} ranks ended without a result",
-            num_results - results.len()
-        );
-    }
-    Ok(results)
+    let results: Option<Vec<T>> = results.into_iter().collect();
+    results.ok_or_else(|| candle_core::Error::msg("a rank ended without a result"))
 }
 
 /// Runs one rank and tells the others how it ended.
@@ -151,23 +143,13 @@ fn run_rank<T>(
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Option<T> {
     let group = ProcessGroup::new(Box::new(LocalCommunicator::new(world.clone(), rank)));
-    // What a panicking rank leaves behind is never looked at: the run ends with its message.
-    match catch_unwind(AssertUnwindSafe(|| {
+    let result = catch_panic(|| {
         world.make_current(rank)?;
         run(group)
-    })) {
-        Ok(Ok(value)) => {
-            world.leave(rank);
-            Some(value)
-        }
-        Ok(Err(error)) => {
-            world.fail(rank, &error);
-            None
-        }
-        Err(panic) => {
-            let message = format!("panicked: {}", panic_message(&*panic));
-            world.fail(rank, &Error::Argument(message).into());
-            None
-        }
+    });
+    match &result {
+        Ok(_) => world.leave(rank),
+        Err(error) => world.fail(rank, error),
     }
+    result.ok()
 }

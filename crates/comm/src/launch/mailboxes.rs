@@ -1,6 +1,5 @@
 //! Ranks that have nothing between them but messages.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, scope};
 
@@ -8,8 +7,8 @@ use candle_core::{Device, Result, bail};
 use candle_launch::Control;
 
 use super::cannot_start::{known, meeting_begins};
-use crate::cores::{num_cores, panic_message, pool_of_rank};
-use crate::{Error, Mailbox, MailboxConfig, RunConfig, message_of};
+use crate::cores::{catch_panic, num_cores, panic_message, pool_of_rank};
+use crate::{Mailbox, MailboxConfig, RunConfig, message_of};
 
 /// Runs `run` on the ranks of this process, each with its mailbox, and returns what they return: on `world_size` threads, by rank, or on the
 /// one rank that this process is if a launcher has started several.
@@ -39,19 +38,15 @@ pub fn mailboxes<T: Send>(
     let threads_per_rank = config
         .threads_per_rank
         .unwrap_or(num_cores() / on_host.max(1));
-    let pool = |mailbox: &Mailbox| {
-        let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
-        pool.map_err(candle_core::Error::wrap)
+    let mailboxes = match config.env.world_size() {
+        1 => Mailbox::of_threads(world_size, &mail),
+        _ => vec![meet(config, (world_size, num_serving), &mail)?],
     };
-    if config.env.world_size() > 1 {
-        let mailbox = meet(config, (world_size, num_serving), &mail)?;
-        let pool = pool(&mailbox)?;
-        return Ok(vec![pool.install(|| run_rank(mailbox, &run))]);
-    }
     scope(|scope| {
         let mut ranks = Vec::new();
-        for mailbox in Mailbox::of_threads(world_size, &mail) {
-            let (run, pool) = (&run, pool(&mailbox)?);
+        for mailbox in mailboxes {
+            let pool = pool_of_rank(mailbox.rank(), threads_per_rank, &Device::Cpu);
+            let (run, pool) = (&run, pool.map_err(candle_core::Error::wrap)?);
             let rank_main = move || pool.install(|| run_rank(mailbox, run));
             ranks.push(Builder::new().spawn_scoped(scope, rank_main)?);
         }
@@ -66,11 +61,7 @@ pub fn mailboxes<T: Send>(
 /// Runs one rank and tells the others how it ended.
 fn run_rank<T>(mailbox: Mailbox, run: impl Fn(&Arc<Mailbox>) -> Result<T>) -> Result<T> {
     let mailbox = Arc::new(mailbox);
-    // What a panicking rank leaves behind is never looked at.
-    let result = catch_unwind(AssertUnwindSafe(|| run(&mailbox)));
-    let result = result.unwrap_or_else(|panic| {
-        Err(Error::Argument(format!("panicked: {}", panic_message(&*panic))).into())
-    });
+    let result = catch_panic(|| run(&mailbox));
     match &result {
         Ok(_) => mailbox.leave(),
         Err(error) => mailbox.fail(&message_of(error)),

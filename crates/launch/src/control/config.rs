@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::BEAT;
-use crate::{RankEnv, Result, Secret};
+use crate::{RankEnv, Secret};
 
 /// How a rank joins its run: see [`Control::join`](super::Control::join).
 #[derive(Debug, Clone)]
@@ -45,14 +45,6 @@ impl ControlConfig {
         let interval = Duration::from_micros(500).saturating_mul(self.world_size as u32);
         let interval = interval.clamp(Duration::from_millis(50), BEAT);
         interval.min(self.rank_timeout / 8)
-    }
-
-    /// The rank, the meeting point and the secret of this process's environment.
-    ///
-    /// # Errors
-    /// The environment does not say where the ranks meet.
-    pub fn new(env: &RankEnv) -> Result<Self> {
-        Ok(Self::at(env, env.master()?))
     }
 
     /// The rank and the secret of this process's environment; the ranks meet at `master`.

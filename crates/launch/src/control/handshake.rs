@@ -25,9 +25,6 @@ const MAGIC: [u8; 8] = *b"\x89candle\n";
 const NUM_RANDOM: usize = 32;
 const PROOF_BYTES: usize = 32;
 
-/// Magic, version and random bytes.
-const OPENING_BYTES: usize = MAGIC.len() + 4 + NUM_RANDOM;
-
 /// Who proves that it knows the secret, and what makes the key.
 const RANK: &str = "rank";
 const SERVER: &str = "server";
@@ -99,15 +96,15 @@ pub(crate) fn as_server(
     secret: &Secret,
     purpose: Purpose,
 ) -> Result<(u32, Key)> {
-    let mut opening = [0; OPENING_BYTES];
-    stream.read_exact(&mut opening[..MAGIC.len()])?;
-    if !opening.starts_with(&MAGIC) {
+    let (mut magic, mut version, mut random) = ([0; MAGIC.len()], [0; 4], [0; NUM_RANDOM]);
+    stream.read_exact(&mut magic)?;
+    if magic != MAGIC {
         let message = "it does not speak the control protocol";
         return Err(Error::new(ErrorKind::InvalidData, message));
     }
-    stream.read_exact(&mut opening[MAGIC.len()..])?;
-    let mut version = [0; 4];
-    version.copy_from_slice(&opening[MAGIC.len()..][..4]);
+    stream.read_exact(&mut version)?;
+    stream.read_exact(&mut random)?;
+    let opening = [magic.as_slice(), &version, &random].concat();
     let version = u32::from_le_bytes(version);
     if version & PURPOSE_BITS != purpose as u32 {
         let message = format!("its messages are of version {version:#x}, not for {purpose:?}");

@@ -56,21 +56,6 @@ fn serve(config: &ControlConfig, listener: TcpListener) -> Result<Server> {
         .map_err(|error| Error::Join(format!("rank 0 cannot serve the other ranks: {error}")))
 }
 
-enum Refused {
-    /// Not let in, and never will be.
-    ForGood(Error),
-    /// By what seems to be another run, if it is [`ErrorKind::PermissionDenied`].
-    ForNow(io::Error),
-}
-
-impl From<io::Error> for Refused {
-    fn from(error: io::Error) -> Self {
-        Self::ForNow(error)
-    }
-}
-
-type Attempt<T> = std::result::Result<T, Refused>;
-
 struct Joining<'a> {
     config: &'a ControlConfig,
     begun: Instant,
@@ -86,29 +71,47 @@ impl Joining<'_> {
         let mut pause = Duration::from_millis(20);
         loop {
             let last = match self.attempt() {
-                Ok(link) => return Ok(link),
-                Err(Refused::ForGood(error)) => return Err(error),
-                Err(Refused::ForNow(error)) => error,
+                Ok(met) => return met,
+                Err(error) => error,
             };
-            let is_other_run = last.kind() == ErrorKind::PermissionDenied;
-            if is_other_run && self.begun.elapsed() > OTHER_RUN {
-                return Err(self.not_this_run(&last));
+            let (time, limit) = (self.begun.elapsed(), self.config.join_timeout);
+            if last.kind() == ErrorKind::PermissionDenied && time > OTHER_RUN {
+                return Err(self.failed(&format!(
+                    ": {last}\n\
+                     hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were \
+                     given different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)"
+                )));
             }
-            if self.begun.elapsed() > self.config.join_timeout {
-                return Err(self.overdue(&last));
+            if time > limit {
+                let missing = match self.missing.as_slice() {
+                    [] => String::new(),
+                    ranks => {
+                        format!("; when it was last reached, these ranks were missing: {ranks:?}")
+                    }
+                };
+                return Err(self.failed(&format!(
+                    " within {} s: {last}{missing}\n\
+                     hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and \
+                     MASTER_PORT to the same values on all ranks",
+                    limit.as_secs_f64()
+                )));
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_secs(1));
         }
     }
 
-    /// Tries each address of the meeting point, which rank 0 takes if it is free.
-    fn attempt(&mut self) -> Attempt<Arc<Link>> {
+    /// Tries each address of the meeting point, which rank 0 takes if it is free. The inner error is for good; the outer one may pass, and
+    /// is [`ErrorKind::PermissionDenied`] where another run seems to be.
+    fn attempt(&mut self) -> io::Result<Result<Arc<Link>>> {
         let (host, port) = &self.config.master;
         let resolve =
-            || Ok::<Vec<_>, io::Error>((host.as_str(), *port).to_socket_addrs()?.collect());
+            || io::Result::<Vec<_>>::Ok((host.as_str(), *port).to_socket_addrs()?.collect());
         if self.config.rank == 0 && self.server.is_none() {
-            self.server = self.listen(&resolve()?)?;
+            match self.listen(&resolve()?) {
+                Ok(server) => self.server = server,
+                Err(error) => return Ok(Err(error)),
+            }
         }
         let addresses = match &self.server {
             Some(server) => vec![server.serving.local_address()],
@@ -117,33 +120,33 @@ impl Joining<'_> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         for address in addresses {
             match self.meet(&address) {
-                Err(Refused::ForNow(error)) => last = error,
+                Err(error) => last = error,
                 met => return met,
             }
         }
-        if self.config.rank == 0 && self.server.is_none() {
+        let is_other_run = last.kind() == ErrorKind::PermissionDenied;
+        if self.config.rank == 0 && self.server.is_none() && !is_other_run {
             let message = format!("another program listens there ({last})");
             last = io::Error::new(ErrorKind::PermissionDenied, message);
         }
-        Err(last.into())
+        Err(last)
     }
 
     /// Serves the run at the meeting point, unless its port is taken.
-    fn listen(&self, addresses: &[SocketAddr]) -> Attempt<Option<Server>> {
+    fn listen(&self, addresses: &[SocketAddr]) -> Result<Option<Server>> {
         let (host, port) = &self.config.master;
-        let served = match listening::listen(host, addresses, self.config.is_one_host) {
-            Ok(listener) => serve(self.config, listener),
-            Err(error) if error.kind() == ErrorKind::AddrInUse => return Ok(None),
+        match listening::listen(host, addresses, self.config.is_one_host) {
+            Ok(listener) => serve(self.config, listener).map(Some),
+            Err(error) if error.kind() == ErrorKind::AddrInUse => Ok(None),
             Err(error) => Err(Error::Join(format!(
                 "rank 0 on host {} cannot listen on {host}:{port}: {error}\n\
                  hint: choose another port with MASTER_PORT, the same on all ranks",
                 self.config.host
             ))),
-        };
-        served.map(Some).map_err(Refused::ForGood)
+        }
     }
 
-    fn meet(&mut self, address: &SocketAddr) -> Attempt<Arc<Link>> {
+    fn meet(&mut self, address: &SocketAddr) -> io::Result<Result<Arc<Link>>> {
         let mut stream = TcpStream::connect_timeout(address, CONNECT)?;
         let mut timed = Timed::new(&stream, CONNECT)?;
         let version = (Purpose::Control, wire::VERSION);
@@ -157,41 +160,20 @@ impl Joining<'_> {
                 ToRank::Waiting { missing } => self.missing = missing,
                 ToRank::Welcome { host } => {
                     reader.get_mut().lift()?;
-                    return Ok(Link::start(self.config, host, reader, stream)?);
+                    return Ok(Ok(Link::start(self.config, host, reader, stream)?));
                 }
                 ToRank::Refused { message, all } => {
-                    return Err(Refused::ForGood(match all {
+                    return Ok(Err(match all {
                         true => Error::CannotStart(message),
                         false => Error::Join(message),
                     }));
                 }
                 other => {
                     let message = format!("unexpected in a rendezvous: {other:?}");
-                    return Err(io::Error::new(ErrorKind::InvalidData, message).into());
+                    return Err(io::Error::new(ErrorKind::InvalidData, message));
                 }
             }
         }
-    }
-
-    fn not_this_run(&self, why: &io::Error) -> Error {
-        self.failed(&format!(
-            ": {why}\n\
-             hint: choose another port with MASTER_PORT, the same on all ranks; if there is one run only, its ranks were given \
-             different secrets (CANDLE_TRAIN_RUN_TOKEN, CANDLE_TRAIN_RUN_TOKEN_FILE)"
-        ))
-    }
-
-    fn overdue(&self, last: &io::Error) -> Error {
-        let missing = match self.missing.as_slice() {
-            [] => String::new(),
-            ranks => format!("; when it was last reached, these ranks were missing: {ranks:?}"),
-        };
-        self.failed(&format!(
-            " within {} s: {last}{missing}\n\
-             hint: rank 0 must run on that host and its port must be reachable (firewall); set MASTER_ADDR and MASTER_PORT to \
-             the same values on all ranks",
-            self.config.join_timeout.as_secs_f64()
-        ))
     }
 
     fn failed(&self, how: &str) -> Error {

@@ -124,8 +124,8 @@ impl Link {
         let mut state = self.lock();
         if !state.left {
             state.left = true;
-            let snapshot = state.activity.snapshot(self.clock.now());
-            self.outbox.tell(&FromRank::Leave(snapshot));
+            self.tell_activity(&state);
+            self.outbox.tell(&FromRank::Leave);
         }
         drop(state);
         self.wait_for(|state| state.goodbye.then_some(()))
@@ -159,12 +159,8 @@ impl Link {
         }
         if state.failed.is_none() {
             state.failed = Some(kind);
-            let snapshot = state.activity.snapshot(self.clock.now());
-            self.outbox.tell(&FromRank::Failed {
-                kind,
-                message,
-                snapshot,
-            });
+            self.tell_activity(&state);
+            self.outbox.tell(&FromRank::Failed { kind, message });
         }
         let is_unknown = |state: &mut State| state.failure.is_none() || !state.printed;
         let waited = self.changed.wait_timeout_while(state, limit, is_unknown);
@@ -216,14 +212,18 @@ impl Link {
         if state.closed {
             return false;
         }
-        let beat = FromRank::Beat(state.activity.snapshot(now));
+        self.tell_activity(&state);
         let silence = now.saturating_sub(state.heard);
         drop(state);
-        self.outbox.tell(&beat);
         if silence > self.config.rank_timeout {
             self.lost(&silent(silence), SILENT_HINT);
         }
         true
+    }
+
+    fn tell_activity(&self, state: &State) {
+        let snapshot = state.activity.snapshot(self.clock.now());
+        self.outbox.tell(&FromRank::Beat(snapshot));
     }
 
     /// The server, and so rank 0, is gone.

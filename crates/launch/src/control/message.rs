@@ -66,15 +66,11 @@ pub(super) enum FromRank {
     /// A question; the rank waits for the answer with this id. The body belongs to it.
     Ask { id: u64, question: Question },
     /// "I have failed", or been told to end.
-    Failed {
-        kind: FailureKind,
-        message: String,
-        snapshot: Snapshot,
-    },
+    Failed { kind: FailureKind, message: String },
     /// "I know of the failure."
     Noted,
     /// "I am done, and need nothing more."
-    Leave(Snapshot),
+    Leave,
 }
 
 /// What a rank wants of the others.

@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::ops::Range;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::server::{HANDSHAKE, Strangers};
+use super::server::{HANDSHAKE, Serving, Strangers};
 use super::wire::{self, Limits, Timed};
 use super::{Control, ControlConfig, handshake};
 use crate::{Error, Result, Secret};
@@ -37,56 +37,55 @@ impl Control {
             false => 0..0,
         };
         let (met, arrived) = channel();
-        let (mut address, mut _serving) = (String::new(), None);
-        if !expected.is_empty() {
-            let (secret, expected) = (config.secret.clone(), expected.clone());
-            let meet = move |stream| meet(stream, &secret, &expected);
-            // Nobody listens any more when all are there.
-            let receive = move |known| drop(met.send(known));
-            let listener = self.listen_for_peers();
-            let serving = listener
-                .and_then(|listener| Strangers::serve(listener, world_size, meet, receive))
-                .map_err(unable)?;
-            address = serving.address.to_string();
-            _serving = Some(serving);
-        }
-        let said = self.gather("addresses of the ranks that serve", address.as_bytes())?;
+        let serving = (!expected.is_empty()).then(|| self.serve_peers(expected.clone(), met));
+        let serving = serving.transpose().map_err(unable)?;
+        let own = serving.as_ref().map(|serving| serving.address.to_string());
+        let said = self.gather(
+            "addresses of the ranks that serve",
+            own.unwrap_or_default().as_bytes(),
+        )?;
         let mut streams = BTreeMap::new();
-        for peer in 0..rank.min(num_serving) {
-            let stream = addresses_of(config, peer, &said[peer]).and_then(|addresses| {
-                connect(&addresses, config, until).map_err(|error| {
-                    let message = format!("rank {peer} at {addresses:?}: {error}");
-                    io::Error::new(error.kind(), message)
-                })
-            });
+        for (peer, said) in said.iter().enumerate().take(rank.min(num_serving)) {
+            let stream = connect(peer, said, config, until);
             streams.insert(peer, stream.map_err(unable)?);
         }
-        loop {
-            let mut missing = expected.clone().filter(|rank| !streams.contains_key(rank));
-            let Some(first_missing) = missing.next() else {
-                break;
+        let missing = |streams: &BTreeMap<_, _>| {
+            let missing = expected.clone().filter(|peer| !streams.contains_key(peer));
+            missing.collect::<Vec<_>>()
+        };
+        while let [first, others @ ..] = missing(&streams).as_slice() {
+            let rest = until.saturating_duration_since(Instant::now());
+            let Ok((peer, stream)) = arrived.recv_timeout(rest) else {
+                let message = format!("rank {first} and {} others did not come", others.len());
+                return Err(unable(io::Error::new(ErrorKind::TimedOut, message)));
             };
-            match arrived.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok((rank, stream)) => drop(streams.insert(rank, stream)),
-                Err(_) => {
-                    let others = missing.count();
-                    let message = format!("rank {first_missing} and {others} others did not come");
-                    return Err(unable(io::Error::new(ErrorKind::TimedOut, message)));
-                }
-            }
+            streams.insert(peer, stream);
         }
         // Who is connected expects to hear of the others, which they do not say before they are.
         self.gather("connected", b"")?;
         Ok((0..world_size).map(|peer| streams.remove(&peer)).collect())
     }
 
-    /// A listener at a free port of the address from which this rank speaks to rank 0; on rank 0 where it serves.
-    fn listen_for_peers(&self) -> io::Result<TcpListener> {
+    /// Serves the ranks that connect to this one, at a free port of the address from which it speaks to rank 0; on rank 0 where it serves.
+    /// Whoever else comes is turned away, and keeps none of them out.
+    fn serve_peers(
+        &self,
+        expected: Range<usize>,
+        met: Sender<(usize, TcpStream)>,
+    ) -> io::Result<Serving> {
         let address = match &self.server {
             Some(server) => server.serving.address,
             None => self.link.local_address()?,
         };
-        TcpListener::bind((address.ip(), 0))
+        let listener = TcpListener::bind((address.ip(), 0))?;
+        let secret = self.link.config.secret.clone();
+        Strangers::serve(
+            listener,
+            expected.end,
+            move |stream| meet(stream, &secret, &expected),
+            // Nobody listens any more when all are there.
+            move |known| drop(met.send(known)),
+        )
     }
 }
 
@@ -105,15 +104,17 @@ fn addresses_of(config: &ControlConfig, rank: usize, said: &[u8]) -> io::Result<
     Ok((host, address.port()).to_socket_addrs()?.collect())
 }
 
-/// A connection to a rank that listens at one of these addresses.
+/// A connection to a rank that has said where it listens.
 fn connect(
-    addresses: &[SocketAddr],
+    rank: usize,
+    said: &[u8],
     config: &ControlConfig,
     until: Instant,
 ) -> io::Result<TcpStream> {
+    let addresses = addresses_of(config, rank, said)?;
     loop {
         let mut last = io::Error::new(ErrorKind::NotFound, "no address");
-        for address in addresses {
+        for address in &addresses {
             match introduce(address, config) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = error,
@@ -121,7 +122,8 @@ fn connect(
         }
         // Others may have kept it so busy that it hung up.
         if Instant::now() > until || last.kind() == ErrorKind::PermissionDenied {
-            return Err(last);
+            let message = format!("rank {rank} at {addresses:?}: {last}");
+            return Err(io::Error::new(last.kind(), message));
         }
         std::thread::sleep(Duration::from_millis(20));
     }

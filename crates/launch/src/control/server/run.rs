@@ -116,18 +116,12 @@ impl Run {
                 reply.into_iter().for_each(|reply| self.reply(reply));
                 self.answer_without_left(now);
             }
-            FromRank::Failed {
-                kind,
-                message,
-                snapshot,
-            } => {
-                peer.snapshot = snapshot;
+            FromRank::Failed { kind, message } => {
                 peer.failed = Some(message.clone());
                 self.hold(rank, kind, &message, now);
             }
             FromRank::Noted => peer.noted = true,
-            FromRank::Leave(snapshot) => {
-                peer.snapshot = snapshot;
+            FromRank::Leave => {
                 peer.left = true;
                 if rank > 0 {
                     peer.outbox.tell(&ToRank::Goodbye);
