@@ -19,6 +19,16 @@ pub(crate) struct Term<'a, T: Element> {
     pub values: Values<'a, T>,
 }
 
+impl<'a, T: Element> Term<'a, T> {
+    /// The input of one rank.
+    pub fn input(rank: usize, values: &'a [T]) -> Self {
+        Self {
+            ranks: rank..rank + 1,
+            values: Values::Input(values),
+        }
+    }
+}
+
 /// Values to be combined.
 pub(crate) enum Values<'a, T: Element> {
     /// The input of one rank.
@@ -107,11 +117,8 @@ pub(crate) fn reduce<T: Element>(
 
 /// Terms for the inputs of all ranks, in their order.
 pub(crate) fn of_all<'a, T: Element>(inputs: impl Iterator<Item = &'a [T]>) -> Vec<Term<'a, T>> {
-    let terms = inputs.enumerate().map(|(rank, values)| Term {
-        ranks: rank..rank + 1,
-        values: Values::Input(values),
-    });
-    terms.collect()
+    let terms = inputs.enumerate();
+    terms.map(|(rank, xs)| Term::input(rank, xs)).collect()
 }
 
 fn world_size_of<T: Element>(terms: &[Term<'_, T>]) -> usize {
@@ -293,10 +300,7 @@ mod tests {
                             .collect();
                         let here: Vec<Term<f32>> = ranks
                             .iter()
-                            .map(|rank| Term {
-                                ranks: *rank..rank + 1,
-                                values: Values::Input(&inputs[*rank]),
-                            })
+                            .map(|rank| Term::input(*rank, &inputs[*rank]))
                             .collect();
                         let blocks = blocks(&ranks, world_size);
                         let mut results = vec![0f32; blocks.len() * len];

@@ -5,6 +5,8 @@
 //! ```text
 //! inputs of a host's ranks -> collector of the host -> owner -> distributor of each other host -> its other ranks
 //! ```
+//! What that is for one rank is a list of [`Step`]s, all of one form.
+//!
 //! Collector and distributor take part in turns. On the owner's host the owner is both. A collector reduces what its host can reduce by itself, and
 //! sends [blocks](crate::pairwise::blocks) of accumulated values; where these would be no fewer bytes than the inputs, the ranks send
 //! these to the owner. What has one source goes from there to the owner. So what all ranks want enters each host once.
@@ -35,7 +37,9 @@ use std::sync::Arc;
 
 use candle_core::Shape;
 
-use super::hosts::Hosts;
+use super::buffer::Buffer;
+use super::group::Group;
+use super::tags::Kind;
 use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
@@ -45,184 +49,291 @@ const CHUNK_BYTES: usize = 512 << 10;
 /// What the messages of one operation that wait to be reduced hold at most, on one rank, for one chunk and for all others together.
 pub(super) const WINDOW_BYTES: usize = 32 << 20;
 
-/// A piece of the work with the rank that does it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Chunk {
-    pub owner: usize,
+/// What a rank does for a chunk, a piece of the work: it receives messages, combines them with its own input, and sends what that gives.
+pub(super) struct Step {
+    pub lane: Lane,
     pub piece: Piece,
-    /// Whose turn it is on each host.
-    turn: usize,
-    /// Chunks of a lower round come first, so that all hosts' cards are busy all the time.
-    pub round: usize,
+    /// Without, the only message is what it gives.
+    pub reads_input: bool,
+    pub sources: Vec<Source>,
+    pub source_kind: Kind,
+    pub gives: Gives,
+    /// Of what it gives.
+    pub num_bytes: usize,
+    /// For what it gives, if that is a part of a new output.
+    pub room: Option<Buffer>,
+    pub targets: Vec<usize>,
+    pub target_kind: Kind,
 }
 
-/// Who contributes to a chunk.
+/// Steps that a rank begins in the order of their chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Lane {
+    /// This rank's input goes to another rank, or stays.
+    To(usize),
+    /// Contributions are reduced here.
+    Gather,
+    /// Results come from one rank, in messages of one kind.
+    From(usize, Kind),
+    /// Results come from other hosts and are sent on to ranks on this one.
+    PassOn,
+}
+
+/// A message to a rank.
+#[derive(Clone, Copy)]
+pub(super) struct Source {
+    /// From this one.
+    pub rank: usize,
+    /// It has not the rank's values, but the blocks of this host, whose collector the rank is.
+    pub host: Option<usize>,
+    pub num_bytes: usize,
+}
+
+/// What a step gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Contributor {
-    /// The input of this rank.
-    Rank(usize),
-    /// From its collector, the blocks of this host.
-    Host(usize),
+pub(super) enum Gives {
+    /// A copy of the input.
+    Copy,
+    /// The blocks of a host, accumulated.
+    Blocks,
+    /// A part of this rank's output.
+    Result,
 }
 
-/// The chunks of a collective, and who does what for them.
+/// What one rank does for a collective.
 pub(super) struct Route {
     /// The shape of each output.
     pub dims: Vec<usize>,
     pub op: ReduceOp,
-    pub hosts: Arc<Hosts>,
-    /// Bytes of an accumulated value for each byte of an input's.
-    widening: usize,
-    /// They fill every output from its first element to its last, in this order, without gaps.
-    pub chunks: Vec<Chunk>,
+    pub group: Arc<Group>,
+    /// Bytes of an element, and how many times as many where values are accumulated.
+    sizes: (usize, usize),
+    /// In the order in which they are begun. They fill the output without gaps.
+    pub steps: Vec<Step>,
+}
+
+/// A piece of the work with the rank that makes its result.
+struct Chunk {
+    owner: usize,
+    piece: Piece,
+    /// Whose turn it is on each host.
+    turn: usize,
 }
 
 impl Route {
-    /// The route for one input of this shape for each rank, as far as `rank` has to do with it. An element has `element_bytes`,
-    /// `widening` times as many where values are accumulated.
+    /// The route for one input of this shape for each rank, as far as this rank of the group has to do with it. An element has so many
+    /// bytes, and so many times as many where values are accumulated.
     pub fn new(
         operation: &Operation,
         shape: &Shape,
-        hosts: Arc<Hosts>,
-        rank: usize,
-        (element_bytes, widening): (usize, usize),
+        group: Arc<Group>,
+        sizes: (usize, usize),
     ) -> Self {
-        let world_size = hosts.world_size();
-        let Plan { dims, op, pieces } = Plan::new(operation, shape, world_size, Some(rank));
+        let world_size = group.members.len();
+        let Plan { dims, op, pieces } = Plan::new(operation, shape, world_size, Some(group.rank));
+        let mut route = Self {
+            dims,
+            op,
+            group,
+            sizes,
+            steps: Vec::new(),
+        };
         let in_turns = matches!(
             operation,
             Operation::AllReduce(_) | Operation::Broadcast { .. }
         );
-        let num_ranks = |host: usize| hosts.ranks(host).len();
-        let num_contributions = (0..hosts.len()).map(num_ranks).max().unwrap_or(0)
-            + (0..hosts.len())
-                .map(|host| num_ranks(host).min(hosts.blocks(host).len() * widening))
-                .sum::<usize>();
-        let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / num_contributions.max(1));
-        let longest = (chunk_bytes.max(4096) / element_bytes.max(1)).max(1);
-        let chunks = pieces.into_iter().enumerate().flat_map(|(index, piece)| {
-            let turn_len = piece.len.div_ceil(world_size).next_multiple_of(64);
-            // Everybody gets a turn; whole cache lines.
-            let longest = if in_turns {
-                longest.min(turn_len)
-            } else {
-                longest
+        let longest = route.longest_chunk();
+        let mut chunks = Vec::new();
+        for (index, piece) in pieces.into_iter().enumerate() {
+            let gives_or_gets = piece.destinations.only.or(piece.sources.only);
+            let (owner, longest) = match in_turns {
+                // Everybody gets a turn; whole cache lines.
+                true => {
+                    let turn = piece.len.div_ceil(world_size).next_multiple_of(64);
+                    (None, longest.min(turn))
+                }
+                false => (gives_or_gets, longest),
             };
             let parts = piece.cut(longest).enumerate();
-            parts.map(move |(round, piece)| {
-                let gives_or_gets = piece.destinations.only.or(piece.sources.only);
-                Chunk {
-                    owner: match gives_or_gets {
-                        Some(rank) if !in_turns => rank,
-                        _ => round % world_size,
-                    },
-                    piece,
-                    turn: index + round,
-                    round,
-                }
-            })
-        });
-        Self {
-            chunks: chunks.collect(),
-            dims,
-            op,
-            hosts,
-            widening,
+            chunks.extend(parts.map(|(round, piece)| {
+                let owner = owner.unwrap_or(round % world_size);
+                let turn = index + round;
+                (round, Chunk { owner, piece, turn })
+            }));
+        }
+        // So that all hosts' cards are busy all the time.
+        chunks.sort_by_key(|(round, _)| *round);
+        let steps = chunks.iter().flat_map(|(_, chunk)| route.steps(chunk));
+        route.steps = steps.collect();
+        route
+    }
+
+    /// Elements of a chunk whose contributions fit a window.
+    fn longest_chunk(&self) -> usize {
+        let (element_bytes, widening) = self.sizes;
+        let hosts = &self.group.hosts;
+        let most_ranks = hosts.ranks.iter().map(Vec::len).max().unwrap_or(0);
+        let from_others = hosts.ranks.iter().zip(&hosts.blocks);
+        let from_others = from_others.map(|(ranks, all)| ranks.len().min(all.len() * widening));
+        let num_contributions = most_ranks + from_others.sum::<usize>();
+        let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / num_contributions.max(1));
+        (chunk_bytes.max(4096) / element_bytes.max(1)).max(1)
+    }
+
+    /// What this rank does for a chunk.
+    fn steps(&self, chunk: &Chunk) -> Vec<Step> {
+        let (rank, hosts) = (self.group.rank, &self.group.hosts);
+        let (sources, here) = (chunk.piece.sources, hosts.host_of[rank]);
+        if chunk.owner == rank {
+            return vec![self.owned(chunk)];
+        }
+        // Who speaks for this host with the owner, on another one.
+        let is_near = here == hosts.host_of[chunk.owner];
+        let speaker = self.in_turn(chunk, here).filter(|_| !is_near);
+        let mut steps = Vec::new();
+        if sources.has(rank) {
+            let reduces = sources.only.is_none() && self.reduces(here);
+            steps.push(match speaker {
+                Some(collector) if reduces && collector == rank => Step {
+                    lane: Lane::Gather,
+                    sources: self.inputs_of_host(chunk, here),
+                    gives: Gives::Blocks,
+                    num_bytes: self.blocks_of_host(chunk, here).num_bytes,
+                    ..self.contribution(chunk, chunk.owner)
+                },
+                Some(collector) if reduces => self.contribution(chunk, collector),
+                _ => self.contribution(chunk, chunk.owner),
+            });
+        }
+        if sources.only == Some(rank) && chunk.piece.destinations.has(rank) {
+            // What is only copied, from here, is here.
+            steps.push(Step {
+                gives: Gives::Result,
+                targets: Vec::new(),
+                ..self.contribution(chunk, rank)
+            });
+        } else if chunk.piece.destinations.has(rank) {
+            let (from, source_kind) = match speaker {
+                Some(distributor) if distributor != rank => (distributor, Kind::Distributed),
+                _ => (chunk.owner, Kind::Result),
+            };
+            let targets = match speaker == Some(rank) {
+                true => self.others_here(chunk),
+                false => Vec::new(),
+            };
+            steps.push(Step {
+                lane: match targets.is_empty() {
+                    true => Lane::From(from, source_kind),
+                    false => Lane::PassOn,
+                },
+                reads_input: false,
+                sources: vec![self.values_of(chunk, from)],
+                source_kind,
+                gives: Gives::Result,
+                targets,
+                target_kind: Kind::Distributed,
+                ..self.contribution(chunk, rank)
+            });
+        }
+        steps
+    }
+
+    /// This rank's input goes to `to`.
+    fn contribution(&self, chunk: &Chunk, to: usize) -> Step {
+        Step {
+            lane: Lane::To(to),
+            piece: chunk.piece,
+            reads_input: true,
+            sources: Vec::new(),
+            source_kind: Kind::Contribution,
+            gives: Gives::Copy,
+            num_bytes: chunk.piece.len * self.sizes.0,
+            room: None,
+            targets: vec![to],
+            target_kind: Kind::Contribution,
+        }
+    }
+
+    /// The result is made here, and goes to the others on this host and to one on each other host.
+    fn owned(&self, chunk: &Chunk) -> Step {
+        let (rank, hosts) = (self.group.rank, &self.group.hosts);
+        let here = hosts.host_of[rank];
+        let others = || (0..hosts.ranks.len()).filter(|host| *host != here);
+        let sources = match chunk.piece.sources.only {
+            Some(source) if source == rank => Vec::new(),
+            Some(source) => vec![self.values_of(chunk, source)],
+            None => {
+                let from_host = |host: usize| match self.reduces(host) {
+                    true => vec![self.blocks_of_host(chunk, host)],
+                    false => self.inputs_of_host(chunk, host),
+                };
+                let mut sources = self.inputs_of_host(chunk, here);
+                sources.extend(others().flat_map(from_host));
+                sources
+            }
+        };
+        let mut targets = Vec::new();
+        if chunk.piece.destinations.only.is_none() {
+            targets = self.others_here(chunk);
+            targets.extend(others().filter_map(|host| self.in_turn(chunk, host)));
+        }
+        Step {
+            lane: Lane::Gather,
+            reads_input: chunk.piece.sources.has(rank),
+            sources,
+            gives: Gives::Result,
+            targets,
+            target_kind: Kind::Result,
+            ..self.contribution(chunk, rank)
+        }
+    }
+
+    /// The other ranks on this host that do not have the result as its only source.
+    fn others_here(&self, chunk: &Chunk) -> Vec<usize> {
+        let (rank, hosts) = (self.group.rank, &self.group.hosts);
+        let mut ranks = hosts.ranks[hosts.host_of[rank]].clone();
+        ranks.retain(|to| *to != rank && chunk.piece.sources.only != Some(*to));
+        ranks
+    }
+
+    fn values_of(&self, chunk: &Chunk, rank: usize) -> Source {
+        Source {
+            rank,
+            host: None,
+            num_bytes: chunk.piece.len * self.sizes.0,
+        }
+    }
+
+    /// The inputs of a host's ranks, but this one.
+    fn inputs_of_host(&self, chunk: &Chunk, host: usize) -> Vec<Source> {
+        let ranks = self.group.hosts.ranks[host].iter();
+        let others = ranks.filter(|rank| **rank != self.group.rank);
+        others.map(|rank| self.values_of(chunk, *rank)).collect()
+    }
+
+    /// What a host has reduced, from its collector.
+    fn blocks_of_host(&self, chunk: &Chunk, host: usize) -> Source {
+        let (element_bytes, widening) = self.sizes;
+        let num_blocks = self.group.hosts.blocks[host].len();
+        Source {
+            rank: self.in_turn(chunk, host).unwrap_or(chunk.owner),
+            host: Some(host),
+            num_bytes: num_blocks * chunk.piece.len * element_bytes * widening,
         }
     }
 
     /// The rank of a host whose turn it is, which is not the only source, for this has the chunk; none if there is no other.
     fn in_turn(&self, chunk: &Chunk, host: usize) -> Option<usize> {
-        let ranks = self.hosts.ranks(host);
-        let others = || ranks.iter().cycle().skip(chunk.turn % ranks.len());
-        let mut others = others().take(2);
-        others
-            .find(|rank| chunk.piece.sources.only != Some(**rank))
-            .copied()
+        let ranks = &self.group.hosts.ranks[host];
+        let others = ranks.iter().cycle().skip(chunk.turn % ranks.len());
+        let mut others = others.take(2).copied();
+        others.find(|rank| chunk.piece.sources.only != Some(*rank))
     }
 
     /// Whether a host sends fewer bytes if it reduces what it has first.
     fn reduces(&self, host: usize) -> bool {
-        self.hosts.blocks(host).len() * self.widening < self.hosts.ranks(host).len()
-    }
-
-    /// Who takes in the input of `rank`, a source.
-    pub fn collector(&self, chunk: &Chunk, rank: usize) -> usize {
-        let (host, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        if host == there || chunk.piece.sources.only.is_some() || !self.reduces(host) {
-            return chunk.owner;
-        }
-        self.in_turn(chunk, host).unwrap_or(chunk.owner)
-    }
-
-    /// Whether `rank` reduces contributions, as the owner or for it.
-    pub fn gathers(&self, chunk: &Chunk, rank: usize) -> bool {
-        rank == chunk.owner
-            || (chunk.piece.sources.only.is_none() && self.collector(chunk, rank) == rank)
-    }
-
-    /// From whom `rank`, which [gathers](Self::gathers), does so.
-    pub fn contributors(&self, chunk: &Chunk, rank: usize) -> Vec<Contributor> {
-        if let Some(source) = chunk.piece.sources.only {
-            return vec![Contributor::Rank(source)];
-        }
-        let inputs = |host: usize| {
-            let ranks = self.hosts.ranks(host).iter();
-            ranks.map(|rank| Contributor::Rank(*rank))
-        };
-        let here = self.hosts.host_of(rank);
-        let mut contributors: Vec<Contributor> = inputs(here).collect();
-        if rank == chunk.owner {
-            for host in (0..self.hosts.len()).filter(|host| *host != here) {
-                match self.reduces(host) {
-                    true => contributors.push(Contributor::Host(host)),
-                    false => contributors.extend(inputs(host)),
-                }
-            }
-        }
-        contributors
-    }
-
-    /// The rank that the message of a contributor comes from.
-    pub fn sender(&self, chunk: &Chunk, contributor: Contributor) -> usize {
-        match contributor {
-            Contributor::Rank(rank) => rank,
-            Contributor::Host(host) => self.in_turn(chunk, host).unwrap_or(chunk.owner),
-        }
-    }
-
-    /// From whom `rank`, which wants the result and has no part in it as the owner or the only source, gets it.
-    pub fn distributor(&self, chunk: &Chunk, rank: usize) -> usize {
-        let (host, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        match self.in_turn(chunk, host) {
-            Some(distributor) if host != there && distributor != rank => distributor,
-            _ => chunk.owner,
-        }
-    }
-
-    /// To whom `rank`, which has the result, sends it.
-    pub fn receivers(&self, chunk: &Chunk, rank: usize) -> Vec<usize> {
-        let here = self.hosts.host_of(rank);
-        let (piece, owns) = (&chunk.piece, rank == chunk.owner);
-        if piece.destinations.only.is_some() || piece.sources.only == Some(rank) && !owns {
-            return Vec::new();
-        }
-        let mut receivers = Vec::new();
-        if owns || self.distributor_here(chunk, rank) {
-            let others = self.hosts.ranks(here).iter().copied();
-            receivers.extend(others.filter(|to| *to != rank && piece.sources.only != Some(*to)));
-        }
-        if owns {
-            let hosts = (0..self.hosts.len()).filter(|host| *host != here);
-            receivers.extend(hosts.filter_map(|host| self.in_turn(chunk, host)));
-        }
-        receivers
-    }
-
-    /// Whether `rank` is its host's distributor.
-    fn distributor_here(&self, chunk: &Chunk, rank: usize) -> bool {
-        let (here, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        here != there && self.in_turn(chunk, here) == Some(rank)
+        let hosts = &self.group.hosts;
+        hosts.blocks[host].len() * self.sizes.1 < hosts.ranks[host].len()
     }
 }
 
@@ -238,8 +349,8 @@ mod tests {
         Operation::Broadcast { root: 2 },
     ];
 
-    /// A message: chunk, sender, receiver, bytes.
-    type Message = (usize, usize, usize, usize);
+    /// A message: chunk, kind, sender, receiver, bytes.
+    type Message = (usize, Kind, usize, usize, usize);
 
     fn routes(
         operation: &Operation,
@@ -247,58 +358,34 @@ mod tests {
         hosts: &[usize],
         sizes: (usize, usize),
     ) -> Vec<Route> {
-        let hosts = Arc::new(Hosts::new(hosts));
-        (0..hosts.world_size())
-            .map(|rank| Route::new(operation, shape, hosts.clone(), rank, sizes))
-            .collect()
+        let route = |rank| {
+            let group = Arc::new(Group::world(rank, hosts, None));
+            Route::new(operation, shape, group, sizes)
+        };
+        (0..hosts.len()).map(route).collect()
     }
 
     /// What all ranks send, and what all ranks receive.
-    fn messages(routes: &[Route], (element_bytes, widening): (usize, usize)) -> [Vec<Message>; 2] {
+    fn messages(routes: &[Route]) -> [Vec<Message>; 2] {
         let (mut sent, mut received) = (Vec::new(), Vec::new());
-        for (rank, route) in routes.iter().enumerate() {
-            for chunk in &route.chunks {
-                let Piece {
-                    sources,
-                    destinations,
-                    len,
-                } = chunk.piece;
+        for route in routes {
+            let rank = route.group.rank;
+            for step in &route.steps {
+                let [sources, destinations] = [step.piece.sources, step.piece.destinations];
                 let place = (sources.first * 1_000_003 + destinations.first) * 1009
                     + sources.only.map_or(0, |rank| rank + 1) * 31
                     + destinations.only.map_or(0, |rank| rank + 1);
-                let bytes = len * element_bytes;
-                let blocks = |host| route.hosts.blocks(host).len() * bytes * widening;
-                let host = route.hosts.host_of(rank);
-                let gathers = route.gathers(chunk, rank);
-                if gathers {
-                    for from in route.contributors(chunk, rank) {
-                        let bytes = match from {
-                            Contributor::Rank(_) => bytes,
-                            Contributor::Host(host) => blocks(host),
-                        };
-                        received.push((place, route.sender(chunk, from), rank, bytes));
-                    }
-                    if rank != chunk.owner {
-                        sent.push((place, rank, chunk.owner, blocks(host)));
-                    }
+                for Source {
+                    rank: from,
+                    num_bytes,
+                    ..
+                } in &step.sources
+                {
+                    received.push((place, step.source_kind, *from, rank, *num_bytes));
                 }
-                if sources.has(rank) {
-                    let to = if gathers {
-                        rank
-                    } else {
-                        route.collector(chunk, rank)
-                    };
-                    sent.push((place, rank, to, bytes));
-                }
-                let has_it = rank == chunk.owner || sources.only == Some(rank);
-                if destinations.has(rank) && !has_it {
-                    let from = route.distributor(chunk, rank);
-                    received.push((place, from, rank, bytes));
-                }
-                if has_it || destinations.has(rank) {
-                    let receivers = route.receivers(chunk, rank).into_iter();
-                    sent.extend(receivers.map(|to| (place, rank, to, bytes)));
-                }
+                let (kind, num_bytes) = (step.target_kind, step.num_bytes);
+                let targets = step.targets.iter();
+                sent.extend(targets.map(|to| (place, kind, rank, *to, num_bytes)));
             }
         }
         sent.sort_unstable();
@@ -313,7 +400,7 @@ mod tests {
         sender: impl Fn(usize) -> usize,
     ) -> Vec<usize> {
         let mut sums = vec![0; num_senders];
-        for (_, from, to, bytes) in messages {
+        for (_, _, from, to, bytes) in messages {
             if sender(*from) != sender(*to) {
                 sums[sender(*from)] += bytes;
             }
@@ -326,7 +413,7 @@ mod tests {
         let (shape, size) = (Shape::from((4096, 1024)), 4096 * 1024 * 4);
         let sent = |operation: &Operation| {
             let routes = routes(operation, &shape, &[0; 4], (4, 1));
-            sum(&messages(&routes, (4, 1))[0], 4, |rank| rank)
+            sum(&messages(&routes)[0], 4, |rank| rank)
         };
         let [
             all_reduce,
@@ -357,7 +444,7 @@ mod tests {
                 broadcast,
             ] = OPERATIONS.each_ref().map(|operation| {
                 let routes = routes(operation, &Shape::from((4096, 4096)), &hosts, sizes);
-                sum(&messages(&routes, sizes)[0], num_hosts, |rank| hosts[rank])
+                sum(&messages(&routes)[0], num_hosts, |rank| hosts[rank])
             });
             let others = size / num_hosts * (num_hosts - 1);
             assert_eq!(all_reduce, [(1 + widening) * others; 4]);
@@ -390,11 +477,14 @@ mod tests {
                 for sizes in [(4, 1), (2, 2)] {
                     let shape = Shape::from((n * 7, 30_011));
                     let routes = routes(operation, &shape, hosts, sizes);
-                    let [sent, received] = messages(&routes, sizes);
+                    let [sent, received] = messages(&routes);
                     assert_eq!(sent, received, "{operation} on {hosts:?}");
-                    for chunk in routes.iter().flat_map(|route| &route.chunks) {
-                        assert!(chunk.piece.len * sizes.0 <= CHUNK_BYTES && chunk.piece.len > 0);
-                        assert!(chunk.piece.destinations.has(chunk.owner));
+                    for route in &routes {
+                        for Step { piece, gives, .. } in &route.steps {
+                            assert!(piece.len * sizes.0 <= CHUNK_BYTES && piece.len > 0);
+                            let wants = piece.destinations.has(route.group.rank);
+                            assert!(wants || *gives != Gives::Result);
+                        }
                     }
                 }
             }
@@ -409,19 +499,15 @@ mod tests {
                 let n = num_hosts * r;
                 let host_of = |rank: usize| if cyclic { rank % num_hosts } else { rank / r };
                 let hosts: Vec<usize> = (0..n).map(host_of).collect();
-                let hosts = Arc::new(Hosts::new(&hosts));
+                let group = Arc::new(Group::world(3, &hosts, None));
                 for (element_bytes, widening) in [(4, 1), (2, 2)] {
                     let sum = Operation::AllReduce(ReduceOp::Sum);
                     let shape = Shape::from(64 << 20);
                     let sizes = (element_bytes, widening);
-                    let route = Route::new(&sum, &shape, hosts.clone(), 3, sizes);
-                    let chunk = route.chunks.iter().find(|chunk| chunk.owner == 3).unwrap();
-                    let held = |from: &Contributor| match from {
-                        Contributor::Rank(_) => 1,
-                        Contributor::Host(host) => hosts.blocks(*host).len() * widening,
-                    };
-                    let num: usize = route.contributors(chunk, 3).iter().map(held).sum();
-                    let bytes = num * chunk.piece.len * element_bytes;
+                    let route = Route::new(&sum, &shape, group.clone(), sizes);
+                    let is_owned = |step: &&Step| step.target_kind == Kind::Result;
+                    let step = route.steps.iter().find(is_owned).unwrap();
+                    let bytes: usize = step.sources.iter().map(|source| source.num_bytes).sum();
                     assert!(bytes <= WINDOW_BYTES, "{num_hosts} x {r}: {bytes}");
                 }
             }
@@ -434,14 +520,11 @@ mod tests {
         let hosts: Vec<usize> = (0..4096).map(|rank| rank / 64).collect();
         for operation in &OPERATIONS {
             let shape = Shape::from((4096, 16));
-            let hosts = Arc::new(Hosts::new(&hosts));
-            let route = Route::new(operation, &shape, hosts, 77, (4, 1));
-            assert!(
-                route.chunks.len() < 2 * 4096,
-                "{operation}: {}",
-                route.chunks.len()
-            );
+            let group = Arc::new(Group::world(77, &hosts, None));
+            let route = Route::new(operation, &shape, group, (4, 1));
+            let num_steps = route.steps.len();
+            assert!(num_steps < 4 * 4096, "{operation}: {num_steps}");
         }
-        assert!(size_of::<Chunk>() <= 96);
+        assert!(size_of::<Step>() <= 256);
     }
 }

@@ -1,4 +1,4 @@
-//! The tags of messages within a group; [`addresses`](super::addresses) makes them those of the group.
+//! The tags of messages within a group, which [makes](super::group) them its own.
 //!
 //! Messages with one tag between two ranks arrive in order, so numbers may repeat: who starts an operation with a tag
 //! that an older one has receives its first message after it, and moves no data before the older one has.
@@ -11,28 +11,22 @@ pub(super) const NUM_SEQS: u64 = 256;
 /// With five tags for each number.
 pub(super) const TAGS_PER_GROUP: c_int = 5 * NUM_SEQS as c_int;
 
-fn tag(seq: u64, kind: c_int) -> c_int {
-    (seq % NUM_SEQS) as c_int * 5 + kind
+/// What a message of a collective is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    /// The first message.
+    Header,
+    /// Data that are yet to be reduced.
+    Contribution,
+    /// Data that are part of the result, from who made it.
+    Result,
+    /// Data that are part of the result, from who got it from another host.
+    Distributed,
 }
 
-/// The first message of operation `seq`.
-pub(super) fn header(seq: u64) -> c_int {
-    tag(seq, 0)
-}
-
-/// Data of operation `seq` that are yet to be reduced.
-pub(super) fn contribution(seq: u64) -> c_int {
-    tag(seq, 1)
-}
-
-/// Data of operation `seq` that are part of the result, from who made it.
-pub(super) fn result(seq: u64) -> c_int {
-    tag(seq, 2)
-}
-
-/// Data of operation `seq` that are part of the result, from who got it from another host.
-pub(super) fn distributed(seq: u64) -> c_int {
-    tag(seq, 3)
+/// The tag of messages of operation `seq`.
+pub(super) fn tag(seq: u64, kind: Kind) -> c_int {
+    (seq % NUM_SEQS) as c_int * 5 + kind as c_int
 }
 
 /// What a message is, and its data if they are few.
@@ -50,20 +44,19 @@ mod tests {
 
     #[test]
     fn all_tags_differ_and_are_allowed() {
+        let kinds = [
+            Kind::Header,
+            Kind::Contribution,
+            Kind::Result,
+            Kind::Distributed,
+        ];
         let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
-        for seq in 0..NUM_SEQS {
-            tags.extend([
-                header(seq),
-                contribution(seq),
-                result(seq),
-                distributed(seq),
-            ]);
-        }
+        tags.extend((0..NUM_SEQS).flat_map(|seq| kinds.map(|kind| tag(seq, kind))));
         assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));
         let num_tags = tags.len();
         tags.sort_unstable();
         tags.dedup();
         assert_eq!(tags.len(), num_tags);
-        assert_eq!(header(NUM_SEQS + 5), header(5));
+        assert_eq!(tag(NUM_SEQS + 5, Kind::Header), tag(5, Kind::Header));
     }
 }
