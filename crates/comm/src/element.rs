@@ -97,7 +97,7 @@ macro_rules! with_element {
             candle_core::DType::I16 => $run::<i16>($($arg),*),
             candle_core::DType::I32 => $run::<i32>($($arg),*),
             candle_core::DType::I64 => $run::<i64>($($arg),*),
-            dtype => Err($crate::element::unsupported(dtype)),
+            dtype => Err($crate::element::unsupported(dtype).into()),
         }
     };
 }

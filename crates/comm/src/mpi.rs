@@ -40,3 +40,5 @@ mod transfer;
 
 pub use config::MpiConfig;
 pub use run::mpi;
+
+type Result<T> = std::result::Result<T, crate::Error>;

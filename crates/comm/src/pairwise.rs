@@ -30,19 +30,12 @@ impl<'a, T: Element> Term<'a, T> {
 }
 
 /// Values to be combined.
+#[derive(Clone, Copy)]
 pub(crate) enum Values<'a, T: Element> {
     /// The input of one rank.
     Input(&'a [T]),
     /// Several inputs, combined.
     Combined(&'a [T::Acc]),
-}
-
-impl<T: Element> Copy for Values<'_, T> {}
-
-impl<T: Element> Clone for Values<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
 }
 
 impl<T: Element> Values<'_, T> {
@@ -99,8 +92,11 @@ pub(crate) fn reduce<T: Element>(
     let [destination, copies @ ..] = destinations else {
         return;
     };
-    let len = destination.len();
-    for_each_block(op, terms, world_size_of(terms), len, |range, _, values| {
+    let (len, world_size) = (
+        destination.len(),
+        terms.last().map_or(0, |term| term.ranks.end),
+    );
+    for_each_block(op, terms, world_size, len, |range, _, values| {
         let place = &mut destination[range.clone()];
         match values {
             Values::Input(values) => place.copy_from_slice(values),
@@ -119,10 +115,6 @@ pub(crate) fn reduce<T: Element>(
 pub(crate) fn of_all<'a, T: Element>(inputs: impl Iterator<Item = &'a [T]>) -> Vec<Term<'a, T>> {
     let terms = inputs.enumerate();
     terms.map(|(rank, xs)| Term::input(rank, xs)).collect()
-}
-
-fn world_size_of<T: Element>(terms: &[Term<'_, T>]) -> usize {
-    terms.last().map_or(0, |term| term.ranks.end)
 }
 
 /// Reduces the inputs of some of `world_size` ranks, in their order, as far as they make up [`blocks`]: their results one after

@@ -6,6 +6,8 @@ use std::any::Any;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use super::Result;
+use crate::Error;
 use crate::element::Element;
 
 /// A vector whose memory is handed out as [`Buffer`]s.
@@ -29,17 +31,17 @@ impl Region {
         })
     }
 
-    /// Cuts `vec` into buffers of so many elements, from its start on; `None` if it is shorter than they are.
-    pub fn cut<T: Element>(
-        vec: Vec<T>,
-        lens: impl IntoIterator<Item = usize>,
-    ) -> Option<(Arc<Self>, Vec<Buffer>)> {
+    /// Cuts `vec` into buffers of so many elements, from its start on; an error if it is shorter than they are.
+    pub fn cut<T: Element>(vec: Vec<T>, lens: impl IntoIterator<Item = usize>) -> Result<Cut> {
         let region = Self::new(vec);
         let (mut start, mut buffers) = (0usize, Vec::new());
         for len in lens {
-            let num_bytes = len.checked_mul(size_of::<T>())?;
-            let end = start.checked_add(num_bytes);
-            let end = end.filter(|end| *end <= region.num_bytes)?;
+            let num_bytes = len.saturating_mul(size_of::<T>());
+            let end = start.saturating_add(num_bytes);
+            if end > region.num_bytes {
+                let message = "parts of a vector are longer than the vector";
+                return Err(Error::Backend(message.into()));
+            }
             buffers.push(Buffer {
                 region: region.clone(),
                 start,
@@ -47,7 +49,7 @@ impl Region {
             });
             start = end;
         }
-        Some((region, buffers))
+        Ok((region, buffers))
     }
 
     /// The vector, if it is one of these elements and no buffer is left.
@@ -56,6 +58,9 @@ impl Region {
         vec.ok().map(|vec| *vec)
     }
 }
+
+/// A region, and all of its buffers.
+pub(super) type Cut = (Arc<Region>, Vec<Buffer>);
 
 /// Some bytes of a [`Region`], owned: no other buffer has any of them, and they stay in place when it is moved.
 pub(super) struct Buffer {
@@ -146,10 +151,10 @@ mod tests {
 
     #[test]
     fn more_than_there_is_cannot_be_cut() {
-        assert!(Region::cut(vec![0u8; 4], [3, 2]).is_none());
-        assert!(Region::cut(vec![0u8; 4], [1, usize::MAX]).is_none());
-        assert!(Region::cut(vec![0f64; 4], [1, usize::MAX / 4]).is_none());
-        assert!(Region::cut(Vec::<u8>::new(), [0, 0]).is_some());
+        assert!(Region::cut(vec![0u8; 4], [3, 2]).is_err());
+        assert!(Region::cut(vec![0u8; 4], [1, usize::MAX]).is_err());
+        assert!(Region::cut(vec![0f64; 4], [1, usize::MAX / 4]).is_err());
+        assert!(Region::cut(Vec::<u8>::new(), [0, 0]).is_ok());
         let (region, _) = Region::cut(vec![0u8; 4], [4]).unwrap();
         assert!(region.into_vec::<u32>().is_none(), "other elements");
     }

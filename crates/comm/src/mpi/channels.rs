@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::buffer::{Buffer, Region};
+use super::Result;
+use super::buffer::{Buffer, Cut, Region};
 use super::context::Context;
 use super::group::Group;
 use super::header::{self, Header, INLINE_BYTES};
@@ -21,8 +22,6 @@ use crate::Error;
 use crate::bytes;
 use crate::call::kind;
 use crate::element::{self, Element, with_element};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// The data of one message are sent in parts of this size: MPI counts to 2^31 only.
 const PART_BYTES: usize = 256 << 20;
@@ -280,6 +279,9 @@ impl Receive {
 
     /// Takes in the head of the message.
     fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<Phase> {
+        fn zeros<T: Element>(len: usize) -> Result<Cut> {
+            cut(T::zeros(len))
+        }
         let sender = group.members[from];
         let sent = format!("sent {}", head.call_at_site());
         let operation = format!("{sent} ({})", group.name());
@@ -303,7 +305,7 @@ impl Receive {
         if num_bytes != expected {
             return Err(wrong_size(sender, num_bytes, expected));
         }
-        let (region, mut parts) = with_element!(dtype, room(len)).map_err(Error::of_backend)?;
+        let (region, mut parts) = with_element!(dtype, zeros(len))?;
         if head.follows == 0 {
             for mut part in parts.drain(..) {
                 part.copy_from_slice(&head.data);
@@ -324,7 +326,7 @@ impl Receive {
         let phase = std::mem::replace(&mut self.phase, Phase::Over);
         if let (Phase::Data(region, _), Some(asked)) = (phase, self.asked.take()) {
             let xs = with_element!(asked.dtype, tensor(region, asked.shape));
-            asked.batch.entries.borrow_mut()[asked.index] = Ok(xs.map_err(Error::of_backend)?);
+            asked.batch.entries.borrow_mut()[asked.index] = Ok(xs?);
             asked.batch.tell();
         }
         Ok(())
@@ -343,17 +345,11 @@ impl Asked {
     }
 }
 
-/// Memory for `len` elements, in the parts of a message.
-fn room<T: Element>(len: usize) -> candle_core::Result<(Arc<Region>, Vec<Buffer>)> {
-    Ok(cut(T::zeros(len))?)
-}
-
 /// A vector in the parts of a message.
-fn cut<T: Element>(vec: Vec<T>) -> Result<(Arc<Region>, Vec<Buffer>)> {
+fn cut<T: Element>(vec: Vec<T>) -> Result<Cut> {
     let (len, longest) = (vec.len(), PART_BYTES / size_of::<T>());
     let starts = (0..len).step_by(longest);
-    let cut = Region::cut(vec, starts.map(|start| longest.min(len - start)));
-    cut.ok_or_else(|| Error::Backend("a message's parts do not make up the message".into()))
+    Region::cut(vec, starts.map(|start| longest.min(len - start)))
 }
 
 fn wrong_size(sender: usize, got: usize, expected: usize) -> Error {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Shape, Tensor};
 
+use super::Result;
 use super::context::Context;
 use super::group::Group;
 use super::header::{Header, INLINE_BYTES};
@@ -16,8 +17,6 @@ use crate::bytes;
 use crate::element::{self, Element, with_element};
 use crate::plan::Plan;
 use crate::{Error, ReduceOp};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
 /// data move as the [`Route`] says.
@@ -67,7 +66,7 @@ impl Collective {
         (shape, dtype): (Shape, DType),
         in_flight: Arc<InFlight>,
     ) -> Result<Self> {
-        fn input<T: Element>(in_flight: &InFlight, len: usize) -> candle_core::Result<Vec<u8>> {
+        fn input<T: Element>(in_flight: &InFlight, len: usize) -> Result<Vec<u8>> {
             in_flight.read(0, len, |xs: &[T]| bytes::of(xs).to_vec())
         }
         let data = match is_small(&shape, dtype) {
@@ -77,7 +76,7 @@ impl Collective {
         let header = Header {
             call: in_flight.call.what(),
             site: in_flight.call.site.to_string(),
-            data: data.map_err(Error::of_backend)?,
+            data: data?,
             follows: 0,
         };
         let meeting = Meeting::begin(ctx, group.clone(), seq, header)?;
@@ -125,7 +124,7 @@ impl Collective {
         if is_small(&self.shape, self.dtype) {
             let (data, rank) = (self.meeting.take_data(), self.group.rank);
             let output = with_element!(self.dtype, output(&in_flight, &self.shape, rank, &data));
-            return Ok(Progress::Over(output.map_err(Error::of_backend)?));
+            return Ok(Progress::Over(output?));
         }
         self.phase = match self.group.native {
             Some(native) if operation.reduce_op() == Some(ReduceOp::Sum) => {
@@ -183,7 +182,7 @@ fn output<T: Element>(
     shape: &Shape,
     rank: usize,
     data: &[Vec<u8>],
-) -> candle_core::Result<Vec<Tensor>> {
+) -> Result<Vec<Tensor>> {
     let call = &in_flight.call;
     let inputs = data.iter().enumerate().map(|(source, data)| {
         bytes::to_elements(data, shape.elem_count()).ok_or_else(|| {

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
 use candle_core::{DType, Shape};
 
+use super::Result;
 use super::channels::{Channels, Incoming, Outgoing};
 use super::collective::Collective;
 use super::context::Context;
@@ -16,8 +17,6 @@ use super::shutdown::Shutdown;
 use super::tags;
 use crate::Error;
 use crate::deadline::Deadline;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// Operations of one group that move data at once; more would only need more memory.
 const NUM_MOVING: usize = 4;

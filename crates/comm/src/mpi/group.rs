@@ -6,6 +6,7 @@
 
 use std::ffi::c_int;
 
+use super::Result;
 use super::context::Shared;
 use super::hosts::Hosts;
 use super::native::NativeGroup;
@@ -45,7 +46,7 @@ impl Group {
     ///
     /// # Errors
     /// A rank is in more groups than there are tags for: the same error on all ranks of the group.
-    pub fn part(&self, ranks: &[usize], numbers: &[i64], shared: &Shared) -> Result<Self, Error> {
+    pub fn part(&self, ranks: &[usize], numbers: &[i64], shared: &Shared) -> Result<Self> {
         let members: Vec<usize> = ranks.iter().map(|rank| self.members[*rank]).collect();
         check_numbers(&members, numbers, shared.max_tag)?;
         let Some(rank) = ranks.iter().position(|rank| *rank == self.rank) else {
@@ -92,7 +93,7 @@ impl Group {
 }
 
 /// An error unless there are tags, up to `max_tag`, for a group that has these numbers at its members.
-fn check_numbers(members: &[usize], numbers: &[i64], max_tag: c_int) -> Result<(), Error> {
+fn check_numbers(members: &[usize], numbers: &[i64], max_tag: c_int) -> Result<()> {
     let num_groups = i64::from(max_tag / TAGS_PER_GROUP);
     let too_many = (members.iter().zip(numbers)).find(|(_, number)| **number >= num_groups);
     let Some((rank, number)) = too_many else {

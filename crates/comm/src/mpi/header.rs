@@ -15,7 +15,7 @@ const TEXT_BYTES: usize = 512;
 pub(super) const MAX_BYTES: usize = 16 + 2 * TEXT_BYTES + INLINE_BYTES;
 
 /// What a rank says when it starts an operation.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Header {
     /// The operation and what it is called on, on which ranks must agree.
     pub call: String,

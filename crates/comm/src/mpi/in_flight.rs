@@ -3,8 +3,9 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Tensor};
 
+use super::Result;
 use super::context::Shared;
 use crate::Error;
 use crate::bytes;
@@ -35,7 +36,7 @@ pub(super) struct Tensors {
 
 #[derive(Default)]
 struct State {
-    outcome: Option<std::result::Result<Vec<Tensor>, Error>>,
+    outcome: Option<Result<Vec<Tensor>>>,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,
     completed: Option<Instant>,
@@ -65,13 +66,10 @@ impl InFlight {
         read: impl FnOnce(&[E]) -> R,
     ) -> Result<R> {
         let got = match &lock(&self.tensors).input {
-            Some(xs) => element::read(xs, (start, len), read),
-            None => Err(candle_core::Error::msg("it has been given up already")),
+            Some(xs) => element::read(xs, (start, len), read).map_err(Error::from),
+            None => Err(Error::Backend("it has been given up already".into())),
         };
-        got.map_err(|why| {
-            let why = crate::message_of(&why);
-            Error::Backend(format!("{}: its input: {why}", self.call)).into()
-        })
+        got.map_err(|why| Error::Backend(format!("{}: its input: {why}", self.call)))
     }
 
     /// The caller's tensor for the result, unless it has given none, or given it up.
@@ -82,7 +80,7 @@ impl InFlight {
     /// Writes a part of the result, from element `start` on, to the caller's tensor, if it has given one.
     pub fn write(&self, start: usize, values: &[u8]) -> Result<()> {
         fn typed<T: Element>(place: &Tensor, start: usize, values: &[u8]) -> Result<()> {
-            element::write::<T>(place, start, bytes::elements(values))
+            Ok(element::write::<T>(place, start, bytes::elements(values))?)
         }
         match &lock(&self.tensors).place {
             Some(place) => with_element!(place.dtype(), typed(place, start, values)),
@@ -115,7 +113,7 @@ impl InFlight {
     }
 
     /// Sets the result and wakes who waits. Only the first result counts.
-    pub fn complete(&self, outcome: std::result::Result<Vec<Tensor>, Error>) {
+    pub fn complete(&self, outcome: Result<Vec<Tensor>>) {
         self.drop_input();
         let mut state = lock(&self.state);
         if state.completed.is_none() {
@@ -125,7 +123,7 @@ impl InFlight {
         }
     }
 
-    fn wait(&self) -> std::result::Result<Vec<Tensor>, Error> {
+    fn wait(&self) -> Result<Vec<Tensor>> {
         let mut deadline = Deadline::new(self.shared.deadline);
         let mut state = lock(&self.state);
         loop {
@@ -163,7 +161,7 @@ impl Work<Vec<Tensor>> for Arc<InFlight> {
         lock(&self.state).completed
     }
 
-    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
+    fn wait(self: Box<Self>) -> candle_core::Result<Vec<Tensor>> {
         Ok(InFlight::wait(&self)?)
     }
 

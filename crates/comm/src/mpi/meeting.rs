@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
 use super::group::Group;
@@ -12,8 +13,6 @@ use super::header::{self, Header};
 use super::tags::{Kind, tag};
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// The first messages of an operation.
 pub(super) struct Meeting {

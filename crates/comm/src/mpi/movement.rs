@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::buffer::{Buffer, Pool, Region};
+use super::Result;
+use super::buffer::{Buffer, Cut, Pool, Region};
 use super::collective::Progress;
 use super::context::Context;
 use super::in_flight::InFlight;
@@ -23,8 +24,6 @@ use crate::Error;
 use crate::bytes;
 use crate::element::{Element, with_element};
 use crate::pairwise::{Term, Values, reduce, reduce_blocks};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// Chunks under way at once: contributions to one rank, and those that are gathered here.
 const NUM_GATHERED: usize = 3;
@@ -70,8 +69,8 @@ struct UnderWay {
 impl Movement {
     /// The movement of operation `seq`.
     pub fn new(mut route: Route, dtype: DType, seq: u64, in_flight: Arc<InFlight>) -> Result<Self> {
-        fn cut<T: Element>(len: usize, lens: Vec<usize>) -> candle_core::Result<Cut> {
-            Ok(Region::cut(T::zeros(len), lens))
+        fn cut<T: Element>(len: usize, lens: Vec<usize>) -> Result<Cut> {
+            Region::cut(T::zeros(len), lens)
         }
         let mut steps = std::mem::take(&mut route.steps);
         let mut movement = Self {
@@ -90,8 +89,7 @@ impl Movement {
             results.sort_by_key(|step| step.piece.destinations.first);
             let lens = results.iter().map(|step| step.piece.len).collect();
             let len = movement.route.dims.iter().product();
-            let cut = with_element!(dtype, cut(len, lens)).map_err(Error::of_backend)?;
-            let (region, parts) = cut.ok_or_else(|| movement.wrong_route())?;
+            let (region, parts) = with_element!(dtype, cut(len, lens))?;
             movement.output = Some(region);
             for (step, part) in results.into_iter().zip(parts) {
                 step.room = Some(part);
@@ -102,11 +100,6 @@ impl Movement {
             queue.waiting.push_back(step);
         }
         Ok(movement)
-    }
-
-    fn wrong_route(&self) -> Error {
-        let call = &self.in_flight.call;
-        Error::Backend(format!("{call}: its pieces do not fill its output"))
     }
 
     /// Does what can be done.
@@ -203,16 +196,13 @@ impl Movement {
             }
         }
         let step = &mut under_way.step;
-        let given = match step.reads_input {
-            true => self.combine(step, received)?,
-            false => {
-                (received.pop().map(|(_, buffer)| buffer)).ok_or_else(|| self.wrong_route())?
-            }
+        let given = match received.pop_if(|_| !step.reads_input) {
+            Some((_, buffer)) => buffer,
+            None => self.combine(step, received)?,
         };
         if step.gives == Gives::Result && self.output.is_none() {
             let first = step.piece.destinations.first;
-            let written = self.in_flight.write(first, &given);
-            written.map_err(Error::of_backend)?;
+            self.in_flight.write(first, &given)?;
         }
         let (given, tag) = (Arc::new(given), tag(self.seq, step.target_kind));
         for to in &step.targets {
@@ -240,11 +230,10 @@ impl Movement {
         let room = step.room.take();
         let mut given = room.unwrap_or_else(|| self.pool.take(step.num_bytes));
         let (in_flight, route) = (&self.in_flight, &self.route);
-        let combined = with_element!(
+        with_element!(
             self.dtype,
             combine(in_flight, route, step, &received, &mut given)
-        );
-        combined.map_err(Error::of_backend)?;
+        )?;
         for (_, buffer) in received {
             self.pool.give_back(buffer);
         }
@@ -266,22 +255,17 @@ impl Movement {
 
     /// What this rank gets; nothing if it has given up the place for it.
     fn take_output(&mut self) -> Result<Vec<Tensor>> {
-        fn tensor<T: Element>(output: Arc<Region>, dims: &[usize]) -> candle_core::Result<Tensor> {
-            match output.into_vec::<T>() {
-                Some(values) => Tensor::from_vec(values, dims, &Device::Cpu),
-                None => candle_core::bail!("a part of the output is still in use"),
-            }
+        fn tensor<T: Element>(output: Arc<Region>, dims: &[usize]) -> Result<Tensor> {
+            let values = output.into_vec::<T>().unwrap_or_default();
+            Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
         }
         let Some(output) = self.output.take() else {
             return Ok(self.in_flight.place().into_iter().collect());
         };
         let xs = with_element!(self.dtype, tensor(output, &self.route.dims));
-        Ok(vec![xs.map_err(Error::of_backend)?])
+        Ok(vec![xs?])
     }
 }
-
-/// A vector in parts.
-type Cut = Option<(Arc<Region>, Vec<Buffer>)>;
 
 impl Queue {
     fn num_sending(&self, kind: Kind) -> usize {
@@ -326,7 +310,7 @@ fn combine<T: Element>(
     step: &Step,
     received: &[(Source, Buffer)],
     given: &mut [u8],
-) -> candle_core::Result<()> {
+) -> Result<()> {
     let (len, first) = (step.piece.len, step.piece.sources.first);
     let group = &route.group;
     in_flight.read(first, len, |input: &[T]| {

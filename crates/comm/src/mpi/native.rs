@@ -13,6 +13,7 @@ use std::time::Duration;
 use candle_core::{DType, Shape, Tensor, WithDType};
 use mpi::ffi;
 
+use super::Result;
 use super::buffer::Buffer;
 use super::collective::Progress;
 use super::in_flight::InFlight;
@@ -21,8 +22,6 @@ use super::transfer::Transfer;
 use crate::bytes;
 use crate::element::{Element, with_element};
 use crate::{Error, Operation};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// What one call to MPI reduces at most: it counts to 2^31 only.
 const CALL_BYTES: usize = 64 << 20;
@@ -102,17 +101,18 @@ fn start(
     let (input, output) = memory.split_at_mut(input_bytes);
     let (from, to) = (input.as_ptr().cast(), output.as_mut_ptr().cast());
     let len = len as c_int;
-    // SAFETY, of both: `to` has room for `len` elements of the type `sum`, and `from` has as many for each rank to which a slice goes. Both
-    // stay where they are, untouched, until the request is complete, or are leaked.
-    if let Operation::ReduceScatter(_) = operation {
-        return Transfer::start("MPI_Ireduce_scatter_block", memory, |request| unsafe {
-            let op = ffi::RSMPI_SUM;
-            ffi::MPI_Ireduce_scatter_block(from, to, len, sum, op, group.0, request)
-        });
-    }
-    // SAFETY: as above.
-    Transfer::start("MPI_Iallreduce", memory, |request| unsafe {
-        ffi::MPI_Iallreduce(from, to, len, sum, ffi::RSMPI_SUM, group.0, request)
+    let (name, is_scattered) = match operation {
+        Operation::ReduceScatter(_) => ("MPI_Ireduce_scatter_block", true),
+        _ => ("MPI_Iallreduce", false),
+    };
+    // SAFETY: `to` has room for `len` elements of the type `sum`, and `from` has as many for each rank to which a slice goes. Both stay
+    // where they are, untouched, until the request is complete, or are leaked.
+    Transfer::start(name, memory, |request| unsafe {
+        let op = ffi::RSMPI_SUM;
+        match is_scattered {
+            true => ffi::MPI_Ireduce_scatter_block(from, to, len, sum, op, group.0, request),
+            false => ffi::MPI_Iallreduce(from, to, len, sum, op, group.0, request),
+        }
     })
 }
 
@@ -134,8 +134,7 @@ impl NativeSum {
     ) -> Result<Self> {
         let dims = in_flight.call.operation.output_dims(shape, num_ranks);
         let num_parts = shape.elem_count() / dims.iter().product::<usize>().max(1);
-        let begun = with_element!(dtype, begin_calls(&in_flight, group, &dims, num_parts));
-        let calls = begun.map_err(Error::of_backend)?;
+        let calls = with_element!(dtype, begin_calls(&in_flight, group, &dims, num_parts))?;
         in_flight.drop_input();
         Ok(Self {
             in_flight,
@@ -154,7 +153,7 @@ impl NativeSum {
         }
         let calls = std::mem::take(&mut self.calls);
         let output = with_element!(self.dtype, output(&self.in_flight, calls, &self.dims));
-        Ok(Progress::Over(output.map_err(Error::of_backend)?))
+        Ok(Progress::Over(output?))
     }
 }
 
@@ -164,7 +163,7 @@ fn begin_calls<T: Element>(
     group: NativeGroup,
     dims: &[usize],
     num_parts: usize,
-) -> candle_core::Result<Vec<(Transfer<Buffer>, usize)>> {
+) -> Result<Vec<(Transfer<Buffer>, usize)>> {
     let (all, acc) = (dims.iter().product::<usize>(), T::Acc::DTYPE);
     let longest = (CALL_BYTES / acc.size_in_bytes() / num_parts.max(1)).max(1);
     let calls = (0..all).step_by(longest).map(|start_of| {
@@ -187,7 +186,7 @@ fn output<T: Element>(
     in_flight: &InFlight,
     calls: Vec<(Transfer<Buffer>, usize)>,
     dims: &[usize],
-) -> candle_core::Result<Vec<Tensor>> {
+) -> Result<Vec<Tensor>> {
     let mut sums = Vec::with_capacity(dims.iter().product());
     for (call, len) in calls {
         if let Some((memory, _)) = call.take() {

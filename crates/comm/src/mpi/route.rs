@@ -349,8 +349,8 @@ mod tests {
         Operation::Broadcast { root: 2 },
     ];
 
-    /// A message: chunk, kind, sender, receiver, bytes.
-    type Message = (usize, Kind, usize, usize, usize);
+    /// A message: its kind, sender and receiver; its chunk; its bytes.
+    type Message = ((Kind, usize, usize), usize, usize);
 
     fn routes(
         operation: &Operation,
@@ -375,34 +375,33 @@ mod tests {
                 let place = (sources.first * 1_000_003 + destinations.first) * 1009
                     + sources.only.map_or(0, |rank| rank + 1) * 31
                     + destinations.only.map_or(0, |rank| rank + 1);
-                for Source {
-                    rank: from,
-                    num_bytes,
-                    ..
-                } in &step.sources
-                {
-                    received.push((place, step.source_kind, *from, rank, *num_bytes));
+                for from in &step.sources {
+                    received.push(((step.source_kind, from.rank, rank), place, from.num_bytes));
                 }
-                let (kind, num_bytes) = (step.target_kind, step.num_bytes);
-                let targets = step.targets.iter();
-                sent.extend(targets.map(|to| (place, kind, rank, *to, num_bytes)));
+                for to in &step.targets {
+                    sent.push(((step.target_kind, rank, *to), place, step.num_bytes));
+                }
             }
         }
-        sent.sort_unstable();
-        received.sort_unstable();
+        // Those with one tag between two ranks stay in their order.
+        sent.sort_by_key(|message| message.0);
+        received.sort_by_key(|message| message.0);
         [sent, received]
     }
 
-    /// Bytes that `sender` of each message sends to another one.
-    fn sum(
-        messages: &[Message],
-        num_senders: usize,
-        sender: impl Fn(usize) -> usize,
-    ) -> Vec<usize> {
-        let mut sums = vec![0; num_senders];
-        for (_, _, from, to, bytes) in messages {
-            if sender(*from) != sender(*to) {
-                sums[sender(*from)] += bytes;
+    /// Bytes that each of four hosts sends to others.
+    fn bytes_sent(
+        operation: &Operation,
+        shape: &Shape,
+        hosts: &[usize],
+        host_of: impl Fn(usize) -> usize,
+        sizes: (usize, usize),
+    ) -> [usize; 4] {
+        let mut sums = [0; 4];
+        let [sent, _] = messages(&routes(operation, shape, hosts, sizes));
+        for ((_, from, to), _, num_bytes) in sent {
+            if host_of(from) != host_of(to) {
+                sums[host_of(from)] += num_bytes;
             }
         }
         sums
@@ -411,22 +410,11 @@ mod tests {
     #[test]
     fn bytes_on_one_host_are_those_of_a_ring() {
         let (shape, size) = (Shape::from((4096, 1024)), 4096 * 1024 * 4);
-        let sent = |operation: &Operation| {
-            let routes = routes(operation, &shape, &[0; 4], (4, 1));
-            sum(&messages(&routes)[0], 4, |rank| rank)
-        };
-        let [
-            all_reduce,
-            all_gather,
-            reduce_scatter,
-            all_to_all,
-            broadcast,
-        ] = OPERATIONS.each_ref().map(sent);
-        assert_eq!(all_reduce, [2 * size / 4 * 3; 4]);
-        assert_eq!(all_gather, [size * 3; 4]);
-        assert_eq!(reduce_scatter, [size / 4 * 3; 4]);
-        assert_eq!(all_to_all, [size / 4 * 3; 4]);
-        assert_eq!(broadcast, [2, 2, 6, 2].map(|part| size / 4 * part));
+        let quarters = [[6; 4], [12; 4], [3; 4], [3; 4], [2, 2, 6, 2]];
+        for (operation, quarters) in OPERATIONS.iter().zip(quarters) {
+            let sent = bytes_sent(operation, &shape, &[0; 4], |rank| rank, (4, 1));
+            assert_eq!(sent, quarters.map(|part| size / 4 * part), "{operation}");
+        }
     }
 
     /// As the table says.
@@ -435,23 +423,15 @@ mod tests {
         let (num_hosts, r) = (4, 4);
         let hosts: Vec<usize> = (0..num_hosts * r).map(|rank| rank / r).collect();
         for (element_bytes, widening) in [(4, 1), (2, 2)] {
-            let (sizes, size) = ((element_bytes, widening), 4096 * 4096 * element_bytes);
-            let [
-                all_reduce,
-                all_gather,
-                reduce_scatter,
-                all_to_all,
-                broadcast,
-            ] = OPERATIONS.each_ref().map(|operation| {
-                let routes = routes(operation, &Shape::from((4096, 4096)), &hosts, sizes);
-                sum(&messages(&routes)[0], num_hosts, |rank| hosts[rank])
-            });
-            let others = size / num_hosts * (num_hosts - 1);
-            assert_eq!(all_reduce, [(1 + widening) * others; 4]);
-            assert_eq!(all_gather, [others * num_hosts * r; 4]);
-            assert_eq!(reduce_scatter, [widening * others; 4]);
-            assert_eq!(all_to_all, [r * others; 4]);
-            assert_eq!(broadcast, [2, 1, 1, 1].map(|part| part * others));
+            let (sizes, shape) = ((element_bytes, widening), Shape::from((4096, 4096)));
+            let others = 4096 * 4096 * element_bytes / num_hosts * (num_hosts - 1);
+            let all_gather = num_hosts * r;
+            let factors = [1 + widening, all_gather, widening, r].map(|factor| [factor; 4]);
+            let factors = factors.into_iter().chain([[2, 1, 1, 1]]);
+            for (operation, factors) in OPERATIONS.iter().zip(factors) {
+                let sent = bytes_sent(operation, &shape, &hosts, |rank| hosts[rank], sizes);
+                assert_eq!(sent, factors.map(|factor| factor * others), "{operation}");
+            }
         }
     }
 

@@ -6,11 +6,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, scope};
 use std::time::Duration;
 
-use candle_core::{Device, Result};
+use candle_core::Device;
 
 use candle_launch::RankEnv;
 
-use super::MpiConfig;
 use super::communicator::MpiCommunicator;
 use super::context::{Context, Shared};
 use super::engine::{End, Engine, Job};
@@ -20,6 +19,7 @@ use super::environment::{
 use super::group::Group;
 use super::native::NativeGroup;
 use super::sys::{Mpi, size};
+use super::{MpiConfig, Result};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
 use crate::{Error, MpiReduction, ProcessGroup, message_of};
@@ -43,8 +43,8 @@ const ABORT_GRACE: Duration = Duration::from_secs(5);
 /// standard error and ends all ranks by `MPI_Abort`, so it does not return.
 pub fn mpi<T: Send>(
     config: MpiConfig,
-    run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
-) -> Result<T> {
+    run: impl FnOnce(ProcessGroup) -> candle_core::Result<T> + Send,
+) -> candle_core::Result<T> {
     // Before MPI starts threads.
     if RankEnv::from_env().is_ok_and(|env| env.local_world_size() > 1) {
         keep_candle_from_threads();
@@ -106,7 +106,7 @@ fn say_failed(rank: usize, message: &str) {
 }
 
 /// Initialises MPI and looks around.
-fn begin(config: &MpiConfig) -> std::result::Result<(Context, Arc<Group>, usize), Error> {
+fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
     let mpi = Mpi::init(config.reduction)?;
     let (world_rank, world_size) = (mpi.rank()?, size(mpi.world())?);
     if world_size == 1
@@ -158,7 +158,7 @@ fn begin(config: &MpiConfig) -> std::result::Result<(Context, Arc<Group>, usize)
 }
 
 /// An error if the ranks, which say their host and whether MPI adds, disagree about that.
-fn check_reductions(said: &[[u64; 2]]) -> std::result::Result<(), Error> {
+fn check_reductions(said: &[[u64; 2]]) -> Result<()> {
     let name = |[_, is_native]: [u64; 2]| match is_native {
         0 => MpiReduction::Exact,
         _ => MpiReduction::Native,
@@ -177,38 +177,38 @@ fn check_reductions(said: &[[u64; 2]]) -> std::result::Result<(), Error> {
 fn run_engine(ctx: Context, world: Arc<Group>, jobs: Receiver<Job>) {
     let rank = ctx.shared.world_rank;
     let work = || Engine::new(&ctx, world, jobs)?.run();
-    let failure = match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(End::Done(num_undelivered))) => match ctx.mpi.finalize() {
-            Ok(()) if num_undelivered == 0 => return,
-            Ok(()) => {
-                return tracing::warn!(
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(End::Done(num_undelivered))) => {
+            if num_undelivered > 0 {
+                tracing::warn!(
                     "{num_undelivered} messages were sent to rank {rank}, which never received them"
                 );
             }
-            // MPI is gone, and cannot end the others.
-            Err(error) => {
+            // After a failure MPI is gone, and cannot end the others.
+            if let Err(error) = ctx.mpi.finalize() {
                 say_failed(rank, &error.to_string());
                 std::process::exit(1)
             }
-        },
+        }
         Ok(Ok(End::Failed)) => abort(&ctx),
-        Ok(Err(error)) => error.to_string(),
+        Ok(Err(error)) => {
+            say_failed(rank, &error.to_string());
+            abort(&ctx)
+        }
+        // MPI's state is gone, and nobody could say it to the rank, which may wait.
         Err(panic) => {
-            // MPI's state is gone, and nobody could say it to the rank, which may wait.
             let message = panic_message(&*panic);
             say_failed(rank, &format!("MPI's thread panicked: {message}"));
             std::process::exit(1)
         }
-    };
-    say_failed(rank, &failure);
-    abort(&ctx)
+    }
 }
 
 /// Runs the rank in a pool of its own; on failure its message.
 fn run_rank<T: Send>(
     world: MpiCommunicator,
     num_threads: usize,
-    run: impl FnOnce(ProcessGroup) -> Result<T> + Send,
+    run: impl FnOnce(ProcessGroup) -> candle_core::Result<T> + Send,
 ) -> std::result::Result<T, String> {
     let rank = world.shared.world_rank;
     let group = ProcessGroup::new(Box::new(world));

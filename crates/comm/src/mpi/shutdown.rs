@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
 use super::group::Group;
@@ -10,8 +11,6 @@ use super::tags;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::rank_list;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// What a rank sent before its goodbye may be looked for after it, but not this much later.
 const GRACE: Duration = Duration::from_secs(1);

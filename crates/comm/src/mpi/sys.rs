@@ -10,9 +10,8 @@ use std::ptr::null_mut;
 
 use mpi::ffi;
 
+use super::Result;
 use crate::{Error, MpiReduction};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// MPI, initialised on this thread.
 pub(super) struct Mpi {

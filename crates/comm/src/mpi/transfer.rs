@@ -6,12 +6,10 @@ use std::sync::Arc;
 
 use mpi::ffi;
 
+use super::Result;
 use super::buffer::Buffer;
 use super::group::Group;
 use super::sys::{Mpi, check};
-use crate::Error;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// A message that MPI is sending or receiving, or a sum that it is making. It owns the memory, which comes back when the call is
 /// complete; dropped before, the memory is leaked, for MPI may still use it.
@@ -26,16 +24,6 @@ pub(super) struct Transfer<B> {
 
 // SAFETY: the request is only a handle, and every call that uses it takes `Mpi`, which is on MPI's thread only.
 unsafe impl<B: Send> Send for Transfer<B> {}
-
-/// What MPI counts to.
-fn length(bytes: &[u8]) -> Result<c_int> {
-    let num_bytes = bytes.len();
-    c_int::try_from(num_bytes).map_err(|_| {
-        Error::Backend(format!(
-            "a message of {num_bytes} bytes is more than MPI can count: it should have been cut"
-        ))
-    })
-}
 
 impl<B> Transfer<B> {
     /// Starts the call `name` by `start`, which may use `memory` until the request that it makes is complete, wherever `memory` is
@@ -93,7 +81,7 @@ impl<B> Transfer<B> {
 }
 
 impl Transfer<Arc<Buffer>> {
-    /// Starts to send `buffer` to rank `to` of a group.
+    /// Starts to send `buffer`, of fewer bytes than the 2^31 to which MPI counts, to rank `to` of a group.
     pub fn send(
         mpi: &Mpi,
         group: &Group,
@@ -102,7 +90,7 @@ impl Transfer<Arc<Buffer>> {
         buffer: Arc<Buffer>,
     ) -> Result<Self> {
         let (to, tag) = group.address(to, tag);
-        let (from, len) = (buffer.as_ptr().cast(), length(&buffer)?);
+        let (from, len) = (buffer.as_ptr().cast(), buffer.len() as c_int);
         // SAFETY: a buffer that is shared stays as it is, where it is, until the last clone is dropped, and this one is not before the
         // request is complete.
         Self::start("MPI_Isend", buffer, |request| unsafe {
@@ -122,7 +110,7 @@ impl Transfer<Buffer> {
         mut buffer: Buffer,
     ) -> Result<Self> {
         let (from, tag) = (group.address(from, tag).0, group.own_tag(tag));
-        let (to, len) = (buffer.as_mut_ptr().cast(), length(&buffer)?);
+        let (to, len) = (buffer.as_mut_ptr().cast(), buffer.len() as c_int);
         // SAFETY: the buffer keeps the bytes where they are and everybody else away until it is taken back or dropped, and this struct
         // does neither before the request is complete.
         Self::start("MPI_Irecv", buffer, |request| unsafe {
