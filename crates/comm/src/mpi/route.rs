@@ -182,121 +182,109 @@ impl Route {
 
     /// What this rank does for a chunk.
     fn steps(&self, chunk: &Chunk) -> Vec<Step> {
-        let (rank, hosts) = (self.group.rank, &self.group.hosts);
-        let (sources, here) = (chunk.piece.sources, hosts.host_of[rank]);
+        let (rank, piece) = (self.group.rank, chunk.piece);
+        let step = |lane, gives, targets, kind| self.step(chunk, lane, gives, (targets, kind));
         if chunk.owner == rank {
-            return vec![self.owned(chunk)];
+            let targets = self.targets(chunk);
+            return vec![step(Lane::Gather, Gives::Result, targets, Kind::Result)];
         }
-        // Who speaks for this host with the owner, on another one.
-        let is_near = here == hosts.host_of[chunk.owner];
-        let speaker = self.in_turn(chunk, here).filter(|_| !is_near);
         let mut steps = Vec::new();
-        if sources.has(rank) {
-            let reduces = sources.only.is_none() && self.reduces(here);
-            steps.push(match speaker {
-                Some(collector) if reduces && collector == rank => Step {
-                    lane: Lane::Gather,
-                    sources: self.inputs_of_host(chunk, here),
-                    gives: Gives::Blocks,
-                    num_bytes: self.blocks_of_host(chunk, here).num_bytes,
-                    ..self.contribution(chunk, chunk.owner)
-                },
-                Some(collector) if reduces => self.contribution(chunk, collector),
-                _ => self.contribution(chunk, chunk.owner),
-            });
+        if piece.sources.has(rank) {
+            let to = self.collector(chunk, rank);
+            let (lane, gives, to) = match to == rank {
+                true => (Lane::Gather, Gives::Blocks, chunk.owner),
+                false => (Lane::To(to), Gives::Copy, to),
+            };
+            steps.push(step(lane, gives, vec![to], Kind::Contribution));
         }
-        if sources.only == Some(rank) && chunk.piece.destinations.has(rank) {
+        if piece.sources.only == Some(rank) && piece.destinations.has(rank) {
             // What is only copied, from here, is here.
-            steps.push(Step {
-                gives: Gives::Result,
-                targets: Vec::new(),
-                ..self.contribution(chunk, rank)
-            });
-        } else if chunk.piece.destinations.has(rank) {
-            let (from, source_kind) = match speaker {
-                Some(distributor) if distributor != rank => (distributor, Kind::Distributed),
-                _ => (chunk.owner, Kind::Result),
+            let (lane, kind) = (Lane::To(rank), Kind::Contribution);
+            steps.push(step(lane, Gives::Result, Vec::new(), kind));
+        } else if piece.destinations.has(rank) {
+            let (from, targets) = (self.distributor(chunk, rank), self.targets(chunk));
+            let lane = match from == chunk.owner {
+                true if !targets.is_empty() => Lane::PassOn,
+                true => Lane::From(from, Kind::Result),
+                false => Lane::From(from, Kind::Distributed),
             };
-            let targets = match speaker == Some(rank) {
-                true => self.others_here(chunk),
-                false => Vec::new(),
-            };
-            steps.push(Step {
-                lane: match targets.is_empty() {
-                    true => Lane::From(from, source_kind),
-                    false => Lane::PassOn,
-                },
-                reads_input: false,
-                sources: vec![self.values_of(chunk, from)],
-                source_kind,
-                gives: Gives::Result,
-                targets,
-                target_kind: Kind::Distributed,
-                ..self.contribution(chunk, rank)
-            });
+            steps.push(step(lane, Gives::Result, targets, Kind::Distributed));
         }
         steps
     }
 
-    /// This rank's input goes to `to`.
-    fn contribution(&self, chunk: &Chunk, to: usize) -> Step {
-        Step {
-            lane: Lane::To(to),
-            piece: chunk.piece,
-            reads_input: true,
-            sources: Vec::new(),
-            source_kind: Kind::Contribution,
-            gives: Gives::Copy,
-            num_bytes: chunk.piece.len * self.sizes.0,
-            room: None,
-            targets: vec![to],
-            target_kind: Kind::Contribution,
-        }
-    }
-
-    /// The result is made here, and goes to the others on this host and to one on each other host.
-    fn owned(&self, chunk: &Chunk) -> Step {
-        let (rank, hosts) = (self.group.rank, &self.group.hosts);
-        let here = hosts.host_of[rank];
-        let others = || (0..hosts.ranks.len()).filter(|host| *host != here);
-        let sources = match chunk.piece.sources.only {
-            Some(source) if source == rank => Vec::new(),
-            Some(source) => vec![self.values_of(chunk, source)],
-            None => {
-                let from_host = |host: usize| match self.reduces(host) {
-                    true => vec![self.blocks_of_host(chunk, host)],
-                    false => self.inputs_of_host(chunk, host),
-                };
-                let mut sources = self.inputs_of_host(chunk, here);
-                sources.extend(others().flat_map(from_host));
-                sources
-            }
+    /// A step of a lane.
+    fn step(
+        &self,
+        chunk: &Chunk,
+        lane: Lane,
+        gives: Gives,
+        (targets, target_kind): (Vec<usize>, Kind),
+    ) -> Step {
+        let is_source = chunk.piece.sources.has(self.group.rank);
+        let (reads_input, sources, source_kind) = match lane {
+            Lane::To(_) => (true, Vec::new(), Kind::Contribution),
+            Lane::Gather => (is_source, self.sources(chunk), Kind::Contribution),
+            Lane::From(rank, kind) => (false, vec![self.values(chunk, rank)], kind),
+            Lane::PassOn => (false, vec![self.values(chunk, chunk.owner)], Kind::Result),
         };
-        let mut targets = Vec::new();
-        if chunk.piece.destinations.only.is_none() {
-            targets = self.others_here(chunk);
-            targets.extend(others().filter_map(|host| self.in_turn(chunk, host)));
-        }
+        let given = match gives {
+            Gives::Blocks => self.blocks(chunk, self.group.rank),
+            Gives::Copy | Gives::Result => self.values(chunk, self.group.rank),
+        };
         Step {
-            lane: Lane::Gather,
-            reads_input: chunk.piece.sources.has(rank),
+            lane,
+            piece: chunk.piece,
+            reads_input,
             sources,
-            gives: Gives::Result,
+            source_kind,
+            gives,
+            num_bytes: given.num_bytes,
+            room: None,
             targets,
-            target_kind: Kind::Result,
-            ..self.contribution(chunk, rank)
+            target_kind,
         }
     }
 
-    /// The other ranks on this host that do not have the result as its only source.
-    fn others_here(&self, chunk: &Chunk) -> Vec<usize> {
-        let (rank, hosts) = (self.group.rank, &self.group.hosts);
-        let mut ranks = hosts.ranks[hosts.host_of[rank]].clone();
-        ranks.retain(|to| *to != rank && chunk.piece.sources.only != Some(*to));
-        ranks
+    /// What this rank, the owner or a collector, takes in.
+    fn sources(&self, chunk: &Chunk) -> Vec<Source> {
+        let rank = self.group.rank;
+        let candidates = match chunk.piece.sources.only {
+            Some(only) => vec![only],
+            None => self.ranks_near(chunk),
+        };
+        let others = candidates.into_iter().filter(|from| *from != rank);
+        let source = |from| match self.collector(chunk, from) {
+            collector if collector == rank => Some(self.values(chunk, from)),
+            collector if collector == from && chunk.owner == rank => Some(self.blocks(chunk, from)),
+            _ => None,
+        };
+        others.filter_map(source).collect()
     }
 
-    fn values_of(&self, chunk: &Chunk, rank: usize) -> Source {
+    /// Who gets the result from this rank.
+    fn targets(&self, chunk: &Chunk) -> Vec<usize> {
+        let (rank, piece) = (self.group.rank, chunk.piece);
+        if piece.destinations.only.is_some() {
+            return Vec::new();
+        }
+        let mut targets = self.ranks_near(chunk);
+        targets.retain(|to| *to != rank && piece.sources.only != Some(*to));
+        targets.retain(|to| self.distributor(chunk, *to) == rank);
+        targets
+    }
+
+    /// With whom this rank may have to do: as the owner with all ranks, else with those of its host.
+    fn ranks_near(&self, chunk: &Chunk) -> Vec<usize> {
+        let (rank, hosts) = (self.group.rank, &self.group.hosts);
+        match chunk.owner == rank {
+            true => (0..hosts.host_of.len()).collect(),
+            false => hosts.ranks[hosts.host_of[rank]].clone(),
+        }
+    }
+
+    /// The values of `rank`, or those that it passes on.
+    fn values(&self, chunk: &Chunk, rank: usize) -> Source {
         Source {
             rank,
             host: None,
@@ -304,36 +292,50 @@ impl Route {
         }
     }
 
-    /// The inputs of a host's ranks, but this one.
-    fn inputs_of_host(&self, chunk: &Chunk, host: usize) -> Vec<Source> {
-        let ranks = self.group.hosts.ranks[host].iter();
-        let others = ranks.filter(|rank| **rank != self.group.rank);
-        others.map(|rank| self.values_of(chunk, *rank)).collect()
-    }
-
-    /// What a host has reduced, from its collector.
-    fn blocks_of_host(&self, chunk: &Chunk, host: usize) -> Source {
+    /// The blocks of a host, from its collector.
+    fn blocks(&self, chunk: &Chunk, collector: usize) -> Source {
         let (element_bytes, widening) = self.sizes;
+        let host = self.group.hosts.host_of[collector];
         let num_blocks = self.group.hosts.blocks[host].len();
         Source {
-            rank: self.in_turn(chunk, host).unwrap_or(chunk.owner),
+            rank: collector,
             host: Some(host),
             num_bytes: num_blocks * chunk.piece.len * element_bytes * widening,
         }
     }
 
-    /// The rank of a host whose turn it is, which is not the only source, for this has the chunk; none if there is no other.
-    fn in_turn(&self, chunk: &Chunk, host: usize) -> Option<usize> {
-        let ranks = &self.group.hosts.ranks[host];
-        let others = ranks.iter().cycle().skip(chunk.turn % ranks.len());
-        let mut others = others.take(2).copied();
-        others.find(|rank| chunk.piece.sources.only != Some(*rank))
+    /// Who takes in the input of `rank`, a source.
+    fn collector(&self, chunk: &Chunk, rank: usize) -> usize {
+        let hosts = &self.group.hosts;
+        let host = hosts.host_of[rank];
+        // Whether the host sends fewer bytes if it reduces what it has first.
+        let reduces = hosts.blocks[host].len() * self.sizes.1 < hosts.ranks[host].len();
+        let speaker = self.speaker(chunk, rank);
+        speaker
+            .filter(|_| reduces && chunk.piece.sources.only.is_none())
+            .unwrap_or(chunk.owner)
     }
 
-    /// Whether a host sends fewer bytes if it reduces what it has first.
-    fn reduces(&self, host: usize) -> bool {
+    /// From whom `rank`, which wants the result and is not its only source, gets it.
+    fn distributor(&self, chunk: &Chunk, rank: usize) -> usize {
+        let speaker = self.speaker(chunk, rank);
+        speaker
+            .filter(|speaker| *speaker != rank)
+            .unwrap_or(chunk.owner)
+    }
+
+    /// The rank that speaks with the owner, on another host, for those on the host of `rank`: the one whose turn it is, and which is not
+    /// the only source, for this has the chunk.
+    fn speaker(&self, chunk: &Chunk, rank: usize) -> Option<usize> {
         let hosts = &self.group.hosts;
-        hosts.blocks[host].len() * self.sizes.1 < hosts.ranks[host].len()
+        let host = hosts.host_of[rank];
+        if host == hosts.host_of[chunk.owner] {
+            return None;
+        }
+        let ranks = &hosts.ranks[host];
+        let in_turn = |turn: usize| ranks[turn % ranks.len()];
+        let mut speakers = [in_turn(chunk.turn), in_turn(chunk.turn + 1)].into_iter();
+        speakers.find(|speaker| chunk.piece.sources.only != Some(*speaker))
     }
 }
 
