@@ -19,13 +19,11 @@ mod buffer;
 mod channels;
 mod collective;
 mod communicator;
-mod config;
 mod context;
 mod engine;
 mod environment;
 mod group;
 mod header;
-mod hosts;
 mod in_flight;
 mod meeting;
 mod movement;
@@ -35,10 +33,8 @@ mod route;
 mod run;
 mod shutdown;
 mod sys;
-mod tags;
 mod transfer;
 
-pub use config::MpiConfig;
-pub use run::mpi;
+pub use run::{MpiConfig, mpi};
 
 type Result<T> = std::result::Result<T, crate::Error>;

@@ -3,9 +3,7 @@
 //! A message is a head (dtype, shape, call site, small data), then the data in a second message, or several. A receiver that asked
 //! for something else, or gave up, takes the data in all the same, so that the next message is where it should be.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
-use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Shape, Tensor};
@@ -13,10 +11,10 @@ use candle_core::{DType, Device, Shape, Tensor};
 use super::Result;
 use super::buffer::{Buffer, Cut, Region};
 use super::context::Context;
+use super::group;
 use super::group::Group;
 use super::header::{self, Header, INLINE_BYTES};
 use super::in_flight::InFlight;
-use super::tags;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::bytes;
@@ -71,50 +69,22 @@ pub(super) struct Channels {
     receives: BTreeMap<usize, VecDeque<Receive>>,
 }
 
-/// A message that is being received.
+/// A message that is being received; over without head and data.
+#[derive(Default)]
 struct Receive {
-    phase: Phase,
+    head: Option<Transfer<Buffer>>,
+    /// Where the data are to be, and those parts that have not come.
+    data: Option<(Arc<Region>, VecDeque<Transfer<Buffer>>)>,
     /// Nothing if it was never asked for, or is something else.
     asked: Option<Asked>,
 }
 
-enum Phase {
-    Head(Transfer<Buffer>),
-    /// Where the data are to be, and those parts that have not come.
-    Data(Arc<Region>, VecDeque<Transfer<Buffer>>),
-    Over,
-}
-
-/// A message as a rank has asked for it.
+/// A message as a rank has asked for it: which one of those that it asked for together.
 struct Asked {
-    batch: Rc<Batch>,
-    /// Which of the batch's.
+    in_flight: Arc<InFlight>,
     index: usize,
     shape: Shape,
     dtype: DType,
-}
-
-/// What a rank has asked for at once, and whoever waits for it.
-struct Batch {
-    in_flight: Arc<InFlight>,
-    /// By receive: the tensor, or the world rank that it is to come from.
-    entries: RefCell<Vec<std::result::Result<Tensor, usize>>>,
-}
-
-impl Batch {
-    /// Completes it, or says who is missing.
-    fn tell(&self) {
-        let entries = self.entries.borrow();
-        let missing: Vec<usize> = (entries.iter().filter_map(|entry| entry.as_ref().err()))
-            .copied()
-            .collect();
-        match missing.is_empty() {
-            true => self
-                .in_flight
-                .complete(Ok(entries.iter().flatten().cloned().collect())),
-            false => self.in_flight.set_missing(missing),
-        }
-    }
 }
 
 impl Channels {
@@ -129,14 +99,10 @@ impl Channels {
         let operation = format!("{} ({})", in_flight.call, group.name());
         ctx.shared.note(ctx.shared.world_rank, operation);
         let sources = receives.iter().map(|receive| group.members[receive.from]);
-        let batch = Rc::new(Batch {
-            in_flight,
-            entries: RefCell::new(sources.map(Err).collect()),
-        });
-        batch.tell();
+        in_flight.expect(sources.collect());
         for (index, Incoming { from, shape, dtype }) in receives.into_iter().enumerate() {
             let asked = Asked {
-                batch: batch.clone(),
+                in_flight: in_flight.clone(),
                 index,
                 shape,
                 dtype,
@@ -145,10 +111,10 @@ impl Channels {
         }
         for Outgoing { to, head, data } in sends {
             let head = Buffer::new(head);
-            let head = Transfer::send(&ctx.mpi, group, to, tags::MESSAGE_HEAD, Arc::new(head))?;
+            let head = Transfer::send(&ctx.mpi, group, to, group::MESSAGE_HEAD, Arc::new(head))?;
             self.sends.push(head);
             for part in cut(data)?.1 {
-                let (tag, part) = (tags::MESSAGE_DATA, Arc::new(part));
+                let (tag, part) = (group::MESSAGE_DATA, Arc::new(part));
                 self.sends
                     .push(Transfer::send(&ctx.mpi, group, to, tag, part)?);
             }
@@ -165,10 +131,13 @@ impl Channels {
         asked: Option<Asked>,
     ) -> Result<()> {
         let room = Buffer::zeros(header::MAX_BYTES);
-        let head = Transfer::receive(&ctx.mpi, group, from, tags::MESSAGE_HEAD, room)?;
-        let phase = Phase::Head(head);
+        let head = Transfer::receive(&ctx.mpi, group, from, group::MESSAGE_HEAD, room)?;
         let queue = self.receives.entry(from).or_default();
-        queue.push_back(Receive { phase, asked });
+        queue.push_back(Receive {
+            head: Some(head),
+            asked,
+            ..Receive::default()
+        });
         Ok(())
     }
 
@@ -179,13 +148,11 @@ impl Channels {
             for receive in queue.iter_mut() {
                 moved |= receive.poll(ctx, group, *from)?;
                 // Data come in the order of the heads.
-                if matches!(receive.phase, Phase::Head(_)) {
+                if receive.head.is_some() {
                     break;
                 }
             }
-            while (queue.front()).is_some_and(|front| matches!(front.phase, Phase::Over)) {
-                queue.pop_front();
-            }
+            queue.retain(|receive| receive.head.is_some() || receive.data.is_some());
         }
         Ok(moved)
     }
@@ -197,7 +164,7 @@ impl Channels {
     /// Starts to receive the messages that have come and that nobody asked for; returns how many.
     pub fn take_in(&mut self, ctx: &Context, group: &Group) -> Result<u64> {
         let mut num_messages = 0;
-        while let Some(sender) = ctx.mpi.probe(group.own_tag(tags::MESSAGE_HEAD))?
+        while let Some(sender) = ctx.mpi.probe(group.own_tag(group::MESSAGE_HEAD))?
             && let Some(from) = group.members.iter().position(|rank| *rank == sender)
         {
             self.receive(ctx, group, from, None)?;
@@ -225,15 +192,14 @@ impl Channels {
         let from_left =
             (self.receives.iter_mut()).filter(|(from, _)| group.members[**from] == left);
         for receive in from_left.flat_map(|(_, queue)| queue) {
-            if let Phase::Head(_) = receive.phase
-                && let Phase::Head(head) = std::mem::replace(&mut receive.phase, Phase::Over)
-            {
-                if let Some(asked) = &receive.asked {
-                    receive.fail(error(&asked.batch.in_flight.call.to_string()));
-                }
-                if let Err(error) = head.cancel(&ctx.mpi) {
-                    tracing::warn!("a receive could not be given up: {error}");
-                }
+            let Some(head) = receive.head.take() else {
+                continue;
+            };
+            if let Some(asked) = &receive.asked {
+                receive.fail(error(&asked.in_flight.call.to_string()));
+            }
+            if let Err(error) = head.cancel(&ctx.mpi) {
+                tracing::warn!("a receive could not be given up: {error}");
             }
         }
     }
@@ -242,25 +208,23 @@ impl Channels {
 impl Receive {
     fn poll(&mut self, ctx: &Context, group: &Group, from: usize) -> Result<bool> {
         let mut moved = false;
-        if let Phase::Head(head) = &mut self.phase {
+        if let Some(head) = &mut self.head {
             if !head.poll(&ctx.mpi)? {
                 return Ok(false);
             }
-            if let Phase::Head(head) = std::mem::replace(&mut self.phase, Phase::Over) {
-                let head = head.take();
-                let head = head.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
-                let head = head.ok_or_else(|| {
-                    Error::Backend(format!(
-                        "rank {} sent something else than a message\n\
-                         hint: all ranks must run the same version of the program",
-                        group.members[from]
-                    ))
-                })?;
-                self.phase = self.open(ctx, group, from, &head)?;
-            }
+            let head = self.head.take().and_then(Transfer::take);
+            let head = head.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
+            let head = head.ok_or_else(|| {
+                Error::Backend(format!(
+                    "rank {} sent something else than a message\n\
+                     hint: all ranks must run the same version of the program",
+                    group.members[from]
+                ))
+            })?;
+            self.open(ctx, group, from, &head)?;
             moved = true;
         }
-        if let Phase::Data(_, parts) = &mut self.phase {
+        if let Some((_, parts)) = &mut self.data {
             while let Some(part) = parts.front_mut() {
                 if !part.poll(&ctx.mpi)? {
                     return Ok(moved);
@@ -278,7 +242,7 @@ impl Receive {
     }
 
     /// Takes in the head of the message.
-    fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<Phase> {
+    fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<()> {
         fn zeros<T: Element>(len: usize) -> Result<Cut> {
             cut(T::zeros(len))
         }
@@ -287,9 +251,9 @@ impl Receive {
         let operation = format!("{sent} ({})", group.name());
         ctx.shared.note(sender, operation);
         if let Some(other) = (self.asked).take_if(|asked| asked.kind() != head.call) {
-            let (call, asked) = (&other.batch.in_flight.call, other.kind());
-            let receives = format!("receives {asked} at {}", call.site);
-            other.batch.in_flight.complete(Err(Error::MessageMismatch {
+            let site = other.in_flight.call.site;
+            let receives = format!("receives {} at {site}", other.kind());
+            other.in_flight.complete(Err(Error::MessageMismatch {
                 group: group.name(),
                 sender: (sender, sent),
                 receiver: (ctx.shared.world_rank, receives),
@@ -311,10 +275,11 @@ impl Receive {
                 part.copy_from_slice(&head.data);
             }
         }
-        let tag = tags::MESSAGE_DATA;
+        let tag = group::MESSAGE_DATA;
         let receive = |part| Transfer::receive(&ctx.mpi, group, from, tag, part);
         let parts: Result<_> = parts.into_iter().map(receive).collect();
-        Ok(Phase::Data(region, parts?))
+        self.data = Some((region, parts?));
+        Ok(())
     }
 
     /// Hands the data over, if somebody wants them.
@@ -323,18 +288,16 @@ impl Receive {
             let values = region.into_vec::<T>().unwrap_or_default();
             Tensor::from_vec(values, shape, &Device::Cpu)
         }
-        let phase = std::mem::replace(&mut self.phase, Phase::Over);
-        if let (Phase::Data(region, _), Some(asked)) = (phase, self.asked.take()) {
+        if let (Some((region, _)), Some(asked)) = (self.data.take(), self.asked.take()) {
             let xs = with_element!(asked.dtype, tensor(region, asked.shape));
-            asked.batch.entries.borrow_mut()[asked.index] = Ok(xs?);
-            asked.batch.tell();
+            asked.in_flight.arrived(asked.index, xs?);
         }
         Ok(())
     }
 
     fn fail(&self, error: Error) {
         if let Some(asked) = &self.asked {
-            asked.batch.in_flight.complete(Err(error));
+            asked.in_flight.complete(Err(error));
         }
     }
 }

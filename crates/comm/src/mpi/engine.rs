@@ -10,11 +10,11 @@ use super::Result;
 use super::channels::{Channels, Incoming, Outgoing};
 use super::collective::Collective;
 use super::context::Context;
+use super::group;
 use super::group::Group;
 use super::in_flight::InFlight;
 use super::pause::Pause;
 use super::shutdown::Shutdown;
-use super::tags;
 use crate::Error;
 use crate::deadline::Deadline;
 
@@ -254,7 +254,7 @@ impl Operations {
         {
             // Data of two operations with the same tags would be mistaken for each other. In order, for so MPI wants its own.
             let may_move =
-                index < NUM_MOVING && in_order && collective.seq - oldest < tags::NUM_SEQS;
+                index < NUM_MOVING && in_order && collective.seq - oldest < group::NUM_SEQS;
             moved |= collective.poll(ctx, may_move)?;
             in_order &= collective.has_met();
             match collective.is_over() {

@@ -3,16 +3,85 @@
 //! Each rank numbers the groups that it is in, and a message has a tag of the group's number at its receiver, which ranks tell each
 //! other when they split. So a rank never gets messages of two groups with one tag, no number has to be agreed on, and a new group
 //! takes no call to MPI: nothing that could wait for a rank that does not come.
+//!
+//! Messages with one tag between two ranks arrive in order, so numbers may repeat: who starts an operation with a tag
+//! that an older one has receives its first message after it, and moves no data before the older one has.
 
 use std::ffi::c_int;
+use std::ops::Range;
 
 use super::Result;
 use super::context::Shared;
-use super::hosts::Hosts;
 use super::native::NativeGroup;
-use super::tags::TAGS_PER_GROUP;
-use crate::Error;
 use crate::error::group_name;
+use crate::{Error, pairwise};
+
+/// Numbers before they repeat, far more than operations of a group that move data at once.
+pub(super) const NUM_SEQS: u64 = 256;
+
+/// With five tags for each number.
+pub(super) const TAGS_PER_GROUP: c_int = 5 * NUM_SEQS as c_int;
+
+/// What a message of a collective is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    /// The first message.
+    Header,
+    /// Data that are yet to be reduced.
+    Contribution,
+    /// Data that are part of the result, from who made it.
+    Result,
+    /// Data that are part of the result, from who got it from another host.
+    Distributed,
+}
+
+/// The tag of messages of operation `seq`.
+pub(super) fn tag(seq: u64, kind: Kind) -> c_int {
+    (seq % NUM_SEQS) as c_int * 5 + kind as c_int
+}
+
+/// What a message is, and its data if they are few.
+pub(super) const MESSAGE_HEAD: c_int = 4;
+
+/// The data of a message.
+pub(super) const MESSAGE_DATA: c_int = 9;
+
+/// In the world's group: the sender has returned.
+pub(super) const SHUTDOWN: c_int = 14;
+
+/// Which of a group's ranks share a host, and with it its network card.
+#[derive(Debug)]
+pub(super) struct Hosts {
+    /// By group rank, from 0.
+    pub host_of: Vec<usize>,
+    /// By host; they ascend.
+    pub ranks: Vec<Vec<usize>>,
+    /// By host: the blocks of ranks that it can combine by itself.
+    pub blocks: Vec<Vec<Range<usize>>>,
+}
+
+impl Hosts {
+    /// The hosts of ranks of which each says the same number as the others on its host.
+    pub fn new(said: &[usize]) -> Self {
+        let mut numbers = said.to_vec();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let mut ranks = vec![Vec::new(); numbers.len()];
+        let mut host_of = Vec::with_capacity(said.len());
+        for (rank, number) in said.iter().enumerate() {
+            let host = numbers.partition_point(|known| known < number);
+            ranks[host].push(rank);
+            host_of.push(host);
+        }
+        let blocks = ranks.iter();
+        let blocks = blocks.map(|ranks: &Vec<usize>| pairwise::blocks(ranks, said.len()));
+        Self {
+            blocks: blocks.collect(),
+            host_of,
+            ranks,
+        }
+    }
+}
 
 /// A group that this rank is in.
 pub(super) struct Group {
@@ -128,5 +197,31 @@ mod tests {
         let error = part([1, few]).map(|_| ()).unwrap_err();
         let said = format!("rank 2 is in {few} groups already");
         assert!(error.to_string().contains(&said), "{error}");
+    }
+
+    #[test]
+    fn ranks_are_found_by_their_hosts() {
+        let hosts = Hosts::new(&[7, 7, 3, 7, 3]);
+        assert_eq!(hosts.host_of, [1, 1, 0, 1, 0]);
+        assert_eq!(hosts.ranks, [vec![2, 4], vec![0, 1, 3]]);
+        assert_eq!(hosts.blocks, [vec![2..3, 4..5], vec![0..2, 3..4]]);
+    }
+
+    #[test]
+    fn all_tags_differ_and_are_allowed() {
+        let kinds = [
+            Kind::Header,
+            Kind::Contribution,
+            Kind::Result,
+            Kind::Distributed,
+        ];
+        let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
+        tags.extend((0..NUM_SEQS).flat_map(|seq| kinds.map(|kind| tag(seq, kind))));
+        assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));
+        let num_tags = tags.len();
+        tags.sort_unstable();
+        tags.dedup();
+        assert_eq!(tags.len(), num_tags);
+        assert_eq!(tag(NUM_SEQS + 5, Kind::Header), tag(5, Kind::Header));
     }
 }

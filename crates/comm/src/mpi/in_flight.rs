@@ -39,6 +39,8 @@ struct State {
     outcome: Option<Result<Vec<Tensor>>>,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,
+    /// Of messages, in the order in which they were asked for: the tensor, or the world rank that it is to come from.
+    messages: Vec<std::result::Result<Tensor, usize>>,
     completed: Option<Instant>,
 }
 
@@ -110,6 +112,29 @@ impl InFlight {
     /// Notes which world ranks have not arrived.
     pub fn set_missing(&self, missing: Vec<usize>) {
         lock(&self.state).missing = missing;
+    }
+
+    /// The result will be messages from these world ranks; it is complete if there are none.
+    pub fn expect(&self, sources: Vec<usize>) {
+        lock(&self.state).messages = sources.into_iter().map(Err).collect();
+        self.look_for_messages();
+    }
+
+    /// Takes in the message number `index`; the last one completes the result.
+    pub fn arrived(&self, index: usize, xs: Tensor) {
+        lock(&self.state).messages[index] = Ok(xs);
+        self.look_for_messages();
+    }
+
+    fn look_for_messages(&self) {
+        let mut state = lock(&self.state);
+        let missing = state.messages.iter().filter_map(|got| got.as_ref().err());
+        state.missing = missing.copied().collect();
+        if state.missing.is_empty() {
+            let messages = std::mem::take(&mut state.messages);
+            drop(state);
+            self.complete(Ok(messages.into_iter().flatten().collect()));
+        }
     }
 
     /// Sets the result and wakes who waits. Only the first result counts.

@@ -8,9 +8,8 @@ use std::sync::Arc;
 use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
-use super::group::Group;
+use super::group::{Group, Kind, tag};
 use super::header::{self, Header};
-use super::tags::{Kind, tag};
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 

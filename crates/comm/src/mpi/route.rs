@@ -38,8 +38,7 @@ use std::sync::Arc;
 use candle_core::Shape;
 
 use super::buffer::Buffer;
-use super::group::Group;
-use super::tags::Kind;
+use super::group::{Group, Kind};
 use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 

@@ -10,6 +10,7 @@ use candle_core::Device;
 
 use candle_launch::RankEnv;
 
+use super::Result;
 use super::communicator::MpiCommunicator;
 use super::context::{Context, Shared};
 use super::engine::{End, Engine, Job};
@@ -19,13 +20,39 @@ use super::environment::{
 use super::group::Group;
 use super::native::NativeGroup;
 use super::sys::{Mpi, size};
-use super::{MpiConfig, Result};
 use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
 use crate::{Error, MpiReduction, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
+
+/// How this process takes part in a run under MPI; see [`launch::mpi`](crate::launch::mpi).
+#[derive(Debug, Clone)]
+pub struct MpiConfig {
+    /// How long one wait may last before it becomes an error, also that of a rank that has returned for those that have not.
+    /// Default: 10 minutes.
+    pub deadline: Duration,
+    /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
+    /// divided over the ranks on this host that may use the same ones; at least one.
+    pub threads_per_rank: Option<usize>,
+    /// Who adds large tensors, the same on all ranks. Default: we do.
+    pub reduction: MpiReduction,
+    /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
+    /// Default: those that share memory, as MPI says.
+    pub ranks_per_host: Option<usize>,
+}
+
+impl Default for MpiConfig {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(600),
+            threads_per_rank: None,
+            reduction: MpiReduction::default(),
+            ranks_per_host: None,
+        }
+    }
+}
 
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
 /// as its device, and returns what it returns. It can be called once per process.

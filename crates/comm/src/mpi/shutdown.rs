@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
+use super::group;
 use super::group::Group;
-use super::tags;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::rank_list;
@@ -34,7 +34,7 @@ impl Shutdown {
         let mut receives: Vec<_> = world.members.iter().map(|_| None).collect();
         for rank in world.others() {
             let goodbye = Buffer::zeros(1);
-            let receive = Transfer::receive(&ctx.mpi, &world, rank, tags::SHUTDOWN, goodbye)?;
+            let receive = Transfer::receive(&ctx.mpi, &world, rank, group::SHUTDOWN, goodbye)?;
             receives[rank] = Some(receive);
         }
         Ok(Self {
@@ -55,7 +55,7 @@ impl Shutdown {
         let goodbye = Arc::new(Buffer::zeros(1));
         for rank in self.world.others() {
             let (world, goodbye) = (&self.world, goodbye.clone());
-            let send = Transfer::send(&ctx.mpi, world, rank, tags::SHUTDOWN, goodbye)?;
+            let send = Transfer::send(&ctx.mpi, world, rank, group::SHUTDOWN, goodbye)?;
             self.sends.push(send);
         }
         Ok(())
