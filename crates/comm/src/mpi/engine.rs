@@ -1,4 +1,4 @@
-//! MPI's thread: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
+//! MPI's thread, the one that called `launch::mpi`: it makes all calls to MPI, moves what can move, and sleeps while nothing is under way.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +10,7 @@ use super::Result;
 use super::channels::{Channels, Incoming, Outgoing};
 use super::collective::Collective;
 use super::context::Context;
-use super::group;
-use super::group::Group;
+use super::group::{self, Group};
 use super::in_flight::InFlight;
 use super::pause::Pause;
 use super::shutdown::Shutdown;
