@@ -16,6 +16,24 @@ pub(crate) fn of_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), len) }
 }
 
+/// The elements that these aligned bytes are.
+#[cfg(feature = "mpi")]
+pub(crate) fn elements<T: Element>(bytes: &[u8]) -> &[T] {
+    // SAFETY: all bit patterns are numbers.
+    let (before, elements, after) = unsafe { bytes.align_to() };
+    debug_assert!(before.is_empty() && after.is_empty());
+    elements
+}
+
+/// As [`elements`], to be written to.
+#[cfg(feature = "mpi")]
+pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> &mut [T] {
+    // SAFETY: as in `elements`, and as in `of` the other way round; the bytes are borrowed mutably.
+    let (before, elements, after) = unsafe { bytes.align_to_mut() };
+    debug_assert!(before.is_empty() && after.is_empty());
+    elements
+}
+
 #[cfg(any(feature = "mpi", test))]
 /// The elements that these bytes are; `None` unless there are exactly `len`.
 pub(crate) fn to_elements<T: Element>(bytes: &[u8], len: usize) -> Option<Vec<T>> {

@@ -97,7 +97,7 @@ macro_rules! with_element {
             candle_core::DType::I16 => $run::<i16>($($arg),*),
             candle_core::DType::I32 => $run::<i32>($($arg),*),
             candle_core::DType::I64 => $run::<i64>($($arg),*),
-            dtype => Err($crate::element::unsupported(dtype)),
+            dtype => Err($crate::element::unsupported(dtype).into()),
         }
     };
 }
@@ -113,9 +113,6 @@ pub(crate) fn unsupported(dtype: DType) -> candle_core::Error {
 
 /// An error unless a rank on `device` can exchange `xs`.
 pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
-    fn known<T: Element>() -> Result<()> {
-        Ok(())
-    }
     if !xs.device().same_device(device) {
         let (own, got) = (device_name(device), device_name(xs.device()));
         let other = match own == got {
@@ -136,7 +133,24 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
         );
         return Err(Error::Argument(message).into());
     }
-    with_element!(xs.dtype(), known())
+    check_dtype(xs.dtype())
+}
+
+/// An error unless ranks exchange `dtype`.
+pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
+    fn known<T: Element>() -> Result<()> {
+        Ok(())
+    }
+    with_element!(dtype, known())
+}
+
+/// What values of `dtype` are accumulated in.
+#[cfg(feature = "mpi")]
+pub(crate) fn accumulated(dtype: DType) -> DType {
+    match dtype {
+        DType::BF16 | DType::F16 => DType::F32,
+        dtype => dtype,
+    }
 }
 
 /// An error unless there are kernels that reduce `dtype` on `device`, if that is what `operation` does.

@@ -111,10 +111,10 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// What candle says went wrong in a backend.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn of_backend(error: candle_core::Error) -> Self {
+/// What candle says went wrong in a backend.
+#[cfg(feature = "mpi")]
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
         Self::Backend(message_of(&error))
     }
 }

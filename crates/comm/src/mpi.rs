@@ -6,42 +6,35 @@
 //! ```text
 //! communicator -> engine -> collective -> meeting    first messages: do all ranks call the same?
 //!                        |             -> movement   data of collectives, along a route
-//!                        -> channels -> inbox        messages between two ranks
+//!                        -> channels                 messages between two ranks
 //! ```
 //! MPI reduces in whatever order it likes, so it only moves bytes here, unless asked for its own sums ([`native`]). Reductions are those of
 //! the local backend, in the same order, with the same bits; [`route`] says which rank makes which part, so that no host's card carries more
 //! than it has to.
 //!
-//! Memory that MPI works on is owned by the message ([`transfer`]), and given back when it is complete.
-//! All groups share one communicator of MPI ([`addresses`]). Messages are bytes: the hosts must have the same byte order.
+//! Memory that MPI works on is owned by the call ([`transfer`]), and given back when it is complete.
+//! All groups share one communicator of MPI ([`group`]). Messages are bytes: the hosts must have the same byte order.
 
-mod addresses;
+mod buffer;
 mod channels;
 mod collective;
 mod communicator;
-mod config;
 mod context;
 mod engine;
 mod environment;
-mod gathering;
+mod group;
 mod header;
-mod hosts;
 mod in_flight;
-mod inbox;
 mod meeting;
-mod messages;
 mod movement;
 mod native;
-mod part;
 mod pause;
-mod peer;
-mod place;
 mod route;
 mod run;
 mod shutdown;
 mod sys;
-mod tags;
 mod transfer;
 
-pub use config::MpiConfig;
-pub use run::mpi;
+pub use run::{MpiConfig, mpi};
+
+type Result<T> = std::result::Result<T, crate::Error>;

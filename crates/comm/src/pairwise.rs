@@ -19,20 +19,23 @@ pub(crate) struct Term<'a, T: Element> {
     pub values: Values<'a, T>,
 }
 
+impl<'a, T: Element> Term<'a, T> {
+    /// The input of one rank.
+    pub fn input(rank: usize, values: &'a [T]) -> Self {
+        Self {
+            ranks: rank..rank + 1,
+            values: Values::Input(values),
+        }
+    }
+}
+
 /// Values to be combined.
+#[derive(Clone, Copy)]
 pub(crate) enum Values<'a, T: Element> {
     /// The input of one rank.
     Input(&'a [T]),
     /// Several inputs, combined.
     Combined(&'a [T::Acc]),
-}
-
-impl<T: Element> Copy for Values<'_, T> {}
-
-impl<T: Element> Clone for Values<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
 }
 
 impl<T: Element> Values<'_, T> {
@@ -89,8 +92,11 @@ pub(crate) fn reduce<T: Element>(
     let [destination, copies @ ..] = destinations else {
         return;
     };
-    let len = destination.len();
-    for_each_block(op, terms, world_size_of(terms), len, |range, _, values| {
+    let (len, world_size) = (
+        destination.len(),
+        terms.last().map_or(0, |term| term.ranks.end),
+    );
+    for_each_block(op, terms, world_size, len, |range, _, values| {
         let place = &mut destination[range.clone()];
         match values {
             Values::Input(values) => place.copy_from_slice(values),
@@ -107,15 +113,8 @@ pub(crate) fn reduce<T: Element>(
 
 /// Terms for the inputs of all ranks, in their order.
 pub(crate) fn of_all<'a, T: Element>(inputs: impl Iterator<Item = &'a [T]>) -> Vec<Term<'a, T>> {
-    let terms = inputs.enumerate().map(|(rank, values)| Term {
-        ranks: rank..rank + 1,
-        values: Values::Input(values),
-    });
-    terms.collect()
-}
-
-fn world_size_of<T: Element>(terms: &[Term<'_, T>]) -> usize {
-    terms.last().map_or(0, |term| term.ranks.end)
+    let terms = inputs.enumerate();
+    terms.map(|(rank, xs)| Term::input(rank, xs)).collect()
 }
 
 /// Reduces the inputs of some of `world_size` ranks, in their order, as far as they make up [`blocks`]: their results one after
@@ -293,10 +292,7 @@ mod tests {
                             .collect();
                         let here: Vec<Term<f32>> = ranks
                             .iter()
-                            .map(|rank| Term {
-                                ranks: *rank..rank + 1,
-                                values: Values::Input(&inputs[*rank]),
-                            })
+                            .map(|rank| Term::input(*rank, &inputs[*rank]))
                             .collect();
                         let blocks = blocks(&ranks, world_size);
                         let mut results = vec![0f32; blocks.len() * len];

@@ -12,7 +12,8 @@
 
 use candle_core::Shape;
 
-use crate::{Operation, ReduceOp};
+use crate::element::Element;
+use crate::{Operation, ReduceOp, pairwise};
 
 /// The same place in the tensors of one rank or of all.
 #[derive(Debug, Clone, Copy)]
@@ -98,6 +99,20 @@ impl Plan {
             len => pieces(operation, len, world_size, rank),
         };
         Self { dims, op, pieces }
+    }
+
+    /// The output of `rank`, made of the inputs of all ranks.
+    pub fn output_of<T: Element>(&self, rank: usize, inputs: &[&[T]]) -> Vec<T> {
+        let mut output = T::zeros(self.len());
+        let pieces = self.pieces.iter();
+        for piece in pieces.filter(|piece| piece.destinations.has(rank)) {
+            let (from, to) = (piece.sources.first, piece.destinations.first);
+            let sources = inputs[piece.sources.ranks(inputs.len())].iter();
+            let sources = sources.map(|input| &input[from..from + piece.len]);
+            let place = &mut output[to..to + piece.len];
+            pairwise::reduce(self.op, &pairwise::of_all(sources), &mut [place]);
+        }
+        output
     }
 
     /// Elements of each output.

@@ -10,7 +10,7 @@ use super::{FIRST_GROUP_TAG, Mailbox, Received};
 use crate::element::{Element, read_all, with_element, write};
 use crate::operation::Message;
 use crate::plan::Plan;
-use crate::{Communicator, Error, Operation, Pending, pairwise};
+use crate::{Communicator, Error, Operation, Pending};
 
 /// Collectives of a few ranks by way of their mailboxes: each sends its input to all, and computes its own output.
 pub(super) struct MailGroup {
@@ -133,17 +133,7 @@ fn output<T: Element>(
     place: Option<&Tensor>,
 ) -> Result<Tensor> {
     let plan = Plan::new(operation, inputs[rank].shape(), inputs.len(), Some(rank));
-    let mut output = T::zeros(plan.len());
-    read_all(inputs, |inputs: &[&[T]]| {
-        let pieces = plan.pieces.iter();
-        for piece in pieces.filter(|piece| piece.destinations.has(rank)) {
-            let (from, to) = (piece.sources.first, piece.destinations.first);
-            let sources = inputs[piece.sources.ranks(inputs.len())].iter();
-            let sources = sources.map(|input| &input[from..from + piece.len]);
-            let place = &mut output[to..to + piece.len];
-            pairwise::reduce(plan.op, &pairwise::of_all(sources), &mut [place]);
-        }
-    })?;
+    let output = read_all(inputs, |inputs: &[&[T]]| plan.output_of(rank, inputs))?;
     match place {
         Some(place) => {
             write(place, 0, &output)?;

@@ -1,132 +1,172 @@
 //! The messages of a group on their way. Between two ranks the number of a send and of its receive are the same.
 //!
-//! A message is a head (dtype, shape, call site, small data), then the data in a second message. A receiver that asked
+//! A message is a head (dtype, shape, call site, small data), then the data in a second message, or several. A receiver that asked
 //! for something else, or gave up, takes the data in all the same, so that the next message is where it should be.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
-use std::rc::Rc;
+use std::sync::Arc;
 
-use super::context::{Context, Group};
-use super::header::{self, Header};
-use super::inbox::{self, Inbox};
-use super::messages::{Batch, Data, Received, data_of};
-use super::part::Part;
-use super::tags;
+use candle_core::{DType, Device, Shape, Tensor};
+
+use super::Result;
+use super::buffer::{Buffer, Cut, Region};
+use super::context::Context;
+use super::group::{self, Group};
+use super::header::{self, Header, INLINE_BYTES};
+use super::in_flight::InFlight;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
-use crate::error::group_name;
+use crate::bytes;
+use crate::call::kind;
+use crate::element::{self, Element, with_element};
 
-type Result<T> = std::result::Result<T, Error>;
+/// The data of one message are sent in parts of this size: MPI counts to 2^31 only.
+const PART_BYTES: usize = 256 << 20;
+
+/// A message to group rank `to`: a copy of a tensor.
+pub(super) struct Outgoing {
+    to: usize,
+    head: Vec<u8>,
+    /// What follows.
+    data: Vec<u8>,
+}
+
+impl Outgoing {
+    /// A message of a contiguous tensor, sent from `site`.
+    pub fn new(to: usize, xs: &Tensor, site: String) -> candle_core::Result<Self> {
+        fn copy<T: Element>(xs: &Tensor) -> candle_core::Result<Vec<u8>> {
+            element::read(xs, (0, xs.elem_count()), |xs: &[T]| bytes::of(xs).to_vec())
+        }
+        let data = with_element!(xs.dtype(), copy(xs))?;
+        let (here, data) = match data.len() <= INLINE_BYTES {
+            true => (data, Vec::new()),
+            false => (Vec::new(), data),
+        };
+        let head = Header {
+            call: kind(xs.dtype(), xs.shape()),
+            site,
+            data: here,
+            follows: data.len() as u64,
+        };
+        let head = head.encode();
+        Ok(Self { to, head, data })
+    }
+}
+
+/// A message asked for, from group rank `from`.
+pub(super) struct Incoming {
+    pub from: usize,
+    pub shape: Shape,
+    pub dtype: DType,
+}
 
 /// The messages of a group on their way.
 #[derive(Default)]
 pub(super) struct Channels {
-    heads: Vec<Transfer<Vec<u8>>>,
-    data: Vec<Transfer<Part<u8>>>,
+    sends: Vec<Transfer<Arc<Buffer>>>,
     /// By source, in order.
     receives: BTreeMap<usize, VecDeque<Receive>>,
 }
 
-/// A message that is being received.
+/// A message that is being received; over without head and data.
+#[derive(Default)]
 struct Receive {
-    phase: Phase,
-    inbox: Option<Box<dyn Inbox>>,
-    /// dtype and shape
-    kind: String,
-    /// Who asked, and for which of the entries; nobody if the message was never asked for.
-    batch: Option<(Rc<RefCell<Received>>, usize)>,
+    head: Option<Transfer<Buffer>>,
+    /// Where the data are to be, and those parts that have not come.
+    data: Option<(Arc<Region>, VecDeque<Transfer<Buffer>>)>,
+    /// Nothing if it was never asked for, or is something else.
+    asked: Option<Asked>,
 }
 
-enum Phase {
-    Head(Transfer<Vec<u8>>),
-    Data,
-    Over,
-}
-
-fn receive_head(ctx: &Context, group: &Group, from: usize) -> Result<Phase> {
-    let room = vec![0u8; header::MAX_BYTES];
-    let tag = tags::MESSAGE_HEAD;
-    let head = Transfer::receive(&ctx.mpi, group.comm, from, tag, room)?;
-    Ok(Phase::Head(head))
+/// A message as a rank has asked for it: which one of those that it asked for together.
+struct Asked {
+    in_flight: Arc<InFlight>,
+    index: usize,
+    shape: Shape,
+    dtype: DType,
 }
 
 impl Channels {
-    /// Starts a batch.
-    pub fn start(&mut self, ctx: &Context, group: usize, mut batch: Batch) -> Result<()> {
-        let here = &ctx.groups[group];
-        let name = group_name(&here.members);
-        let operation = format!("{} ({name})", batch.call);
-        ctx.last_calls.note(ctx.world_rank, operation);
-        let (sends, receives) = (
-            std::mem::take(&mut batch.sends),
-            std::mem::take(&mut batch.receives),
-        );
-        let sources = receives.iter().map(|receive| here.members[receive.from]);
-        let received = Received::new(&batch, sources.collect());
-        let received = Rc::new(RefCell::new(received));
-        for (index, incoming) in receives.into_iter().enumerate() {
-            let phase = receive_head(ctx, here, incoming.from)?;
-            let queue = self.receives.entry(incoming.from).or_default();
-            queue.push_back(Receive {
-                phase,
-                inbox: Some(incoming.inbox),
-                kind: incoming.kind,
-                batch: Some((received.clone(), index)),
-            });
+    /// Starts what `in_flight` has called.
+    pub fn start(
+        &mut self,
+        ctx: &Context,
+        group: &Group,
+        in_flight: Arc<InFlight>,
+        (sends, receives): (Vec<Outgoing>, Vec<Incoming>),
+    ) -> Result<()> {
+        let operation = format!("{} ({})", in_flight.call, group.name());
+        ctx.shared.note(ctx.shared.world_rank, operation);
+        let sources = receives.iter().map(|receive| group.members[receive.from]);
+        in_flight.expect(sources.collect());
+        for (index, Incoming { from, shape, dtype }) in receives.into_iter().enumerate() {
+            let asked = Asked {
+                in_flight: in_flight.clone(),
+                index,
+                shape,
+                dtype,
+            };
+            self.receive(ctx, group, from, Some(asked))?;
         }
-        for outgoing in sends {
-            let to = outgoing.to;
-            let (head, data) = outgoing.into_head(&batch.site);
-            let tag = tags::MESSAGE_HEAD;
-            let head = Transfer::send(&ctx.mpi, here.comm, to, tag, head.encode())?;
-            self.heads.push(head);
-            if let Some(data) = data {
-                self.data.extend(inbox::send((ctx, here.comm), to, data)?);
+        for Outgoing { to, head, data } in sends {
+            let head = Buffer::new(head);
+            let head = Transfer::send(&ctx.mpi, group, to, group::MESSAGE_HEAD, Arc::new(head))?;
+            self.sends.push(head);
+            for part in cut(data)?.1 {
+                let (tag, part) = (group::MESSAGE_DATA, Arc::new(part));
+                self.sends
+                    .push(Transfer::send(&ctx.mpi, group, to, tag, part)?);
             }
         }
         Ok(())
     }
 
+    /// Starts to receive the next message from rank `from`.
+    fn receive(
+        &mut self,
+        ctx: &Context,
+        group: &Group,
+        from: usize,
+        asked: Option<Asked>,
+    ) -> Result<()> {
+        let room = Buffer::zeros(header::MAX_BYTES);
+        let head = Transfer::receive(&ctx.mpi, group, from, group::MESSAGE_HEAD, room)?;
+        let queue = self.receives.entry(from).or_default();
+        queue.push_back(Receive {
+            head: Some(head),
+            asked,
+            ..Receive::default()
+        });
+        Ok(())
+    }
+
     /// Moves what can move; returns whether something did.
-    pub fn poll(&mut self, ctx: &Context, group: usize) -> Result<bool> {
-        let mut moved = poll_all(&ctx.mpi, &mut self.heads)?;
-        moved |= poll_all(&ctx.mpi, &mut self.data)?;
+    pub fn poll(&mut self, ctx: &Context, group: &Group) -> Result<bool> {
+        let mut moved = poll_all(&ctx.mpi, &mut self.sends)?;
         for (from, queue) in &mut self.receives {
             for receive in queue.iter_mut() {
                 moved |= receive.poll(ctx, group, *from)?;
                 // Data come in the order of the heads.
-                if matches!(receive.phase, Phase::Head(_)) {
+                if receive.head.is_some() {
                     break;
                 }
             }
-            while let Some(front) = queue.front()
-                && matches!(front.phase, Phase::Over)
-            {
-                queue.pop_front();
-            }
+            queue.retain(|receive| receive.head.is_some() || receive.data.is_some());
         }
         Ok(moved)
     }
 
     pub fn is_idle(&self) -> bool {
-        self.heads.is_empty()
-            && self.data.is_empty()
-            && self.receives.values().all(VecDeque::is_empty)
+        self.sends.is_empty() && self.receives.values().all(VecDeque::is_empty)
     }
 
     /// Starts to receive the messages that have come and that nobody asked for; returns how many.
-    pub fn take_in(&mut self, ctx: &Context, group: usize) -> Result<u64> {
-        let here = &ctx.groups[group];
+    pub fn take_in(&mut self, ctx: &Context, group: &Group) -> Result<u64> {
         let mut num_messages = 0;
-        while let Some(from) = ctx.mpi.probe(here.comm, tags::MESSAGE_HEAD)? {
-            let queue = self.receives.entry(from).or_default();
-            queue.push_back(Receive {
-                phase: receive_head(ctx, here, from)?,
-                inbox: None,
-                kind: String::new(),
-                batch: None,
-            });
+        while let Some(sender) = ctx.mpi.probe(group.own_tag(group::MESSAGE_HEAD))?
+            && let Some(from) = group.members.iter().position(|rank| *rank == sender)
+        {
+            self.receive(ctx, group, from, None)?;
             num_messages += 1;
         }
         Ok(num_messages)
@@ -135,132 +175,148 @@ impl Channels {
     /// Ends all receives with an error.
     pub fn fail(&mut self, error: &Error) {
         for receive in std::mem::take(&mut self.receives).into_values().flatten() {
-            if let Some((batch, _)) = &receive.batch {
-                batch.borrow().fail(error.clone());
-            }
+            receive.fail(error.clone());
         }
-        self.heads.clear();
-        self.data.clear();
+        self.sends.clear();
     }
 
     /// Ends the receives from world rank `left`, which sends nothing more.
     pub fn fail_those_that_need(
         &mut self,
         ctx: &Context,
-        group: usize,
+        group: &Group,
         left: usize,
         error: &dyn Fn(&str) -> Error,
     ) {
-        let members = &ctx.groups[group].members;
-        let from_left = (self.receives.iter_mut()).filter(|(from, _)| members[**from] == left);
+        let from_left =
+            (self.receives.iter_mut()).filter(|(from, _)| group.members[**from] == left);
         for receive in from_left.flat_map(|(_, queue)| queue) {
-            if let Phase::Head(head) = std::mem::replace(&mut receive.phase, Phase::Over) {
-                if let Some((batch, _)) = &receive.batch {
-                    let batch = batch.borrow();
-                    batch.fail(error(&batch.call));
-                }
-                if let Err(error) = head.cancel(&ctx.mpi) {
-                    tracing::warn!("a receive could not be given up: {error}");
-                }
-            } else {
-                receive.phase = Phase::Data;
+            let Some(head) = receive.head.take() else {
+                continue;
+            };
+            if let Some(asked) = &receive.asked {
+                receive.fail(error(&asked.in_flight.call.to_string()));
+            }
+            if let Err(error) = head.cancel(&ctx.mpi) {
+                tracing::warn!("a receive could not be given up: {error}");
             }
         }
     }
 }
 
 impl Receive {
-    fn poll(&mut self, ctx: &Context, group: usize, from: usize) -> Result<bool> {
+    fn poll(&mut self, ctx: &Context, group: &Group, from: usize) -> Result<bool> {
         let mut moved = false;
-        if let Phase::Head(head) = &mut self.phase {
+        if let Some(head) = &mut self.head {
             if !head.poll(&ctx.mpi)? {
                 return Ok(false);
             }
+            let head = self.head.take().and_then(Transfer::take);
+            let head = head.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
+            let head = head.ok_or_else(|| {
+                Error::Backend(format!(
+                    "rank {} sent something else than a message\n\
+                     hint: all ranks must run the same version of the program",
+                    group.members[from]
+                ))
+            })?;
+            self.open(ctx, group, from, &head)?;
             moved = true;
-            if let Phase::Head(head) = std::mem::replace(&mut self.phase, Phase::Data) {
-                let bytes = head.take();
-                let head = bytes.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
-                self.open(ctx, group, from, head)?;
-            }
         }
-        if let Phase::Data = self.phase {
-            let is_here = match &mut self.inbox {
-                Some(inbox) => inbox.poll(ctx)?,
-                None => true,
-            };
-            if is_here {
-                self.phase = Phase::Over;
-                self.deliver()?;
-                moved = true;
+        if let Some((_, parts)) = &mut self.data {
+            while let Some(part) = parts.front_mut() {
+                if !part.poll(&ctx.mpi)? {
+                    return Ok(moved);
+                }
+                if let Some((part, got)) = parts.pop_front().and_then(Transfer::take)
+                    && got != part.len()
+                {
+                    return Err(wrong_size(group.members[from], got, part.len()));
+                }
             }
+            moved = true;
+            self.deliver()?;
         }
         Ok(moved)
     }
 
     /// Takes in the head of the message.
-    fn open(
-        &mut self,
-        ctx: &Context,
-        group: usize,
-        from: usize,
-        head: Option<Header>,
-    ) -> Result<()> {
-        let here = &ctx.groups[group];
-        let sender = here.members[from];
-        let head = head.unwrap_or_default();
-        let Some(data) = data_of(&head) else {
-            return Err(Error::Backend(format!(
-                "rank {sender} sent something else than a message\n\
-                 hint: all ranks must run the same version of the program"
-            )));
-        };
-        let name = group_name(&here.members);
+    fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<()> {
+        fn zeros<T: Element>(len: usize) -> Result<Cut> {
+            cut(T::zeros(len))
+        }
+        let sender = group.members[from];
         let sent = format!("sent {}", head.call_at_site());
-        ctx.last_calls.note(sender, format!("{sent} ({name})"));
-        if let Some((batch, _)) = &self.batch
-            && head.call != self.kind
-        {
-            let batch = batch.borrow();
-            batch.fail(Error::MessageMismatch {
-                group: name,
+        let operation = format!("{sent} ({})", group.name());
+        ctx.shared.note(sender, operation);
+        if let Some(other) = (self.asked).take_if(|asked| asked.kind() != head.call) {
+            let site = other.in_flight.call.site;
+            let receives = format!("receives {} at {site}", other.kind());
+            other.in_flight.complete(Err(Error::MessageMismatch {
+                group: group.name(),
                 sender: (sender, sent),
-                receiver: (
-                    ctx.world_rank,
-                    format!("receives {} at {}", self.kind, batch.site),
-                ),
-            });
+                receiver: (ctx.shared.world_rank, receives),
+            }));
         }
-        if head.call != self.kind {
-            self.batch = None;
-            self.inbox = None;
+        let num_bytes = head.data.len() + head.follows as usize;
+        let (dtype, len) = match &self.asked {
+            Some(asked) => (asked.dtype, asked.shape.elem_count()),
+            // For nobody.
+            None => (DType::U8, num_bytes),
+        };
+        let expected = len * dtype.size_in_bytes();
+        if num_bytes != expected {
+            return Err(wrong_size(sender, num_bytes, expected));
         }
-        match data {
-            Data::Here(data) => match &mut self.inbox {
-                Some(inbox) => inbox.fill(data),
-                None => Ok(()),
-            },
-            Data::Follow(len) => {
-                let inbox = match self.inbox.take() {
-                    Some(inbox) => inbox,
-                    None => inbox::discard(len)?,
-                };
-                if inbox.num_bytes() != len {
-                    return Err(Error::Backend(format!(
-                        "rank {sender} says that {} has {len} bytes, expected {}",
-                        self.kind,
-                        inbox.num_bytes()
-                    )));
-                }
-                self.inbox.insert(inbox).receive(ctx, here.comm, from)
+        let (region, mut parts) = with_element!(dtype, zeros(len))?;
+        if head.follows == 0 {
+            for mut part in parts.drain(..) {
+                part.copy_from_slice(&head.data);
             }
         }
+        let tag = group::MESSAGE_DATA;
+        let receive = |part| Transfer::receive(&ctx.mpi, group, from, tag, part);
+        let parts: Result<_> = parts.into_iter().map(receive).collect();
+        self.data = Some((region, parts?));
+        Ok(())
     }
 
     /// Hands the data over, if somebody wants them.
     fn deliver(&mut self) -> Result<()> {
-        if let (Some((batch, index)), Some(inbox)) = (self.batch.take(), self.inbox.take()) {
-            batch.borrow_mut().set(index, inbox.take()?);
+        fn tensor<T: Element>(region: Arc<Region>, shape: Shape) -> candle_core::Result<Tensor> {
+            let values = region.into_vec::<T>().unwrap_or_default();
+            Tensor::from_vec(values, shape, &Device::Cpu)
+        }
+        if let (Some((region, _)), Some(asked)) = (self.data.take(), self.asked.take()) {
+            let xs = with_element!(asked.dtype, tensor(region, asked.shape));
+            asked.in_flight.arrived(asked.index, xs?);
         }
         Ok(())
     }
+
+    fn fail(&self, error: Error) {
+        if let Some(asked) = &self.asked {
+            asked.in_flight.complete(Err(error));
+        }
+    }
+}
+
+impl Asked {
+    fn kind(&self) -> String {
+        kind(self.dtype, &self.shape)
+    }
+}
+
+/// A vector in the parts of a message.
+fn cut<T: Element>(vec: Vec<T>) -> Result<Cut> {
+    let (len, longest) = (vec.len(), PART_BYTES / size_of::<T>());
+    let starts = (0..len).step_by(longest);
+    Region::cut(vec, starts.map(|start| longest.min(len - start)))
+}
+
+fn wrong_size(sender: usize, got: usize, expected: usize) -> Error {
+    Error::Backend(format!(
+        "a message of rank {sender} has {got} bytes, expected {expected}\n\
+         hint: all ranks must run the same version of the program"
+    ))
 }

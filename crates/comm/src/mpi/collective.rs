@@ -2,225 +2,198 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
 
+use super::Result;
 use super::context::Context;
-use super::engine::{Activity, Progress};
+use super::group::Group;
 use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
 use super::native::NativeSum;
 use super::route::Route;
-use crate::Error;
 use crate::bytes;
-use crate::call::Call;
-use crate::element::Element;
-use crate::pairwise;
+use crate::element::{self, Element, with_element};
 use crate::plan::Plan;
+use crate::{Error, ReduceOp};
 
-type Result<T> = std::result::Result<T, Error>;
-
-/// A collective on tensors of elements `T`. With few bytes each rank sends its whole input with its first message, and
-/// all compute their own output; else the data move as the [`Route`] says.
-pub(super) struct Collective<T: Element> {
+/// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
+/// data move as the [`Route`] says.
+pub(super) struct Collective {
     in_flight: Arc<InFlight>,
-    call: Call,
     /// Of the input of each rank.
     shape: Shape,
-    /// The group, and the operation's number there.
-    place: (usize, u64),
-    meeting: Option<Meeting>,
-    phase: Phase<T>,
+    dtype: DType,
+    group: Arc<Group>,
+    /// Its number in the group.
+    pub seq: u64,
+    meeting: Meeting,
+    phase: Phase,
 }
 
-enum Phase<T: Element> {
+enum Phase {
     Meeting,
     /// MPI adds.
-    Summing(NativeSum<T>),
-    Moving(Box<Movement<T>>),
+    Summing(NativeSum),
+    Moving(Movement),
     /// The result is there.
     Done,
 }
 
-impl<T: Element> Collective<T> {
-    pub fn new(in_flight: Arc<InFlight>, call: Call, shape: Shape) -> Self {
-        Self {
-            in_flight,
-            call,
-            shape,
-            place: (0, 0),
-            meeting: None,
-            phase: Phase::Meeting,
+/// What a poll did.
+pub(super) enum Progress {
+    /// Nothing.
+    None,
+    /// Something.
+    Some,
+    /// All that was left: this is the output.
+    Over(Vec<Tensor>),
+}
+
+impl Progress {
+    /// What is not over.
+    pub fn of(moved: bool) -> Self {
+        if moved { Self::Some } else { Self::None }
+    }
+}
+
+impl Collective {
+    /// Sends this rank's first message; `seq` is the operation's number in its group.
+    pub fn begin(
+        ctx: &Context,
+        (group, seq): (Arc<Group>, u64),
+        (shape, dtype): (Shape, DType),
+        in_flight: Arc<InFlight>,
+    ) -> Result<Self> {
+        fn input<T: Element>(in_flight: &InFlight, len: usize) -> Result<Vec<u8>> {
+            in_flight.read(0, len, |xs: &[T]| bytes::of(xs).to_vec())
         }
-    }
-
-    fn complete(&mut self, outcome: Result<Tensor>) {
-        self.phase = Phase::Done;
-        self.in_flight.complete(outcome.map(|output| vec![output]));
-    }
-
-    fn poll_meeting(&mut self, ctx: &Context) -> Result<bool> {
-        let Some(meeting) = &mut self.meeting else {
-            return Ok(false);
+        let data = match is_small(&shape, dtype) {
+            true => with_element!(dtype, input(&in_flight, shape.elem_count())),
+            false => Ok(Vec::new()),
         };
-        if meeting.is_over() {
-            return Ok(false);
-        }
-        let moved = meeting.poll(ctx)?;
-        if moved && matches!(self.phase, Phase::Meeting) {
-            match meeting.mismatch(ctx) {
+        let header = Header {
+            call: in_flight.call.what(),
+            site: in_flight.call.site.to_string(),
+            data: data?,
+            follows: 0,
+        };
+        let meeting = Meeting::begin(ctx, group.clone(), seq, header)?;
+        in_flight.set_missing(meeting.missing());
+        Ok(Self {
+            in_flight,
+            shape,
+            dtype,
+            group,
+            seq,
+            meeting,
+            phase: Phase::Meeting,
+        })
+    }
+
+    /// Does what can be done now, and returns whether that was something; data move only if `may_move`.
+    pub fn poll(&mut self, ctx: &Context, may_move: bool) -> Result<bool> {
+        let met = !self.meeting.is_over() && self.meeting.poll(ctx)?;
+        if met && !self.has_met() {
+            match self.meeting.mismatch() {
                 Some(error) => self.complete(Err(error)),
-                None => self.in_flight.set_missing(meeting.missing(ctx)),
+                None => self.in_flight.set_missing(self.meeting.missing()),
             }
         }
-        Ok(moved)
+        let progress = match &mut self.phase {
+            Phase::Meeting if may_move && self.meeting.is_complete() => self.begin_to_move()?,
+            Phase::Summing(sum) => sum.poll(&ctx.mpi)?,
+            Phase::Moving(movement) => movement.poll(ctx)?,
+            Phase::Meeting | Phase::Done => Progress::None,
+        };
+        Ok(match progress {
+            Progress::None => met,
+            Progress::Some => true,
+            Progress::Over(output) => {
+                self.complete(Ok(output));
+                true
+            }
+        })
     }
 
     /// Goes on once all have met.
-    fn work(&mut self, ctx: &Context, may_move: bool) -> Result<bool> {
-        match (&mut self.phase, &mut self.meeting) {
-            (Phase::Meeting, Some(meeting)) if may_move && meeting.is_complete() => {
-                let data = meeting.take_data();
-                let group = &ctx.groups[self.place.0];
-                let rank = group.rank;
-                if self.is_small() {
-                    let output = self.reduce_here(rank, &data)?;
-                    self.complete(Ok(output));
-                } else if let Some(group) = ctx.groups[self.place.0].native
-                    && NativeSum::<T>::is_for(&self.call.operation)
-                {
-                    let (what, group) = ((&self.call.operation, &self.shape), (group, data.len()));
-                    let sum = NativeSum::begin(&ctx.mpi, group, what, &self.in_flight)?;
-                    self.phase = Phase::Summing(sum);
-                } else {
-                    let (operation, hosts) = (&self.call.operation, group.hosts.clone());
-                    let sizes = (size_of::<T>(), size_of::<T::Acc>() / size_of::<T>());
-                    let route = Route::new(operation, &self.shape, hosts, rank, sizes);
-                    let movement = Movement::new(route, self.place, rank, &self.in_flight)?;
-                    self.phase = Phase::Moving(Box::new(movement));
-                }
-                Ok(true)
-            }
-            (Phase::Summing(sum), _) => {
-                if !sum.poll(&ctx.mpi)? {
-                    return Ok(false);
-                }
-                if let Phase::Summing(sum) = std::mem::replace(&mut self.phase, Phase::Done) {
-                    let output = sum.into_output(&self.in_flight)?;
-                    self.complete(Ok(output));
-                }
-                Ok(true)
-            }
-            (Phase::Moving(movement), _) => {
-                let moved = movement.poll(ctx, &self.in_flight)?;
-                if !movement.is_over() {
-                    return Ok(moved);
-                }
-                if let Phase::Moving(movement) = std::mem::replace(&mut self.phase, Phase::Done) {
-                    let output = movement.into_output(&self.in_flight)?;
-                    self.complete(Ok(output));
-                }
-                Ok(true)
-            }
-            _ => Ok(false),
+    fn begin_to_move(&mut self) -> Result<Progress> {
+        let in_flight = self.in_flight.clone();
+        let operation = &in_flight.call.operation;
+        if is_small(&self.shape, self.dtype) {
+            let (data, rank) = (self.meeting.take_data(), self.group.rank);
+            let output = with_element!(self.dtype, output(&in_flight, &self.shape, rank, &data));
+            return Ok(Progress::Over(output?));
         }
+        self.phase = match self.group.native {
+            Some(native) if operation.reduce_op() == Some(ReduceOp::Sum) => {
+                let (kind, num_ranks) = ((&self.shape, self.dtype), self.group.members.len());
+                Phase::Summing(NativeSum::begin(in_flight, (native, num_ranks), kind)?)
+            }
+            _ => {
+                let bytes = self.dtype.size_in_bytes();
+                let widening = element::accumulated(self.dtype).size_in_bytes() / bytes;
+                let sizes = (bytes, widening);
+                let route = Route::new(operation, &self.shape, self.group.clone(), sizes);
+                Phase::Moving(Movement::new(route, self.dtype, self.seq, in_flight)?)
+            }
+        };
+        Ok(Progress::Some)
     }
 
-    fn is_small(&self) -> bool {
-        self.shape.elem_count() * size_of::<T>() <= INLINE_BYTES
+    fn complete(&mut self, outcome: Result<Vec<Tensor>>) {
+        self.phase = Phase::Done;
+        self.in_flight.complete(outcome);
     }
 
-    /// This rank's output, from all inputs.
-    fn reduce_here(&self, rank: usize, data: &[Vec<u8>]) -> Result<Tensor> {
-        let Plan { dims, op, pieces } =
-            Plan::new(&self.call.operation, &self.shape, data.len(), Some(rank));
-        let mut output = T::zeros(dims.iter().product());
-        let num_elements = self.shape.elem_count();
-        let inputs: Result<Vec<Vec<T>>> = data
-            .iter()
-            .enumerate()
-            .map(|(source, data)| {
-                bytes::to_elements(data, num_elements).ok_or_else(|| {
-                    let (call, got) = (&self.in_flight.call, data.len());
-                    let expected = num_elements * size_of::<T>();
-                    Error::Backend(format!(
-                        "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
-                    ))
-                })
-            })
-            .collect();
-        let inputs = inputs?;
-        for piece in pieces.iter().filter(|piece| piece.destinations.has(rank)) {
-            let (from, to) = (piece.sources.first, piece.destinations.first);
-            let sources = inputs[piece.sources.ranks(inputs.len())].iter();
-            let sources = sources.map(|input| &input[from..from + piece.len]);
-            let output = &mut output[to..to + piece.len];
-            pairwise::reduce(op, &pairwise::of_all(sources), &mut [output]);
-        }
-        self.in_flight.write(0, &output)?;
-        match self.in_flight.place() {
-            Some(place) => Ok(place),
-            None => Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend),
+    /// Whether all ranks were there, and it has begun to move data.
+    pub fn has_met(&self) -> bool {
+        !matches!(self.phase, Phase::Meeting)
+    }
+
+    /// Whether nothing is left to do.
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Done) && self.meeting.is_over()
+    }
+
+    /// The world ranks without which it cannot go on.
+    pub fn missing(&self) -> Vec<usize> {
+        self.meeting.missing()
+    }
+
+    /// Ends it with the error that `error` makes of its call.
+    pub fn fail(&mut self, ctx: &Context, error: &dyn Fn(&str) -> Error) {
+        self.complete(Err(error(&self.in_flight.call.to_string())));
+        if let Err(error) = self.meeting.cancel(ctx) {
+            tracing::warn!("receives could not be given up: {error}");
         }
     }
 }
 
-impl<T: Element> Activity for Collective<T> {
-    fn begin(&mut self, ctx: &Context, group: usize, seq: u64) -> Result<()> {
-        self.place = (group, seq);
-        let data = match self.is_small() {
-            true => (self.in_flight).read(0, self.shape.elem_count(), |xs: &[T]| {
-                bytes::of(xs).to_vec()
-            })?,
-            false => Vec::new(),
-        };
-        let header = Header {
-            call: self.call.what(),
-            site: self.call.site.to_string(),
-            data,
-        };
-        let meeting = Meeting::begin(ctx, group, seq, header)?;
-        self.in_flight.set_missing(meeting.missing(ctx));
-        self.meeting = Some(meeting);
-        Ok(())
-    }
+/// Whether the input goes with the first message.
+fn is_small(shape: &Shape, dtype: DType) -> bool {
+    shape.elem_count() * dtype.size_in_bytes() <= INLINE_BYTES
+}
 
-    fn poll(&mut self, ctx: &Context, may_move: bool) -> Result<Progress> {
-        let outcome = self
-            .poll_meeting(ctx)
-            .and_then(|met| Ok(met | self.work(ctx, may_move)?));
-        let moved = match outcome {
-            Ok(moved) => moved,
-            Err(error) => {
-                // Everybody else gets the error from the engine; this operation is not among its own any more.
-                self.complete(Err(error.clone()));
-                return Err(error);
-            }
-        };
-        let has_met = self.meeting.as_ref().is_none_or(Meeting::is_over);
-        Ok(match (&self.phase, moved) {
-            (Phase::Done, _) if has_met => Progress::Over,
-            (_, true) => Progress::Some,
-            _ => Progress::None,
+/// The output of rank `rank`, from all inputs.
+fn output<T: Element>(
+    in_flight: &InFlight,
+    shape: &Shape,
+    rank: usize,
+    data: &[Vec<u8>],
+) -> Result<Vec<Tensor>> {
+    let call = &in_flight.call;
+    let inputs = data.iter().enumerate().map(|(source, data)| {
+        bytes::to_elements(data, shape.elem_count()).ok_or_else(|| {
+            let (got, expected) = (data.len(), shape.elem_count() * size_of::<T>());
+            Error::Backend(format!(
+                "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
+            ))
         })
-    }
-
-    fn has_met(&self) -> bool {
-        !matches!(self.phase, Phase::Meeting)
-    }
-
-    fn missing(&self, ctx: &Context) -> Vec<usize> {
-        let meeting = self.meeting.as_ref();
-        meeting.map_or(Vec::new(), |meeting| meeting.missing(ctx))
-    }
-
-    fn fail(&mut self, ctx: &Context, error: &dyn Fn(&str) -> Error) {
-        self.complete(Err(error(&self.in_flight.call)));
-        if let Some(mut meeting) = self.meeting.take()
-            && let Err(error) = meeting.cancel(ctx)
-        {
-            tracing::warn!("receives could not be given up: {error}");
-        }
-    }
+    });
+    let inputs = inputs.collect::<Result<Vec<Vec<T>>>>()?;
+    let inputs: Vec<&[T]> = inputs.iter().map(Vec::as_slice).collect();
+    let plan = Plan::new(&call.operation, shape, inputs.len(), Some(rank));
+    in_flight.result(plan.output_of(rank, &inputs), &plan.dims)
 }

@@ -1,119 +1,64 @@
-//! What operations on MPI's thread need.
+//! What operations need, on MPI's thread and on those that start and await them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::addresses::Addresses;
-use super::hosts::Hosts;
-use super::native::NativeGroup;
-use super::sys::{Comm, Mpi};
+use super::sys::Mpi;
 
-/// MPI, and the groups that this rank is in.
+/// What operations on MPI's thread need.
 pub(super) struct Context {
     pub mpi: Mpi,
+    pub shared: Arc<Shared>,
+}
+
+/// What all threads of a rank know.
+pub(super) struct Shared {
     pub world_rank: usize,
     pub deadline: Duration,
-    pub last_calls: Arc<LastCalls>,
-    /// The world is the first.
-    pub groups: Vec<Group>,
+    /// The highest tag that MPI allows.
+    pub max_tag: c_int,
+    /// The groups that this rank has been in, with the world; each has its number here.
+    pub num_groups: AtomicI64,
+    /// Each rank's last operation, as far as its message came here.
+    last_calls: Mutex<Vec<Option<String>>>,
 }
 
-impl Context {
-    /// Opens a group of this rank; nothing is said to the others.
-    pub fn open(&mut self, group: usize, opened: Opened) {
-        while self.groups.len() <= group {
-            // Numbers between may be those of groups that are being split off.
-            self.groups.push(Group {
-                comm: Comm(self.groups.len()),
-                members: Arc::new([]),
-                rank: 0,
-                native: None,
-                hosts: Arc::new(Hosts::new(&[])),
-            });
-        }
-        let Opened {
-            addresses,
-            rank,
-            native,
-        } = opened;
-        let (comm, members) = (Comm(group), addresses.members.clone());
-        self.groups[group] = Group {
-            comm,
-            hosts: Arc::new(self.groups[0].hosts.of_group(&members)),
-            members,
-            rank,
-            native,
-        };
-        self.mpi.open(comm, addresses);
-    }
-}
-
-/// A new group, as this rank opens it.
-pub(super) struct Opened {
-    pub addresses: Addresses,
-    /// This rank in it.
-    pub rank: usize,
-    pub native: Option<NativeGroup>,
-}
-
-/// A group that this rank is in.
-#[derive(Clone)]
-pub(super) struct Group {
-    pub comm: Comm,
-    /// The world ranks, by group rank.
-    pub members: Arc<[usize]>,
-    /// This rank in the group.
-    pub rank: usize,
-    /// Where MPI adds by itself.
-    pub native: Option<NativeGroup>,
-    pub hosts: Arc<Hosts>,
-}
-
-impl Group {
-    /// The group ranks of the others, from the next one on.
-    pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let (rank, world_size) = (self.rank, self.members.len());
-        (1..world_size).map(move |step| (rank + step) % world_size)
-    }
-}
-
-/// Each rank's last operation, as far as its message came here.
-pub(super) struct LastCalls {
-    own_rank: usize,
-    last: Mutex<Vec<Option<String>>>,
-}
-
-impl LastCalls {
-    pub fn new(own_rank: usize, world_size: usize) -> Self {
+impl Shared {
+    pub fn new(
+        (world_rank, world_size): (usize, usize),
+        deadline: Duration,
+        max_tag: c_int,
+    ) -> Self {
         Self {
-            own_rank,
-            last: Mutex::new(vec![None; world_size]),
+            world_rank,
+            deadline,
+            max_tag,
+            num_groups: AtomicI64::new(1),
+            last_calls: Mutex::new(vec![None; world_size]),
         }
     }
 
     /// Notes what a rank has called.
     pub fn note(&self, rank: usize, operation: String) {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = last.get_mut(rank) {
-            *last = Some(operation);
-        }
+        let mut last = (self.last_calls.lock()).unwrap_or_else(PoisonError::into_inner);
+        last[rank] = Some(operation);
     }
 
-    /// One line per rank.
+    /// Each rank's last operation, one line per rank.
     pub fn report(&self) -> String {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let lines: Vec<String> = last
-            .iter()
-            .enumerate()
-            .map(|(rank, last)| match last {
-                Some(last) if rank == self.own_rank => format!("  rank {rank}: {last}"),
-                Some(last) => format!("  rank {rank}: {last}, as last heard here"),
-                None if rank == self.own_rank => {
-                    format!("  rank {rank}: has started no operation")
-                }
-                None => format!("  rank {rank}: nothing was heard of it here"),
-            })
-            .collect();
-        lines.join("\n")
+        let last = (self.last_calls.lock()).unwrap_or_else(PoisonError::into_inner);
+        let lines = last.iter().enumerate().map(|(rank, last)| {
+            let said = match (last, rank == self.world_rank) {
+                (Some(last), true) => last,
+                (Some(last), false) => &format!("{last}, as last heard here"),
+                (None, true) => "has started no operation",
+                (None, false) => "nothing was heard of it here",
+            };
+            format!("  rank {rank}: {said}")
+        });
+        lines.collect::<Vec<_>>().join("\n")
     }
 }

@@ -1,25 +1,25 @@
 //! An operation in flight: what the thread that computes and MPI's thread share.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
-use super::context::LastCalls;
+use super::Result;
+use super::context::Shared;
 use crate::Error;
+use crate::bytes;
+use crate::call::Call;
 use crate::deadline::Deadline;
-use crate::element::{self, Element};
+use crate::element::{self, Element, with_element};
 use crate::error::rank_list;
 use crate::pending::Work;
 
 /// A started operation, shared by who waits for it and who does it.
 pub(super) struct InFlight {
-    /// This rank's number in the world.
-    pub world_rank: usize,
-    /// What it called, where.
-    pub call: String,
-    deadline: Duration,
-    last_calls: Arc<LastCalls>,
+    pub shared: Arc<Shared>,
+    /// What this rank called, where.
+    pub call: Call,
     tensors: Mutex<Tensors>,
     state: Mutex<State>,
     changed: Condvar,
@@ -34,11 +34,13 @@ pub(super) struct Tensors {
     pub place: Option<Tensor>,
 }
 
+#[derive(Default)]
 struct State {
-    outcome: Option<Result<Vec<Tensor>, Error>>,
-    is_over: bool,
+    outcome: Option<Result<Vec<Tensor>>>,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,
+    /// Of messages, in the order in which they were asked for: the tensor, or the world rank that it is to come from.
+    messages: Vec<std::result::Result<Tensor, usize>>,
     completed: Option<Instant>,
 }
 
@@ -47,24 +49,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl InFlight {
-    /// An operation of the rank that `last_calls` belongs to.
-    pub fn new(
-        (world_rank, call): (usize, String),
-        (deadline, last_calls): (Duration, Arc<LastCalls>),
-        tensors: Tensors,
-    ) -> Arc<Self> {
+    /// An operation that this rank has called.
+    pub fn new(shared: Arc<Shared>, call: Call, tensors: Tensors) -> Arc<Self> {
         Arc::new(Self {
-            world_rank,
+            shared,
             call,
-            deadline,
-            last_calls,
             tensors: Mutex::new(tensors),
-            state: Mutex::new(State {
-                outcome: None,
-                is_over: false,
-                missing: Vec::new(),
-                completed: None,
-            }),
+            state: Mutex::default(),
             changed: Condvar::new(),
         })
     }
@@ -75,44 +66,40 @@ impl InFlight {
         start: usize,
         len: usize,
         read: impl FnOnce(&[E]) -> R,
-    ) -> Result<R, Error> {
-        let error = |why: &str| Error::Backend(format!("{}: its input: {why}", self.call));
-        match &lock(&self.tensors).input {
-            Some(xs) => {
-                element::read(xs, (start, len), read).map_err(|why| error(&crate::message_of(&why)))
-            }
-            None => Err(error("it has been given up already")),
-        }
+    ) -> Result<R> {
+        let got = match &lock(&self.tensors).input {
+            Some(xs) => element::read(xs, (start, len), read).map_err(Error::from),
+            None => Err(Error::Backend("it has been given up already".into())),
+        };
+        got.map_err(|why| Error::Backend(format!("{}: its input: {why}", self.call)))
     }
 
-    /// Whether the result goes to a tensor that the caller gave.
-    pub fn is_in_place(&self) -> bool {
-        lock(&self.tensors).place.is_some()
-    }
-
-    /// Writes elements of the result, from element `start` on, to their place, if nobody has given it up.
-    pub fn write<E: Element>(&self, start: usize, values: &[E]) -> Result<(), Error> {
-        match &lock(&self.tensors).place {
-            Some(place) => element::write(place, start, values).map_err(Error::of_backend),
-            None => Ok(()),
-        }
-    }
-
-    /// The place, with the result in it.
+    /// The caller's tensor for the result, unless it has given none, or given it up.
     pub fn place(&self) -> Option<Tensor> {
         lock(&self.tensors).place.clone()
     }
 
-    /// An error unless as many bytes came as should have.
-    pub fn check_size(&self, from: usize, got: usize, expected: usize) -> Result<(), Error> {
-        if got == expected {
-            return Ok(());
+    /// Writes a part of the result, from element `start` on, to the caller's tensor, if it has given one.
+    pub fn write(&self, start: usize, values: &[u8]) -> Result<()> {
+        fn typed<T: Element>(place: &Tensor, start: usize, values: &[u8]) -> Result<()> {
+            Ok(element::write::<T>(place, start, bytes::elements(values))?)
         }
-        Err(Error::Backend(format!(
-            "{}: rank {from} of the group sent {got} bytes, expected {expected}\n\
-             hint: all ranks must run the same version of the program",
-            self.call
-        )))
+        match &lock(&self.tensors).place {
+            Some(place) => with_element!(place.dtype(), typed(place, start, values)),
+            None => Ok(()),
+        }
+    }
+
+    /// The whole result, in the caller's tensor or a new one.
+    pub fn result<T: Element>(&self, values: Vec<T>, dims: &[usize]) -> Result<Vec<Tensor>> {
+        let xs = match &lock(&self.tensors).place {
+            Some(place) => {
+                element::write(place, 0, &values)?;
+                place.clone()
+            }
+            None => Tensor::from_vec(values, dims, &Device::Cpu)?,
+        };
+        Ok(vec![xs])
     }
 
     /// The input is needed no more.
@@ -127,20 +114,42 @@ impl InFlight {
         lock(&self.state).missing = missing;
     }
 
+    /// The result will be messages from these world ranks; it is complete if there are none.
+    pub fn expect(&self, sources: Vec<usize>) {
+        lock(&self.state).messages = sources.into_iter().map(Err).collect();
+        self.look_for_messages();
+    }
+
+    /// Takes in the message number `index`; the last one completes the result.
+    pub fn arrived(&self, index: usize, xs: Tensor) {
+        lock(&self.state).messages[index] = Ok(xs);
+        self.look_for_messages();
+    }
+
+    fn look_for_messages(&self) {
+        let mut state = lock(&self.state);
+        let missing = state.messages.iter().filter_map(|got| got.as_ref().err());
+        state.missing = missing.copied().collect();
+        if state.missing.is_empty() {
+            let messages = std::mem::take(&mut state.messages);
+            drop(state);
+            self.complete(Ok(messages.into_iter().flatten().collect()));
+        }
+    }
+
     /// Sets the result and wakes who waits. Only the first result counts.
-    pub fn complete(&self, outcome: Result<Vec<Tensor>, Error>) {
+    pub fn complete(&self, outcome: Result<Vec<Tensor>>) {
         self.drop_input();
         let mut state = lock(&self.state);
-        if !state.is_over {
-            state.is_over = true;
+        if state.completed.is_none() {
             state.completed = Some(Instant::now());
             state.outcome = Some(outcome);
             self.changed.notify_all();
         }
     }
 
-    fn wait(&self) -> Result<Vec<Tensor>, Error> {
-        let mut deadline = Deadline::new(self.deadline);
+    fn wait(&self) -> Result<Vec<Tensor>> {
+        let mut deadline = Deadline::new(self.shared.deadline);
         let mut state = lock(&self.state);
         loop {
             if let Some(outcome) = state.outcome.take() {
@@ -148,11 +157,11 @@ impl InFlight {
             }
             if deadline.is_over() {
                 return Err(Error::Deadline {
-                    waiting: self.world_rank,
-                    call: self.call.clone(),
-                    secs: self.deadline.as_secs_f64(),
+                    waiting: self.shared.world_rank,
+                    call: self.call.to_string(),
+                    secs: self.shared.deadline.as_secs_f64(),
                     missing: rank_list(&state.missing),
-                    report: self.last_calls.report(),
+                    report: self.shared.report(),
                 });
             }
             state = deadline.wait(&self.changed, state);

@@ -5,55 +5,58 @@
 
 use std::sync::Arc;
 
+use super::Result;
+use super::buffer::Buffer;
 use super::context::Context;
+use super::group::{Group, Kind, tag};
 use super::header::{self, Header};
-use super::tags;
-use super::transfer::Transfer;
+use super::transfer::{Transfer, poll_all};
 use crate::Error;
-use crate::error::group_name;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// The first messages of an operation.
 pub(super) struct Meeting {
-    group: usize,
+    group: Arc<Group>,
     seq: u64,
     /// By group rank; this rank's own is there from the start.
     said: Vec<Option<Header>>,
-    receives: Vec<Option<Transfer<Vec<u8>>>>,
-    sends: Vec<Transfer<Arc<Vec<u8>>>>,
+    receives: Vec<Option<Transfer<Buffer>>>,
+    sends: Vec<Transfer<Arc<Buffer>>>,
 }
 
 impl Meeting {
     /// Sends `own` to the others.
-    pub fn begin(ctx: &Context, group: usize, seq: u64, own: Header) -> Result<Self> {
-        let here = &ctx.groups[group];
-        let (message, tag) = (Arc::new(own.encode()), tags::header(seq));
-        let mut receives: Vec<_> = here.members.iter().map(|_| None).collect();
+    pub fn begin(ctx: &Context, group: Arc<Group>, seq: u64, own: Header) -> Result<Self> {
+        let (message, tag) = (Arc::new(Buffer::new(own.encode())), tag(seq, Kind::Header));
+        let mut receives: Vec<_> = group.members.iter().map(|_| None).collect();
         let mut sends = Vec::with_capacity(receives.len());
-        for rank in here.others() {
-            let room = vec![0u8; header::MAX_BYTES];
-            receives[rank] = Some(Transfer::receive(&ctx.mpi, here.comm, rank, tag, room)?);
+        for rank in group.others() {
+            let room = Buffer::zeros(header::MAX_BYTES);
+            receives[rank] = Some(Transfer::receive(&ctx.mpi, &group, rank, tag, room)?);
         }
-        for rank in here.others() {
-            let message = message.clone();
-            sends.push(Transfer::send(&ctx.mpi, here.comm, rank, tag, message)?);
+        for rank in group.others() {
+            sends.push(Transfer::send(
+                &ctx.mpi,
+                &group,
+                rank,
+                tag,
+                message.clone(),
+            )?);
         }
+        let (rank, said) = (group.rank, vec![None; receives.len()]);
         let mut meeting = Self {
             group,
             seq,
-            said: vec![None; here.members.len()],
+            said,
             receives,
             sends,
         };
-        meeting.note(ctx, here.rank, &own);
-        meeting.said[here.rank] = Some(own);
+        meeting.note(ctx, rank, own);
         Ok(meeting)
     }
 
     /// Takes in what has come; returns whether something has.
     pub fn poll(&mut self, ctx: &Context) -> Result<bool> {
-        let mut moved = false;
+        let mut moved = poll_all(&ctx.mpi, &mut self.sends)?;
         for rank in 0..self.receives.len() {
             let Some(receive) = &mut self.receives[rank] else {
                 continue;
@@ -63,40 +66,29 @@ impl Meeting {
             }
             moved = true;
             let taken = self.receives[rank].take().and_then(Transfer::take);
-            let bytes = taken.as_ref().map(|(bytes, len)| &bytes[..*len]);
-            let Some(header) = bytes.and_then(Header::decode) else {
-                return Err(Error::Backend(format!(
+            let header = taken.and_then(|(bytes, len)| Header::decode(&bytes[..len]));
+            let header = header.ok_or_else(|| {
+                Error::Backend(format!(
                     "rank {} sent something else than the start of an operation\n\
                      hint: all ranks must run the same version of the program",
-                    ctx.groups[self.group].members[rank]
-                )));
-            };
-            self.note(ctx, rank, &header);
-            self.said[rank] = Some(header);
-        }
-        while let Some(send) = self.sends.last_mut()
-            && send.poll(&ctx.mpi)?
-        {
-            self.sends.pop();
-            moved = true;
+                    self.group.members[rank]
+                ))
+            })?;
+            self.note(ctx, rank, header);
         }
         Ok(moved)
     }
 
-    fn note(&self, ctx: &Context, rank: usize, header: &Header) {
-        let members = &ctx.groups[self.group].members;
-        let (group, seq) = (group_name(members), self.seq);
-        let operation = format!(
-            "{} ({group}, operation number {seq})",
-            header.call_at_site()
-        );
-        ctx.last_calls.note(members[rank], operation);
+    fn note(&mut self, ctx: &Context, rank: usize, header: Header) {
+        let (call, group, seq) = (header.call_at_site(), self.group.name(), self.seq);
+        let operation = format!("{call} ({group}, operation number {seq})");
+        ctx.shared.note(self.group.members[rank], operation);
+        self.said[rank] = Some(header);
     }
 
     /// The error if two ranks that are here called different operations.
-    pub fn mismatch(&self, ctx: &Context) -> Option<Error> {
-        let members = &ctx.groups[self.group].members;
-        let mut here = (members.iter().zip(&self.said))
+    pub fn mismatch(&self) -> Option<Error> {
+        let mut here = (self.group.members.iter().zip(&self.said))
             .filter_map(|(rank, said)| Some((*rank, said.as_ref()?)));
         let first = here.next()?;
         let second = here.find(|(_, header)| header.call != first.1.call)?;
@@ -104,7 +96,7 @@ impl Meeting {
         pair.sort_by_key(|(rank, _)| *rank);
         let [first, second] = pair.map(|(rank, header)| (rank, header.call_at_site()));
         Some(Error::Mismatch {
-            group: group_name(members),
+            group: self.group.name(),
             seq: self.seq,
             first,
             second,
@@ -112,12 +104,10 @@ impl Meeting {
     }
 
     /// The world ranks that have not come.
-    pub fn missing(&self, ctx: &Context) -> Vec<usize> {
-        let members = ctx.groups[self.group].members.iter();
-        members
-            .zip(&self.said)
-            .filter_map(|(rank, said)| said.is_none().then_some(*rank))
-            .collect()
+    pub fn missing(&self) -> Vec<usize> {
+        let ranks = self.group.members.iter().zip(&self.said);
+        let missing = ranks.filter(|(_, said)| said.is_none());
+        missing.map(|(rank, _)| *rank).collect()
     }
 
     /// Whether all ranks are here.
@@ -139,6 +129,7 @@ impl Meeting {
 
     /// Waits for nobody any more.
     pub fn cancel(&mut self, ctx: &Context) -> Result<()> {
+        self.sends.clear();
         for receive in self.receives.iter_mut().filter_map(Option::take) {
             receive.cancel(&ctx.mpi)?;
         }

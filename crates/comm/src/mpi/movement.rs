@@ -8,303 +8,334 @@
 //! All ranks take chunks in one order, and none that is under way waits for a later one, so the first that is left always moves.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ffi::c_int;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
+use super::Result;
+use super::buffer::{Buffer, Cut, Pool, Region};
+use super::collective::Progress;
 use super::context::Context;
-use super::gathering::{Gathered, Gathering, Pools};
+use super::group::{Kind, tag};
 use super::in_flight::InFlight;
-use super::part::Region;
-use super::peer::{Lane, NUM_GATHERED, NUM_RESULTS, Peer};
-use super::place::{Place, Room};
-use super::route::{Chunk, Route, WINDOW_BYTES};
-use super::tags;
+use super::route::{Gives, Lane, Route, Source, Step, WINDOW_BYTES};
 use super::transfer::Transfer;
 use crate::Error;
-use crate::element::Element;
+use crate::bytes;
+use crate::element::{Element, with_element};
+use crate::pairwise::{Term, Values, reduce, reduce_blocks};
 
-type Result<T> = std::result::Result<T, Error>;
+/// Chunks under way at once: contributions to one rank, and those that are gathered here.
+const NUM_GATHERED: usize = 3;
+
+/// Results under way at once, from or to one rank.
+const NUM_RESULTS: usize = 6;
 
 /// Of several hosts, as many as keep the ways between them busy: of the chunks that are gathered here, one in so many as there are
 /// hosts waits for other hosts.
 const MOST_WINDOWS: usize = 4;
 
 /// The data of a collective on their way.
-pub(super) struct Movement<T: Element> {
-    place: (usize, u64),
-    rank: usize,
-    /// Its chunks are in the queues here.
+pub(super) struct Movement {
+    in_flight: Arc<InFlight>,
+    seq: u64,
+    dtype: DType,
     route: Route,
     /// The output's memory, if that is new.
-    region: Option<Arc<Region<T>>>,
-    /// By group rank, and the tag of results.
-    peers: BTreeMap<Lane, Peer<T>>,
-    /// Chunks to be gathered here that have not begun; those that are this rank's own have room for their result.
-    own: VecDeque<(Chunk, Option<Room<T>>)>,
-    gathering: VecDeque<Gathering<T>>,
-    /// Chunks from other hosts, to be distributed on this one, that are not being received yet.
-    passing: VecDeque<(Chunk, Room<T>)>,
-    passing_in: VecDeque<(Chunk, Transfer<Place<T>>)>,
-    pools: Pools<T>,
-    reads_input: bool,
+    output: Option<Arc<Region>>,
+    lanes: BTreeMap<Lane, Queue>,
+    pool: Pool,
+    /// Steps that have yet to read the input.
+    num_readers: usize,
 }
 
-impl<T: Element> Movement<T> {
-    /// Plans the movement of rank `rank` for operation `place`, and copies what stays on this rank.
-    pub fn new(
-        mut route: Route,
-        place: (usize, u64),
-        rank: usize,
-        in_flight: &InFlight,
-    ) -> Result<Self> {
-        let chunks = std::mem::take(&mut route.chunks);
-        let is_mine = |chunk: &Chunk| chunk.piece.destinations.has(rank);
-        let mine = (chunks.iter().filter(|chunk| is_mine(chunk)))
-            .map(|chunk| (chunk.piece.destinations.first, chunk.piece.len));
-        let (region, rooms): (_, Vec<Room<T>>) = if in_flight.is_in_place() {
-            (
-                None,
-                mine.map(|(first, len)| Room::Given(first, len)).collect(),
-            )
-        } else {
-            let lens: Vec<usize> = mine.map(|(_, len)| len).collect();
-            let cut = Region::cut(T::zeros(route.dims.iter().product()), &lens);
-            let (region, parts) = cut.ok_or_else(|| wrong_route(in_flight))?;
-            (Some(region), parts.into_iter().map(Room::Part).collect())
-        };
-        let mut rooms = rooms.into_iter();
-        let mut chunks: Vec<(Chunk, Option<Room<T>>)> = chunks
-            .into_iter()
-            .map(|chunk| (chunk, if is_mine(&chunk) { rooms.next() } else { None }))
-            .collect();
-        chunks.sort_by_key(|(chunk, _)| chunk.round);
+/// The steps of a lane.
+#[derive(Default)]
+struct Queue {
+    /// Those that have not begun.
+    waiting: VecDeque<Step>,
+    under_way: VecDeque<UnderWay>,
+}
+
+/// A step that has begun.
+struct UnderWay {
+    step: Step,
+    received: Vec<(Source, Transfer<Buffer>)>,
+    /// What it gave.
+    given: Option<Arc<Buffer>>,
+    sends: Vec<Transfer<Arc<Buffer>>>,
+}
+
+impl Movement {
+    /// The movement of operation `seq`.
+    pub fn new(mut route: Route, dtype: DType, seq: u64, in_flight: Arc<InFlight>) -> Result<Self> {
+        fn cut<T: Element>(len: usize, lens: Vec<usize>) -> Result<Cut> {
+            Region::cut(T::zeros(len), lens)
+        }
+        let mut steps = std::mem::take(&mut route.steps);
         let mut movement = Self {
-            place,
-            rank,
+            in_flight,
+            seq,
+            dtype,
+            output: None,
+            lanes: BTreeMap::new(),
+            pool: Pool::default(),
+            num_readers: steps.iter().filter(|step| step.reads_input).count(),
             route,
-            region,
-            peers: BTreeMap::new(),
-            own: VecDeque::new(),
-            gathering: VecDeque::new(),
-            passing: VecDeque::new(),
-            passing_in: VecDeque::new(),
-            pools: Pools::default(),
-            reads_input: true,
         };
-        for (chunk, room) in chunks {
-            movement.add(chunk, room, in_flight)?;
+        if movement.in_flight.place().is_none() {
+            let results = steps.iter_mut().filter(|step| step.gives == Gives::Result);
+            let mut results: Vec<&mut Step> = results.collect();
+            results.sort_by_key(|step| step.piece.destinations.first);
+            let lens = results.iter().map(|step| step.piece.len).collect();
+            let len = movement.route.dims.iter().product();
+            let (region, parts) = with_element!(dtype, cut(len, lens))?;
+            movement.output = Some(region);
+            for (step, part) in results.into_iter().zip(parts) {
+                step.room = Some(part);
+            }
+        }
+        for step in steps {
+            let queue = movement.lanes.entry(step.lane).or_default();
+            queue.waiting.push_back(step);
         }
         Ok(movement)
     }
 
-    /// Adds this rank's share of a chunk; `room` is for the chunk's result, if this rank wants it.
-    fn add(&mut self, chunk: Chunk, room: Option<Room<T>>, in_flight: &InFlight) -> Result<()> {
-        let (rank, sources) = (self.rank, chunk.piece.sources);
-        let is_owner = chunk.owner == rank;
-        if !self.route.gathers(&chunk, rank) && sources.has(rank) {
-            let collector = self.route.collector(&chunk, rank);
-            let contribution = (sources.first, chunk.piece.len);
-            let peer = self.peer((collector, tags::result(self.place.1)));
-            peer.contributions.push_back(contribution);
-        }
-        match room {
-            room if is_owner => {
-                let room = room.ok_or_else(|| wrong_route(in_flight))?;
-                self.own.push_back((chunk, Some(room)));
-                return Ok(());
-            }
-            // What is only copied, from here, is here.
-            Some(room) if sources.only == Some(rank) => {
-                let mut place = room.open(&mut self.pools.elements);
-                in_flight.read(sources.first, chunk.piece.len, |xs| {
-                    place.copy_from_slice(xs);
-                })?;
-                place.fill(in_flight)?;
-                place.close(&mut self.pools.elements);
-            }
-            Some(room) if !self.route.receivers(&chunk, rank).is_empty() => {
-                self.passing.push_back((chunk, room));
-            }
-            Some(room) => {
-                let from = self.route.distributor(&chunk, rank);
-                let tag = match from == chunk.owner {
-                    true => tags::result(self.place.1),
-                    false => tags::distributed(self.place.1),
-                };
-                self.peer((from, tag)).expected.push_back(room);
-            }
-            None => {}
-        }
-        if self.route.gathers(&chunk, rank) {
-            self.own.push_back((chunk, None));
-        }
-        Ok(())
-    }
-
-    fn peer(&mut self, lane: Lane) -> &mut Peer<T> {
-        self.peers.entry(lane).or_default()
-    }
-
-    /// Does what can be done; returns whether something was.
-    pub fn poll(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
-        let place = self.place;
+    /// Does what can be done.
+    pub fn poll(&mut self, ctx: &Context) -> Result<Progress> {
+        let mut lanes = std::mem::take(&mut self.lanes);
         let mut moved = false;
-        for (lane, peer) in &mut self.peers {
-            moved |= peer.contribute(ctx, place, lane.0, in_flight, &mut self.pools)?;
-            moved |= peer.exchange_results(ctx, place.0, *lane, in_flight, &mut self.pools)?;
+        for (lane, queue) in &mut lanes {
+            moved |= self.begin_some(ctx, *lane, queue)?;
+            moved |= self.go_on(ctx, queue)?;
         }
-        moved |= self.gather(ctx, in_flight)?;
-        moved |= self.pass_on(ctx, in_flight)?;
-        let is_read = (self.peers.values()).any(|peer| !peer.contributions.is_empty())
-            || !self.own.is_empty()
-            || !self.gathering.is_empty();
-        if self.reads_input && !is_read {
-            self.reads_input = false;
-            in_flight.drop_input();
+        lanes.retain(|_, queue| !(queue.waiting.is_empty() && queue.under_way.is_empty()));
+        self.lanes = lanes;
+        if self.lanes.is_empty() {
+            return Ok(Progress::Over(self.take_output()?));
+        }
+        Ok(Progress::of(moved))
+    }
+
+    /// Begins what the limits of a lane allow.
+    fn begin_some(&mut self, ctx: &Context, lane: Lane, queue: &mut Queue) -> Result<bool> {
+        let num_hosts = self.route.group.hosts.ranks.len();
+        let (most_receiving, most_sending) = match lane {
+            Lane::To(_) => (NUM_GATHERED, NUM_GATHERED),
+            Lane::Gather => (NUM_GATHERED * num_hosts.min(MOST_WINDOWS), NUM_RESULTS),
+            Lane::From(..) => (NUM_RESULTS, NUM_RESULTS),
+            // From every other host.
+            Lane::PassOn => (NUM_RESULTS.max(2 * num_hosts), NUM_RESULTS),
+        };
+        let mut moved = false;
+        while let Some(step) = queue.waiting.front()
+            && queue.num_sending(step.target_kind) < most_sending
+            && let receiving = queue.under_way.iter().filter(|step| !step.is_sending())
+            && receiving.clone().count() < most_receiving
+            && receiving.map(UnderWay::num_bytes).sum::<usize>() < WINDOW_BYTES
+            && let Some(step) = queue.waiting.pop_front()
+        {
+            let begun = self.begin(ctx, step)?;
+            queue.under_way.push_back(begun);
+            moved = true;
         }
         Ok(moved)
     }
 
-    /// Whether no rank has many results with this tag to come from here.
-    fn may_send_results(&self, tag: c_int) -> bool {
-        let mut lanes = self.peers.iter().filter(|(lane, _)| lane.1 == tag);
-        lanes.all(|(_, peer)| peer.results_out.len() < NUM_RESULTS)
+    /// Starts to receive what a step needs.
+    fn begin(&mut self, ctx: &Context, mut step: Step) -> Result<UnderWay> {
+        let (group, tag) = (&self.route.group, tag(self.seq, step.source_kind));
+        let mut received = Vec::with_capacity(step.sources.len());
+        for source in &step.sources {
+            let room = step.room.take_if(|_| !step.reads_input);
+            let buffer = room.unwrap_or_else(|| self.pool.take(source.num_bytes));
+            let transfer = Transfer::receive(&ctx.mpi, group, source.rank, tag, buffer)?;
+            received.push((*source, transfer));
+        }
+        Ok(UnderWay {
+            step,
+            received,
+            given: None,
+            sends: Vec::new(),
+        })
     }
 
-    /// Goes on with the chunks that are gathered here.
-    fn gather(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
+    /// Goes on with what has begun.
+    fn go_on(&mut self, ctx: &Context, queue: &mut Queue) -> Result<bool> {
         let mut moved = false;
-        let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
-        let num_gathered = NUM_GATHERED * self.route.hosts.len().min(MOST_WINDOWS);
-        while self.gathering.len() < num_gathered
-            && self
-                .gathering
-                .iter()
-                .map(Gathering::num_bytes)
-                .sum::<usize>()
-                < WINDOW_BYTES
-            && self.may_send_results(tags::result(seq))
-            && (self.peers.values()).all(|peer| peer.blocks_out.len() < NUM_GATHERED)
-            && let Some((chunk, room)) = self.own.pop_front()
-        {
-            let place = room.map(|room| room.open(&mut self.pools.elements));
-            let gathering = Gathering::begin(
-                (ctx, comm, seq),
-                (&self.route, self.rank),
-                (chunk, place),
-                &mut self.pools,
-            )?;
-            self.gathering.push_back(gathering);
-            moved = true;
-        }
         // What goes to one rank is sent in the order of the chunks. Results and blocks do not wait for each other: both ways between
         // two hosts are busy at once.
-        let (mut waits, mut index) = ([false; 2], 0);
-        while let Some(gathering) = self.gathering.get_mut(index) {
-            let waits = &mut waits[usize::from(gathering.is_own())];
-            *waits = *waits || !gathering.poll(ctx, in_flight)?;
-            let finished = if *waits {
-                None
-            } else {
-                self.gathering.remove(index)
-            };
-            let Some(gathering) = finished else {
+        let mut waits = [[false; 2]; 4];
+        let mut index = 0;
+        while let Some(under_way) = queue.under_way.get_mut(index) {
+            let kind = under_way.step.target_kind as usize;
+            let waits = &mut waits[kind][usize::from(under_way.is_sending())];
+            *waits = *waits || !under_way.poll(ctx)?;
+            if *waits {
                 index += 1;
                 continue;
-            };
+            }
             moved = true;
-            let (chunk, gathered) = gathering.finish(&self.route, in_flight, &mut self.pools)?;
-            match gathered {
-                Gathered::Result(place) => {
-                    place.fill(in_flight)?;
-                    self.send_result(ctx, &chunk, place, tags::result(seq))?;
-                }
-                Gathered::Blocks(blocks) => {
-                    let (to, tag) = (chunk.owner, tags::contribution(seq));
-                    let transfer = Transfer::send(&ctx.mpi, comm, to, tag, blocks)?;
-                    self.peer((to, tags::result(seq)))
-                        .blocks_out
-                        .push_back(transfer);
-                }
+            if !under_way.is_sending() {
+                self.send(ctx, under_way)?;
+            } else if let Some(over) = queue.under_way.remove(index) {
+                self.keep_buffer(over);
             }
         }
         Ok(moved)
     }
 
-    /// Goes on with the chunks that come from other hosts, for all on this one.
-    fn pass_on(&mut self, ctx: &Context, in_flight: &InFlight) -> Result<bool> {
-        let mut moved = false;
-        let (comm, seq) = (ctx.groups[self.place.0].comm, self.place.1);
-        // From every other host.
-        let num_passing = NUM_RESULTS.max(2 * self.route.hosts.len());
-        while self.passing_in.len() < num_passing
-            && self.may_send_results(tags::distributed(seq))
-            && let Some((chunk, room)) = self.passing.pop_front()
-        {
-            let place = room.open(&mut self.pools.elements);
-            let tag = tags::result(seq);
-            let transfer = Transfer::receive(&ctx.mpi, comm, chunk.owner, tag, place)?;
-            self.passing_in.push_back((chunk, transfer));
-            moved = true;
+    /// Sends what a step gives, once all that it needs has come.
+    fn send(&mut self, ctx: &Context, under_way: &mut UnderWay) -> Result<()> {
+        let mut received = Vec::with_capacity(under_way.received.len());
+        for (source, transfer) in std::mem::take(&mut under_way.received) {
+            if let Some((buffer, got)) = transfer.take() {
+                self.check_size(source, got)?;
+                received.push((source, buffer));
+            }
         }
-        while let Some((_, front)) = self.passing_in.front_mut()
-            && front.poll(&ctx.mpi)?
-            && let Some((chunk, transfer)) = self.passing_in.pop_front()
-            && let Some((place, got)) = transfer.take()
-        {
-            moved = true;
-            in_flight.check_size(chunk.owner, got, size_of_val(&*place))?;
-            place.fill(in_flight)?;
-            self.send_result(ctx, &chunk, place, tags::distributed(seq))?;
+        let step = &mut under_way.step;
+        let given = match received.pop_if(|_| !step.reads_input) {
+            Some((_, buffer)) => buffer,
+            None => self.combine(step, received)?,
+        };
+        if step.gives == Gives::Result && self.output.is_none() {
+            let first = step.piece.destinations.first;
+            self.in_flight.write(first, &given)?;
         }
-        Ok(moved)
-    }
-
-    fn send_result(
-        &mut self,
-        ctx: &Context,
-        chunk: &Chunk,
-        place: Place<T>,
-        tag: c_int,
-    ) -> Result<()> {
-        let (comm, place) = (ctx.groups[self.place.0].comm, Arc::new(place));
-        for to in self.route.receivers(chunk, self.rank) {
-            let transfer = Transfer::send(&ctx.mpi, comm, to, tag, place.clone())?;
-            self.peer((to, tag)).results_out.push_back(transfer);
+        let (given, tag) = (Arc::new(given), tag(self.seq, step.target_kind));
+        for to in &step.targets {
+            let send = Transfer::send(&ctx.mpi, &self.route.group, *to, tag, given.clone())?;
+            under_way.sends.push(send);
         }
+        under_way.given = Some(given);
         Ok(())
     }
 
-    /// Whether all data have come and gone.
-    pub fn is_over(&self) -> bool {
-        self.own.is_empty()
-            && self.gathering.is_empty()
-            && self.passing.is_empty()
-            && self.passing_in.is_empty()
-            && self.peers.values().all(Peer::is_over)
+    /// An error unless as many bytes came as should have.
+    fn check_size(&self, source: Source, got: usize) -> Result<()> {
+        let (call, from, expected) = (&self.in_flight.call, source.rank, source.num_bytes);
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::Backend(format!(
+            "{call}: rank {from} of the group sent {got} bytes, expected {expected}\n\
+             hint: all ranks must run the same version of the program"
+        )))
     }
 
-    /// The output of this rank.
-    pub fn into_output(self, in_flight: &InFlight) -> Result<Tensor> {
-        let Self { region, route, .. } = self;
-        let dims = route.dims;
-        let output = match region {
-            Some(region) => region.into_vec().ok_or_else(|| wrong_route(in_flight))?,
-            None => match in_flight.place() {
-                Some(place) => return Ok(place),
-                // It has been given up, and nobody waits.
-                None => T::zeros(dims.iter().product()),
-            },
+    /// Combines the input with what has come.
+    fn combine(&mut self, step: &mut Step, received: Vec<(Source, Buffer)>) -> Result<Buffer> {
+        let room = step.room.take();
+        let mut given = room.unwrap_or_else(|| self.pool.take(step.num_bytes));
+        let (in_flight, route) = (&self.in_flight, &self.route);
+        with_element!(
+            self.dtype,
+            combine(in_flight, route, step, &received, &mut given)
+        )?;
+        for (_, buffer) in received {
+            self.pool.give_back(buffer);
+        }
+        self.num_readers -= 1;
+        if self.num_readers == 0 {
+            self.in_flight.drop_input();
+        }
+        Ok(given)
+    }
+
+    /// Keeps a buffer that is no part of the output for later.
+    fn keep_buffer(&mut self, over: UnderWay) {
+        if (over.step.gives != Gives::Result || self.output.is_none())
+            && let Some(buffer) = over.given.and_then(Arc::into_inner)
+        {
+            self.pool.give_back(buffer);
+        }
+    }
+
+    /// What this rank gets; nothing if it has given up the place for it.
+    fn take_output(&mut self) -> Result<Vec<Tensor>> {
+        fn tensor<T: Element>(output: Arc<Region>, dims: &[usize]) -> Result<Tensor> {
+            let values = output.into_vec::<T>().unwrap_or_default();
+            Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
+        }
+        let Some(output) = self.output.take() else {
+            return Ok(self.in_flight.place().into_iter().collect());
         };
-        Tensor::from_vec(output, dims, &Device::Cpu).map_err(Error::of_backend)
+        let xs = with_element!(self.dtype, tensor(output, &self.route.dims));
+        Ok(vec![xs?])
     }
 }
 
-fn wrong_route(in_flight: &InFlight) -> Error {
-    Error::Backend(format!(
-        "{}: its pieces do not fill its output",
-        in_flight.call
-    ))
+impl Queue {
+    fn num_sending(&self, kind: Kind) -> usize {
+        let sending = self.under_way.iter().filter(|step| step.is_sending());
+        sending.filter(|sent| sent.step.target_kind == kind).count()
+    }
+}
+
+impl UnderWay {
+    /// Whether all that it needs has come.
+    fn is_sending(&self) -> bool {
+        self.given.is_some()
+    }
+
+    /// Bytes of the messages that it waits for, or has.
+    fn num_bytes(&self) -> usize {
+        let transfers = self.received.iter();
+        transfers.map(|(_, transfer)| transfer.room()).sum()
+    }
+
+    /// Whether all its messages have come, or gone.
+    fn poll(&mut self, ctx: &Context) -> Result<bool> {
+        for (_, transfer) in &mut self.received {
+            if !transfer.poll(&ctx.mpi)? {
+                return Ok(false);
+            }
+        }
+        while let Some(send) = self.sends.last_mut() {
+            if !send.poll(&ctx.mpi)? {
+                return Ok(false);
+            }
+            self.sends.pop();
+        }
+        Ok(true)
+    }
+}
+
+/// Combines the input of `in_flight` with what has come, [pairwise](crate::pairwise).
+fn combine<T: Element>(
+    in_flight: &InFlight,
+    route: &Route,
+    step: &Step,
+    received: &[(Source, Buffer)],
+    given: &mut [u8],
+) -> Result<()> {
+    let (len, first) = (step.piece.len, step.piece.sources.first);
+    let group = &route.group;
+    in_flight.read(first, len, |input: &[T]| {
+        let mut terms = vec![Term::input(group.rank, input)];
+        for (source, buffer) in received {
+            let Some(host) = source.host else {
+                terms.push(Term::input(source.rank, bytes::elements(buffer)));
+                continue;
+            };
+            let blocks = bytes::elements(buffer).chunks(len);
+            let blocks = group.hosts.blocks[host].iter().zip(blocks);
+            terms.extend(blocks.map(|(ranks, values)| Term {
+                ranks: ranks.clone(),
+                values: Values::Combined(values),
+            }));
+        }
+        terms.sort_by_key(|term| term.ranks.start);
+        match step.gives {
+            Gives::Blocks => {
+                let (world_size, blocks) = (group.members.len(), bytes::elements_mut(given));
+                reduce_blocks(route.op, &terms, world_size, len, blocks);
+            }
+            Gives::Copy | Gives::Result => {
+                reduce(route.op, &terms, &mut [bytes::elements_mut(given)]);
+            }
+        }
+    })
 }

@@ -5,20 +5,23 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
-use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::Builder;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor, WithDType};
 use mpi::ffi;
 
+use super::Result;
+use super::buffer::Buffer;
+use super::collective::Progress;
 use super::in_flight::InFlight;
 use super::sys::{Mpi, check};
-use crate::element::Element;
-use crate::{Error, Operation, ReduceOp};
-
-type Result<T> = std::result::Result<T, Error>;
+use super::transfer::Transfer;
+use crate::bytes;
+use crate::element::{Element, with_element};
+use crate::{Error, Operation};
 
 /// What one call to MPI reduces at most: it counts to 2^31 only.
 const CALL_BYTES: usize = 64 << 20;
@@ -69,82 +72,6 @@ impl NativeGroup {
     }
 }
 
-/// One call of MPI that is under way, with its memory; dropped before its end, the memory is leaked, for MPI may still use it.
-struct Call<A> {
-    request: ffi::MPI_Request,
-    /// What it reads, and what it writes.
-    memory: Option<(Vec<A>, Vec<A>)>,
-    is_over: bool,
-}
-
-// SAFETY: the request is only a handle, and every call that uses it takes `Mpi`, which is on MPI's thread only.
-unsafe impl<A: Send> Send for Call<A> {}
-
-impl<A: Element> Call<A> {
-    /// Starts the reduction of `input` into `len` elements.
-    fn start(
-        _: &Mpi,
-        operation: &Operation,
-        group: NativeGroup,
-        input: Vec<A>,
-        len: usize,
-    ) -> Result<Self> {
-        let sum = datatype(A::DTYPE)?;
-        let mut output = A::zeros(len);
-        let (from, to, len) = (
-            input.as_ptr().cast(),
-            output.as_mut_ptr().cast(),
-            len as c_int,
-        );
-        // SAFETY: `to` has room for `len` elements of the type `sum`, and `from` as many for each rank to which a slice goes. Both stay
-        // where they are, untouched, until the request is complete, or are leaked.
-        let (name, code, request) = unsafe {
-            let mut request = ffi::RSMPI_REQUEST_NULL;
-            let (op, out) = (ffi::RSMPI_SUM, &mut request);
-            let (name, code) = match operation {
-                Operation::ReduceScatter(_) => (
-                    "MPI_Ireduce_scatter_block",
-                    ffi::MPI_Ireduce_scatter_block(from, to, len, sum, op, group.0, out),
-                ),
-                _ => (
-                    "MPI_Iallreduce",
-                    ffi::MPI_Iallreduce(from, to, len, sum, op, group.0, out),
-                ),
-            };
-            (name, code, request)
-        };
-        let call = Self {
-            request,
-            memory: Some((input, output)),
-            is_over: false,
-        };
-        // If it failed, the memory is leaked with the call: there is no telling what MPI kept.
-        check(name, code)?;
-        Ok(call)
-    }
-
-    /// Whether it is complete. Also the moment at which MPI makes progress.
-    fn poll(&mut self, _: &Mpi) -> Result<bool> {
-        if !self.is_over {
-            let mut done = 0;
-            // SAFETY: the request is this call's own and not complete.
-            let code =
-                unsafe { ffi::MPI_Test(&mut self.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
-            check("MPI_Test", code)?;
-            self.is_over = done != 0;
-        }
-        Ok(self.is_over)
-    }
-}
-
-impl<A> Drop for Call<A> {
-    fn drop(&mut self) {
-        if !self.is_over {
-            std::mem::forget(self.memory.take());
-        }
-    }
-}
-
 /// MPI's type for `dtype`, in which sums are made.
 fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
     // SAFETY: the constants are initialised C data.
@@ -162,87 +89,111 @@ fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
     }
 }
 
-/// A sum on its way.
-pub(super) struct NativeSum<T: Element> {
-    dims: Vec<usize>,
-    calls: Vec<Call<T::Acc>>,
+/// Starts a sum: `memory` has the input, and behind it room for the result of `len` values of `dtype`.
+fn start(
+    operation: &Operation,
+    group: NativeGroup,
+    (dtype, len): (DType, usize),
+    mut memory: Buffer,
+) -> Result<Transfer<Buffer>> {
+    let sum = datatype(dtype)?;
+    let input_bytes = memory.len() - len * dtype.size_in_bytes();
+    let (input, output) = memory.split_at_mut(input_bytes);
+    let (from, to) = (input.as_ptr().cast(), output.as_mut_ptr().cast());
+    let len = len as c_int;
+    let (name, is_scattered) = match operation {
+        Operation::ReduceScatter(_) => ("MPI_Ireduce_scatter_block", true),
+        _ => ("MPI_Iallreduce", false),
+    };
+    // SAFETY: `to` has room for `len` elements of the type `sum`, and `from` has as many for each rank to which a slice goes. Both stay
+    // where they are, untouched, until the request is complete, or are leaked.
+    Transfer::start(name, memory, |request| unsafe {
+        let op = ffi::RSMPI_SUM;
+        match is_scattered {
+            true => ffi::MPI_Ireduce_scatter_block(from, to, len, sum, op, group.0, request),
+            false => ffi::MPI_Iallreduce(from, to, len, sum, op, group.0, request),
+        }
+    })
 }
 
-impl<T: Element> NativeSum<T> {
-    /// Whether MPI is to make it, if it makes any.
-    pub fn is_for(operation: &Operation) -> bool {
-        operation.reduce_op() == Some(ReduceOp::Sum)
-    }
+/// A sum on its way.
+pub(super) struct NativeSum {
+    in_flight: Arc<InFlight>,
+    dtype: DType,
+    dims: Vec<usize>,
+    /// With the number of values that each gives.
+    calls: Vec<(Transfer<Buffer>, usize)>,
+}
 
+impl NativeSum {
     /// Starts it, on `num_ranks` ranks with an input of `shape` each.
     pub fn begin(
-        mpi: &Mpi,
+        in_flight: Arc<InFlight>,
         (group, num_ranks): (NativeGroup, usize),
-        (operation, shape): (&Operation, &Shape),
-        in_flight: &InFlight,
+        (shape, dtype): (&Shape, DType),
     ) -> Result<Self> {
-        let dims = operation.output_dims(shape, num_ranks);
-        let len: usize = dims.iter().product();
-        let num_parts = shape.elem_count() / len.max(1);
-        let longest = CALL_BYTES / size_of::<T::Acc>() / num_parts.max(1);
-        let calls = ranges(len, longest.max(1)).map(|range| {
-            let mut input = Vec::with_capacity(num_parts * range.len());
-            for part in 0..num_parts {
-                in_flight.read(part * len + range.start, range.len(), |xs: &[T]| {
-                    input.extend(xs.iter().map(|x| x.widen()));
-                })?;
-            }
-            Call::start(mpi, operation, group, input, range.len())
-        });
-        let calls = calls.collect::<Result<_>>()?;
+        let dims = in_flight.call.operation.output_dims(shape, num_ranks);
+        let num_parts = shape.elem_count() / dims.iter().product::<usize>().max(1);
+        let calls = with_element!(dtype, begin_calls(&in_flight, group, &dims, num_parts))?;
         in_flight.drop_input();
-        Ok(Self { dims, calls })
+        Ok(Self {
+            in_flight,
+            dtype,
+            dims,
+            calls,
+        })
     }
 
-    /// Whether it is complete.
-    pub fn poll(&mut self, mpi: &Mpi) -> Result<bool> {
-        for call in &mut self.calls {
+    /// Whether it is complete, and the output of this rank then.
+    pub fn poll(&mut self, mpi: &Mpi) -> Result<Progress> {
+        for (call, _) in &mut self.calls {
             if !call.poll(mpi)? {
-                return Ok(false);
+                return Ok(Progress::None);
             }
         }
-        Ok(true)
-    }
-
-    /// The output of this rank.
-    pub fn into_output(mut self, in_flight: &InFlight) -> Result<Tensor> {
-        let mut sums = Vec::with_capacity(self.dims.iter().product());
-        let outputs = self.calls.iter_mut().filter_map(|call| call.memory.take());
-        for (_, output) in outputs {
-            sums.extend(output.into_iter().map(T::round));
-        }
-        in_flight.write(0, &sums)?;
-        match in_flight.place() {
-            Some(place) => Ok(place),
-            None => Tensor::from_vec(sums, self.dims, &Device::Cpu).map_err(Error::of_backend),
-        }
+        let calls = std::mem::take(&mut self.calls);
+        let output = with_element!(self.dtype, output(&self.in_flight, calls, &self.dims));
+        Ok(Progress::Over(output?))
     }
 }
 
-/// `0..len` in ranges of at most `longest`.
-fn ranges(len: usize, longest: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len)
-        .step_by(longest)
-        .map(move |start| start..len.min(start + longest))
+/// Starts all calls of a sum, of inputs of so many parts of the output's dims.
+fn begin_calls<T: Element>(
+    in_flight: &InFlight,
+    group: NativeGroup,
+    dims: &[usize],
+    num_parts: usize,
+) -> Result<Vec<(Transfer<Buffer>, usize)>> {
+    let (all, acc) = (dims.iter().product::<usize>(), T::Acc::DTYPE);
+    let longest = (CALL_BYTES / acc.size_in_bytes() / num_parts.max(1)).max(1);
+    let calls = (0..all).step_by(longest).map(|start_of| {
+        let len = longest.min(all - start_of);
+        let mut memory = T::Acc::zeros((num_parts + 1) * len);
+        for part in 0..num_parts {
+            let place = memory[part * len..][..len].iter_mut();
+            in_flight.read(part * all + start_of, len, |xs: &[T]| {
+                place.zip(xs).for_each(|(place, x)| *place = x.widen());
+            })?;
+        }
+        let (operation, memory) = (&in_flight.call.operation, Buffer::new(memory));
+        Ok((start(operation, group, (acc, len), memory)?, len))
+    });
+    calls.collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_follow_each_other_to_the_end() {
-        assert_eq!(ranges(0, 3).count(), 0);
-        assert_eq!(ranges(7, 3).collect::<Vec<_>>(), [0..3, 3..6, 6..7]);
-        assert_eq!(ranges(6, 3).collect::<Vec<_>>(), [0..3, 3..6]);
-        let all = 5usize << 30;
-        let cut: Vec<_> = ranges(all, CALL_BYTES).collect();
-        assert_eq!(cut.iter().map(ExactSizeIterator::len).sum::<usize>(), all);
-        assert!(cut.iter().all(|range| c_int::try_from(range.len()).is_ok()));
+/// The output that these calls have given.
+fn output<T: Element>(
+    in_flight: &InFlight,
+    calls: Vec<(Transfer<Buffer>, usize)>,
+    dims: &[usize],
+) -> Result<Vec<Tensor>> {
+    let mut sums = Vec::with_capacity(dims.iter().product());
+    for (call, len) in calls {
+        if let Some((memory, _)) = call.take() {
+            let values = bytes::elements::<T::Acc>(&memory);
+            let given = &values[values.len() - len..];
+            sums.extend(given.iter().map(|sum| T::round(*sum)));
+        }
     }
+    in_flight.result(sums, dims)
 }

@@ -5,6 +5,8 @@
 //! ```text
 //! inputs of a host's ranks -> collector of the host -> owner -> distributor of each other host -> its other ranks
 //! ```
+//! What that is for one rank is a list of [`Step`]s, all of one form.
+//!
 //! Collector and distributor take part in turns. On the owner's host the owner is both. A collector reduces what its host can reduce by itself, and
 //! sends [blocks](crate::pairwise::blocks) of accumulated values; where these would be no fewer bytes than the inputs, the ranks send
 //! these to the owner. What has one source goes from there to the owner. So what all ranks want enters each host once.
@@ -35,7 +37,8 @@ use std::sync::Arc;
 
 use candle_core::Shape;
 
-use super::hosts::Hosts;
+use super::buffer::Buffer;
+use super::group::{Group, Kind};
 use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
@@ -45,184 +48,293 @@ const CHUNK_BYTES: usize = 512 << 10;
 /// What the messages of one operation that wait to be reduced hold at most, on one rank, for one chunk and for all others together.
 pub(super) const WINDOW_BYTES: usize = 32 << 20;
 
-/// A piece of the work with the rank that does it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Chunk {
-    pub owner: usize,
+/// What a rank does for a chunk, a piece of the work: it receives messages, combines them with its own input, and sends what that gives.
+pub(super) struct Step {
+    pub lane: Lane,
     pub piece: Piece,
-    /// Whose turn it is on each host.
-    turn: usize,
-    /// Chunks of a lower round come first, so that all hosts' cards are busy all the time.
-    pub round: usize,
+    /// Without, the only message is what it gives.
+    pub reads_input: bool,
+    pub sources: Vec<Source>,
+    pub source_kind: Kind,
+    pub gives: Gives,
+    /// Of what it gives.
+    pub num_bytes: usize,
+    /// For what it gives, if that is a part of a new output.
+    pub room: Option<Buffer>,
+    pub targets: Vec<usize>,
+    pub target_kind: Kind,
 }
 
-/// Who contributes to a chunk.
+/// Steps that a rank begins in the order of their chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Lane {
+    /// This rank's input goes to another rank, or stays.
+    To(usize),
+    /// Contributions are reduced here.
+    Gather,
+    /// Results come from one rank, in messages of one kind.
+    From(usize, Kind),
+    /// Results come from other hosts and are sent on to ranks on this one.
+    PassOn,
+}
+
+/// A message to a rank.
+#[derive(Clone, Copy)]
+pub(super) struct Source {
+    /// From this one.
+    pub rank: usize,
+    /// It has not the rank's values, but the blocks of this host, whose collector the rank is.
+    pub host: Option<usize>,
+    pub num_bytes: usize,
+}
+
+/// What a step gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Contributor {
-    /// The input of this rank.
-    Rank(usize),
-    /// From its collector, the blocks of this host.
-    Host(usize),
+pub(super) enum Gives {
+    /// A copy of the input.
+    Copy,
+    /// The blocks of a host, accumulated.
+    Blocks,
+    /// A part of this rank's output.
+    Result,
 }
 
-/// The chunks of a collective, and who does what for them.
+/// What one rank does for a collective.
 pub(super) struct Route {
     /// The shape of each output.
     pub dims: Vec<usize>,
     pub op: ReduceOp,
-    pub hosts: Arc<Hosts>,
-    /// Bytes of an accumulated value for each byte of an input's.
-    widening: usize,
-    /// They fill every output from its first element to its last, in this order, without gaps.
-    pub chunks: Vec<Chunk>,
+    pub group: Arc<Group>,
+    /// Bytes of an element, and how many times as many where values are accumulated.
+    sizes: (usize, usize),
+    /// In the order in which they are begun. They fill the output without gaps.
+    pub steps: Vec<Step>,
+}
+
+/// A piece of the work with the rank that makes its result.
+struct Chunk {
+    owner: usize,
+    piece: Piece,
+    /// Whose turn it is on each host.
+    turn: usize,
 }
 
 impl Route {
-    /// The route for one input of this shape for each rank, as far as `rank` has to do with it. An element has `element_bytes`,
-    /// `widening` times as many where values are accumulated.
+    /// The route for one input of this shape for each rank, as far as this rank of the group has to do with it. An element has so many
+    /// bytes, and so many times as many where values are accumulated.
     pub fn new(
         operation: &Operation,
         shape: &Shape,
-        hosts: Arc<Hosts>,
-        rank: usize,
-        (element_bytes, widening): (usize, usize),
+        group: Arc<Group>,
+        sizes: (usize, usize),
     ) -> Self {
-        let world_size = hosts.world_size();
-        let Plan { dims, op, pieces } = Plan::new(operation, shape, world_size, Some(rank));
+        let world_size = group.members.len();
+        let Plan { dims, op, pieces } = Plan::new(operation, shape, world_size, Some(group.rank));
+        let mut route = Self {
+            dims,
+            op,
+            group,
+            sizes,
+            steps: Vec::new(),
+        };
         let in_turns = matches!(
             operation,
             Operation::AllReduce(_) | Operation::Broadcast { .. }
         );
-        let num_ranks = |host: usize| hosts.ranks(host).len();
-        let num_contributions = (0..hosts.len()).map(num_ranks).max().unwrap_or(0)
-            + (0..hosts.len())
-                .map(|host| num_ranks(host).min(hosts.blocks(host).len() * widening))
-                .sum::<usize>();
-        let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / num_contributions.max(1));
-        let longest = (chunk_bytes.max(4096) / element_bytes.max(1)).max(1);
-        let chunks = pieces.into_iter().enumerate().flat_map(|(index, piece)| {
-            let turn_len = piece.len.div_ceil(world_size).next_multiple_of(64);
-            // Everybody gets a turn; whole cache lines.
-            let longest = if in_turns {
-                longest.min(turn_len)
-            } else {
-                longest
+        let longest = route.longest_chunk();
+        let mut chunks = Vec::new();
+        for (index, piece) in pieces.into_iter().enumerate() {
+            let gives_or_gets = piece.destinations.only.or(piece.sources.only);
+            let (owner, longest) = match in_turns {
+                // Everybody gets a turn; whole cache lines.
+                true => {
+                    let turn = piece.len.div_ceil(world_size).next_multiple_of(64);
+                    (None, longest.min(turn))
+                }
+                false => (gives_or_gets, longest),
             };
             let parts = piece.cut(longest).enumerate();
-            parts.map(move |(round, piece)| {
-                let gives_or_gets = piece.destinations.only.or(piece.sources.only);
-                Chunk {
-                    owner: match gives_or_gets {
-                        Some(rank) if !in_turns => rank,
-                        _ => round % world_size,
-                    },
-                    piece,
-                    turn: index + round,
-                    round,
-                }
-            })
-        });
-        Self {
-            chunks: chunks.collect(),
-            dims,
-            op,
-            hosts,
-            widening,
+            chunks.extend(parts.map(|(round, piece)| {
+                let owner = owner.unwrap_or(round % world_size);
+                let turn = index + round;
+                (round, Chunk { owner, piece, turn })
+            }));
+        }
+        // So that all hosts' cards are busy all the time.
+        chunks.sort_by_key(|(round, _)| *round);
+        let steps = chunks.iter().flat_map(|(_, chunk)| route.steps(chunk));
+        route.steps = steps.collect();
+        route
+    }
+
+    /// Elements of a chunk whose contributions fit a window.
+    fn longest_chunk(&self) -> usize {
+        let (element_bytes, widening) = self.sizes;
+        let hosts = &self.group.hosts;
+        let most_ranks = hosts.ranks.iter().map(Vec::len).max().unwrap_or(0);
+        let from_others = hosts.ranks.iter().zip(&hosts.blocks);
+        let from_others = from_others.map(|(ranks, all)| ranks.len().min(all.len() * widening));
+        let num_contributions = most_ranks + from_others.sum::<usize>();
+        let chunk_bytes = CHUNK_BYTES.min(WINDOW_BYTES / num_contributions.max(1));
+        (chunk_bytes.max(4096) / element_bytes.max(1)).max(1)
+    }
+
+    /// What this rank does for a chunk.
+    fn steps(&self, chunk: &Chunk) -> Vec<Step> {
+        let (rank, piece) = (self.group.rank, chunk.piece);
+        let step = |lane, gives, targets, kind| self.step(chunk, lane, gives, (targets, kind));
+        if chunk.owner == rank {
+            let targets = self.targets(chunk);
+            return vec![step(Lane::Gather, Gives::Result, targets, Kind::Result)];
+        }
+        let mut steps = Vec::new();
+        if piece.sources.has(rank) {
+            let to = self.collector(chunk, rank);
+            let (lane, gives, to) = match to == rank {
+                true => (Lane::Gather, Gives::Blocks, chunk.owner),
+                false => (Lane::To(to), Gives::Copy, to),
+            };
+            steps.push(step(lane, gives, vec![to], Kind::Contribution));
+        }
+        if piece.sources.only == Some(rank) && piece.destinations.has(rank) {
+            // What is only copied, from here, is here.
+            let (lane, kind) = (Lane::To(rank), Kind::Contribution);
+            steps.push(step(lane, Gives::Result, Vec::new(), kind));
+        } else if piece.destinations.has(rank) {
+            let (from, targets) = (self.distributor(chunk, rank), self.targets(chunk));
+            let lane = match from == chunk.owner {
+                true if !targets.is_empty() => Lane::PassOn,
+                true => Lane::From(from, Kind::Result),
+                false => Lane::From(from, Kind::Distributed),
+            };
+            steps.push(step(lane, Gives::Result, targets, Kind::Distributed));
+        }
+        steps
+    }
+
+    /// A step of a lane.
+    fn step(
+        &self,
+        chunk: &Chunk,
+        lane: Lane,
+        gives: Gives,
+        (targets, target_kind): (Vec<usize>, Kind),
+    ) -> Step {
+        let is_source = chunk.piece.sources.has(self.group.rank);
+        let (reads_input, sources, source_kind) = match lane {
+            Lane::To(_) => (true, Vec::new(), Kind::Contribution),
+            Lane::Gather => (is_source, self.sources(chunk), Kind::Contribution),
+            Lane::From(rank, kind) => (false, vec![self.values(chunk, rank)], kind),
+            Lane::PassOn => (false, vec![self.values(chunk, chunk.owner)], Kind::Result),
+        };
+        let given = match gives {
+            Gives::Blocks => self.blocks(chunk, self.group.rank),
+            Gives::Copy | Gives::Result => self.values(chunk, self.group.rank),
+        };
+        Step {
+            lane,
+            piece: chunk.piece,
+            reads_input,
+            sources,
+            source_kind,
+            gives,
+            num_bytes: given.num_bytes,
+            room: None,
+            targets,
+            target_kind,
         }
     }
 
-    /// The rank of a host whose turn it is, which is not the only source, for this has the chunk; none if there is no other.
-    fn in_turn(&self, chunk: &Chunk, host: usize) -> Option<usize> {
-        let ranks = self.hosts.ranks(host);
-        let others = || ranks.iter().cycle().skip(chunk.turn % ranks.len());
-        let mut others = others().take(2);
-        others
-            .find(|rank| chunk.piece.sources.only != Some(**rank))
-            .copied()
+    /// What this rank, the owner or a collector, takes in.
+    fn sources(&self, chunk: &Chunk) -> Vec<Source> {
+        let rank = self.group.rank;
+        let candidates = match chunk.piece.sources.only {
+            Some(only) => vec![only],
+            None => self.ranks_near(chunk),
+        };
+        let others = candidates.into_iter().filter(|from| *from != rank);
+        let source = |from| match self.collector(chunk, from) {
+            collector if collector == rank => Some(self.values(chunk, from)),
+            collector if collector == from && chunk.owner == rank => Some(self.blocks(chunk, from)),
+            _ => None,
+        };
+        others.filter_map(source).collect()
     }
 
-    /// Whether a host sends fewer bytes if it reduces what it has first.
-    fn reduces(&self, host: usize) -> bool {
-        self.hosts.blocks(host).len() * self.widening < self.hosts.ranks(host).len()
+    /// Who gets the result from this rank.
+    fn targets(&self, chunk: &Chunk) -> Vec<usize> {
+        let (rank, piece) = (self.group.rank, chunk.piece);
+        if piece.destinations.only.is_some() {
+            return Vec::new();
+        }
+        let mut targets = self.ranks_near(chunk);
+        targets.retain(|to| *to != rank && piece.sources.only != Some(*to));
+        targets.retain(|to| self.distributor(chunk, *to) == rank);
+        targets
+    }
+
+    /// With whom this rank may have to do: as the owner with all ranks, else with those of its host.
+    fn ranks_near(&self, chunk: &Chunk) -> Vec<usize> {
+        let (rank, hosts) = (self.group.rank, &self.group.hosts);
+        match chunk.owner == rank {
+            true => (0..hosts.host_of.len()).collect(),
+            false => hosts.ranks[hosts.host_of[rank]].clone(),
+        }
+    }
+
+    /// The values of `rank`, or those that it passes on.
+    fn values(&self, chunk: &Chunk, rank: usize) -> Source {
+        Source {
+            rank,
+            host: None,
+            num_bytes: chunk.piece.len * self.sizes.0,
+        }
+    }
+
+    /// The blocks of a host, from its collector.
+    fn blocks(&self, chunk: &Chunk, collector: usize) -> Source {
+        let (element_bytes, widening) = self.sizes;
+        let host = self.group.hosts.host_of[collector];
+        let num_blocks = self.group.hosts.blocks[host].len();
+        Source {
+            rank: collector,
+            host: Some(host),
+            num_bytes: num_blocks * chunk.piece.len * element_bytes * widening,
+        }
     }
 
     /// Who takes in the input of `rank`, a source.
-    pub fn collector(&self, chunk: &Chunk, rank: usize) -> usize {
-        let (host, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        if host == there || chunk.piece.sources.only.is_some() || !self.reduces(host) {
-            return chunk.owner;
-        }
-        self.in_turn(chunk, host).unwrap_or(chunk.owner)
+    fn collector(&self, chunk: &Chunk, rank: usize) -> usize {
+        let hosts = &self.group.hosts;
+        let host = hosts.host_of[rank];
+        // Whether the host sends fewer bytes if it reduces what it has first.
+        let reduces = hosts.blocks[host].len() * self.sizes.1 < hosts.ranks[host].len();
+        let speaker = self.speaker(chunk, rank);
+        speaker
+            .filter(|_| reduces && chunk.piece.sources.only.is_none())
+            .unwrap_or(chunk.owner)
     }
 
-    /// Whether `rank` reduces contributions, as the owner or for it.
-    pub fn gathers(&self, chunk: &Chunk, rank: usize) -> bool {
-        rank == chunk.owner
-            || (chunk.piece.sources.only.is_none() && self.collector(chunk, rank) == rank)
+    /// From whom `rank`, which wants the result and is not its only source, gets it.
+    fn distributor(&self, chunk: &Chunk, rank: usize) -> usize {
+        let speaker = self.speaker(chunk, rank);
+        speaker
+            .filter(|speaker| *speaker != rank)
+            .unwrap_or(chunk.owner)
     }
 
-    /// From whom `rank`, which [gathers](Self::gathers), does so.
-    pub fn contributors(&self, chunk: &Chunk, rank: usize) -> Vec<Contributor> {
-        if let Some(source) = chunk.piece.sources.only {
-            return vec![Contributor::Rank(source)];
+    /// The rank that speaks with the owner, on another host, for those on the host of `rank`: the one whose turn it is, and which is not
+    /// the only source, for this has the chunk.
+    fn speaker(&self, chunk: &Chunk, rank: usize) -> Option<usize> {
+        let hosts = &self.group.hosts;
+        let host = hosts.host_of[rank];
+        if host == hosts.host_of[chunk.owner] {
+            return None;
         }
-        let inputs = |host: usize| {
-            let ranks = self.hosts.ranks(host).iter();
-            ranks.map(|rank| Contributor::Rank(*rank))
-        };
-        let here = self.hosts.host_of(rank);
-        let mut contributors: Vec<Contributor> = inputs(here).collect();
-        if rank == chunk.owner {
-            for host in (0..self.hosts.len()).filter(|host| *host != here) {
-                match self.reduces(host) {
-                    true => contributors.push(Contributor::Host(host)),
-                    false => contributors.extend(inputs(host)),
-                }
-            }
-        }
-        contributors
-    }
-
-    /// The rank that the message of a contributor comes from.
-    pub fn sender(&self, chunk: &Chunk, contributor: Contributor) -> usize {
-        match contributor {
-            Contributor::Rank(rank) => rank,
-            Contributor::Host(host) => self.in_turn(chunk, host).unwrap_or(chunk.owner),
-        }
-    }
-
-    /// From whom `rank`, which wants the result and has no part in it as the owner or the only source, gets it.
-    pub fn distributor(&self, chunk: &Chunk, rank: usize) -> usize {
-        let (host, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        match self.in_turn(chunk, host) {
-            Some(distributor) if host != there && distributor != rank => distributor,
-            _ => chunk.owner,
-        }
-    }
-
-    /// To whom `rank`, which has the result, sends it.
-    pub fn receivers(&self, chunk: &Chunk, rank: usize) -> Vec<usize> {
-        let here = self.hosts.host_of(rank);
-        let (piece, owns) = (&chunk.piece, rank == chunk.owner);
-        if piece.destinations.only.is_some() || piece.sources.only == Some(rank) && !owns {
-            return Vec::new();
-        }
-        let mut receivers = Vec::new();
-        if owns || self.distributor_here(chunk, rank) {
-            let others = self.hosts.ranks(here).iter().copied();
-            receivers.extend(others.filter(|to| *to != rank && piece.sources.only != Some(*to)));
-        }
-        if owns {
-            let hosts = (0..self.hosts.len()).filter(|host| *host != here);
-            receivers.extend(hosts.filter_map(|host| self.in_turn(chunk, host)));
-        }
-        receivers
-    }
-
-    /// Whether `rank` is its host's distributor.
-    fn distributor_here(&self, chunk: &Chunk, rank: usize) -> bool {
-        let (here, there) = (self.hosts.host_of(rank), self.hosts.host_of(chunk.owner));
-        here != there && self.in_turn(chunk, here) == Some(rank)
+        let ranks = &hosts.ranks[host];
+        let in_turn = |turn: usize| ranks[turn % ranks.len()];
+        let mut speakers = [in_turn(chunk.turn), in_turn(chunk.turn + 1)].into_iter();
+        speakers.find(|speaker| chunk.piece.sources.only != Some(*speaker))
     }
 }
 
@@ -238,8 +350,8 @@ mod tests {
         Operation::Broadcast { root: 2 },
     ];
 
-    /// A message: chunk, sender, receiver, bytes.
-    type Message = (usize, usize, usize, usize);
+    /// A message: its kind, sender and receiver; its chunk; its bytes.
+    type Message = ((Kind, usize, usize), usize, usize);
 
     fn routes(
         operation: &Operation,
@@ -247,75 +359,50 @@ mod tests {
         hosts: &[usize],
         sizes: (usize, usize),
     ) -> Vec<Route> {
-        let hosts = Arc::new(Hosts::new(hosts));
-        (0..hosts.world_size())
-            .map(|rank| Route::new(operation, shape, hosts.clone(), rank, sizes))
-            .collect()
+        let route = |rank| {
+            let group = Arc::new(Group::world(rank, hosts, None));
+            Route::new(operation, shape, group, sizes)
+        };
+        (0..hosts.len()).map(route).collect()
     }
 
     /// What all ranks send, and what all ranks receive.
-    fn messages(routes: &[Route], (element_bytes, widening): (usize, usize)) -> [Vec<Message>; 2] {
+    fn messages(routes: &[Route]) -> [Vec<Message>; 2] {
         let (mut sent, mut received) = (Vec::new(), Vec::new());
-        for (rank, route) in routes.iter().enumerate() {
-            for chunk in &route.chunks {
-                let Piece {
-                    sources,
-                    destinations,
-                    len,
-                } = chunk.piece;
+        for route in routes {
+            let rank = route.group.rank;
+            for step in &route.steps {
+                let [sources, destinations] = [step.piece.sources, step.piece.destinations];
                 let place = (sources.first * 1_000_003 + destinations.first) * 1009
                     + sources.only.map_or(0, |rank| rank + 1) * 31
                     + destinations.only.map_or(0, |rank| rank + 1);
-                let bytes = len * element_bytes;
-                let blocks = |host| route.hosts.blocks(host).len() * bytes * widening;
-                let host = route.hosts.host_of(rank);
-                let gathers = route.gathers(chunk, rank);
-                if gathers {
-                    for from in route.contributors(chunk, rank) {
-                        let bytes = match from {
-                            Contributor::Rank(_) => bytes,
-                            Contributor::Host(host) => blocks(host),
-                        };
-                        received.push((place, route.sender(chunk, from), rank, bytes));
-                    }
-                    if rank != chunk.owner {
-                        sent.push((place, rank, chunk.owner, blocks(host)));
-                    }
+                for from in &step.sources {
+                    received.push(((step.source_kind, from.rank, rank), place, from.num_bytes));
                 }
-                if sources.has(rank) {
-                    let to = if gathers {
-                        rank
-                    } else {
-                        route.collector(chunk, rank)
-                    };
-                    sent.push((place, rank, to, bytes));
-                }
-                let has_it = rank == chunk.owner || sources.only == Some(rank);
-                if destinations.has(rank) && !has_it {
-                    let from = route.distributor(chunk, rank);
-                    received.push((place, from, rank, bytes));
-                }
-                if has_it || destinations.has(rank) {
-                    let receivers = route.receivers(chunk, rank).into_iter();
-                    sent.extend(receivers.map(|to| (place, rank, to, bytes)));
+                for to in &step.targets {
+                    sent.push(((step.target_kind, rank, *to), place, step.num_bytes));
                 }
             }
         }
-        sent.sort_unstable();
-        received.sort_unstable();
+        // Those with one tag between two ranks stay in their order.
+        sent.sort_by_key(|message| message.0);
+        received.sort_by_key(|message| message.0);
         [sent, received]
     }
 
-    /// Bytes that `sender` of each message sends to another one.
-    fn sum(
-        messages: &[Message],
-        num_senders: usize,
-        sender: impl Fn(usize) -> usize,
-    ) -> Vec<usize> {
-        let mut sums = vec![0; num_senders];
-        for (_, from, to, bytes) in messages {
-            if sender(*from) != sender(*to) {
-                sums[sender(*from)] += bytes;
+    /// Bytes that each of four hosts sends to others.
+    fn bytes_sent(
+        operation: &Operation,
+        shape: &Shape,
+        hosts: &[usize],
+        host_of: impl Fn(usize) -> usize,
+        sizes: (usize, usize),
+    ) -> [usize; 4] {
+        let mut sums = [0; 4];
+        let [sent, _] = messages(&routes(operation, shape, hosts, sizes));
+        for ((_, from, to), _, num_bytes) in sent {
+            if host_of(from) != host_of(to) {
+                sums[host_of(from)] += num_bytes;
             }
         }
         sums
@@ -324,22 +411,11 @@ mod tests {
     #[test]
     fn bytes_on_one_host_are_those_of_a_ring() {
         let (shape, size) = (Shape::from((4096, 1024)), 4096 * 1024 * 4);
-        let sent = |operation: &Operation| {
-            let routes = routes(operation, &shape, &[0; 4], (4, 1));
-            sum(&messages(&routes, (4, 1))[0], 4, |rank| rank)
-        };
-        let [
-            all_reduce,
-            all_gather,
-            reduce_scatter,
-            all_to_all,
-            broadcast,
-        ] = OPERATIONS.each_ref().map(sent);
-        assert_eq!(all_reduce, [2 * size / 4 * 3; 4]);
-        assert_eq!(all_gather, [size * 3; 4]);
-        assert_eq!(reduce_scatter, [size / 4 * 3; 4]);
-        assert_eq!(all_to_all, [size / 4 * 3; 4]);
-        assert_eq!(broadcast, [2, 2, 6, 2].map(|part| size / 4 * part));
+        let quarters = [[6; 4], [12; 4], [3; 4], [3; 4], [2, 2, 6, 2]];
+        for (operation, quarters) in OPERATIONS.iter().zip(quarters) {
+            let sent = bytes_sent(operation, &shape, &[0; 4], |rank| rank, (4, 1));
+            assert_eq!(sent, quarters.map(|part| size / 4 * part), "{operation}");
+        }
     }
 
     /// As the table says.
@@ -348,23 +424,15 @@ mod tests {
         let (num_hosts, r) = (4, 4);
         let hosts: Vec<usize> = (0..num_hosts * r).map(|rank| rank / r).collect();
         for (element_bytes, widening) in [(4, 1), (2, 2)] {
-            let (sizes, size) = ((element_bytes, widening), 4096 * 4096 * element_bytes);
-            let [
-                all_reduce,
-                all_gather,
-                reduce_scatter,
-                all_to_all,
-                broadcast,
-            ] = OPERATIONS.each_ref().map(|operation| {
-                let routes = routes(operation, &Shape::from((4096, 4096)), &hosts, sizes);
-                sum(&messages(&routes, sizes)[0], num_hosts, |rank| hosts[rank])
-            });
-            let others = size / num_hosts * (num_hosts - 1);
-            assert_eq!(all_reduce, [(1 + widening) * others; 4]);
-            assert_eq!(all_gather, [others * num_hosts * r; 4]);
-            assert_eq!(reduce_scatter, [widening * others; 4]);
-            assert_eq!(all_to_all, [r * others; 4]);
-            assert_eq!(broadcast, [2, 1, 1, 1].map(|part| part * others));
+            let (sizes, shape) = ((element_bytes, widening), Shape::from((4096, 4096)));
+            let others = 4096 * 4096 * element_bytes / num_hosts * (num_hosts - 1);
+            let all_gather = num_hosts * r;
+            let factors = [1 + widening, all_gather, widening, r].map(|factor| [factor; 4]);
+            let factors = factors.into_iter().chain([[2, 1, 1, 1]]);
+            for (operation, factors) in OPERATIONS.iter().zip(factors) {
+                let sent = bytes_sent(operation, &shape, &hosts, |rank| hosts[rank], sizes);
+                assert_eq!(sent, factors.map(|factor| factor * others), "{operation}");
+            }
         }
     }
 
@@ -390,11 +458,14 @@ mod tests {
                 for sizes in [(4, 1), (2, 2)] {
                     let shape = Shape::from((n * 7, 30_011));
                     let routes = routes(operation, &shape, hosts, sizes);
-                    let [sent, received] = messages(&routes, sizes);
+                    let [sent, received] = messages(&routes);
                     assert_eq!(sent, received, "{operation} on {hosts:?}");
-                    for chunk in routes.iter().flat_map(|route| &route.chunks) {
-                        assert!(chunk.piece.len * sizes.0 <= CHUNK_BYTES && chunk.piece.len > 0);
-                        assert!(chunk.piece.destinations.has(chunk.owner));
+                    for route in &routes {
+                        for Step { piece, gives, .. } in &route.steps {
+                            assert!(piece.len * sizes.0 <= CHUNK_BYTES && piece.len > 0);
+                            let wants = piece.destinations.has(route.group.rank);
+                            assert!(wants || *gives != Gives::Result);
+                        }
                     }
                 }
             }
@@ -409,19 +480,15 @@ mod tests {
                 let n = num_hosts * r;
                 let host_of = |rank: usize| if cyclic { rank % num_hosts } else { rank / r };
                 let hosts: Vec<usize> = (0..n).map(host_of).collect();
-                let hosts = Arc::new(Hosts::new(&hosts));
+                let group = Arc::new(Group::world(3, &hosts, None));
                 for (element_bytes, widening) in [(4, 1), (2, 2)] {
                     let sum = Operation::AllReduce(ReduceOp::Sum);
                     let shape = Shape::from(64 << 20);
                     let sizes = (element_bytes, widening);
-                    let route = Route::new(&sum, &shape, hosts.clone(), 3, sizes);
-                    let chunk = route.chunks.iter().find(|chunk| chunk.owner == 3).unwrap();
-                    let held = |from: &Contributor| match from {
-                        Contributor::Rank(_) => 1,
-                        Contributor::Host(host) => hosts.blocks(*host).len() * widening,
-                    };
-                    let num: usize = route.contributors(chunk, 3).iter().map(held).sum();
-                    let bytes = num * chunk.piece.len * element_bytes;
+                    let route = Route::new(&sum, &shape, group.clone(), sizes);
+                    let is_owned = |step: &&Step| step.target_kind == Kind::Result;
+                    let step = route.steps.iter().find(is_owned).unwrap();
+                    let bytes: usize = step.sources.iter().map(|source| source.num_bytes).sum();
                     assert!(bytes <= WINDOW_BYTES, "{num_hosts} x {r}: {bytes}");
                 }
             }
@@ -434,14 +501,11 @@ mod tests {
         let hosts: Vec<usize> = (0..4096).map(|rank| rank / 64).collect();
         for operation in &OPERATIONS {
             let shape = Shape::from((4096, 16));
-            let hosts = Arc::new(Hosts::new(&hosts));
-            let route = Route::new(operation, &shape, hosts, 77, (4, 1));
-            assert!(
-                route.chunks.len() < 2 * 4096,
-                "{operation}: {}",
-                route.chunks.len()
-            );
+            let group = Arc::new(Group::world(77, &hosts, None));
+            let route = Route::new(operation, &shape, group, (4, 1));
+            let num_steps = route.steps.len();
+            assert!(num_steps < 4 * 4096, "{operation}: {num_steps}");
         }
-        assert!(size_of::<Chunk>() <= 96);
+        assert!(size_of::<Step>() <= 256);
     }
 }

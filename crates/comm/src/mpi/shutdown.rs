@@ -1,14 +1,15 @@
 //! How ranks part: each says goodbye to all others when it has returned and nothing of its own is under way.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Result;
+use super::buffer::Buffer;
 use super::context::Context;
-use super::tags;
+use super::group::{self, Group};
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::rank_list;
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// What a rank sent before its goodbye may be looked for after it, but not this much later.
 const GRACE: Duration = Duration::from_secs(1);
@@ -18,33 +19,28 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 
 /// Who has said goodbye, and to whom.
 pub(super) struct Shutdown {
+    world: Arc<Group>,
     /// By world rank; none from this rank itself.
-    receives: Vec<Option<Transfer<Vec<u8>>>>,
-    sends: Vec<Transfer<Vec<u8>>>,
+    receives: Vec<Option<Transfer<Buffer>>>,
+    sends: Vec<Transfer<Arc<Buffer>>>,
     left: Vec<Option<Instant>>,
     has_said: bool,
     last_report: Instant,
 }
 
 impl Shutdown {
-    pub fn new(ctx: &Context) -> Result<Self> {
-        let world = &ctx.groups[0];
-        let receive = |rank| {
-            let transfer =
-                Transfer::receive(&ctx.mpi, world.comm, rank, tags::SHUTDOWN, vec![0u8; 1])?;
-            Ok(Some(transfer))
-        };
-        let ranks = 0..world.members.len();
-        let receives: Result<_> = ranks
-            .map(|rank| match rank == world.rank {
-                true => Ok(None),
-                false => receive(rank),
-            })
-            .collect();
+    pub fn new(ctx: &Context, world: Arc<Group>) -> Result<Self> {
+        let mut receives: Vec<_> = world.members.iter().map(|_| None).collect();
+        for rank in world.others() {
+            let goodbye = Buffer::zeros(1);
+            let receive = Transfer::receive(&ctx.mpi, &world, rank, group::SHUTDOWN, goodbye)?;
+            receives[rank] = Some(receive);
+        }
         Ok(Self {
-            receives: receives?,
+            left: vec![None; receives.len()],
+            world,
+            receives,
             sends: Vec::new(),
-            left: vec![None; world.members.len()],
             has_said: false,
             last_report: Instant::now(),
         })
@@ -55,10 +51,11 @@ impl Shutdown {
         if std::mem::replace(&mut self.has_said, true) {
             return Ok(());
         }
-        let world = &ctx.groups[0];
-        for rank in world.others() {
-            let goodbye = Transfer::send(&ctx.mpi, world.comm, rank, tags::SHUTDOWN, vec![0u8; 1])?;
-            self.sends.push(goodbye);
+        let goodbye = Arc::new(Buffer::zeros(1));
+        for rank in self.world.others() {
+            let (world, goodbye) = (&self.world, goodbye.clone());
+            let send = Transfer::send(&ctx.mpi, world, rank, group::SHUTDOWN, goodbye)?;
+            self.sends.push(send);
         }
         Ok(())
     }
@@ -101,11 +98,11 @@ impl Shutdown {
             .filter(|rank| self.receives[*rank].is_some())
             .collect();
         Error::Deadline {
-            waiting: ctx.world_rank,
+            waiting: ctx.shared.world_rank,
             call: "the end of the run".into(),
-            secs: ctx.deadline.as_secs_f64(),
+            secs: ctx.shared.deadline.as_secs_f64(),
             missing: rank_list(&missing),
-            report: ctx.last_calls.report(),
+            report: ctx.shared.report(),
         }
     }
 }

@@ -10,17 +10,12 @@ use std::ptr::null_mut;
 
 use mpi::ffi;
 
-pub(super) use super::addresses::Comm;
-use super::addresses::{Addresses, own_tag};
+use super::Result;
 use crate::{Error, MpiReduction};
-
-type Result<T> = std::result::Result<T, Error>;
 
 /// MPI, initialised on this thread.
 pub(super) struct Mpi {
     world: ffi::MPI_Comm,
-    /// By group number.
-    groups: Vec<Addresses>,
     /// With a pointer inside it is neither `Send` nor `Sync`.
     _this_thread: PhantomData<*const ()>,
 }
@@ -42,7 +37,7 @@ pub(super) fn check(call: &str, code: c_int) -> Result<()> {
 }
 
 /// The number of ranks of `comm`.
-fn size(comm: ffi::MPI_Comm) -> Result<usize> {
+pub(super) fn size(comm: ffi::MPI_Comm) -> Result<usize> {
     let mut size = 0;
     // SAFETY: `comm` is a live communicator, `size` is valid for the call.
     check("MPI_Comm_size", unsafe {
@@ -108,31 +103,15 @@ impl Mpi {
         check("MPI_Comm_dup", unsafe {
             ffi::MPI_Comm_dup(world, &mut own)
         })?;
-        let mut mpi = Self {
+        Ok(Self {
             world: own,
-            groups: Vec::new(),
             _this_thread: PhantomData,
-        };
-        mpi.groups.push(Addresses::world(mpi.size()?));
-        Ok(mpi)
+        })
     }
 
     /// The communicator of all ranks and groups: an own copy, so that tags collide with nobody's.
     pub fn world(&self) -> ffi::MPI_Comm {
         self.world
-    }
-
-    /// Where the messages of a group go.
-    pub fn addresses(&self, comm: Comm) -> &Addresses {
-        &self.groups[comm.0]
-    }
-
-    /// Takes note of a group.
-    pub fn open(&mut self, comm: Comm, addresses: Addresses) {
-        while self.groups.len() <= comm.0 {
-            self.groups.push(Addresses::world(0));
-        }
-        self.groups[comm.0] = addresses;
     }
 
     /// This rank in the world.
@@ -143,11 +122,6 @@ impl Mpi {
             ffi::MPI_Comm_rank(self.world, &mut rank)
         })?;
         Ok(rank as usize)
-    }
-
-    /// The number of ranks of the world.
-    pub fn size(&self) -> Result<usize> {
-        size(self.world)
     }
 
     /// The highest tag that MPI allows.
@@ -179,31 +153,33 @@ impl Mpi {
         Ok(host)
     }
 
-    /// Each value that a rank of `comm` passes. All of them must call it.
-    pub fn gather(&self, comm: ffi::MPI_Comm, value: u64) -> Result<Vec<u64>> {
-        let mut values = vec![0u64; size(comm)?];
-        // SAFETY: one u64 is read from `value`, and one for each rank of `comm` written to `values`, which has as many.
+    /// The values that each rank of `comm` passes. All of them must call it.
+    pub fn gather<const N: usize>(
+        &self,
+        comm: ffi::MPI_Comm,
+        values: [u64; N],
+    ) -> Result<Vec<[u64; N]>> {
+        let mut all = vec![[0u64; N]; size(comm)?];
+        // SAFETY: `N` u64 are read from `values`, and as many for each rank of `comm` written to `all`, which has room for them.
         check("MPI_Allgather", unsafe {
-            let (u64s, from) = (ffi::RSMPI_UINT64_T, (&raw const value).cast());
-            ffi::MPI_Allgather(from, 1, u64s, values.as_mut_ptr().cast(), 1, u64s, comm)
+            let (u64s, from, len) = (ffi::RSMPI_UINT64_T, values.as_ptr().cast(), N as c_int);
+            ffi::MPI_Allgather(from, len, u64s, all.as_mut_ptr().cast(), len, u64s, comm)
         })?;
-        Ok(values)
+        Ok(all)
     }
 
-    /// The source of a message with `tag` that can be received.
-    pub fn probe(&self, comm: Comm, tag: c_int) -> Result<Option<usize>> {
+    /// The world rank that has sent a message with `tag` that can be received.
+    pub fn probe(&self, tag: c_int) -> Result<Option<usize>> {
         let mut found = 0;
         // SAFETY: a status is plain numbers, for which zeros are fine; both pointers are valid for the call.
         let (code, status) = unsafe {
             let mut status: ffi::MPI_Status = std::mem::zeroed();
             let anybody = ffi::RSMPI_ANY_SOURCE;
-            let tag = own_tag(comm, tag);
             let code = ffi::MPI_Iprobe(anybody, tag, self.world, &mut found, &mut status);
             (code, status)
         };
         check("MPI_Iprobe", code)?;
-        let member = || self.addresses(comm).member(status.MPI_SOURCE);
-        Ok((found != 0).then(member).flatten())
+        Ok((found != 0).then_some(status.MPI_SOURCE as usize))
     }
 
     /// Frees a communicator that is used no more. All of its ranks must call it.
