@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Shape, Tensor};
 
-use crate::operation::Message;
-use crate::{Operation, call_site};
+use crate::communicator::Request;
+use crate::operation::{Message, Operation};
 
 /// One rank's call: the operation, on what, from where.
 #[derive(Debug, Clone)]
@@ -26,20 +26,19 @@ enum On {
 }
 
 impl Call {
-    /// A call by a rank of the group of these world ranks, at the user's place that is [noted](call_site::current).
-    #[track_caller]
-    pub fn new(operation: &Operation, xs: &[Tensor], members: &[usize]) -> Self {
-        let on = match (operation, xs) {
-            (Operation::Messages { messages, .. }, _) => {
-                On::Messages(describe(messages, xs, members).into())
+    /// What a rank of the group of these world ranks asks.
+    pub fn new(request: &Request<'_>, members: &[usize]) -> Self {
+        let on = match (request.operation, request.tensors) {
+            (Operation::Messages { messages, .. }, sends) => {
+                On::Messages(describe(messages, sends, members).into())
             }
             (Operation::Barrier | Operation::Split, _) | (_, []) => On::Nothing,
             (_, [xs, ..]) => On::Tensor(xs.shape().clone(), xs.dtype()),
         };
         Self {
-            operation: operation.clone(),
+            operation: request.operation.clone(),
             on,
-            site: call_site::current(),
+            site: request.site,
         }
     }
 

@@ -19,9 +19,8 @@ mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod devices;
 mod host;
-mod point_to_point;
+mod messages;
 mod slot;
 mod work;
 mod world;
@@ -34,9 +33,10 @@ pub use config::LocalConfig;
 pub(crate) use world::World;
 
 use crate::call::Call;
-use crate::{Communicator, Operation, Pending, element};
+use crate::{Communicator, Operation, Pending, Request, element};
 
 /// One rank's end of a group of threads.
+#[derive(Clone)]
 pub(crate) struct LocalCommunicator {
     world: Arc<World>,
     /// Which of the world's groups.
@@ -45,20 +45,16 @@ pub(crate) struct LocalCommunicator {
     members: Arc<[usize]>,
     /// This rank in the group.
     rank: usize,
-    device: Device,
 }
 
 impl LocalCommunicator {
     /// The end of `rank` in the group of all ranks.
     pub(crate) fn new(world: Arc<World>, rank: usize) -> Self {
-        let members = world.members(0);
-        let device = world.device(rank).clone();
         Self {
-            world,
             group: 0,
-            members,
+            members: world.members(0),
+            world,
             rank,
-            device,
         }
     }
 
@@ -77,24 +73,18 @@ impl Communicator for LocalCommunicator {
     }
 
     fn device(&self) -> &Device {
-        &self.device
+        self.world.device(self.world_rank())
     }
 
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.members);
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let (call, xs) = (Call::new(request, &self.members), request.tensors);
         for xs in xs {
-            element::check(xs, self.world_rank(), &self.device)?;
+            element::check(xs, self.world_rank(), self.device())?;
         }
         self.world.delay(self.world_rank());
-        match operation {
+        match request.operation {
             Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
-            _ => self.start_collective(call, operation.only_tensor(xs)?, place),
+            operation => self.start_collective(call, operation.only_tensor(xs)?, request.place),
         }
     }
 
@@ -107,7 +97,6 @@ impl Communicator for LocalCommunicator {
             group,
             members,
             rank: rank.unwrap_or(0),
-            device: self.device.clone(),
         }))
     }
 }

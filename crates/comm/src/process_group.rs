@@ -1,23 +1,20 @@
 //! A group of ranks as the rest of the code sees it.
 
-mod blocking;
+mod collectives;
 mod dims;
 mod in_place;
 mod messages;
-mod started;
 
 pub use messages::P2p;
 
-use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
-use crate::call_site::scope;
 use crate::single::Single;
 use crate::trace::{self, OpSpan, TracedOp};
-use crate::{Communicator, Counters, Error, Operation, Pending, Watched};
+use crate::{Communicator, Counters, Error, Operation, Pending, Request, Watched};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -109,27 +106,26 @@ impl ProcessGroup {
     /// A color or key beyond `i64`; else as for every operation: see [`Pending::wait`](crate::Pending::wait).
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
-        scope(Location::caller(), || {
-            let (ranks, numbers) = self.ranks_of_color(color, key)?;
-            Ok(Self::new(self.comm.subgroup(&ranks, &numbers)?).along(self.axis))
-        })
+        let own = self.comm.subgroup_number();
+        let (ranks, numbers) = match self.is_single() {
+            true => (vec![0], vec![own]),
+            false => self.ranks_of_color(color, key, own)?,
+        };
+        Ok(Self::new(self.comm.subgroup(&ranks, &numbers)?).along(self.axis))
     }
 
     /// The ranks of this group that say the same color, in the order of their keys, and their
-    /// [numbers](Communicator::subgroup_number).
-    fn ranks_of_color(&self, color: usize, key: usize) -> Result<(Vec<usize>, Vec<i64>)> {
-        let own = self.comm.subgroup_number();
-        if self.is_single() {
-            return Ok((vec![0], vec![own]));
-        }
+    /// [numbers](Communicator::subgroup_number), of which this rank's is `own`.
+    #[track_caller]
+    fn ranks_of_color(&self, color: usize, key: usize, own: i64) -> Result<(Vec<usize>, Vec<i64>)> {
         let number = |number: usize| {
             i64::try_from(number).map_err(|_| {
                 Error::Argument(format!("split: {number} is too large a color or key"))
             })
         };
         let mine = Tensor::new(&[[number(color)?, number(key)?, own]], self.device())?;
-        let all = self.comm.start(&Operation::Split, &[mine], None)?.wait()?;
-        let all = one(all)?.to_vec2::<i64>()?;
+        let all = self.start_as("split", &Operation::Split, &[mine], None)?;
+        let all = one(all.wait()?)?.to_vec2::<i64>()?;
         self.comm.check()?;
         let mut ranks: Vec<usize> = (0..all.len())
             .filter(|rank| all[*rank][0] == all[self.rank()][0])
@@ -187,15 +183,34 @@ impl ProcessGroup {
     #[track_caller]
     fn start(
         &self,
-        operation: Operation,
+        operation: &Operation,
         xs: &[Tensor],
         place: Option<&Tensor>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let (name, bytes) = (operation.name(), self.ring_bytes(&operation, xs));
+        let (name, bytes) = (operation.name(), self.ring_bytes(operation, xs));
         self.lock_counters().add(name, bytes);
-        let start = || self.comm.start(&operation, xs, place);
-        let pending = scope(Location::caller(), start)?;
-        Ok(pending.traced(|| self.traced(name, bytes)))
+        self.start_as(name, operation, xs, place)
+    }
+
+    /// Starts an operation, which is not counted, and which a trace calls `name`.
+    #[track_caller]
+    fn start_as(
+        &self,
+        name: &'static str,
+        operation: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        let pending = self.comm.start(&mut Request::new(operation, xs, place))?;
+        Ok(pending.traced(|| TracedOp {
+            op: OpSpan {
+                operation: name,
+                group: self.axis,
+                num_ranks: self.world_size(),
+                bytes: self.ring_bytes(operation, xs),
+            },
+            device: self.device().clone(),
+        }))
     }
 
     /// Starts an operation that gives one tensor; a group of one gives `xs`.
@@ -205,21 +220,7 @@ impl ProcessGroup {
             return Ok(Pending::ready(xs.detach()));
         }
         let xs = dims::contiguous(xs)?;
-        Ok(self.start(operation, &[xs], None)?.map(one))
-    }
-
-    /// An operation as a trace shows it.
-    fn traced(&self, operation: &'static str, bytes: u64) -> TracedOp {
-        let op = OpSpan {
-            operation,
-            group: self.axis,
-            num_ranks: self.world_size(),
-            bytes,
-        };
-        TracedOp {
-            op,
-            device: self.device().clone(),
-        }
+        Ok(self.start(&operation, &[xs], None)?.map(one))
     }
 
     /// An error unless `rank` is in the group.

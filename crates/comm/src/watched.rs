@@ -9,7 +9,7 @@ use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
 use crate::call::Call;
 use crate::pending::Work;
-use crate::{Communicator, Error, Operation, Pending, ReduceOp, call_site};
+use crate::{Communicator, Error, Operation, Pending, ReduceOp, Request};
 
 /// A backend's group whose operations the run's [`Control`] knows: what a rank does is in the messages that the others print
 /// when it dies or hangs, and the deadline counts.
@@ -102,7 +102,7 @@ struct WatchedWork {
     ticket: Ticket,
 }
 
-impl Work<Vec<Tensor>> for WatchedWork {
+impl Work for WatchedWork {
     fn completed(&self) -> Option<Instant> {
         self.pending.completed()
     }
@@ -136,33 +136,24 @@ impl Communicator for Watched {
     }
 
     /// Announces an operation, then starts it.
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.group.members);
-        let seq = match operation {
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let call = Call::new(request, &self.group.members);
+        let seq = match request.operation {
             Operation::Messages { .. } => None,
             _ => Some(self.next_seq.fetch_add(1, Ordering::Relaxed)),
         };
-        let ticket = self.announce(&call, seq)?;
-        let start = || self.inner.start(operation, xs, place);
-        let (pending, ticket) = call_site::offer(ticket, start);
-        let pending = pending?;
+        request.ticket = Some(self.announce(&call, seq)?);
+        let pending = self.inner.start(request)?;
         // Else the backend says when the operation is complete.
-        Ok(match ticket {
+        Ok(match request.ticket.take() {
             None => pending,
             Some(ticket) => {
                 ticket.started();
-                Pending::from_work(Box::new(WatchedWork { pending, ticket }))
+                Pending::from_work(WatchedWork { pending, ticket })
             }
         })
     }
 
-    #[track_caller]
     fn subgroup_number(&self) -> i64 {
         self.inner.subgroup_number()
     }

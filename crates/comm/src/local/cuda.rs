@@ -11,50 +11,47 @@ use candle_core::{
     CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
 };
 
+use super::LocalCommunicator;
+use super::slot::{Deposit, Outputs};
+use crate::ReduceOp;
+use crate::adopted::GivenAway;
 use crate::device::empty;
 use crate::element::with_element;
 use crate::pairwise::are_halves;
 use crate::plan::{Piece, Plan};
-use crate::{Operation, ReduceOp};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added two by two.
 const LONGEST: usize = 4 << 20;
 
 /// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
-pub(super) fn run(
-    operation: &Operation,
-    inputs: &[Tensor],
-    places: &[Option<Tensor>],
-    devices: &[&Device],
-) -> Result<Vec<Tensor>> {
-    let Some(first) = inputs.first() else {
-        return Ok(Vec::new());
-    };
-    let plan = Plan::new(operation, first.shape(), inputs.len(), None);
-    let (len, dtype) = (plan.len(), first.dtype());
+pub(super) fn run(plan: Plan, deposits: &[Deposit], group: &LocalCommunicator) -> Result<Outputs> {
+    let devices = group.members.iter().map(|rank| group.world.device(*rank));
+    let devices: Vec<&Device> = devices.collect();
+    let (len, dtype) = (plan.len(), deposits[0].input.dtype());
     let longest = match plan.pieces.iter().any(|piece| piece.sources.only.is_none()) {
         true => LONGEST,
         false => len.max(1),
     };
     let Plan { dims, op, pieces } = plan;
-    let rows = inputs
-        .iter()
-        .map(Tensor::flatten_all)
-        .collect::<Result<Vec<_>>>()?;
+    let inputs = deposits.iter().map(|deposit| deposit.input.flatten_all());
+    let inputs = inputs.collect::<Result<Vec<_>>>()?;
     let mut outputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
     for piece in pieces.into_iter().flat_map(|piece| piece.cut(longest)) {
-        fill(op, piece, &rows, devices, len, &mut outputs)?;
+        fill(op, piece, &inputs, &devices, len, &mut outputs)?;
     }
-    let outputs = outputs.into_iter().zip(devices).zip(places);
+    let outputs = outputs.into_iter().zip(&devices).zip(deposits);
     outputs
-        .map(|((output, device), place)| match (output, place) {
-            (Some(output), Some(place)) => {
-                place.inplace_op1(&CopyOf(&output))?;
-                Ok(place.clone())
-            }
-            (Some(output), None) => output.reshape(dims.as_slice()),
-            (None, _) => empty(dims.as_slice(), dtype, device),
+        .map(|((output, device), deposit)| {
+            let output = match (output, &deposit.place) {
+                (Some(output), Some(place)) => {
+                    place.inplace_op1(&CopyOf(&output))?;
+                    return Ok(None);
+                }
+                (Some(output), None) => output.reshape(dims.as_slice())?,
+                (None, _) => empty(dims.as_slice(), dtype, device)?,
+            };
+            Ok(Some(GivenAway::new(output)))
         })
         .collect()
 }

@@ -4,22 +4,25 @@ use candle_core::{Device, Result, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::host;
-use crate::Operation;
+use super::slot::{Deposit, Outputs};
+use super::{LocalCommunicator, host};
+use crate::Communicator;
+use crate::element::with_element;
+use crate::plan::Plan;
 
-/// The outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device. On GPUs it is only
-/// enqueued on return. With `parallel` on all cores.
+/// The outputs of a collective, in their places or with storages of their own on the ranks' devices. On GPUs they are only enqueued
+/// on return. With `parallel` on all cores.
 pub(super) fn run(
-    operation: &Operation,
-    inputs: &[Tensor],
-    places: &[Option<Tensor>],
-    devices: &[&Device],
+    deposits: &[Deposit],
+    group: &LocalCommunicator,
     parallel: bool,
-) -> Result<Vec<Tensor>> {
-    match devices.first() {
+) -> Result<Outputs> {
+    let Deposit { call, input, .. } = &deposits[0];
+    let plan = Plan::new(&call.operation, input.shape(), deposits.len(), None);
+    match group.device() {
         #[cfg(feature = "cuda")]
-        Some(Device::Cuda(_)) => cuda::run(operation, inputs, places, devices),
-        _ => host::run(operation, inputs, places, parallel),
+        Device::Cuda(_) => cuda::run(plan, deposits, group),
+        _ => with_element!(input.dtype(), host::run(plan, deposits, parallel)),
     }
 }
 

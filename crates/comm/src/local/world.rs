@@ -1,17 +1,15 @@
 //! What all ranks of a process share: groups, operations in flight, who failed, who left.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use candle_core::{Device, Result};
+use candle_core::Device;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::LocalConfig;
-use super::devices;
-use super::point_to_point::Channel;
+use super::messages::Channel;
 use super::slot::Slot;
+use super::{LocalCommunicator, LocalConfig};
 use crate::call::Call;
 use crate::cores::num_cores;
 use crate::deadline::Deadline;
@@ -24,7 +22,6 @@ use crate::{Error, message_of};
 pub(crate) struct World {
     deadline: Duration,
     delays: Option<u64>,
-    num_delays: Vec<AtomicU64>,
     devices: Vec<Device>,
     state: Mutex<State>,
     wake: Vec<Condvar>,
@@ -35,14 +32,14 @@ pub(crate) struct World {
 
 pub(super) struct State {
     /// The first rank that failed.
-    pub failure: Option<Failure>,
-    pub ranks: Vec<RankState>,
+    failure: Option<Failure>,
+    ranks: Vec<RankState>,
     pub groups: Vec<Group>,
     /// Groups that were split off, by their parent, the number of collectives there before, and their members.
     subgroups: HashMap<(usize, u64, Arc<[usize]>), usize>,
 }
 
-pub(super) struct Failure {
+struct Failure {
     rank: usize,
     message: String,
     /// Ranks that failed with this message, each by itself.
@@ -50,17 +47,34 @@ pub(super) struct Failure {
 }
 
 #[derive(Default)]
-pub(super) struct RankState {
-    pub last: Option<LastCall>,
+struct RankState {
+    last: Option<LastCall>,
     /// Whether the rank has returned.
-    pub left: bool,
+    left: bool,
+    num_delays: u64,
 }
 
-pub(super) struct LastCall {
-    pub group: usize,
+struct LastCall {
+    members: Arc<[usize]>,
     /// The number among the group's collectives; messages have none.
-    pub seq: Option<u64>,
-    pub call: Call,
+    seq: Option<u64>,
+    call: Call,
+}
+
+impl std::fmt::Display for RankState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.last {
+            None => f.write_str("has started no operation")?,
+            Some(LastCall { members, seq, call }) => {
+                write!(f, "{call} ({}", group_name(members))?;
+                if let Some(seq) = seq {
+                    write!(f, ", operation number {seq}")?;
+                }
+                f.write_str(")")?;
+            }
+        }
+        f.write_str(if self.left { ", then left" } else { "" })
+    }
 }
 
 pub(super) struct Group {
@@ -83,12 +97,57 @@ impl Group {
             channels: HashMap::new(),
         }
     }
+
+    /// What `look` finds at a collective, which is forgotten when none of the ranks wants anything more from it.
+    pub fn look_at<T>(&mut self, seq: u64, look: impl FnOnce(&mut Slot) -> T) -> Option<T> {
+        let slot = self.slots.get_mut(&seq)?;
+        let found = look(slot);
+        if slot.is_over() {
+            self.slots.remove(&seq);
+        }
+        Some(found)
+    }
+}
+
+impl State {
+    /// Notes what a rank starts, with its number among the group's collectives if it is one. An error if a rank has failed:
+    /// nothing new starts after that.
+    pub fn begin(
+        &mut self,
+        comm: &LocalCommunicator,
+        call: &Call,
+        seq: Option<u64>,
+    ) -> Result<(), Error> {
+        let world_rank = comm.world_rank();
+        self.check_alive(world_rank, call)?;
+        let (members, call) = (comm.members.clone(), call.clone());
+        self.ranks[world_rank].last = Some(LastCall { members, seq, call });
+        Ok(())
+    }
+
+    fn check_alive(&self, waiting: usize, call: &Call) -> Result<(), Error> {
+        match &self.failure {
+            None => Ok(()),
+            Some(Failure { rank, message, .. }) => Err(Error::PeerFailed {
+                waiting,
+                call: call.to_string(),
+                rank: *rank,
+                message: message.clone(),
+            }),
+        }
+    }
+
+    /// One line per rank: its last operation.
+    fn last_operations(&self) -> String {
+        let ranks = self.ranks.iter().enumerate();
+        let lines = ranks.map(|(rank, state)| format!("  rank {rank}: {state}"));
+        lines.collect::<Vec<_>>().join("\n")
+    }
 }
 
 /// What a wait found when it looked.
 pub(super) enum Polled<T> {
     Ready(T),
-    Failed(Error),
     /// Not complete; these world ranks have not arrived.
     Missing(Vec<usize>),
 }
@@ -98,8 +157,8 @@ impl World {
     ///
     /// # Errors
     /// Devices that the ranks cannot have.
-    pub(crate) fn new(config: &LocalConfig) -> Result<Arc<Self>> {
-        let devices = devices::of_ranks(config)?;
+    pub(crate) fn new(config: &LocalConfig) -> candle_core::Result<Arc<Self>> {
+        let devices = config.device_of_each()?;
         let ranks = 0..config.world_size;
         let state = State {
             failure: None,
@@ -110,7 +169,6 @@ impl World {
         Ok(Arc::new(Self {
             deadline: config.deadline,
             delays: config.delays,
-            num_delays: ranks.clone().map(|_| AtomicU64::new(0)).collect(),
             devices,
             state: Mutex::new(state),
             wake: ranks.map(|_| Condvar::new()).collect(),
@@ -125,7 +183,7 @@ impl World {
 
     /// Makes this thread's calls to CUDA go to a rank's device, as they did before the thread worked or cleaned up for
     /// ranks on other GPUs.
-    pub(crate) fn make_current(&self, rank: usize) -> Result<()> {
+    pub(crate) fn make_current(&self, rank: usize) -> candle_core::Result<()> {
         make_current(&self.devices[rank])
     }
 
@@ -207,7 +265,7 @@ impl World {
     }
 
     /// The number of messages that were sent and never asked for.
-    pub(crate) fn num_undelivered(&self) -> u64 {
+    pub(crate) fn num_undelivered(&self) -> usize {
         let state = self.lock();
         state
             .groups
@@ -217,33 +275,13 @@ impl World {
             .sum()
     }
 
-    /// An error if a rank has failed: nothing new starts after that.
-    pub(super) fn check_alive(
-        state: &State,
-        waiting: usize,
-        call: &Call,
-    ) -> std::result::Result<(), Error> {
-        match &state.failure {
-            None => Ok(()),
-            Some(Failure { rank, message, .. }) => {
-                let (call, message) = (call.to_string(), message.clone());
-                Err(Error::PeerFailed {
-                    waiting,
-                    call,
-                    rank: *rank,
-                    message,
-                })
-            }
-        }
-    }
-
     /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, or the deadline.
     pub(super) fn wait<T>(
         &self,
         rank: usize,
         call: &Call,
-        poll: impl FnMut(&mut State) -> Polled<T>,
-    ) -> std::result::Result<T, Error> {
+        poll: impl FnMut(&mut State) -> Result<Polled<T>, Error>,
+    ) -> Result<T, Error> {
         let found = self.wait_until(rank, call, poll);
         // Other ranks' inputs may have been freed here, on their GPUs.
         self.make_current(rank)
@@ -255,24 +293,22 @@ impl World {
         &self,
         rank: usize,
         call: &Call,
-        mut poll: impl FnMut(&mut State) -> Polled<T>,
-    ) -> std::result::Result<T, Error> {
+        mut poll: impl FnMut(&mut State) -> Result<Polled<T>, Error>,
+    ) -> Result<T, Error> {
         let mut deadline = Deadline::new(self.deadline);
         let mut state = self.lock();
         loop {
-            let missing = match poll(&mut state) {
+            let missing = match poll(&mut state)? {
                 Polled::Ready(value) => return Ok(value),
-                Polled::Failed(error) => return Err(error),
                 Polled::Missing(missing) => missing,
             };
-            Self::check_alive(&state, rank, call)?;
+            state.check_alive(rank, call)?;
             if let Some(left) = missing.iter().find(|missing| state.ranks[**missing].left) {
-                let report = last_operations(&state);
                 return Err(Error::PeerLeft {
                     waiting: rank,
                     call: call.to_string(),
                     rank: *left,
-                    report,
+                    report: state.last_operations(),
                 });
             }
             if deadline.is_over() {
@@ -281,7 +317,7 @@ impl World {
                     call: call.to_string(),
                     secs: self.deadline.as_secs_f64(),
                     missing: rank_list(&missing),
-                    report: last_operations(&state),
+                    report: state.last_operations(),
                 });
             }
             state = deadline.wait(&self.wake[rank], state);
@@ -291,30 +327,13 @@ impl World {
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
     pub(super) fn delay(&self, rank: usize) {
         let Some(seed) = self.delays else { return };
-        let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
+        let number = {
+            let mut state = self.lock();
+            state.ranks[rank].num_delays += 1;
+            state.ranks[rank].num_delays
+        };
         let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
         std::thread::sleep(Duration::from_micros(random % 2000));
-    }
-}
-
-/// One line per rank: its last operation.
-fn last_operations(state: &State) -> String {
-    let lines: Vec<String> = (0..state.ranks.len())
-        .map(|rank| format!("  rank {rank}: {}", last_operation(state, rank)))
-        .collect();
-    lines.join("\n")
-}
-
-fn last_operation(state: &State, rank: usize) -> String {
-    let rank = &state.ranks[rank];
-    let left = if rank.left { ", then left" } else { "" };
-    let Some(last) = &rank.last else {
-        return format!("has started no operation{left}");
-    };
-    let group = group_name(&state.groups[last.group].members);
-    match last.seq {
-        Some(seq) => format!("{} ({group}, operation number {seq}){left}", last.call),
-        None => format!("{} ({group}){left}", last.call),
     }
 }
 

@@ -10,7 +10,7 @@ use super::{FIRST_GROUP_TAG, Mailbox, Received};
 use crate::element::{Element, read_all, with_element, write};
 use crate::operation::Message;
 use crate::plan::Plan;
-use crate::{Communicator, Error, Operation, Pending, pairwise};
+use crate::{Communicator, Error, Operation, Pending, Request, pairwise};
 
 /// Collectives of a few ranks by way of their mailboxes: each sends its input to all, and computes its own output.
 pub(super) struct MailGroup {
@@ -134,16 +134,20 @@ fn output<T: Element>(
 ) -> Result<Tensor> {
     let plan = Plan::new(operation, inputs[rank].shape(), inputs.len(), Some(rank));
     let mut output = T::zeros(plan.len());
-    read_all(inputs, |inputs: &[&[T]]| {
-        let pieces = plan.pieces.iter();
-        for piece in pieces.filter(|piece| piece.destinations.has(rank)) {
-            let (from, to) = (piece.sources.first, piece.destinations.first);
-            let sources = inputs[piece.sources.ranks(inputs.len())].iter();
-            let sources = sources.map(|input| &input[from..from + piece.len]);
-            let place = &mut output[to..to + piece.len];
-            pairwise::reduce(plan.op, &pairwise::of_all(sources), &mut [place]);
-        }
-    })?;
+    read_all(
+        inputs,
+        (0, inputs[rank].elem_count()),
+        |inputs: &[&[T]]| {
+            let pieces = plan.pieces.iter();
+            for piece in pieces.filter(|piece| piece.destinations.has(rank)) {
+                let (from, to) = (piece.sources.first, piece.destinations.first);
+                let sources = inputs[piece.sources.ranks(inputs.len())].iter();
+                let sources = sources.map(|input| &input[from..from + piece.len]);
+                let place = &mut output[to..to + piece.len];
+                pairwise::reduce(plan.op, &pairwise::of_all(sources), &mut [place]);
+            }
+        },
+    )?;
     match place {
         Some(place) => {
             write(place, 0, &output)?;
@@ -166,15 +170,14 @@ impl Communicator for MailGroup {
         &Device::Cpu
     }
 
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let (operation, xs) = (request.operation, request.tensors);
         Ok(Pending::ready(match operation {
             Operation::Messages { messages, .. } => self.messages(xs, messages, operation)?,
-            _ => vec![self.collective(operation, operation.only_tensor(xs)?, place)?],
+            _ => {
+                let xs = operation.only_tensor(xs)?;
+                vec![self.collective(operation, xs, request.place)?]
+            }
         }))
     }
 

@@ -18,7 +18,7 @@ use super::messages::{Batch, Incoming, Outgoing, copy_bytes};
 use super::native::NativeGroup;
 use crate::call::{Call, kind};
 use crate::element::{self, Element, with_element};
-use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp};
+use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, Request};
 
 /// What all groups of a process share.
 pub(super) struct Shared {
@@ -97,7 +97,7 @@ impl MpiCommunicator {
         let in_flight = self.in_flight(&call, tensors);
         let activity = with_element!(xs.dtype(), typed(&in_flight, call, xs))?;
         self.send(Job::Start(self.group, activity))?;
-        Ok(Pending::from_work(Box::new(in_flight)))
+        Ok(Pending::from_work(in_flight))
     }
 
     fn start_messages(
@@ -138,7 +138,7 @@ impl MpiCommunicator {
         self.send(Job::Messages(self.group, batch))?;
         Ok(match only_sends {
             true => Pending::ready(Vec::new()),
-            false => Pending::from_work(Box::new(in_flight)),
+            false => Pending::from_work(in_flight),
         })
     }
 }
@@ -165,20 +165,14 @@ impl Communicator for MpiCommunicator {
         }
     }
 
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.members);
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let (call, xs) = (Call::new(request, &self.members), request.tensors);
         for xs in xs {
             element::check(xs, self.shared.world_rank, &Device::Cpu)?;
         }
-        match operation {
+        match request.operation {
             Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
-            _ => self.start_collective(call, operation.only_tensor(xs)?, place),
+            operation => self.start_collective(call, operation.only_tensor(xs)?, request.place),
         }
     }
 

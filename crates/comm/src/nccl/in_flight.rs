@@ -14,11 +14,11 @@ use std::time::Duration;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{Result, Tensor};
+use candle_launch::Ticket;
 
 use super::group::Group;
 use super::session::Session;
 use super::watcher::{REPORT, UnderWay};
-use crate::call_site;
 use crate::deadline::Deadline;
 use crate::pending::Work;
 
@@ -29,8 +29,6 @@ const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 /// written to, from then on.
 pub(super) struct Held {
     tensors: Vec<Tensor>,
-    /// What makes them is behind it.
-    ready: Option<CudaEvent>,
     /// Recorded behind the operation, once that is on the group's stream.
     done: Option<Arc<CudaEvent>>,
     compute: Arc<CudaStream>,
@@ -38,21 +36,21 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Makes the group's stream wait for what makes the tensors.
+    /// Makes the group's stream wait for what makes the tensors, which is before the event that it returns.
     pub fn new(
         tensors: Vec<Tensor>,
         compute: &Arc<CudaStream>,
         group: &Arc<CudaStream>,
-    ) -> Result<Self> {
+    ) -> Result<(Self, CudaEvent)> {
         let ready = compute.record_event(None).w()?;
         group.wait(&ready).w()?;
-        Ok(Self {
+        let held = Self {
             tensors,
-            ready: Some(ready),
             done: None,
             compute: compute.clone(),
             group: group.clone(),
-        })
+        };
+        Ok((held, ready))
     }
 
     /// From here on the stream that computes runs after the operation, and after nothing that the group was given later.
@@ -80,17 +78,12 @@ impl Drop for Held {
     }
 }
 
-/// What an operation gives, made of what NCCL wrote.
-pub(super) type Finish = Box<dyn FnOnce() -> Result<Vec<Tensor>> + Send>;
-
 /// An operation that is on its group's stream.
 pub(super) struct InFlight {
     session: Arc<Session>,
     call: String,
-    // Before what it may free.
     held: Held,
     done: Arc<CudaEvent>,
-    finish: Finish,
     kind: Kind,
 }
 
@@ -109,13 +102,11 @@ impl InFlight {
     /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
-        call: String,
-        mut held: Held,
-        (finish, kind): (Finish, Kind),
+        (call, kind, ticket): (String, Kind, Option<Ticket>),
+        (mut held, ready): (Held, CudaEvent),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
         held.done = Some(done.clone());
-        let ticket = call_site::take_ticket();
         if let Some(ticket) = &ticket {
             ticket.queued();
         }
@@ -123,13 +114,13 @@ impl InFlight {
         session.watch(UnderWay {
             call: call.clone(),
             group: group.clone(),
-            ready: held.ready.take(),
+            ready: Some(ready),
             done: done.clone(),
             _sent: match kind {
                 Kind::Send => std::mem::take(&mut held.tensors),
                 _ => Vec::new(),
             },
-            deadline: Deadline::new(session.state.deadline + report),
+            deadline: Deadline::new(session.run.deadline + report),
             ticket,
         });
         Ok(Self {
@@ -137,7 +128,6 @@ impl InFlight {
             call,
             held,
             done,
-            finish,
             kind,
         })
     }
@@ -153,22 +143,20 @@ impl InFlight {
     }
 }
 
-impl Work<Vec<Tensor>> for InFlight {
+impl Work for InFlight {
     fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
-        self.session.compute.context().bind_to_thread().w()?;
+        let run = self.session.run.clone();
+        run.compute.context().bind_to_thread().w()?;
         self.held.end()?;
         if self.kind == Kind::Barrier {
             self.wait_on_host()?;
         }
         // After the wait: a failure comes before the abort that ends it.
-        self.session.state.check(&self.call)?;
-        let InFlight { held, finish, .. } = *self;
-        drop(held);
-        finish()
+        Ok(run.check(&self.call).map(|()| Vec::new())?)
     }
 
     fn abandon(self: Box<Self>) {
-        if let Err(error) = self.session.compute.context().bind_to_thread() {
+        if let Err(error) = self.session.run.compute.context().bind_to_thread() {
             tracing::warn!("a dropped operation has no GPU: {error}");
         }
     }

@@ -25,46 +25,34 @@ pub(super) enum Motion {
 
 /// A step of an operation, between contiguous tensors of the group's GPU that have elements. A send and a receive have one.
 pub(super) struct Transfer {
-    pub motion: Motion,
-    pub from: Tensor,
-    pub to: Tensor,
-}
-
-impl Transfer {
-    /// A send of `xs`, or a receive into it.
-    pub fn one_sided(motion: Motion, xs: Tensor) -> Self {
-        Self {
-            motion,
-            from: xs.clone(),
-            to: xs,
-        }
-    }
-
-    /// With the addresses of its tensors, which belong to the stream `compute`.
-    pub fn located(&self, compute: &CudaStream) -> Result<Located> {
-        Ok(Located {
-            motion: self.motion,
-            from: memory_of(&self.from, compute)?,
-            to: memory_of(&self.to, compute)?,
-        })
-    }
-}
-
-/// A step of an operation on memory of a GPU.
-pub(super) struct Located {
     motion: Motion,
     from: Memory,
     to: Memory,
 }
 
-/// An address on the GPU, and how many values are there.
+/// A tensor's place on the GPU, and how many values are there.
 struct Memory {
+    tensor: Tensor,
     address: u64,
     len: usize,
     data_type: DataType,
 }
 
-impl Located {
+impl Transfer {
+    /// A step between tensors that belong to the stream `compute`.
+    pub fn new(motion: Motion, from: &Tensor, to: &Tensor, compute: &CudaStream) -> Result<Self> {
+        Ok(Self {
+            motion,
+            from: memory_of(from, compute)?,
+            to: memory_of(to, compute)?,
+        })
+    }
+
+    /// The tensors that must be kept until it is complete.
+    pub fn tensors(&self) -> [Tensor; 2] {
+        [self.from.tensor.clone(), self.to.tensor.clone()]
+    }
+
     /// Puts it on `stream`; on the stream it may be only when the group has settled.
     ///
     /// # Safety
@@ -120,7 +108,7 @@ impl Located {
 /// The addresses are of the group's GPU, and hold values for all the operations read and write, which nobody frees, or
 /// writes to, until the stream is complete.
 pub(super) unsafe fn enqueue(
-    steps: &[Located],
+    steps: &[Transfer],
     comm: Handle,
     stream: &CudaStream,
 ) -> std::result::Result<(), Error> {
@@ -179,6 +167,7 @@ fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
     let (start, len) = (layout.start_offset(), layout.shape().elem_count());
     let address = with_element!(xs.dtype(), address_of(storage, start, len, compute))?;
     Ok(Memory {
+        tensor: xs.clone(),
         address,
         len: len * units,
         data_type,

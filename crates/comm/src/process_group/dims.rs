@@ -56,6 +56,9 @@ pub(super) fn front_to_dim(xs: &Tensor, dim: usize, num_parts: usize) -> Result<
 
 /// Cuts dim `from` into parts and puts them one after the other along dim `to`.
 fn rearrange(xs: &Tensor, from: usize, to: usize, num_parts: usize) -> Result<Tensor> {
+    if from == to || num_parts == 1 {
+        return Ok(xs.clone());
+    }
     let size = xs.dim(from)? / num_parts;
     if xs.elem_count() == 0 {
         // candle's cat panics on tensors without elements.

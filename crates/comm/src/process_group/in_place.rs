@@ -19,8 +19,7 @@ impl ProcessGroup {
     /// Values that are not contiguous; everything else comes from the wait.
     #[track_caller]
     pub fn start_all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        check_contiguous("all_reduce in place", xs)?;
-        let xs = xs.detach();
+        let xs = contiguous("all_reduce", xs)?;
         self.start_in_place(Operation::AllReduce(op), &xs, &xs)
     }
 
@@ -38,11 +37,8 @@ impl ProcessGroup {
         xs: &Tensor,
         op: ReduceOp,
     ) -> Result<Pending<Tensor>> {
-        let operation = "reduce_scatter in place";
-        dims::check_divides(operation, xs, 0, self.world_size())?;
-        check_contiguous(operation, xs)?;
-        let xs = xs.detach();
-        self.start_in_place(Operation::ReduceScatter(op), &xs, &self.own_slice(&xs)?)
+        let (xs, own) = self.with_own_slice("reduce_scatter", xs)?;
+        self.start_in_place(Operation::ReduceScatter(op), &xs, &own)
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0 of each rank's own slice of `xs`, which overwrites the others; the
@@ -55,17 +51,17 @@ impl ProcessGroup {
     /// As [`start_reduce_scatter_in_place`](Self::start_reduce_scatter_in_place).
     #[track_caller]
     pub fn start_all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let operation = "all_gather in place";
-        dims::check_divides(operation, xs, 0, self.world_size())?;
-        check_contiguous(operation, xs)?;
-        let xs = xs.detach();
-        self.start_in_place(Operation::AllGather, &self.own_slice(&xs)?, &xs)
+        let (xs, own) = self.with_own_slice("all_gather", xs)?;
+        self.start_in_place(Operation::AllGather, &own, &xs)
     }
 
-    /// This rank's slice of `xs` along dim 0.
-    fn own_slice(&self, xs: &Tensor) -> Result<Tensor> {
+    /// The values, and this rank's slice of them along dim 0.
+    fn with_own_slice(&self, operation: &str, xs: &Tensor) -> Result<(Tensor, Tensor)> {
+        dims::check_divides(operation, xs, 0, self.world_size())?;
+        let xs = contiguous(operation, xs)?;
         let len = xs.dim(0)? / self.world_size();
-        xs.narrow(0, self.rank() * len, len)
+        let own = xs.narrow(0, self.rank() * len, len)?;
+        Ok((xs, own))
     }
 
     #[track_caller]
@@ -79,16 +75,17 @@ impl ProcessGroup {
             return Ok(Pending::ready(place.clone()));
         }
         let xs = std::slice::from_ref(xs);
-        Ok(self.start(operation, xs, Some(place))?.map(one))
+        Ok(self.start(&operation, xs, Some(place))?.map(one))
     }
 }
 
-fn check_contiguous(operation: &str, xs: &Tensor) -> Result<()> {
+/// The values, without a graph, if their place can take a result.
+fn contiguous(operation: &str, xs: &Tensor) -> Result<Tensor> {
     if xs.is_contiguous() {
-        return Ok(());
+        return Ok(xs.detach());
     }
     Err(Error::Argument(format!(
-        "{operation}: expected contiguous values, got strides {:?} of shape {:?}",
+        "{operation} in place: expected contiguous values, got strides {:?} of shape {:?}",
         xs.stride(),
         xs.dims()
     ))

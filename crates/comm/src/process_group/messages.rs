@@ -171,6 +171,6 @@ impl ProcessGroup {
             return Ok(Pending::ready(Vec::new()));
         }
         let messages = messages.into();
-        self.start(Operation::Messages { name, messages }, &sends, None)
+        self.start(&Operation::Messages { name, messages }, &sends, None)
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use candle_comm::{
     Communicator, HalfSums, Message, NcclCommunicator, NcclConfig, Operation, P2p, ReduceOp,
+    Request,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -46,13 +47,17 @@ fn a_world_of_one() -> Result<()> {
                 ];
                 for operation in operations {
                     let xs = std::slice::from_ref(&xs);
-                    let got = world.start(&operation, xs, None)?.wait()?;
+                    let got = world
+                        .start(&mut Request::new(&operation, xs, None))?
+                        .wait()?;
                     assert_same(&operation.to_string(), &got[0], &expected)?;
                 }
             }
         }
         let nothing = Tensor::zeros(1, DType::U8, world.device())?.narrow(0, 0, 0)?;
-        world.start(&Operation::Barrier, &[nothing], None)?.wait()?;
+        let nothing = [nothing];
+        let mut barrier = Request::new(&Operation::Barrier, &nothing, None);
+        world.start(&mut barrier)?.wait()?;
         assert_eq!(world.subgroup(&[0], &[0])?.world_size(), 1);
         world.check()?;
     }
