@@ -5,15 +5,19 @@ use std::sync::Arc;
 
 use candle_core::{DType, Shape, Tensor};
 
-use crate::communicator::Request;
+use crate::error::group_name;
 use crate::operation::{Message, Operation};
 
-/// One rank's call: the operation, on what, from where.
+/// One rank's call: the operation, on what, from where, in which group.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub operation: Operation,
     on: On,
     pub site: &'static Location<'static>,
+    /// The group's world ranks, by group rank.
+    members: Arc<[usize]>,
+    /// The number among the group's collectives, from 0; messages have none.
+    pub seq: Option<u64>,
 }
 
 /// What a call is on, as far as messages show it.
@@ -26,25 +30,40 @@ enum On {
 }
 
 impl Call {
-    /// What a rank of the group of these world ranks asks.
-    pub fn new(request: &Request<'_>, members: &[usize]) -> Self {
-        let on = match (request.operation, request.tensors) {
-            (Operation::Messages { messages, .. }, sends) => {
-                On::Messages(describe(messages, sends, members).into())
+    /// A call by the caller of this.
+    #[track_caller]
+    pub fn new(
+        operation: &Operation,
+        xs: &[Tensor],
+        members: &Arc<[usize]>,
+        seq: Option<u64>,
+    ) -> Self {
+        let on = match (operation, xs) {
+            (Operation::Messages { messages, .. }, _) => {
+                On::Messages(describe(messages, xs, members).into())
             }
             (Operation::Barrier | Operation::Split, _) | (_, []) => On::Nothing,
             (_, [xs, ..]) => On::Tensor(xs.shape().clone(), xs.dtype()),
         };
         Self {
-            operation: request.operation.clone(),
+            operation: operation.clone(),
             on,
-            site: request.site,
+            site: Location::caller(),
+            members: members.clone(),
+            seq,
         }
     }
 
     /// Whether two ranks called the same operation on the same kind of tensor, wherever they did.
     pub fn agrees(&self, other: &Self) -> bool {
         self.operation == other.operation && self.on == other.on
+    }
+
+    /// Where, in which group, as which operation there.
+    pub fn in_group(&self) -> String {
+        let number = self.seq.map(|seq| format!(", operation number {seq}"));
+        let number = number.unwrap_or_default();
+        format!("{self} ({}{number})", group_name(&self.members))
     }
 
     /// The operation and on what, equal on ranks that agree.

@@ -1,14 +1,14 @@
 //! What a backend provides.
 
-use std::panic::Location;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::Ticket;
 
+use crate::call::Call;
 use crate::{Operation, Pending, ReduceOp};
 
 /// What a rank asks of a group.
-#[derive(Debug)]
 pub struct Request<'a> {
     /// What to do.
     pub operation: &'a Operation,
@@ -17,22 +17,27 @@ pub struct Request<'a> {
     /// Where the result goes, which is this tensor then, unless it is new: one with elements, of the result's shape, that may share
     /// memory with the input where the operation leaves the values that are there, or where it is the input.
     pub place: Option<&'a Tensor>,
-    /// Where in the user's code it was called, for messages.
-    pub site: &'static Location<'static>,
+    /// The same in words, with its place in the user's code and its number in the group.
+    pub(crate) call: Call,
     /// By which the run's control plane knows it. A backend whose operations last longer than the wait for them takes it, and drops it
     /// when the operation is complete.
     pub(crate) ticket: Option<Ticket>,
 }
 
 impl<'a> Request<'a> {
-    /// What the caller of this asks.
+    /// What the caller of this asks of the group of these world ranks, by its number among the collectives there, from 0, if it is one.
     #[track_caller]
-    pub fn new(operation: &'a Operation, tensors: &'a [Tensor], place: Option<&'a Tensor>) -> Self {
+    pub fn new(
+        operation: &'a Operation,
+        tensors: &'a [Tensor],
+        place: Option<&'a Tensor>,
+        (members, seq): (&Arc<[usize]>, Option<u64>),
+    ) -> Self {
         Self {
             operation,
             tensors,
             place,
-            site: Location::caller(),
+            call: Call::new(operation, tensors, members, seq),
             ticket: None,
         }
     }
@@ -74,10 +79,6 @@ pub trait Communicator: Send + Sync {
     /// [`subgroup_number`](Self::subgroup_number). Every rank of this group must call it, after an [`Operation::Split`], each with
     /// the new group that it is in.
     fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>>;
-
-    /// Notes which training step this rank is at and what it does there, for messages about ranks that failed. A backend that
-    /// has no such messages ignores it.
-    fn set_step(&self, _step: u64, _phase: &'static str) {}
 
     /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values have been
     /// read on the host, before they are believed. A backend whose waits wait for the results has nothing to say.

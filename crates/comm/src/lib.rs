@@ -53,7 +53,7 @@ mod process_group;
 mod run_config;
 mod single;
 pub mod trace;
-mod watched;
+mod watch;
 
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};
 pub use backend::Backend;
@@ -75,4 +75,3 @@ pub use operation::{Message, Operation, ReduceOp};
 pub use pending::{Pending, hidden, waited};
 pub use process_group::{P2p, ProcessGroup};
 pub use run_config::RunConfig;
-pub use watched::Watched;

@@ -22,7 +22,6 @@ mod cuda;
 mod host;
 mod messages;
 mod slot;
-mod work;
 mod world;
 
 use std::sync::Arc;
@@ -32,15 +31,14 @@ use candle_core::{Device, Result, Tensor};
 pub use config::LocalConfig;
 pub(crate) use world::World;
 
-use crate::call::Call;
-use crate::{Communicator, Operation, Pending, Request, element};
+use crate::{Communicator, Operation, Pending, Request};
 
 /// One rank's end of a group of threads.
 #[derive(Clone)]
 pub(crate) struct LocalCommunicator {
     world: Arc<World>,
-    /// Which of the world's groups.
-    group: usize,
+    /// Which of the world's groups: 0 is that of all ranks.
+    group: i64,
     /// The world ranks of the group, by group rank.
     members: Arc<[usize]>,
     /// This rank in the group.
@@ -52,9 +50,9 @@ impl LocalCommunicator {
     pub(crate) fn new(world: Arc<World>, rank: usize) -> Self {
         Self {
             group: 0,
-            members: world.members(0),
-            world,
+            members: (0..world.world_size()).collect(),
             rank,
+            world,
         }
     }
 
@@ -77,24 +75,24 @@ impl Communicator for LocalCommunicator {
     }
 
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
-        let (call, xs) = (Call::new(request, &self.members), request.tensors);
-        for xs in xs {
-            element::check(xs, self.world_rank(), self.device())?;
-        }
         self.world.delay(self.world_rank());
         match request.operation {
-            Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
-            operation => self.start_collective(call, operation.only_tensor(xs)?, request.place),
+            Operation::Messages { messages, .. } => self.start_messages(request, messages),
+            _ => self.start_collective(request),
         }
     }
 
-    fn subgroup(&self, ranks: &[usize], _: &[i64]) -> Result<Box<dyn Communicator>> {
+    fn subgroup_number(&self) -> i64 {
+        self.world.new_group()
+    }
+
+    fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>> {
         let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
-        let group = self.world.subgroup(self.group, self.rank, &members);
         let rank = ranks.iter().position(|rank| *rank == self.rank);
         Ok(Box::new(Self {
             world: self.world.clone(),
-            group,
+            // The first rank's number is that of the group.
+            group: numbers[0],
             members,
             rank: rank.unwrap_or(0),
         }))

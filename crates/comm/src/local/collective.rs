@@ -3,15 +3,19 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
-use super::slot::{Deposit, Slot};
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::slot::{Deposit, Outputs, Slot};
 use super::world::{Polled, State};
-use super::{LocalCommunicator, work};
+use super::{LocalCommunicator, host};
 use crate::adopted::{Adopted, GivenAway};
 use crate::call::Call;
+use crate::element::with_element;
 use crate::pending::Work;
-use crate::{Communicator, Error, Pending, element};
+use crate::plan::Plan;
+use crate::{Communicator, Error, Pending, Request};
 
 /// From this input size on, in bytes, work on the CPU goes to a background job: about where handing it over costs less than
 /// doing it while everybody waits.
@@ -31,14 +35,10 @@ struct InFlight {
 
 impl LocalCommunicator {
     /// Deposits this rank's part of a collective. The last rank to arrive does the work.
-    pub(super) fn start_collective(
-        &self,
-        call: Call,
-        xs: &Tensor,
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        element::check_reduces(&call.operation, xs.dtype(), self.device())?;
-        let place = place.map(Tensor::detach);
+    pub(super) fn start_collective(&self, request: &Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let xs = request.operation.only_tensor(request.tensors)?;
+        let (call, seq) = (request.call.clone(), request.call.seq.unwrap_or_default());
+        let place = request.place.map(Tensor::detach);
         let deposit = Deposit {
             call: call.clone(),
             input: xs.detach(),
@@ -46,13 +46,10 @@ impl LocalCommunicator {
             copied: None,
         };
         let mut state = self.world.lock();
-        let seq = state.groups[self.group].next_seq[self.rank];
-        state.begin(self, &call, Some(seq))?;
-        let group = &mut state.groups[self.group];
-        group.next_seq[self.rank] += 1;
-        let slot = group.slots.entry(seq);
+        state.begin(self.world_rank(), request)?;
+        let slot = state.slots.entry((self.group, seq));
         let slot = slot.or_insert_with(|| Slot::new(self.members.clone()));
-        let deposits = slot.arrive(self.rank, deposit, seq);
+        let deposits = slot.arrive(self.rank, deposit);
         let has_failed = slot.has_failed();
         drop(state);
         match deposits {
@@ -81,9 +78,7 @@ impl LocalCommunicator {
         let comm = self.clone();
         let job = move || {
             // A panic must reach the waiting ranks as an error: in a background job it would abort the process.
-            let outputs = catch_unwind(AssertUnwindSafe(|| {
-                work::run(&deposits, &comm, in_background)
-            }));
+            let outputs = catch_unwind(AssertUnwindSafe(|| run(&deposits, &comm, in_background)));
             let outputs = match outputs {
                 Ok(outputs) => outputs.map_err(|error| error.to_string()),
                 Err(_) => Err("the work panicked".to_string()),
@@ -93,7 +88,7 @@ impl LocalCommunicator {
             // A rank that wakes up owns its tensors alone: it frees them where it counts them.
             drop(deposits);
             let mut state = comm.world.lock();
-            state.groups[comm.group].look_at(seq, |slot| slot.finish(outputs));
+            state.look_at((comm.group, seq), |slot| slot.finish(outputs));
             drop(state);
             comm.world.notify(&comm.members);
         };
@@ -116,7 +111,7 @@ impl InFlight {
             world, group, rank, ..
         } = &self.comm;
         let output = world.wait(self.comm.world_rank(), &self.call, |state: &mut State| {
-            let found = state.groups[*group].look_at(self.seq, |slot| look(slot, *rank));
+            let found = state.look_at((*group, self.seq), |slot| look(slot, *rank));
             found.unwrap_or(Ok(Polled::Ready(None)))
         })?;
         Ok(output.map(|output| output.xs))
@@ -126,7 +121,7 @@ impl InFlight {
 impl Work for InFlight {
     fn completed(&self) -> Option<Instant> {
         let state = self.comm.world.lock();
-        state.groups[self.comm.group].slots.get(&self.seq)?.finished
+        state.slots.get(&(self.comm.group, self.seq))?.finished
     }
 
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
@@ -139,5 +134,26 @@ impl Work for InFlight {
         if let Err(error) = self.wait_until(Slot::give_up) {
             tracing::warn!("an operation whose result was dropped failed: {error}");
         }
+    }
+}
+
+/// The outputs of a collective, in their places or with storages of their own on the ranks' devices. On GPUs they are only enqueued
+/// on return. With `parallel` on all cores.
+fn run(deposits: &[Deposit], group: &LocalCommunicator, parallel: bool) -> Result<Outputs> {
+    let Deposit { call, input, .. } = &deposits[0];
+    let plan = Plan::new(&call.operation, input.shape(), deposits.len(), None);
+    match group.device() {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => cuda::run(plan, deposits, group),
+        _ => with_element!(input.dtype(), host::run(plan, deposits, parallel)),
+    }
+}
+
+/// A copy of `xs` on `device`, with a storage of its own, of the size of `xs` even if `xs` is a view of something larger.
+pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => cuda::copy(xs, device),
+        _ => xs.force_contiguous(),
     }
 }

@@ -6,13 +6,14 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Result, Shape, Tensor};
 
+use super::LocalCommunicator;
+use super::collective::copy;
 use super::world::Polled;
-use super::{LocalCommunicator, work};
 use crate::adopted::GivenAway;
 use crate::call::{Call, kind};
 use crate::error::group_name;
 use crate::pending::Work;
-use crate::{Error, Message, Pending};
+use crate::{Error, Message, Pending, Request};
 
 /// A sent tensor: a copy on the receiver's device that nobody else can write to.
 pub(super) struct Sent {
@@ -75,29 +76,28 @@ struct BatchInFlight {
 impl LocalCommunicator {
     pub(super) fn start_messages(
         &self,
-        call: Call,
+        request: &Request<'_>,
         messages: &[Message],
-        sends: &[Tensor],
     ) -> Result<Pending<Vec<Tensor>>> {
         let destinations = messages.iter().filter_map(|message| match message {
             Message::Send { dst } => Some(*dst),
             Message::Recv { .. } => None,
         });
-        let copy = |(dst, xs): (usize, &Tensor)| {
-            let copy = work::copy(xs, self.world.device(self.members[dst]))?;
-            let (tensor, site) = (GivenAway::new(copy), call.site);
+        let to_send = |(dst, xs): (usize, &Tensor)| {
+            let copy = copy(xs, self.world.device(self.members[dst]))?;
+            let (tensor, site) = (GivenAway::new(copy), request.call.site);
             Ok((dst, Sent { tensor, site }))
         };
-        let sent = destinations.zip(sends).map(copy);
+        let sent = destinations.zip(request.tensors).map(to_send);
         let sent = sent.collect::<Result<Vec<_>>>()?;
         self.world.make_current(self.world_rank())?;
         let receivers: Vec<usize> = sent.iter().map(|(dst, _)| self.members[*dst]).collect();
 
         let mut state = self.world.lock();
-        state.begin(self, &call, None)?;
-        let channels = &mut state.groups[self.group].channels;
+        state.begin(self.world_rank(), request)?;
+        let (group, rank, channels) = (self.group, self.rank, &mut state.channels);
         for (dst, sent) in sent {
-            channels.entry((self.rank, dst)).or_default().send(sent);
+            channels.entry((group, rank, dst)).or_default().send(sent);
         }
         let recvs = messages.iter().filter_map(|message| match message {
             Message::Send { .. } => None,
@@ -105,7 +105,10 @@ impl LocalCommunicator {
                 src: *src,
                 shape: shape.clone(),
                 dtype: *dtype,
-                letterbox: channels.entry((*src, self.rank)).or_default().start_recv(),
+                letterbox: channels
+                    .entry((group, *src, rank))
+                    .or_default()
+                    .start_recv(),
             }),
         });
         let recvs: Vec<Recv> = recvs.collect();
@@ -114,7 +117,7 @@ impl LocalCommunicator {
         if recvs.is_empty() {
             return Ok(Pending::ready(Vec::new()));
         }
-        let comm = self.clone();
+        let (comm, call) = (self.clone(), request.call.clone());
         Ok(Pending::from_work(BatchInFlight { comm, call, recvs }))
     }
 }

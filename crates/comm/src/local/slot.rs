@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::Tensor;
 
-use super::work;
+use super::collective::copy;
 use super::world::Polled;
 use crate::Error;
 use crate::adopted::GivenAway;
@@ -55,9 +55,9 @@ impl Slot {
         }
     }
 
-    /// Adds a rank's deposit to operation number `seq` of the group. Two calls that differ fail the slot at once. The last rank to
+    /// Adds a rank's deposit. Two calls that differ fail the slot at once. The last rank to
     /// arrive gets all deposits, in rank order, and must call [`finish`](Self::finish).
-    pub fn arrive(&mut self, rank: usize, deposit: Deposit, seq: u64) -> Option<Vec<Deposit>> {
+    pub fn arrive(&mut self, rank: usize, deposit: Deposit) -> Option<Vec<Deposit>> {
         let Phase::Gathering(deposits) = &mut self.phase else {
             return None;
         };
@@ -72,7 +72,7 @@ impl Slot {
             let [first, second] = pair;
             self.phase = Phase::Failed(Error::Mismatch {
                 group: group_name(&self.members),
-                seq,
+                seq: deposit.call.seq.unwrap_or_default(),
                 first,
                 second,
             });
@@ -129,7 +129,7 @@ impl Slot {
     pub fn give_up(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
         if let Phase::Gathering(deposits) = &mut self.phase
             && let Some(deposit) = &mut deposits[rank]
-            && let Ok(copy) = work::copy(&deposit.input, deposit.input.device())
+            && let Ok(copy) = copy(&deposit.input, deposit.input.device())
         {
             deposit.input = copy.clone();
             deposit.copied = Some(GivenAway::new(copy));

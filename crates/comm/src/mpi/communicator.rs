@@ -17,7 +17,7 @@ use super::inbox::inbox;
 use super::messages::{Batch, Incoming, Outgoing, copy_bytes};
 use super::native::NativeGroup;
 use crate::call::{Call, kind};
-use crate::element::{self, Element, with_element};
+use crate::element::{Element, with_element};
 use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, Request};
 
 /// What all groups of a process share.
@@ -166,10 +166,7 @@ impl Communicator for MpiCommunicator {
     }
 
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
-        let (call, xs) = (Call::new(request, &self.members), request.tensors);
-        for xs in xs {
-            element::check(xs, self.shared.world_rank, &Device::Cpu)?;
-        }
+        let (call, xs) = (request.call.clone(), request.tensors);
         match request.operation {
             Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
             operation => self.start_collective(call, operation.only_tensor(xs)?, request.place),

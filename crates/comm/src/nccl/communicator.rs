@@ -11,7 +11,6 @@ use super::reduction::Reduction;
 use super::run::new_stream;
 use super::session::Session;
 use super::transfer::{Motion, Transfer, enqueue, unwritten};
-use crate::call::Call;
 use crate::device::empty;
 use crate::element;
 use crate::single::Single;
@@ -42,29 +41,24 @@ impl NcclCommunicator {
     ) -> Result<Pending<Vec<Tensor>>> {
         let (session, group) = (&self.session, &self.group);
         let run = &session.run;
-        let call = Call::new(request, &group.members);
-        run.check(&call)?;
+        let call = &request.call;
+        run.check(call)?;
         let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
         let held = Held::new(tensors, &run.compute, &group.stream)?;
-        let (seq, launched) = {
-            let mut state = group.lock();
+        let launched = {
+            let state = group.lock();
             let handle = state.handle()?;
-            let seq = state.next_seq;
-            state.next_seq += 1;
             // SAFETY: the steps are of tensors that `held` keeps, and the group's stream waits for what makes them.
             #[allow(unsafe_code)]
             let launched = unsafe { enqueue(transfers, handle, &group.stream) };
-            (
-                seq,
-                launched.and_then(|()| wait_settled(handle, run, &call)),
-            )
+            launched.and_then(|()| wait_settled(handle, run, call))
         };
         if let Err(error) = launched {
             run.fail(error.clone());
             let rank = run.rank;
             return Err(Error::Backend(format!("{call} failed on rank {rank}: {error}")).into());
         }
-        let call = format!("{call} ({}, operation number {seq})", group.name());
+        let call = call.in_group();
         let ticket = request.ticket.take();
         let in_flight = InFlight::new((session, group), (call, kind, ticket), held)?;
         Ok(Pending::from_work(in_flight))
@@ -75,7 +69,6 @@ impl NcclCommunicator {
     fn start_collective(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
         let operation = request.operation;
         let xs = operation.only_tensor(request.tensors)?;
-        element::check_reduces(operation, xs.dtype(), &self.device)?;
         let dims = operation.output_dims(xs.shape(), self.world_size());
         if xs.elem_count() == 0 {
             let nothing = empty(dims, xs.dtype(), &self.device)?;

@@ -33,8 +33,6 @@ pub(super) struct State {
     handle: Option<Handle>,
     /// A split of it that the run's failure has interrupted.
     interrupted: Option<sys::Split>,
-    /// Number of the next operation.
-    pub next_seq: u64,
 }
 
 impl Group {
@@ -55,7 +53,6 @@ impl Group {
         let state = State {
             handle: Some(handle),
             interrupted: None,
-            next_seq: 0,
         };
         Self {
             members,
@@ -101,13 +98,6 @@ impl Group {
         };
         let group = Self::new(members, rank, stream, child);
         group.settled(child, run)?;
-        let given = sys::rank(child)?;
-        if given != rank {
-            return Err(Error::Backend(format!(
-                "NCCL: this rank is number {given} of {}, expected {rank}",
-                group.name()
-            )));
-        }
         Ok(Some(group))
     }
 

@@ -83,7 +83,6 @@ pub(super) struct InFlight {
     session: Arc<Session>,
     call: String,
     held: Held,
-    done: Arc<CudaEvent>,
     kind: Kind,
 }
 
@@ -115,7 +114,7 @@ impl InFlight {
             call: call.clone(),
             group: group.clone(),
             ready: Some(ready),
-            done: done.clone(),
+            done,
             _sent: match kind {
                 Kind::Send => std::mem::take(&mut held.tensors),
                 _ => Vec::new(),
@@ -127,20 +126,19 @@ impl InFlight {
             session: session.clone(),
             call,
             held,
-            done,
             kind,
         })
     }
+}
 
-    /// Waits for the GPU. The watcher ends a wait that lasts too long: it aborts, which completes the event.
-    fn wait_on_host(&self) -> Result<()> {
-        let mut sleep = Duration::from_micros(10);
-        while !self.done.try_is_complete().w()? {
-            std::thread::sleep(sleep);
-            sleep = (sleep * 2).min(LONGEST_SLEEP);
-        }
-        Ok(())
+/// Waits for the GPU. The watcher ends a wait that lasts too long: it aborts, which completes the event.
+fn wait_on_host(done: &CudaEvent) -> Result<()> {
+    let mut sleep = Duration::from_micros(10);
+    while !done.try_is_complete().w()? {
+        std::thread::sleep(sleep);
+        sleep = (sleep * 2).min(LONGEST_SLEEP);
     }
+    Ok(())
 }
 
 impl Work for InFlight {
@@ -148,8 +146,8 @@ impl Work for InFlight {
         let run = self.session.run.clone();
         run.compute.context().bind_to_thread().w()?;
         self.held.end()?;
-        if self.kind == Kind::Barrier {
-            self.wait_on_host()?;
+        if let (Kind::Barrier, Some(done)) = (self.kind, &self.held.done) {
+            wait_on_host(done)?;
         }
         // After the wait: a failure comes before the abort that ends it.
         Ok(run.check(&self.call).map(|()| Vec::new())?)

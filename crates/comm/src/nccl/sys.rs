@@ -152,16 +152,6 @@ pub(super) fn is_settled(comm: Handle) -> Result<bool> {
     Ok(state == sys::ncclResult_t::ncclSuccess)
 }
 
-/// This rank's number in a group that has settled.
-pub(super) fn rank(comm: Handle) -> Result<usize> {
-    let mut rank = -1;
-    // SAFETY: the handle is alive, and the pointer is to a local variable.
-    accepted("a rank's number", unsafe {
-        sys::ncclCommUserRank(comm.0, &mut rank)
-    })?;
-    usize::try_from(rank).map_err(|_| Error::Backend(format!("NCCL: this rank has number {rank}")))
-}
-
 /// Starts to complete what is under way.
 pub(super) fn finalize(comm: Handle) -> Result<()> {
     // SAFETY: the handle is alive.

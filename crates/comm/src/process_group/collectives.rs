@@ -29,7 +29,7 @@ impl ProcessGroup {
     pub fn all_gather(&self, xs: &Tensor, dim: impl Dim) -> Result<Tensor> {
         let dim = dim.to_index(xs.shape(), "all_gather")?;
         let gathered = self.start_all_gather(xs)?.wait()?;
-        dims::front_to_dim(&gathered, dim, self.world_size())
+        dims::rearrange(&gathered, (0, dim), self.world_size())
     }
 
     /// `(.., world_size * n, ..) -> (.., n, ..)`: this rank's part, along `dim`, of the elementwise reduction.
@@ -61,7 +61,7 @@ impl ProcessGroup {
     pub fn all_to_all(&self, xs: &Tensor, dim: impl Dim) -> Result<Tensor> {
         let (xs, dim) = self.split_to_front("all_to_all", xs, dim)?;
         let ys = self.start_all_to_all(&xs)?.wait()?;
-        dims::front_to_dim(&ys, dim, self.world_size())
+        dims::rearrange(&ys, (0, dim), self.world_size())
     }
 
     /// The ranks' parts along `dim` one after the other, and which dim that is.
@@ -73,7 +73,7 @@ impl ProcessGroup {
     ) -> Result<(Tensor, usize)> {
         let dim = dim.to_index(xs.shape(), operation)?;
         dims::check_divides(operation, xs, dim, self.world_size())?;
-        Ok((dims::split_to_front(xs, dim, self.world_size())?, dim))
+        Ok((dims::rearrange(xs, (dim, 0), self.world_size())?, dim))
     }
 
     /// Returns once every rank of the group has called it.
@@ -91,7 +91,7 @@ impl ProcessGroup {
     /// Wrong arguments and ranks known to have failed; everything else comes from the wait.
     #[track_caller]
     pub fn start_all_reduce(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        self.start_one(Operation::AllReduce(op), xs)
+        self.start_one(Operation::AllReduce(op), xs, None)
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0. `xs` must not be written to before the wait.
@@ -101,7 +101,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_all_gather(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         dims::check_dim("all_gather", xs, 0)?;
-        self.start_one(Operation::AllGather, xs)
+        self.start_one(Operation::AllGather, xs, None)
     }
 
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0. `xs` must not be written to before the wait.
@@ -111,7 +111,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_reduce_scatter(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         dims::check_divides("reduce_scatter", xs, 0, self.world_size())?;
-        self.start_one(Operation::ReduceScatter(op), xs)
+        self.start_one(Operation::ReduceScatter(op), xs, None)
     }
 
     /// Starts a [`broadcast`](Self::broadcast). `xs` must not be written to before the wait.
@@ -121,7 +121,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_broadcast(&self, xs: &Tensor, root: usize) -> Result<Pending<Tensor>> {
         self.check_rank("broadcast", "root", root)?;
-        self.start_one(Operation::Broadcast { root }, xs)
+        self.start_one(Operation::Broadcast { root }, xs, None)
     }
 
     /// Starts an [`all_to_all`](Self::all_to_all) along dim 0. `xs` must not be written to before the wait.
@@ -131,7 +131,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         dims::check_divides("all_to_all", xs, 0, self.world_size())?;
-        self.start_one(Operation::AllToAll, xs)
+        self.start_one(Operation::AllToAll, xs, None)
     }
 
     /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.

@@ -5,7 +5,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{ProcessGroup, dims, one};
+use super::{ProcessGroup, dims};
 use crate::{Error, Operation, Pending, ReduceOp};
 
 impl ProcessGroup {
@@ -20,7 +20,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
         let xs = contiguous("all_reduce", xs)?;
-        self.start_in_place(Operation::AllReduce(op), &xs, &xs)
+        self.start_one(Operation::AllReduce(op), &xs, Some(xs.clone()))
     }
 
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0 whose result overwrites this rank's slice of `xs`, and is a
@@ -38,7 +38,7 @@ impl ProcessGroup {
         op: ReduceOp,
     ) -> Result<Pending<Tensor>> {
         let (xs, own) = self.with_own_slice("reduce_scatter", xs)?;
-        self.start_in_place(Operation::ReduceScatter(op), &xs, &own)
+        self.start_one(Operation::ReduceScatter(op), &xs, Some(own))
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0 of each rank's own slice of `xs`, which overwrites the others; the
@@ -52,7 +52,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn start_all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         let (xs, own) = self.with_own_slice("all_gather", xs)?;
-        self.start_in_place(Operation::AllGather, &own, &xs)
+        self.start_one(Operation::AllGather, &own, Some(xs))
     }
 
     /// The values, and this rank's slice of them along dim 0.
@@ -62,20 +62,6 @@ impl ProcessGroup {
         let len = xs.dim(0)? / self.world_size();
         let own = xs.narrow(0, self.rank() * len, len)?;
         Ok((xs, own))
-    }
-
-    #[track_caller]
-    fn start_in_place(
-        &self,
-        operation: Operation,
-        xs: &Tensor,
-        place: &Tensor,
-    ) -> Result<Pending<Tensor>> {
-        if self.is_single() || place.elem_count() == 0 {
-            return Ok(Pending::ready(place.clone()));
-        }
-        let xs = std::slice::from_ref(xs);
-        Ok(self.start(&operation, xs, Some(place))?.map(one))
     }
 }
 
