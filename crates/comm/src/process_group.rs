@@ -5,8 +5,6 @@ mod dims;
 mod in_place;
 mod messages;
 
-pub use messages::P2p;
-
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -15,9 +15,8 @@ use super::LocalCommunicator;
 use super::slot::{Deposit, Outputs};
 use crate::ReduceOp;
 use crate::adopted::GivenAway;
-use crate::device::empty;
+use crate::device::{empty, unwritten};
 use crate::element::with_element;
-use crate::pairwise::are_halves;
 use crate::plan::{Piece, Plan};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
@@ -105,41 +104,29 @@ pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
     copy.reshape(xs.shape())
 }
 
-/// Memory for `len` values, which the caller must write before anything reads it.
-fn unwritten(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: `copy` writes all of it, and the pieces of a plan fill an output from its first element to its last.
-    unsafe { Tensor::empty(len, dtype, device) }
-}
-
 /// The reduction of one tensor for each rank, [pairwise](crate::pairwise), on `device`. Half precision is accumulated in f32 and
 /// rounded once, as on the CPU, so that the result has the same bits.
 fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
-    let mut stack: Vec<(std::ops::Range<usize>, Tensor)> = Vec::new();
-    for (rank, source) in sources.iter().enumerate() {
+    combine(op, sources, device)?.to_dtype(sources[0].dtype())
+}
+
+/// The reduction before it is rounded.
+fn combine(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
+    if let [source] = sources {
         let here = match source.device().same_device(device) {
             true => source.clone(),
             false => copy(source, device)?,
         };
-        let xs = match here.dtype() {
-            DType::BF16 | DType::F16 => here.to_dtype(DType::F32)?,
-            _ => here,
+        return match here.dtype() {
+            DType::BF16 | DType::F16 => here.to_dtype(DType::F32),
+            _ => Ok(here),
         };
-        stack.push((rank..rank + 1, xs));
-        while let [.., left, right] = &stack[..]
-            && are_halves(&left.0, &right.0, sources.len())
-        {
-            let combined = match op {
-                ReduceOp::Sum => left.1.add(&right.1)?,
-                ReduceOp::Max => larger(&left.1, &right.1)?,
-            };
-            let both = (left.0.start..right.0.end, combined);
-            stack.truncate(stack.len() - 2);
-            stack.push(both);
-        }
     }
-    match (&stack[..], sources) {
-        ([(_, all)], [first, ..]) => all.to_dtype(first.dtype()),
-        _ => bail!("nothing to reduce"),
+    let (left, right) = sources.split_at(sources.len().next_power_of_two() / 2);
+    let (left, right) = (combine(op, left, device)?, combine(op, right, device)?);
+    match op {
+        ReduceOp::Sum => left.add(&right),
+        ReduceOp::Max => larger(&left, &right),
     }
 }
 

@@ -77,10 +77,10 @@ impl LocalCommunicator {
     pub(super) fn start_messages(
         &self,
         request: &Request<'_>,
-        messages: &[Message],
+        messages: &[Message<()>],
     ) -> Result<Pending<Vec<Tensor>>> {
         let destinations = messages.iter().filter_map(|message| match message {
-            Message::Send { dst } => Some(*dst),
+            Message::Send { dst, .. } => Some(*dst),
             Message::Recv { .. } => None,
         });
         let to_send = |(dst, xs): (usize, &Tensor)| {

@@ -64,14 +64,14 @@ impl MailGroup {
     fn messages(
         &self,
         xs: &[Tensor],
-        messages: &[Message],
+        messages: &[Message<()>],
         whole: &Operation,
     ) -> Result<Vec<Tensor>> {
         // Ranks send each other messages in one order, so one tag will do.
         let tag = self.tag(u64::MAX);
         let mut xs = xs.iter();
         for message in messages {
-            if let Message::Send { dst } = message {
+            if let Message::Send { dst, .. } = message {
                 let sent = xs.next().map(Tensor::force_contiguous).transpose()?;
                 let sent = sent.map_or_else(Vec::new, |sent| vec![sent]);
                 self.mailbox.send_any(self.members[*dst], tag, &sent)?;

@@ -103,14 +103,14 @@ impl MpiCommunicator {
     fn start_messages(
         &self,
         call: Call,
-        messages: &[Message],
+        messages: &[Message<()>],
         tensors: &[Tensor],
     ) -> Result<Pending<Vec<Tensor>>> {
         let mut tensors = tensors.iter();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for message in messages {
             match message {
-                Message::Send { dst } => {
+                Message::Send { dst, .. } => {
                     if let Some(xs) = tensors.next() {
                         sends.push(Outgoing {
                             to: *dst,

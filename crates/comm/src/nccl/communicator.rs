@@ -6,12 +6,12 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::group::{Group, wait_settled};
-use super::in_flight::{Held, InFlight, Kind};
+use super::in_flight::{Held, InFlight};
 use super::reduction::Reduction;
 use super::run::new_stream;
 use super::session::Session;
-use super::transfer::{Motion, Transfer, enqueue, unwritten};
-use crate::device::empty;
+use super::transfer::{Motion, Transfer, enqueue};
+use crate::device::{empty, unwritten};
 use crate::element;
 use crate::single::Single;
 use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp, Request};
@@ -36,7 +36,6 @@ impl NcclCommunicator {
     fn launch(
         &self,
         transfers: &[Transfer],
-        kind: Kind,
         request: &mut Request<'_>,
     ) -> Result<Pending<Vec<Tensor>>> {
         let (session, group) = (&self.session, &self.group);
@@ -58,9 +57,7 @@ impl NcclCommunicator {
             let rank = run.rank;
             return Err(Error::Backend(format!("{call} failed on rank {rank}: {error}")).into());
         }
-        let call = call.in_group();
-        let ticket = request.ticket.take();
-        let in_flight = InFlight::new((session, group), (call, kind, ticket), held)?;
+        let in_flight = InFlight::new((session, group), request, held)?;
         Ok(Pending::from_work(in_flight))
     }
 
@@ -91,7 +88,7 @@ impl NcclCommunicator {
             transfers.extend(self.transfers(operation, &xs, &ys)?);
             outputs.push(ys);
         }
-        let pending = self.launch(&transfers, Kind::Collective, request)?;
+        let pending = self.launch(&transfers, request)?;
         Ok(pending.map(move |_| {
             let result = reduction.finish(&outputs)?;
             let Some(place) = copied else {
@@ -129,14 +126,14 @@ impl NcclCommunicator {
 
     fn start_messages(
         &self,
-        messages: &[Message],
+        messages: &[Message<()>],
         request: &mut Request<'_>,
     ) -> Result<Pending<Vec<Tensor>>> {
         let mut tensors = request.tensors.iter();
         let (mut transfers, mut received) = (Vec::new(), Vec::new());
         for message in messages {
             match message {
-                Message::Send { dst } => {
+                Message::Send { dst, .. } => {
                     if let Some(xs) = tensors.next().filter(|xs| xs.elem_count() > 0) {
                         let copy = xs.detach().force_contiguous()?;
                         transfers.push(self.transfer(Motion::Send(*dst), &copy, &copy)?);
@@ -155,18 +152,14 @@ impl NcclCommunicator {
         if transfers.is_empty() {
             return Ok(Pending::ready(received));
         }
-        let kind = match received.is_empty() {
-            true => Kind::Send,
-            false => Kind::Collective,
-        };
-        let pending = self.launch(&transfers, kind, request)?;
+        let pending = self.launch(&transfers, request)?;
         Ok(pending.map(move |_| Ok(received)))
     }
 
     fn start_barrier(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
         let flag = Tensor::zeros(1, DType::U8, &self.device)?;
         let transfer = self.transfer(Motion::AllReduce(ReduceOp::Sum), &flag, &flag)?;
-        self.launch(&[transfer], Kind::Barrier, request)
+        self.launch(&[transfer], request)
     }
 }
 

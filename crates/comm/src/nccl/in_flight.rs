@@ -14,13 +14,13 @@ use std::time::Duration;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{Result, Tensor};
-use candle_launch::Ticket;
 
 use super::group::Group;
 use super::session::Session;
 use super::watcher::{REPORT, UnderWay};
 use crate::deadline::Deadline;
 use crate::pending::Work;
+use crate::{Operation, Request};
 
 /// How long a host that waits for a barrier sleeps between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_micros(500);
@@ -83,29 +83,19 @@ pub(super) struct InFlight {
     session: Arc<Session>,
     call: String,
     held: Held,
-    kind: Kind,
-}
-
-/// Who waits for an operation.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// The stream that computes.
-    Collective,
-    /// The host too.
-    Barrier,
-    /// Nobody: it only sends.
-    Send,
+    is_barrier: bool,
 }
 
 impl InFlight {
     /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
-        (call, kind, ticket): (String, Kind, Option<Ticket>),
+        request: &mut Request<'_>,
         (mut held, ready): (Held, CudaEvent),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
         held.done = Some(done.clone());
+        let (call, ticket) = (request.call.in_group(), request.ticket.take());
         if let Some(ticket) = &ticket {
             ticket.queued();
         }
@@ -115,9 +105,9 @@ impl InFlight {
             group: group.clone(),
             ready: Some(ready),
             done,
-            _sent: match kind {
-                Kind::Send => std::mem::take(&mut held.tensors),
-                _ => Vec::new(),
+            _sent: match request.operation.only_sends() {
+                true => std::mem::take(&mut held.tensors),
+                false => Vec::new(),
             },
             deadline: Deadline::new(session.run.deadline + report),
             ticket,
@@ -126,7 +116,7 @@ impl InFlight {
             session: session.clone(),
             call,
             held,
-            kind,
+            is_barrier: *request.operation == Operation::Barrier,
         })
     }
 }
@@ -146,7 +136,7 @@ impl Work for InFlight {
         let run = self.session.run.clone();
         run.compute.context().bind_to_thread().w()?;
         self.held.end()?;
-        if let (Kind::Barrier, Some(done)) = (self.kind, &self.held.done) {
+        if let (true, Some(done)) = (self.is_barrier, &self.held.done) {
             wait_on_host(done)?;
         }
         // After the wait: a failure comes before the abort that ends it.

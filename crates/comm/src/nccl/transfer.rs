@@ -5,11 +5,11 @@ use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
-use candle_core::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaStorage, DType, Result, Storage, Tensor, bail};
 use cudarc::nccl::sys::{self, ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
 use super::sys::{Handle, accepted};
-use crate::element::{unsupported, with_element};
+use crate::element::with_element;
 use crate::{Error, ReduceOp};
 
 /// What NCCL is asked for. Ranks are those of the group.
@@ -121,12 +121,6 @@ pub(super) unsafe fn enqueue(
     called.and(ended)
 }
 
-/// Memory for a result, which an operation must write before anything reads it.
-pub(super) fn unwritten(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: every operation writes all elements of its results, and a result is given out only after the operation.
-    unsafe { Tensor::empty(shape, dtype, device) }
-}
-
 /// A rank as NCCL counts it.
 fn number(rank: usize) -> std::result::Result<c_int, Error> {
     c_int::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")))
@@ -139,22 +133,6 @@ fn red_op(op: ReduceOp) -> RedOp {
     }
 }
 
-/// NCCL's type for elements of `dtype`, and how many of it an element is: i16, which NCCL has not, moves as bytes.
-fn data_type(dtype: DType) -> Result<(DataType, usize)> {
-    Ok(match dtype {
-        DType::F32 => (DataType::ncclFloat32, 1),
-        DType::F64 => (DataType::ncclFloat64, 1),
-        DType::BF16 => (DataType::ncclBfloat16, 1),
-        DType::F16 => (DataType::ncclFloat16, 1),
-        DType::U8 => (DataType::ncclUint8, 1),
-        DType::U32 => (DataType::ncclUint32, 1),
-        DType::I16 => (DataType::ncclUint8, 2),
-        DType::I32 => (DataType::ncclInt32, 1),
-        DType::I64 => (DataType::ncclInt64, 1),
-        dtype => return Err(unsupported(dtype)),
-    })
-}
-
 fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
     let (storage, layout) = xs.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -163,13 +141,23 @@ fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
             xs.device().location()
         )
     };
-    let (data_type, units) = data_type(xs.dtype())?;
     let (start, len) = (layout.start_offset(), layout.shape().elem_count());
     let address = with_element!(xs.dtype(), address_of(storage, start, len, compute))?;
+    let (data_type, len) = match xs.dtype() {
+        DType::F32 => (DataType::ncclFloat32, len),
+        DType::F64 => (DataType::ncclFloat64, len),
+        DType::BF16 => (DataType::ncclBfloat16, len),
+        DType::F16 => (DataType::ncclFloat16, len),
+        DType::U32 => (DataType::ncclUint32, len),
+        DType::I32 => (DataType::ncclInt32, len),
+        DType::I64 => (DataType::ncclInt64, len),
+        // As bytes. NCCL has no i16, which is never reduced on a GPU.
+        dtype => (DataType::ncclUint8, len * dtype.size_in_bytes()),
+    };
     Ok(Memory {
         tensor: xs.clone(),
         address,
-        len: len * units,
+        len,
         data_type,
     })
 }

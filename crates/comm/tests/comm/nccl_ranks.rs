@@ -37,7 +37,7 @@ fn a_world_of_one() -> Result<()> {
                     Operation::Messages {
                         name: "batch_send_recv",
                         messages: Arc::new([
-                            Message::Send { dst: 0 },
+                            Message::Send { xs: (), dst: 0 },
                             Message::Recv {
                                 shape: xs.shape().clone(),
                                 dtype,
