@@ -3,9 +3,9 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
-use crate::trace::{self, TracedOp};
+use crate::trace::{self, OpSpan};
 
 /// What a backend keeps for an operation in flight.
 pub(crate) trait Work: Send {
@@ -38,8 +38,8 @@ pub struct Pending<T> {
     since: Instant,
     /// Makes the result of what the operation gives.
     finish: Finish<T>,
-    /// What it is in a trace, while one is recorded.
-    traced: Option<Box<TracedOp>>,
+    /// What it is in a trace, while one is recorded, and where.
+    traced: Option<Box<(OpSpan, Device)>>,
 }
 
 type Finish<T> = Box<dyn FnOnce(Vec<Tensor>) -> Result<T> + Send>;
@@ -94,7 +94,7 @@ impl<T> Pending<T> {
     }
 
     /// The operation, which the trace that is being recorded calls what `op` returns.
-    pub(crate) fn traced(mut self, op: impl FnOnce() -> TracedOp) -> Self {
+    pub(crate) fn traced(mut self, op: impl FnOnce() -> (OpSpan, Device)) -> Self {
         self.traced = trace::is_on().then(|| Box::new(op()));
         self
     }
@@ -118,15 +118,13 @@ impl<T> Pending<T> {
         let traced = self.traced.take();
         let start = Instant::now();
         let mut result = self.wait_uncounted();
-        if let (Ok(_), Some(traced)) = (&result, &traced)
-            && let Err(err) = traced.device.synchronize()
-        {
-            result = Err(err);
+        if let Some((_, device)) = traced.as_deref() {
+            result = result.and_then(|value| device.synchronize().map(|()| value));
         }
         let end = Instant::now();
         count_waited(start, end);
-        if let Some(traced) = traced {
-            traced.waited(since, completed, (start, end));
+        if let Some((op, _)) = traced.map(|traced| *traced) {
+            trace::push_waited(op, since, completed, (start, end));
         }
         result
     }

@@ -12,7 +12,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
 use crate::single::Single;
-use crate::trace::{self, OpSpan, TracedOp};
+use crate::trace::{self, OpSpan};
 use crate::watch::Watch;
 use crate::{Communicator, Counters, Error, Operation, Pending, Request, element};
 
@@ -244,14 +244,14 @@ impl ProcessGroup {
             None => self.comm.start(&mut request)?,
             Some(watch) => watch.start(&*self.comm, &mut request)?,
         };
-        Ok(pending.traced(|| TracedOp {
-            op: OpSpan {
+        Ok(pending.traced(|| {
+            let op = OpSpan {
                 operation: name,
                 group: self.axis,
                 num_ranks: self.world_size(),
                 bytes: self.ring_bytes(operation, xs),
-            },
-            device: self.device().clone(),
+            };
+            (op, self.device().clone())
         }))
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
 use super::session::Run;
-use super::sys::{self, Handle, UniqueId};
+use super::sys::{self, Handle, UniqueId, as_int};
 use crate::Error;
 use crate::deadline::Deadline;
 use crate::error::group_name;
@@ -177,8 +177,4 @@ pub(super) fn wait_settled(handle: Handle, run: &Run, call: &dyn Display) -> Res
         }
     }
     Ok(())
-}
-
-fn as_int(number: usize) -> Result<i32> {
-    i32::try_from(number).map_err(|_| Error::Argument(format!("NCCL cannot count to {number}")))
 }

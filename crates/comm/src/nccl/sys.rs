@@ -32,6 +32,11 @@ pub(super) struct Handle(pub(super) sys::ncclComm_t);
 // SAFETY: any thread may use a communicator as long as only one does at a time. `Group` keeps it under a lock.
 unsafe impl Send for Handle {}
 
+/// A number as NCCL has it.
+pub(super) fn as_int(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| Error::Argument(format!("NCCL cannot count to {number}")))
+}
+
 fn text(chars: *const c_char) -> String {
     if chars.is_null() {
         return String::new();

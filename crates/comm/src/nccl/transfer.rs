@@ -1,14 +1,14 @@
 //! NCCL's operations on tensors of a GPU.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
 use candle_core::{CudaStorage, DType, Result, Storage, Tensor, bail};
 use cudarc::nccl::sys::{self, ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
-use super::sys::{Handle, accepted};
+use super::sys::{Handle, accepted, as_int};
 use crate::element::with_element;
 use crate::{Error, ReduceOp};
 
@@ -83,17 +83,17 @@ impl Transfer {
                     ("all_gather", code)
                 }
                 Motion::Broadcast(root) => {
-                    let root = number(root)?;
+                    let root = as_int(root)?;
                     let code =
                         sys::ncclBroadcast(from, to, from_len, data_type, root, comm, stream);
                     ("broadcast", code)
                 }
                 Motion::Send(dst) => {
-                    let code = sys::ncclSend(from, from_len, data_type, number(dst)?, comm, stream);
+                    let code = sys::ncclSend(from, from_len, data_type, as_int(dst)?, comm, stream);
                     ("a send", code)
                 }
                 Motion::Recv(src) => {
-                    let code = sys::ncclRecv(to, to_len, data_type, number(src)?, comm, stream);
+                    let code = sys::ncclRecv(to, to_len, data_type, as_int(src)?, comm, stream);
                     ("a receive", code)
                 }
             }
@@ -119,11 +119,6 @@ pub(super) unsafe fn enqueue(
     // SAFETY: a group was started on this thread.
     let ended = accepted("a group of calls", unsafe { sys::ncclGroupEnd() });
     called.and(ended)
-}
-
-/// A rank as NCCL counts it.
-fn number(rank: usize) -> std::result::Result<c_int, Error> {
-    c_int::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")))
 }
 
 fn red_op(op: ReduceOp) -> RedOp {
