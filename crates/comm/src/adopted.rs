@@ -20,34 +20,38 @@ pub fn adopted_bytes() -> i64 {
     ADOPTED.get()
 }
 
-/// Counts a tensor that another thread allocates for this one.
-pub(crate) fn adopt(len: usize, dtype: DType, device: &Device) {
-    ADOPTED.set(ADOPTED.get() + num_bytes(len, dtype, device));
+/// Bytes that the thread which makes this has adopted, until a thread drops it.
+pub(crate) struct Adopted(i64);
+
+impl Adopted {
+    /// Counts a result that another thread is to allocate for this one, until it has come, or will not.
+    pub fn expected(len: usize, dtype: DType, device: &Device) -> Self {
+        Self::count(num_bytes(len, dtype, device))
+    }
+
+    fn count(num_bytes: i64) -> Self {
+        ADOPTED.set(ADOPTED.get() + num_bytes);
+        Self(num_bytes)
+    }
 }
 
-/// Counts a tensor that this thread allocates for another one, or that it does not get after all.
-pub(crate) fn give_away(len: usize, dtype: DType, device: &Device) {
-    ADOPTED.set(ADOPTED.get() - num_bytes(len, dtype, device));
+impl Drop for Adopted {
+    fn drop(&mut self) {
+        ADOPTED.set(ADOPTED.get() - self.0);
+    }
 }
 
-/// A tensor that the thread which makes this allocates for the one which drops it.
-#[derive(Debug)]
-pub(crate) struct GivenAway(Tensor);
+/// A tensor that the thread which makes this has allocated for the one which takes it out, or drops it.
+pub(crate) struct GivenAway {
+    pub xs: Tensor,
+    _bytes: Adopted,
+}
 
 impl GivenAway {
-    pub(crate) fn new(xs: Tensor) -> Self {
-        give_away(xs.elem_count(), xs.dtype(), xs.device());
-        Self(xs)
-    }
-
-    pub(crate) fn tensor(&self) -> &Tensor {
-        &self.0
-    }
-}
-
-impl Drop for GivenAway {
-    fn drop(&mut self) {
-        adopt(self.0.elem_count(), self.0.dtype(), self.0.device());
+    pub fn new(xs: Tensor) -> Self {
+        let num_bytes = num_bytes(xs.elem_count(), xs.dtype(), xs.device());
+        let _bytes = Adopted::count(-num_bytes);
+        Self { xs, _bytes }
     }
 }
 

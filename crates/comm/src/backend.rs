@@ -2,7 +2,7 @@
 
 use candle_launch::RankEnv;
 
-use crate::named::named;
+use crate::choices::named;
 
 /// What moves tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,47 @@
 //! What a backend provides.
 
-use candle_core::{DType, Device, Result, Tensor};
+use std::sync::Arc;
 
+use candle_core::{DType, Device, Result, Tensor};
+use candle_launch::Ticket;
+
+use crate::call::Call;
 use crate::{Operation, Pending, ReduceOp};
+
+/// What a rank asks of a group.
+pub struct Request<'a> {
+    /// What to do.
+    pub operation: &'a Operation,
+    /// The tensors that it takes.
+    pub tensors: &'a [Tensor],
+    /// Where the result goes, which is this tensor then, unless it is new: one with elements, of the result's shape, that may share
+    /// memory with the input where the operation leaves the values that are there, or where it is the input.
+    pub place: Option<&'a Tensor>,
+    /// The same in words, with its place in the user's code and its number in the group.
+    pub(crate) call: Call,
+    /// By which the run's control plane knows it. A backend whose operations last longer than the wait for them takes it, and drops it
+    /// when the operation is complete.
+    pub(crate) ticket: Option<Ticket>,
+}
+
+impl<'a> Request<'a> {
+    /// What the caller of this asks of the group of these world ranks, by its number among the collectives there, from 0, if it is one.
+    #[track_caller]
+    pub fn new(
+        operation: &'a Operation,
+        tensors: &'a [Tensor],
+        place: Option<&'a Tensor>,
+        (members, seq): (&Arc<[usize]>, Option<u64>),
+    ) -> Self {
+        Self {
+            operation,
+            tensors,
+            place,
+            call: Call::new(operation, tensors, members, seq),
+            ticket: None,
+        }
+    }
+}
 
 /// One rank's end of a group: all that a backend provides.
 ///
@@ -28,16 +67,8 @@ pub trait Communicator: Send + Sync {
         dtype.size_in_bytes()
     }
 
-    /// Starts `operation` on the tensors that it takes. The result goes to `place`, if that is given, and is `place` then: a
-    /// tensor with elements, of the result's shape, that may share memory with `xs` where the operation leaves the values that
-    /// `xs` has there, or where it is `xs`.
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>>;
+    /// Starts an operation.
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>>;
 
     /// A number that this rank's [`Operation::Split`] brings to the others, for the [`subgroup`](Self::subgroup) that follows.
     fn subgroup_number(&self) -> i64 {
@@ -47,12 +78,7 @@ pub trait Communicator: Send + Sync {
     /// A group of these ranks of this one, in this order, among them this rank, each with its
     /// [`subgroup_number`](Self::subgroup_number). Every rank of this group must call it, after an [`Operation::Split`], each with
     /// the new group that it is in.
-    #[track_caller]
     fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>>;
-
-    /// Notes which training step this rank is at and what it does there, for messages about ranks that failed. A backend that
-    /// has no such messages ignores it.
-    fn set_step(&self, _step: u64, _phase: &'static str) {}
 
     /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values have been
     /// read on the host, before they are believed. A backend whose waits wait for the results has nothing to say.

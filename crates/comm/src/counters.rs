@@ -70,17 +70,3 @@ impl Counters {
         count.bytes += bytes;
     }
 }
-
-impl std::fmt::Display for Counters {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (i, (name, count)) in self.iter().enumerate() {
-            let separator = if i == 0 { "" } else { ", " };
-            write!(
-                f,
-                "{separator}{name}: {} calls, {} bytes",
-                count.calls, count.bytes
-            )?;
-        }
-        Ok(())
-    }
-}

@@ -39,3 +39,11 @@ pub(crate) fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
         .narrow(0, 0, 0)?
         .reshape(shape.into())
 }
+
+/// Memory for a result on a GPU: whoever asks for it has a kernel or a copy write all of it, before it is given out.
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+pub(crate) fn unwritten(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    // SAFETY: all bits are numbers, and as said above nobody reads them.
+    unsafe { Tensor::empty(shape, dtype, device) }
+}

@@ -1,6 +1,8 @@
 //! The element types that ranks exchange, and how their values are combined.
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail,
+};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
@@ -86,17 +88,17 @@ element!(integer u8 U8, u32 U32, i16 I16, i32 I32, i64 I64);
 
 /// Calls `$run::<T>($arg, ..)` with the element type of `$dtype`.
 macro_rules! with_element {
-    ($dtype:expr, $run:ident($($arg:expr),*)) => {
+    ($dtype:expr, $($run:ident)::+($($arg:expr),*)) => {
         match $dtype {
-            candle_core::DType::F32 => $run::<f32>($($arg),*),
-            candle_core::DType::F64 => $run::<f64>($($arg),*),
-            candle_core::DType::BF16 => $run::<half::bf16>($($arg),*),
-            candle_core::DType::F16 => $run::<half::f16>($($arg),*),
-            candle_core::DType::U8 => $run::<u8>($($arg),*),
-            candle_core::DType::U32 => $run::<u32>($($arg),*),
-            candle_core::DType::I16 => $run::<i16>($($arg),*),
-            candle_core::DType::I32 => $run::<i32>($($arg),*),
-            candle_core::DType::I64 => $run::<i64>($($arg),*),
+            candle_core::DType::F32 => $($run)::+::<f32>($($arg),*),
+            candle_core::DType::F64 => $($run)::+::<f64>($($arg),*),
+            candle_core::DType::BF16 => $($run)::+::<half::bf16>($($arg),*),
+            candle_core::DType::F16 => $($run)::+::<half::f16>($($arg),*),
+            candle_core::DType::U8 => $($run)::+::<u8>($($arg),*),
+            candle_core::DType::U32 => $($run)::+::<u32>($($arg),*),
+            candle_core::DType::I16 => $($run)::+::<i16>($($arg),*),
+            candle_core::DType::I32 => $($run)::+::<i32>($($arg),*),
+            candle_core::DType::I64 => $($run)::+::<i64>($($arg),*),
             dtype => Err($crate::element::unsupported(dtype).into()),
         }
     };
@@ -172,18 +174,33 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
 /// What `read` makes of `len` elements of the contiguous `xs`, from element `first` on.
 pub(crate) fn read<T: Element, R>(
     xs: &Tensor,
-    (first, len): (usize, usize),
+    part: (usize, usize),
     read: impl FnOnce(&[T]) -> R,
 ) -> Result<R> {
-    let (storage, layout) = xs.storage_and_layout();
-    let candle_core::Storage::Cpu(storage) = &*storage else {
-        candle_core::bail!("a tensor is not in host memory");
-    };
-    let start = layout.start_offset() + first;
-    match storage.as_slice::<T>()?.get(start..start + len) {
-        Some(elements) => Ok(read(elements)),
-        None => candle_core::bail!("a tensor is shorter than its shape"),
-    }
+    read_all([xs], part, |all| read(all[0]))
+}
+
+/// What `read` makes of `len` elements of each of these contiguous tensors, from element `first` on.
+pub(crate) fn read_all<'a, T: Element, R>(
+    tensors: impl IntoIterator<Item = &'a Tensor>,
+    (first, len): (usize, usize),
+    read: impl FnOnce(&[&[T]]) -> R,
+) -> Result<R> {
+    let tensors = tensors.into_iter();
+    let locked: Vec<_> = tensors.map(Tensor::storage_and_layout).collect();
+    let slices = locked.iter().map(|(storage, layout)| {
+        let Storage::Cpu(storage) = &**storage else {
+            bail!("a tensor is not in host memory");
+        };
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("a tensor is not contiguous");
+        };
+        match storage.as_slice::<T>()?[start..end].get(first..first + len) {
+            Some(elements) => Ok(elements),
+            None => bail!("a tensor is shorter than its shape"),
+        }
+    });
+    Ok(read(&slices.collect::<Result<Vec<_>>>()?))
 }
 
 /// Overwrites the elements of `xs` from `first` on. The storage is locked only meanwhile: it may be part of a larger one, which
@@ -207,28 +224,10 @@ impl<T: Element> InplaceOp1 for Write<'_, T> {
         let all = T::slice_mut(storage);
         match all.and_then(|all| all.get_mut(start..start + self.values.len())) {
             Some(place) => place.copy_from_slice(self.values),
-            None => candle_core::bail!("a result does not fit into the tensor that it is to be in"),
+            None => bail!("a result does not fit into the tensor that it is to be in"),
         }
         Ok(())
     }
-}
-
-/// What `read` makes of the elements of all these contiguous tensors.
-pub(crate) fn read_all<T: Element, R>(
-    tensors: &[Tensor],
-    read: impl FnOnce(&[&[T]]) -> R,
-) -> Result<R> {
-    let locked: Vec<_> = tensors.iter().map(Tensor::storage_and_layout).collect();
-    let slices = locked.iter().map(|(storage, layout)| {
-        let candle_core::Storage::Cpu(storage) = &**storage else {
-            candle_core::bail!("a tensor is not in host memory");
-        };
-        match layout.contiguous_offsets() {
-            Some((start, end)) => Ok(&storage.as_slice::<T>()?[start..end]),
-            None => candle_core::bail!("a tensor is not contiguous"),
-        }
-    });
-    Ok(read(&slices.collect::<Result<Vec<_>>>()?))
 }
 
 /// The elementwise sum of contiguous tensors on the CPU, of one shape and dtype, in their order: the bits of a sum over ranks that have
@@ -239,18 +238,18 @@ pub(crate) fn read_all<T: Element, R>(
 pub fn sum_in_order(tensors: &[Tensor]) -> Result<Tensor> {
     fn sum<T: Element>(first: &Tensor, tensors: &[Tensor]) -> Result<Tensor> {
         let mut sum = T::zeros(first.elem_count());
-        read_all(tensors, |sources: &[&[T]]| {
+        read_all(tensors, (0, sum.len()), |sources: &[&[T]]| {
             let terms = pairwise::of_all(sources.iter().copied());
             pairwise::reduce(ReduceOp::Sum, &terms, &mut [&mut sum]);
         })?;
         Tensor::from_vec(sum, first.shape(), &Device::Cpu)
     }
     let Some(first) = tensors.first() else {
-        candle_core::bail!("a sum of no tensor has no shape");
+        bail!("a sum of no tensor has no shape");
     };
     let differs = |xs: &&Tensor| (xs.shape(), xs.dtype()) != (first.shape(), first.dtype());
     if let Some(other) = tensors.iter().find(differs) {
-        candle_core::bail!("a sum of {first:?} and {other:?}, which differ in shape or dtype");
+        bail!("a sum of {first:?} and {other:?}, which differ in shape or dtype");
     }
     with_element!(first.dtype(), sum(first, tensors))
 }

@@ -27,7 +27,7 @@ mod adopted;
 mod backend;
 mod bytes;
 mod call;
-mod call_site;
+mod choices;
 mod communicator;
 mod cores;
 mod counters;
@@ -35,15 +35,12 @@ mod deadline;
 mod device;
 mod element;
 mod error;
-mod half_sums;
 pub mod launch;
 mod local;
 mod mailbox;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
-mod mpi_reduction;
-mod named;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;
@@ -54,26 +51,24 @@ mod process_group;
 mod run_config;
 mod single;
 pub mod trace;
-mod watched;
+mod watch;
 
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
-pub use communicator::Communicator;
+pub use choices::{HalfSums, MpiReduction};
+pub use communicator::{Communicator, Request};
 pub use counters::{Counters, OpCount};
 pub use element::sum_in_order;
 pub use error::{Error, message_of};
-pub use half_sums::HalfSums;
 pub use local::LocalConfig;
 pub use mailbox::{Departure, Mail, Mailbox, MailboxConfig, Received};
 pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;
-pub use mpi_reduction::MpiReduction;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
-pub use operation::{Message, Operation, ReduceOp};
+pub use operation::{Message, Operation, P2p, ReduceOp};
 pub use pending::{Pending, hidden, waited};
-pub use process_group::{P2p, ProcessGroup};
+pub use process_group::ProcessGroup;
 pub use run_config::RunConfig;
-pub use watched::Watched;

@@ -19,11 +19,9 @@ mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod devices;
 mod host;
-mod point_to_point;
+mod messages;
 mod slot;
-mod work;
 mod world;
 
 use std::sync::Arc;
@@ -33,32 +31,28 @@ use candle_core::{Device, Result, Tensor};
 pub use config::LocalConfig;
 pub(crate) use world::World;
 
-use crate::call::Call;
-use crate::{Communicator, Operation, Pending, element};
+use crate::{Communicator, Operation, Pending, Request};
 
 /// One rank's end of a group of threads.
+#[derive(Clone)]
 pub(crate) struct LocalCommunicator {
     world: Arc<World>,
-    /// Which of the world's groups.
-    group: usize,
+    /// Which of the world's groups: 0 is that of all ranks.
+    group: i64,
     /// The world ranks of the group, by group rank.
     members: Arc<[usize]>,
     /// This rank in the group.
     rank: usize,
-    device: Device,
 }
 
 impl LocalCommunicator {
     /// The end of `rank` in the group of all ranks.
     pub(crate) fn new(world: Arc<World>, rank: usize) -> Self {
-        let members = world.members(0);
-        let device = world.device(rank).clone();
         Self {
-            world,
             group: 0,
-            members,
+            members: (0..world.world_size()).collect(),
             rank,
-            device,
+            world,
         }
     }
 
@@ -77,37 +71,30 @@ impl Communicator for LocalCommunicator {
     }
 
     fn device(&self) -> &Device {
-        &self.device
+        self.world.device(self.world_rank())
     }
 
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.members);
-        for xs in xs {
-            element::check(xs, self.world_rank(), &self.device)?;
-        }
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
         self.world.delay(self.world_rank());
-        match operation {
-            Operation::Messages { messages, .. } => self.start_messages(call, messages, xs),
-            _ => self.start_collective(call, operation.only_tensor(xs)?, place),
+        match request.operation {
+            Operation::Messages { messages, .. } => self.start_messages(request, messages),
+            _ => self.start_collective(request),
         }
     }
 
-    fn subgroup(&self, ranks: &[usize], _: &[i64]) -> Result<Box<dyn Communicator>> {
+    fn subgroup_number(&self) -> i64 {
+        self.world.new_group()
+    }
+
+    fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>> {
         let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
-        let group = self.world.subgroup(self.group, self.rank, &members);
         let rank = ranks.iter().position(|rank| *rank == self.rank);
         Ok(Box::new(Self {
             world: self.world.clone(),
-            group,
+            // The first rank's number is that of the group.
+            group: numbers[0],
             members,
             rank: rank.unwrap_or(0),
-            device: self.device.clone(),
         }))
     }
 }

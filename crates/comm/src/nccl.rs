@@ -11,8 +11,8 @@
 //! that were never written: whoever reads values on the host asks [`Communicator::check`](crate::Communicator::check)
 //! before it believes them. Nothing can be started after a failure, and no wait succeeds.
 //!
-//! NCCL compares nothing. Operations that do not match across ranks hang until the deadline, unless a
-//! [`Watched`](crate::Watched) compares them. Messages in different batches wait for each other: what the `local` backend
+//! NCCL compares nothing. Operations that do not match across ranks hang until the deadline, unless the
+//! group is [watched](crate::ProcessGroup::watched) and compares them. Messages in different batches wait for each other: what the `local` backend
 //! buffers, two ranks that first send and then, in another batch, receive, hangs.
 //!
 //! NCCL adds in an order of its own, the same in each run on the same GPUs: with more than two ranks the last bits of sums may
@@ -22,10 +22,8 @@ mod communicator;
 mod config;
 mod group;
 mod in_flight;
-mod joining;
 mod reduction;
 mod run;
-mod run_state;
 mod session;
 mod sys;
 mod transfer;

@@ -52,28 +52,36 @@ pub enum Operation {
         /// What the user called, for the others' messages about it.
         name: &'static str,
         /// The sends and receives.
-        messages: Arc<[Message]>,
+        messages: Arc<[Message<()>]>,
     },
 }
 
-/// A send or a receive among the [messages](Operation::Messages) that a rank starts together.
+/// A send or a receive; see [`batch_send_recv`](crate::ProcessGroup::batch_send_recv).
+///
+/// Between two ranks of a group messages arrive in the order in which they were sent. All messages of a batch are in
+/// flight together, so two ranks that send to each other in one batch cannot deadlock.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Message {
-    /// Sends the next of the tensors. It is copied at the start; the caller may write to it afterwards.
+pub enum Message<X> {
+    /// Sends a tensor. It is copied at the start; the caller may write to it afterwards.
     Send {
+        /// What to send; nothing in an [`Operation`], which takes its tensors beside it.
+        xs: X,
         /// The rank, in the group, that receives it.
         dst: usize,
     },
     /// Receives a tensor.
     Recv {
-        /// The shape that it must have.
+        /// The shape that the message must have.
         shape: Shape,
-        /// The dtype that it must have.
+        /// The dtype that the message must have.
         dtype: DType,
         /// The rank, in the group, that sends it.
         src: usize,
     },
 }
+
+/// A message with the tensor that is to be sent.
+pub type P2p<'a> = Message<&'a Tensor>;
 
 impl Operation {
     /// What it is called.
@@ -96,6 +104,13 @@ impl Operation {
             Self::AllReduce(op) | Self::ReduceScatter(op) => Some(*op),
             _ => None,
         }
+    }
+
+    /// Whether it gives nothing to wait for.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn only_sends(&self) -> bool {
+        let is_send = |message: &Message<()>| matches!(message, Message::Send { .. });
+        matches!(self, Self::Messages { messages, .. } if messages.iter().all(is_send))
     }
 
     /// The tensor of an operation that is no messages.

@@ -3,19 +3,19 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
-use candle_core::Result;
+use candle_core::{Device, Result, Tensor};
 
-use crate::trace::{self, TracedOp};
+use crate::trace::{self, OpSpan};
 
 /// What a backend keeps for an operation in flight.
-pub(crate) trait Work<T>: Send {
+pub(crate) trait Work: Send {
     /// When the operation was complete; `None` if it is not, or if nobody knows.
     fn completed(&self) -> Option<Instant> {
         None
     }
 
     /// Blocks until the operation is complete.
-    fn wait(self: Box<Self>) -> Result<T>;
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 
     /// Gives up the result. On return the operation no longer needs the caller's tensors, and the other ranks can
     /// still complete it.
@@ -34,63 +34,74 @@ pub(crate) trait Work<T>: Send {
 /// produces the result may be queued behind the one that waits for it.
 #[must_use = "an operation in flight must be waited for"]
 pub struct Pending<T> {
-    work: Option<Inner<T>>,
-    /// What it is in a trace, while one is recorded.
-    traced: Option<Box<TracedOp>>,
+    work: Started,
+    since: Instant,
+    /// Makes the result of what the operation gives.
+    finish: Finish<T>,
+    /// What it is in a trace, while one is recorded, and where.
+    traced: Option<Box<(OpSpan, Device)>>,
 }
 
-enum Inner<T> {
-    Ready(Result<T>),
-    /// Since when.
-    Working(Box<dyn Work<T>>, Instant),
+type Finish<T> = Box<dyn FnOnce(Vec<Tensor>) -> Result<T> + Send>;
+
+/// An operation that is given up unless it is waited for; `None` if there is nothing to wait for.
+struct Started(Option<Box<dyn Work>>);
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(work) = self.0.take() {
+            work.abandon();
+        }
+    }
+}
+
+impl Pending<Vec<Tensor>> {
+    pub(crate) fn from_work(work: impl Work + 'static) -> Self {
+        Self::new(Some(Box::new(work)), Box::new(Ok))
+    }
 }
 
 impl<T> Pending<T> {
+    fn new(work: Option<Box<dyn Work>>, finish: Finish<T>) -> Self {
+        Self {
+            work: Started(work),
+            since: Instant::now(),
+            finish,
+            traced: None,
+        }
+    }
+
     /// A result that is there already.
-    pub fn ready(value: T) -> Self {
-        Self {
-            work: Some(Inner::Ready(Ok(value))),
-            traced: None,
-        }
+    pub fn ready(value: T) -> Self
+    where
+        T: Send + 'static,
+    {
+        Self::new(None, Box::new(|_| Ok(value)))
     }
 
-    pub(crate) fn from_work(work: Box<dyn Work<T>>) -> Self {
-        Self {
-            work: Some(Inner::Working(work, Instant::now())),
-            traced: None,
-        }
-    }
-
-    /// The operation with what `finish` makes of its result, when it is waited for.
-    pub(crate) fn map<U>(
-        mut self,
-        finish: impl FnOnce(T) -> Result<U> + Send + 'static,
-    ) -> Pending<U>
+    /// The operation with what `then` makes of its result, when it is waited for.
+    pub(crate) fn map<U>(self, then: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
     where
         T: 'static,
     {
-        let work = self.work.take().map(|work| match work {
-            Inner::Ready(value) => Inner::Ready(value.and_then(finish)),
-            Inner::Working(work, started) => {
-                Inner::Working(Box::new(Mapped { work, finish }), started)
-            }
-        });
-        let traced = self.traced.take();
-        Pending { work, traced }
+        let finish = self.finish;
+        Pending {
+            work: self.work,
+            since: self.since,
+            finish: Box::new(|results| then(finish(results)?)),
+            traced: self.traced,
+        }
     }
 
     /// The operation, which the trace that is being recorded calls what `op` returns.
-    pub(crate) fn traced(mut self, op: impl FnOnce() -> TracedOp) -> Self {
+    pub(crate) fn traced(mut self, op: impl FnOnce() -> (OpSpan, Device)) -> Self {
         self.traced = trace::is_on().then(|| Box::new(op()));
         self
     }
 
     /// When the operation was complete, if it is and the backend knows.
     pub(crate) fn completed(&self) -> Option<Instant> {
-        match &self.work {
-            Some(Inner::Working(work, _)) => work.completed(),
-            _ => None,
-        }
+        self.work.0.as_ref()?.completed()
     }
 
     /// Blocks until the operation is complete and returns its result.
@@ -99,69 +110,39 @@ impl<T> Pending<T> {
     /// All that can go wrong with an operation: it does not match those of the other ranks, a rank failed, panicked or
     /// left, or the deadline passed.
     pub fn wait(mut self) -> Result<T> {
-        let Some(Inner::Working(work, started)) = &self.work else {
+        if self.work.0.is_none() {
             return self.wait_uncounted();
-        };
-        let (started, completed) = (*started, work.completed());
-        count_hidden(started, completed);
+        }
+        let (since, completed) = (self.since, self.completed());
+        count_hidden(since, completed);
         let traced = self.traced.take();
         let start = Instant::now();
         let mut result = self.wait_uncounted();
-        if let (Ok(_), Some(traced)) = (&result, &traced)
-            && let Err(err) = traced.device.synchronize()
-        {
-            result = Err(err);
+        if let Some((_, device)) = traced.as_deref() {
+            result = result.and_then(|value| device.synchronize().map(|()| value));
         }
         let end = Instant::now();
         count_waited(start, end);
-        if let Some(traced) = traced {
-            traced.waited(started, completed, (start, end));
+        if let Some((op, _)) = traced.map(|traced| *traced) {
+            trace::push_waited(op, since, completed, (start, end));
         }
         result
     }
 
     /// As [`wait`](Self::wait), for a wait inside another one.
     pub(crate) fn wait_uncounted(mut self) -> Result<T> {
-        match self.work.take() {
-            Some(Inner::Ready(value)) => value,
-            Some(Inner::Working(work, _)) => work.wait(),
-            None => candle_core::bail!("this operation has been waited for already"),
-        }
-    }
-}
-
-impl<T> Drop for Pending<T> {
-    fn drop(&mut self) {
-        if let Some(Inner::Working(work, _)) = self.work.take() {
-            work.abandon();
-        }
+        let results = self
+            .work
+            .0
+            .take()
+            .map_or(Ok(Vec::new()), |work| work.wait());
+        (self.finish)(results?)
     }
 }
 
 impl<T> std::fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pending").finish_non_exhaustive()
-    }
-}
-
-/// An operation and what makes its result.
-struct Mapped<T, F> {
-    work: Box<dyn Work<T>>,
-    finish: F,
-}
-
-impl<T, U, F: FnOnce(T) -> Result<U> + Send> Work<U> for Mapped<T, F> {
-    fn completed(&self) -> Option<Instant> {
-        self.work.completed()
-    }
-
-    fn wait(self: Box<Self>) -> Result<U> {
-        let Self { work, finish } = *self;
-        finish(work.wait()?)
-    }
-
-    fn abandon(self: Box<Self>) {
-        self.work.abandon();
     }
 }
 

@@ -1,23 +1,20 @@
 //! A group of ranks as the rest of the code sees it.
 
-mod blocking;
+mod collectives;
 mod dims;
 mod in_place;
 mod messages;
-mod started;
 
-pub use messages::P2p;
-
-use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
-use crate::call_site::scope;
 use crate::single::Single;
-use crate::trace::{self, OpSpan, TracedOp};
-use crate::{Communicator, Counters, Error, Operation, Pending, Watched};
+use crate::trace::{self, OpSpan};
+use crate::watch::Watch;
+use crate::{Communicator, Counters, Error, Operation, Pending, Request, element};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///
@@ -32,9 +29,14 @@ use crate::{Communicator, Counters, Error, Operation, Pending, Watched};
 #[derive(Clone)]
 pub struct ProcessGroup {
     comm: Arc<dyn Communicator>,
+    /// World ranks, by group rank.
+    members: Arc<[usize]>,
+    /// The number of the next collective.
+    next_seq: Arc<AtomicU64>,
     counters: Arc<Mutex<Counters>>,
     /// The axis of the mesh along which it lies.
     axis: &'static str,
+    watch: Option<Arc<Watch>>,
 }
 
 impl std::fmt::Debug for ProcessGroup {
@@ -50,9 +52,12 @@ impl ProcessGroup {
     /// A group over a backend's communicator.
     pub fn new(comm: Box<dyn Communicator>) -> Self {
         Self {
+            members: (0..comm.world_size()).collect(),
             comm: Arc::from(comm),
+            next_seq: Arc::default(),
             counters: Arc::default(),
             axis: "world",
+            watch: None,
         }
     }
 
@@ -61,14 +66,24 @@ impl ProcessGroup {
         Self { axis, ..self }
     }
 
-    /// The same group of all ranks, whose operations the run's control plane knows from now on; see
-    /// [`Watched`](crate::Watched).
+    /// The same group of all ranks, whose operations the run's control plane knows from now on: what a rank does is in the messages
+    /// that the others print when it dies or hangs, and the deadline counts.
+    ///
+    /// With `checks_collectives` no collective starts before all ranks of the group have called the same one on the same shape and
+    /// dtype; a difference is an [`Error::Mismatch`] on all of them. Each start then waits for the slowest rank and one round trip
+    /// to rank 0. Sends and receives are not compared this way, since they concern two ranks only: backends compare a message with
+    /// its receive.
     ///
     /// # Errors
-    /// The control plane counts the ranks otherwise.
+    /// The control plane counts the ranks otherwise than the backend.
     pub fn watched(&self, control: &Arc<Control>, checks_collectives: bool) -> Result<Self> {
-        let watched = Watched::new(self.comm.clone(), control.clone(), checks_collectives)?;
-        Ok(Self::new(Box::new(watched)).along(self.axis))
+        let first_seq = self.next_seq.load(Ordering::Relaxed);
+        let watch = Watch::new(&*self.comm, control, (checks_collectives, first_seq))?;
+        Ok(Self {
+            counters: Arc::default(),
+            watch: Some(Arc::new(watch)),
+            ..self.clone()
+        })
     }
 
     /// A world of one rank.
@@ -109,27 +124,36 @@ impl ProcessGroup {
     /// A color or key beyond `i64`; else as for every operation: see [`Pending::wait`](crate::Pending::wait).
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
-        scope(Location::caller(), || {
-            let (ranks, numbers) = self.ranks_of_color(color, key)?;
-            Ok(Self::new(self.comm.subgroup(&ranks, &numbers)?).along(self.axis))
+        let own = self.comm.subgroup_number();
+        let (ranks, numbers) = match self.is_single() {
+            true => (vec![0], vec![own]),
+            false => self.ranks_of_color(color, key, own)?,
+        };
+        let comm = self.comm.subgroup(&ranks, &numbers)?;
+        let members: Arc<[usize]> = ranks.iter().map(|rank| self.members[*rank]).collect();
+        // All ranks have called as much here.
+        let seq = self.next_seq.load(Ordering::Relaxed);
+        let watch = self.watch.as_ref();
+        Ok(Self {
+            axis: self.axis,
+            watch: watch.map(|watch| Arc::new(watch.subgroup(&members, seq))),
+            members,
+            ..Self::new(comm)
         })
     }
 
     /// The ranks of this group that say the same color, in the order of their keys, and their
-    /// [numbers](Communicator::subgroup_number).
-    fn ranks_of_color(&self, color: usize, key: usize) -> Result<(Vec<usize>, Vec<i64>)> {
-        let own = self.comm.subgroup_number();
-        if self.is_single() {
-            return Ok((vec![0], vec![own]));
-        }
+    /// [numbers](Communicator::subgroup_number), of which this rank's is `own`.
+    #[track_caller]
+    fn ranks_of_color(&self, color: usize, key: usize, own: i64) -> Result<(Vec<usize>, Vec<i64>)> {
         let number = |number: usize| {
             i64::try_from(number).map_err(|_| {
                 Error::Argument(format!("split: {number} is too large a color or key"))
             })
         };
         let mine = Tensor::new(&[[number(color)?, number(key)?, own]], self.device())?;
-        let all = self.comm.start(&Operation::Split, &[mine], None)?.wait()?;
-        let all = one(all)?.to_vec2::<i64>()?;
+        let all = self.start_as("split", &Operation::Split, &[mine], None)?;
+        let all = one(all.wait()?)?.to_vec2::<i64>()?;
         self.comm.check()?;
         let mut ranks: Vec<usize> = (0..all.len())
             .filter(|rank| all[*rank][0] == all[self.rank()][0])
@@ -143,7 +167,9 @@ impl ProcessGroup {
     /// messages say so, and so does a [trace].
     pub fn set_step(&self, step: usize, phase: &'static str) {
         trace::set_step(step);
-        self.comm.set_step(step as u64, phase);
+        if let Some(watch) = &self.watch {
+            watch.control.set_step(step as u64, phase);
+        }
     }
 
     /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values that came
@@ -187,39 +213,62 @@ impl ProcessGroup {
     #[track_caller]
     fn start(
         &self,
-        operation: Operation,
+        operation: &Operation,
         xs: &[Tensor],
         place: Option<&Tensor>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let (name, bytes) = (operation.name(), self.ring_bytes(&operation, xs));
+        let (name, bytes) = (operation.name(), self.ring_bytes(operation, xs));
         self.lock_counters().add(name, bytes);
-        let start = || self.comm.start(&operation, xs, place);
-        let pending = scope(Location::caller(), start)?;
-        Ok(pending.traced(|| self.traced(name, bytes)))
+        self.start_as(name, operation, xs, place)
     }
 
-    /// Starts an operation that gives one tensor; a group of one gives `xs`.
+    /// Starts an operation, which is not counted, and which a trace calls `name`.
     #[track_caller]
-    fn start_one(&self, operation: Operation, xs: &Tensor) -> Result<Pending<Tensor>> {
-        if self.is_single() {
-            return Ok(Pending::ready(xs.detach()));
+    fn start_as(
+        &self,
+        name: &'static str,
+        operation: &Operation,
+        xs: &[Tensor],
+        place: Option<&Tensor>,
+    ) -> Result<Pending<Vec<Tensor>>> {
+        for xs in xs {
+            element::check(xs, self.members[self.rank()], self.device())?;
+            element::check_reduces(operation, xs.dtype(), self.device())?;
+        }
+        let seq = match operation {
+            Operation::Messages { .. } => None,
+            _ => Some(self.next_seq.fetch_add(1, Ordering::Relaxed)),
+        };
+        let mut request = Request::new(operation, xs, place, (&self.members, seq));
+        let pending = match &self.watch {
+            None => self.comm.start(&mut request)?,
+            Some(watch) => watch.start(&*self.comm, &mut request)?,
+        };
+        Ok(pending.traced(|| {
+            let op = OpSpan {
+                operation: name,
+                group: self.axis,
+                num_ranks: self.world_size(),
+                bytes: self.ring_bytes(operation, xs),
+            };
+            (op, self.device().clone())
+        }))
+    }
+
+    /// Starts an operation that gives one tensor, in `place` if that is given; a group of one gives its input.
+    #[track_caller]
+    fn start_one(
+        &self,
+        operation: Operation,
+        xs: &Tensor,
+        place: Option<Tensor>,
+    ) -> Result<Pending<Tensor>> {
+        let has_no_elements = |place: &Tensor| place.elem_count() == 0;
+        if self.is_single() || place.as_ref().is_some_and(has_no_elements) {
+            return Ok(Pending::ready(place.unwrap_or_else(|| xs.detach())));
         }
         let xs = dims::contiguous(xs)?;
-        Ok(self.start(operation, &[xs], None)?.map(one))
-    }
-
-    /// An operation as a trace shows it.
-    fn traced(&self, operation: &'static str, bytes: u64) -> TracedOp {
-        let op = OpSpan {
-            operation,
-            group: self.axis,
-            num_ranks: self.world_size(),
-            bytes,
-        };
-        TracedOp {
-            op,
-            device: self.device().clone(),
-        }
+        Ok(self.start(&operation, &[xs], place.as_ref())?.map(one))
     }
 
     /// An error unless `rank` is in the group.

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use crate::{Communicator, Operation, Pending};
+use crate::{Communicator, Pending, Request};
 
 /// A world of one rank, where every operation gives its input.
 pub(crate) struct Single(pub Device);
@@ -20,13 +20,8 @@ impl Communicator for Single {
         &self.0
     }
 
-    fn start(
-        &self,
-        _: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let results = place.map_or(xs, std::slice::from_ref);
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let results = request.place.map_or(request.tensors, std::slice::from_ref);
         Ok(Pending::ready(results.iter().map(Tensor::detach).collect()))
     }
 

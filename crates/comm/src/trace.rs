@@ -139,26 +139,18 @@ fn push(kind: SpanKind, start: Instant, end: Instant) {
     });
 }
 
-/// An operation that was started while the thread recorded.
-pub(crate) struct TracedOp {
-    pub op: OpSpan,
-    pub device: Device,
-}
-
-impl TracedOp {
-    /// Records that it was in flight from `started` to `completed`, or if nobody knows when that was to the end of the wait, and that
-    /// the thread waited for it.
-    pub fn waited(self, started: Instant, completed: Option<Instant>, wait: (Instant, Instant)) {
-        let (start, end) = wait;
-        // Else it was there before anybody waited.
-        if completed.is_none_or(|at| at > start) {
-            push(SpanKind::Idle(self.op.clone()), start, end);
-        }
-        let completed = completed.map_or(end, |at| at.min(end));
-        push(
-            SpanKind::Communication(self.op),
-            started,
-            completed.max(started),
-        );
+/// Records that an operation was in flight from `started` to `completed`, or if nobody knows when that was to the end of the wait, and
+/// that the thread waited for it.
+pub(crate) fn push_waited(
+    op: OpSpan,
+    started: Instant,
+    completed: Option<Instant>,
+    (start, end): (Instant, Instant),
+) {
+    // Else it was there before anybody waited.
+    if completed.is_none_or(|at| at > start) {
+        push(SpanKind::Idle(op.clone()), start, end);
     }
+    let completed = completed.map_or(end, |at| at.min(end));
+    push(SpanKind::Communication(op), started, completed.max(started));
 }

@@ -5,7 +5,7 @@ use std::fs;
 use safetensors::Dtype;
 use serde_json::Value;
 
-use super::folder::{read_json, read_tensors};
+use super::folder::{read_checkpoint, read_json, read_tensors};
 use super::training::metrics;
 use super::workspace::Workspace;
 

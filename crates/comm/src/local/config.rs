@@ -5,6 +5,9 @@ use std::time::Duration;
 use candle_core::{Device, Result};
 
 use crate::cores::num_cores;
+#[cfg(feature = "cuda")]
+use crate::device::has_a_stream;
+use crate::device::name;
 use crate::{Degrees, Error};
 
 /// How to run ranks as threads of this process; see [`launch::threads_with`](crate::launch::threads_with).
@@ -53,6 +56,45 @@ impl LocalConfig {
             ..Self::new(world_size)
         })
     }
+
+    /// One device for each rank.
+    ///
+    /// # Errors
+    /// Devices of different kinds, a kind without a backend, and a GPU whose work has no order.
+    pub(super) fn device_of_each(&self) -> Result<Vec<Device>> {
+        let devices = match &self.devices[..] {
+            [] => &[Device::Cpu],
+            devices => devices,
+        };
+        for device in devices {
+            check(device)?;
+            if device.is_cpu() != devices[0].is_cpu() {
+                return Err(Error::Argument(format!(
+                    "the ranks of a run are all on the CPU or all on GPUs, got {} and {}",
+                    name(&devices[0]),
+                    name(device)
+                ))
+                .into());
+            }
+        }
+        let in_turn = devices.iter().cycle();
+        Ok(in_turn.take(self.world_size).cloned().collect())
+    }
+}
+
+fn check(device: &Device) -> Result<()> {
+    let message = match device {
+        Device::Cpu => return Ok(()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) if has_a_stream(cuda) => return Ok(()),
+        Device::Cuda(_) => format!(
+            "ranks cannot share {}: it was opened with a stream for each thread, without order between them\n\
+             hint: open it by `Device::new_cuda_with_stream`",
+            name(device)
+        ),
+        Device::Metal(_) => format!("the local backend has no {}", name(device)),
+    };
+    Err(Error::Argument(message).into())
 }
 
 impl Default for LocalConfig {

@@ -11,50 +11,46 @@ use candle_core::{
     CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
 };
 
-use crate::device::empty;
+use super::LocalCommunicator;
+use super::slot::{Deposit, Outputs};
+use crate::ReduceOp;
+use crate::adopted::GivenAway;
+use crate::device::{empty, unwritten};
 use crate::element::with_element;
-use crate::pairwise::are_halves;
 use crate::plan::{Piece, Plan};
-use crate::{Operation, ReduceOp};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added two by two.
 const LONGEST: usize = 4 << 20;
 
 /// Enqueues the outputs of a collective, one per rank, in its place or with a storage of its own on the rank's device.
-pub(super) fn run(
-    operation: &Operation,
-    inputs: &[Tensor],
-    places: &[Option<Tensor>],
-    devices: &[&Device],
-) -> Result<Vec<Tensor>> {
-    let Some(first) = inputs.first() else {
-        return Ok(Vec::new());
-    };
-    let plan = Plan::new(operation, first.shape(), inputs.len(), None);
-    let (len, dtype) = (plan.len(), first.dtype());
+pub(super) fn run(plan: Plan, deposits: &[Deposit], group: &LocalCommunicator) -> Result<Outputs> {
+    let devices = group.members.iter().map(|rank| group.world.device(*rank));
+    let devices: Vec<&Device> = devices.collect();
+    let (len, dtype) = (plan.len(), deposits[0].input.dtype());
     let longest = match plan.pieces.iter().any(|piece| piece.sources.only.is_none()) {
         true => LONGEST,
         false => len.max(1),
     };
     let Plan { dims, op, pieces } = plan;
-    let rows = inputs
-        .iter()
-        .map(Tensor::flatten_all)
-        .collect::<Result<Vec<_>>>()?;
+    let inputs = deposits.iter().map(|deposit| deposit.input.flatten_all());
+    let inputs = inputs.collect::<Result<Vec<_>>>()?;
     let mut outputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
     for piece in pieces.into_iter().flat_map(|piece| piece.cut(longest)) {
-        fill(op, piece, &rows, devices, len, &mut outputs)?;
+        fill(op, piece, &inputs, &devices, len, &mut outputs)?;
     }
-    let outputs = outputs.into_iter().zip(devices).zip(places);
+    let outputs = outputs.into_iter().zip(&devices).zip(deposits);
     outputs
-        .map(|((output, device), place)| match (output, place) {
-            (Some(output), Some(place)) => {
-                place.inplace_op1(&CopyOf(&output))?;
-                Ok(place.clone())
-            }
-            (Some(output), None) => output.reshape(dims.as_slice()),
-            (None, _) => empty(dims.as_slice(), dtype, device),
+        .map(|((output, device), deposit)| {
+            let output = match (output, &deposit.place) {
+                (Some(output), Some(place)) => {
+                    place.inplace_op1(&CopyOf(&output))?;
+                    return Ok(None);
+                }
+                (Some(output), None) => output.reshape(dims.as_slice())?,
+                (None, _) => empty(dims.as_slice(), dtype, device)?,
+            };
+            Ok(Some(GivenAway::new(output)))
         })
         .collect()
 }
@@ -108,41 +104,29 @@ pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
     copy.reshape(xs.shape())
 }
 
-/// Memory for `len` values, which the caller must write before anything reads it.
-fn unwritten(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: `copy` writes all of it, and the pieces of a plan fill an output from its first element to its last.
-    unsafe { Tensor::empty(len, dtype, device) }
-}
-
 /// The reduction of one tensor for each rank, [pairwise](crate::pairwise), on `device`. Half precision is accumulated in f32 and
 /// rounded once, as on the CPU, so that the result has the same bits.
 fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
-    let mut stack: Vec<(std::ops::Range<usize>, Tensor)> = Vec::new();
-    for (rank, source) in sources.iter().enumerate() {
+    combine(op, sources, device)?.to_dtype(sources[0].dtype())
+}
+
+/// The reduction before it is rounded.
+fn combine(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
+    if let [source] = sources {
         let here = match source.device().same_device(device) {
             true => source.clone(),
             false => copy(source, device)?,
         };
-        let xs = match here.dtype() {
-            DType::BF16 | DType::F16 => here.to_dtype(DType::F32)?,
-            _ => here,
+        return match here.dtype() {
+            DType::BF16 | DType::F16 => here.to_dtype(DType::F32),
+            _ => Ok(here),
         };
-        stack.push((rank..rank + 1, xs));
-        while let [.., left, right] = &stack[..]
-            && are_halves(&left.0, &right.0, sources.len())
-        {
-            let combined = match op {
-                ReduceOp::Sum => left.1.add(&right.1)?,
-                ReduceOp::Max => larger(&left.1, &right.1)?,
-            };
-            let both = (left.0.start..right.0.end, combined);
-            stack.truncate(stack.len() - 2);
-            stack.push(both);
-        }
     }
-    match (&stack[..], sources) {
-        ([(_, all)], [first, ..]) => all.to_dtype(first.dtype()),
-        _ => bail!("nothing to reduce"),
+    let (left, right) = sources.split_at(sources.len().next_power_of_two() / 2);
+    let (left, right) = (combine(op, left, device)?, combine(op, right, device)?);
+    match op {
+        ReduceOp::Sum => left.add(&right),
+        ReduceOp::Max => larger(&left, &right),
     }
 }
 

@@ -1,112 +1,90 @@
 //! One collective operation of a group, from the first rank's arrival to the last one's departure.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::{Result, Tensor};
+use candle_core::Tensor;
 
+use super::collective::copy;
+use super::world::Polled;
 use crate::Error;
 use crate::adopted::GivenAway;
 use crate::call::Call;
 use crate::error::group_name;
 
 /// What a rank brings to an operation.
-#[derive(Debug)]
-pub(super) enum Payload {
-    /// The input, and where the output goes unless it is new.
-    Tensor(Tensor, Option<Tensor>),
-    /// A copy of the input of a rank that has given up its output.
-    Copy(GivenAway),
-}
-
-#[derive(Debug)]
 pub(super) struct Deposit {
     pub call: Call,
-    pub payload: Payload,
+    pub input: Tensor,
+    /// Where the output goes, unless it is new.
+    pub place: Option<Tensor>,
+    /// The input, if it is a copy: its rank has given up the output.
+    pub copied: Option<GivenAway>,
 }
+
+/// The outputs of an operation, by group rank; `None` for one that is in its place.
+pub(super) type Outputs = Vec<Option<GivenAway>>;
 
 enum Phase {
-    /// Some ranks have not arrived.
-    Gathering,
+    /// By group rank; some have not arrived.
+    Gathering(Vec<Option<Deposit>>),
     /// All have arrived; somebody is computing the outputs.
     Working,
-    Done,
+    Done(Outputs),
     Failed(Error),
-}
-
-/// What [`Slot::take`] found.
-pub(super) enum Taken {
-    Output(Option<Tensor>),
-    Failed(Error),
-    /// Not complete; these group ranks have not arrived (none: the work is being done).
-    Missing(Vec<usize>),
-}
-
-/// What became of an input in [`Slot::release`].
-pub(super) enum Released {
-    /// It is being read.
-    NotYet,
-    /// Nobody reads it any more. With the output, if it was there.
-    Input(Option<Tensor>),
 }
 
 /// One collective operation of a group.
 pub(super) struct Slot {
+    /// World ranks, by group rank.
+    members: Arc<[usize]>,
     phase: Phase,
-    arrived: Vec<bool>,
-    deposits: Vec<Option<Deposit>>,
-    outputs: Vec<Option<Tensor>>,
     /// Ranks that want nothing more from this slot.
     released: Vec<bool>,
     /// When the outputs came.
-    finished: Option<Instant>,
+    pub finished: Option<Instant>,
 }
 
 impl Slot {
-    pub fn new(world_size: usize) -> Self {
+    pub fn new(members: Arc<[usize]>) -> Self {
         Self {
-            phase: Phase::Gathering,
-            arrived: vec![false; world_size],
-            deposits: (0..world_size).map(|_| None).collect(),
-            outputs: (0..world_size).map(|_| None).collect(),
-            released: vec![false; world_size],
+            phase: Phase::Gathering(members.iter().map(|_| None).collect()),
+            released: vec![false; members.len()],
             finished: None,
+            members,
         }
     }
 
-    /// Adds a rank's deposit to operation `seq` of the group of these world ranks. Two calls that differ fail the slot at once. The last rank to arrive gets all deposits,
-    /// in rank order, and must call [`finish`](Self::finish).
-    pub fn deposit(
-        &mut self,
-        rank: usize,
-        deposit: Deposit,
-        (members, seq): (&[usize], u64),
-    ) -> Option<Vec<Deposit>> {
-        self.arrived[rank] = true;
-        let other = self
-            .deposits
-            .iter()
-            .enumerate()
-            .find_map(|(r, other)| other.as_ref().map(|other| (r, &other.call)));
-        if let Some((other_rank, other)) = other
-            && matches!(self.phase, Phase::Gathering)
-            && !other.agrees(&deposit.call)
-        {
-            let mut pair = [(members[other_rank], other), (members[rank], &deposit.call)];
-            pair.sort_by_key(|(rank, _)| *rank);
-            let [first, second] = pair.map(|(rank, call)| (rank, call.to_string()));
+    /// Adds a rank's deposit. Two calls that differ fail the slot at once. The last rank to
+    /// arrive gets all deposits, in rank order, and must call [`finish`](Self::finish).
+    pub fn arrive(&mut self, rank: usize, deposit: Deposit) -> Option<Vec<Deposit>> {
+        let Phase::Gathering(deposits) = &mut self.phase else {
+            return None;
+        };
+        let mut others = self.members.iter().zip(&*deposits);
+        let differing = others.find_map(|(member, other)| {
+            let other = &other.as_ref()?.call;
+            (!other.agrees(&deposit.call)).then(|| (*member, other.to_string()))
+        });
+        if let Some(other) = differing {
+            let mut pair = [other, (self.members[rank], deposit.call.to_string())];
+            pair.sort();
+            let [first, second] = pair;
             self.phase = Phase::Failed(Error::Mismatch {
-                group: group_name(members),
-                seq,
+                group: group_name(&self.members),
+                seq: deposit.call.seq.unwrap_or_default(),
                 first,
                 second,
             });
-        }
-        self.deposits[rank] = Some(deposit);
-        if !matches!(self.phase, Phase::Gathering) || !self.arrived.iter().all(|arrived| *arrived) {
             return None;
         }
+        deposits[rank] = Some(deposit);
+        if deposits.iter().any(Option::is_none) {
+            return None;
+        }
+        let all = std::mem::take(deposits).into_iter().flatten().collect();
         self.phase = Phase::Working;
-        Some(self.deposits.iter_mut().filter_map(Option::take).collect())
+        Some(all)
     }
 
     /// Whether two ranks called different operations, or the work failed.
@@ -114,77 +92,61 @@ impl Slot {
         matches!(self.phase, Phase::Failed(_))
     }
 
-    /// Sets the outputs, one per rank in rank order, or the error that all ranks get. Returns outputs that their ranks have given up.
-    pub fn finish(&mut self, outputs: std::result::Result<Vec<Tensor>, Error>) -> Vec<Tensor> {
+    /// Sets the outputs, or the error that all ranks get.
+    pub fn finish(&mut self, outputs: Result<Outputs, Error>) {
         self.finished = Some(Instant::now());
-        let mut unwanted = Vec::new();
-        match outputs {
-            Ok(outputs) => {
-                for (rank, output) in outputs.into_iter().enumerate() {
-                    match self.released[rank] {
-                        true => unwanted.push(output),
-                        false => self.outputs[rank] = Some(output),
-                    }
-                }
-                self.phase = Phase::Done;
+        self.phase = match outputs {
+            Ok(mut outputs) => {
+                let unwanted = outputs.iter_mut().zip(&self.released);
+                let unwanted = unwanted.filter(|(_, released)| **released);
+                unwanted.for_each(|(output, _)| *output = None);
+                Phase::Done(outputs)
             }
-            Err(error) => self.phase = Phase::Failed(error),
-        }
-        unwanted
+            Err(error) => Phase::Failed(error),
+        };
     }
 
-    /// When the outputs came, if they have.
-    pub fn finished(&self) -> Option<Instant> {
-        self.finished
-    }
-
-    /// The group ranks that have not arrived.
-    pub fn missing(&self) -> Vec<usize> {
-        let ranks = 0..self.arrived.len();
-        ranks.filter(|rank| !self.arrived[*rank]).collect()
-    }
-
-    /// Takes a rank's output, if it is there.
-    pub fn take(&mut self, rank: usize) -> Taken {
-        match &self.phase {
-            Phase::Gathering | Phase::Working => Taken::Missing(self.missing()),
-            Phase::Failed(error) => {
-                self.released[rank] = true;
-                Taken::Failed(error.clone())
+    /// Takes a rank's output, if the operation is over: `None` if it is in its place.
+    pub fn take(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
+        let found = match &mut self.phase {
+            Phase::Gathering(deposits) => {
+                let missing = self.members.iter().zip(deposits);
+                let missing = missing.filter(|(_, deposit)| deposit.is_none());
+                return Ok(Polled::Missing(
+                    missing.map(|(member, _)| *member).collect(),
+                ));
             }
-            Phase::Done => {
-                self.released[rank] = true;
-                Taken::Output(self.outputs[rank].take())
-            }
-        }
-    }
-
-    /// Gives up a rank's output, and its place. While other ranks are missing, `copy` replaces the rank's input by one that nobody
-    /// else can write to; without memory for a copy the input is still read.
-    pub fn release(
-        &mut self,
-        rank: usize,
-        copy: impl FnOnce(&Tensor) -> Result<Tensor>,
-    ) -> Released {
-        if matches!(self.phase, Phase::Working) {
-            return Released::NotYet;
-        }
-        if matches!(self.phase, Phase::Gathering)
-            && let Some(Deposit { payload, .. }) = &mut self.deposits[rank]
-            && let Payload::Tensor(xs, _) = payload
-        {
-            match copy(xs) {
-                Ok(copy) => *payload = Payload::Copy(GivenAway::new(copy)),
-                Err(_) => return Released::NotYet,
-            }
-        }
+            Phase::Working => return Ok(Polled::Missing(Vec::new())),
+            Phase::Done(outputs) => Ok(Polled::Ready(outputs[rank].take())),
+            Phase::Failed(error) => Err(error.clone()),
+        };
         self.released[rank] = true;
-        Released::Input(self.outputs[rank].take())
+        found
+    }
+
+    /// Gives up a rank's output, which it gets if it is there, as soon as nobody reads its input any more. While other ranks are
+    /// missing a copy replaces the input; without memory for that it is still to be read.
+    pub fn give_up(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
+        if let Phase::Gathering(deposits) = &mut self.phase
+            && let Some(deposit) = &mut deposits[rank]
+            && let Ok(copy) = copy(&deposit.input, deposit.input.device())
+        {
+            deposit.input = copy.clone();
+            deposit.copied = Some(GivenAway::new(copy));
+            deposit.place = None;
+            self.released[rank] = true;
+            return Ok(Polled::Ready(None));
+        }
+        match self.take(rank) {
+            // The others say it.
+            Err(_) => Ok(Polled::Ready(None)),
+            found => found,
+        }
     }
 
     /// Whether nobody wants anything more from this slot.
     pub fn is_over(&self) -> bool {
         self.released.iter().all(|released| *released)
-            && matches!(self.phase, Phase::Done | Phase::Failed(_))
+            && matches!(self.phase, Phase::Done(_) | Phase::Failed(_))
     }
 }

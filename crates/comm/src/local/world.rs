@@ -1,31 +1,32 @@
 //! What all ranks of a process share: groups, operations in flight, who failed, who left.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use candle_core::{Device, Result};
+use candle_core::Device;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
-use super::devices;
-use super::point_to_point::Channel;
+use super::messages::Channel;
 use super::slot::Slot;
 use crate::call::Call;
 use crate::cores::num_cores;
 use crate::deadline::Deadline;
 use crate::device::make_current;
-use crate::error::{group_name, rank_list};
-use crate::{Error, message_of};
+use crate::error::rank_list;
+use crate::{Error, Request, message_of};
 
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
 pub(crate) struct World {
     deadline: Duration,
     delays: Option<u64>,
-    num_delays: Vec<AtomicU64>,
     devices: Vec<Device>,
+    /// Beside that of all ranks.
+    num_groups: AtomicI64,
     state: Mutex<State>,
     wake: Vec<Condvar>,
     /// Threads for the work of large operations. Not those of a rank's own pool: a rank may be blocked in a wait on them.
@@ -35,14 +36,15 @@ pub(crate) struct World {
 
 pub(super) struct State {
     /// The first rank that failed.
-    pub failure: Option<Failure>,
-    pub ranks: Vec<RankState>,
-    pub groups: Vec<Group>,
-    /// Groups that were split off, by their parent, the number of collectives there before, and their members.
-    subgroups: HashMap<(usize, u64, Arc<[usize]>), usize>,
+    failure: Option<Failure>,
+    ranks: Vec<RankState>,
+    /// By group and the number of the collective there.
+    pub slots: HashMap<(i64, u64), Slot>,
+    /// By group, source and destination, group ranks.
+    pub channels: HashMap<(i64, usize, usize), Channel>,
 }
 
-pub(super) struct Failure {
+struct Failure {
     rank: usize,
     message: String,
     /// Ranks that failed with this message, each by itself.
@@ -50,45 +52,59 @@ pub(super) struct Failure {
 }
 
 #[derive(Default)]
-pub(super) struct RankState {
-    pub last: Option<LastCall>,
+struct RankState {
+    last: Option<Call>,
     /// Whether the rank has returned.
-    pub left: bool,
+    left: bool,
+    num_delays: u64,
 }
 
-pub(super) struct LastCall {
-    pub group: usize,
-    /// The number among the group's collectives; messages have none.
-    pub seq: Option<u64>,
-    pub call: Call,
-}
-
-pub(super) struct Group {
-    /// The world ranks, by group rank.
-    pub members: Arc<[usize]>,
-    /// The number of each rank's next collective.
-    pub next_seq: Vec<u64>,
-    pub slots: HashMap<u64, Slot>,
-    /// By (source, destination), group ranks.
-    pub channels: HashMap<(usize, usize), Channel>,
-}
-
-impl Group {
-    pub fn new(members: Arc<[usize]>) -> Self {
-        let next_seq = vec![0; members.len()];
-        Self {
-            members,
-            next_seq,
-            slots: HashMap::new(),
-            channels: HashMap::new(),
+impl State {
+    /// What `look` finds at a collective, which is forgotten when none of the ranks wants anything more from it.
+    pub fn look_at<T>(&mut self, id: (i64, u64), look: impl FnOnce(&mut Slot) -> T) -> Option<T> {
+        let slot = self.slots.get_mut(&id)?;
+        let found = look(slot);
+        if slot.is_over() {
+            self.slots.remove(&id);
         }
+        Some(found)
+    }
+
+    /// Notes what a rank starts. An error if a rank has failed: nothing new starts after that.
+    pub fn begin(&mut self, world_rank: usize, request: &Request<'_>) -> Result<(), Error> {
+        self.check_alive(world_rank, &request.call)?;
+        self.ranks[world_rank].last = Some(request.call.clone());
+        Ok(())
+    }
+
+    fn check_alive(&self, waiting: usize, call: &Call) -> Result<(), Error> {
+        match &self.failure {
+            None => Ok(()),
+            Some(Failure { rank, message, .. }) => Err(Error::PeerFailed {
+                waiting,
+                call: call.to_string(),
+                rank: *rank,
+                message: message.clone(),
+            }),
+        }
+    }
+
+    /// One line per rank: its last operation.
+    fn last_operations(&self) -> String {
+        let line = |(rank, state): (usize, &RankState)| {
+            let last = state.last.as_ref().map(Call::in_group);
+            let last = last.unwrap_or_else(|| "has started no operation".into());
+            let left = if state.left { ", then left" } else { "" };
+            format!("  rank {rank}: {last}{left}")
+        };
+        let lines: Vec<String> = self.ranks.iter().enumerate().map(line).collect();
+        lines.join("\n")
     }
 }
 
 /// What a wait found when it looked.
 pub(super) enum Polled<T> {
     Ready(T),
-    Failed(Error),
     /// Not complete; these world ranks have not arrived.
     Missing(Vec<usize>),
 }
@@ -98,24 +114,28 @@ impl World {
     ///
     /// # Errors
     /// Devices that the ranks cannot have.
-    pub(crate) fn new(config: &LocalConfig) -> Result<Arc<Self>> {
-        let devices = devices::of_ranks(config)?;
+    pub(crate) fn new(config: &LocalConfig) -> candle_core::Result<Arc<Self>> {
+        let devices = config.device_of_each()?;
         let ranks = 0..config.world_size;
         let state = State {
             failure: None,
             ranks: ranks.clone().map(|_| RankState::default()).collect(),
-            groups: vec![Group::new(ranks.clone().collect())],
-            subgroups: HashMap::new(),
+            slots: HashMap::new(),
+            channels: HashMap::new(),
         };
         Ok(Arc::new(Self {
             deadline: config.deadline,
             delays: config.delays,
-            num_delays: ranks.clone().map(|_| AtomicU64::new(0)).collect(),
             devices,
+            num_groups: AtomicI64::new(0),
             state: Mutex::new(state),
             wake: ranks.map(|_| Condvar::new()).collect(),
             jobs: OnceLock::new(),
         }))
+    }
+
+    pub(super) fn world_size(&self) -> usize {
+        self.devices.len()
     }
 
     /// The device of a rank.
@@ -125,7 +145,7 @@ impl World {
 
     /// Makes this thread's calls to CUDA go to a rank's device, as they did before the thread worked or cleaned up for
     /// ranks on other GPUs.
-    pub(crate) fn make_current(&self, rank: usize) -> Result<()> {
+    pub(crate) fn make_current(&self, rank: usize) -> candle_core::Result<()> {
         make_current(&self.devices[rank])
     }
 
@@ -143,21 +163,9 @@ impl World {
         }
     }
 
-    pub(super) fn members(&self, group: usize) -> Arc<[usize]> {
-        self.lock().groups[group].members.clone()
-    }
-
-    /// The number of the group of these world ranks that `rank` of the group `parent` has split off: the first of them makes it.
-    pub(super) fn subgroup(&self, parent: usize, rank: usize, members: &Arc<[usize]>) -> usize {
-        let mut state = self.lock();
-        let State {
-            groups, subgroups, ..
-        } = &mut *state;
-        let split = (parent, groups[parent].next_seq[rank], members.clone());
-        *subgroups.entry(split).or_insert_with(|| {
-            groups.push(Group::new(members.clone()));
-            groups.len() - 1
-        })
+    /// A number for a group, which no other has.
+    pub(super) fn new_group(&self) -> i64 {
+        self.num_groups.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// The bookkeeping. No code panics while it holds the lock, so a poisoned lock still guards a sound state.
@@ -207,34 +215,9 @@ impl World {
     }
 
     /// The number of messages that were sent and never asked for.
-    pub(crate) fn num_undelivered(&self) -> u64 {
+    pub(crate) fn num_undelivered(&self) -> usize {
         let state = self.lock();
-        state
-            .groups
-            .iter()
-            .flat_map(|group| group.channels.values())
-            .map(Channel::num_undelivered)
-            .sum()
-    }
-
-    /// An error if a rank has failed: nothing new starts after that.
-    pub(super) fn check_alive(
-        state: &State,
-        waiting: usize,
-        call: &Call,
-    ) -> std::result::Result<(), Error> {
-        match &state.failure {
-            None => Ok(()),
-            Some(Failure { rank, message, .. }) => {
-                let (call, message) = (call.to_string(), message.clone());
-                Err(Error::PeerFailed {
-                    waiting,
-                    call,
-                    rank: *rank,
-                    message,
-                })
-            }
-        }
+        state.channels.values().map(Channel::num_undelivered).sum()
     }
 
     /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, or the deadline.
@@ -242,86 +225,67 @@ impl World {
         &self,
         rank: usize,
         call: &Call,
-        poll: impl FnMut(&mut State) -> Polled<T>,
-    ) -> std::result::Result<T, Error> {
-        let found = self.wait_until(rank, call, poll);
+        mut poll: impl FnMut(&mut State) -> Result<Polled<T>, Error>,
+    ) -> Result<T, Error> {
+        let mut deadline = Deadline::new(self.deadline);
+        let mut state = self.lock();
+        let found = loop {
+            let missing = match poll(&mut state) {
+                Ok(Polled::Ready(value)) => break Ok(value),
+                Ok(Polled::Missing(missing)) => missing,
+                Err(error) => break Err(error),
+            };
+            if let Err(error) = self.check_waiting(&state, (rank, call), &missing, &deadline) {
+                break Err(error);
+            }
+            state = deadline.wait(&self.wake[rank], state);
+        };
+        drop(state);
         // Other ranks' inputs may have been freed here, on their GPUs.
         self.make_current(rank)
             .map_err(|error| Error::Argument(format!("{call}: {error}")))?;
         found
     }
 
-    fn wait_until<T>(
+    /// An error if there is nothing to wait for any more.
+    fn check_waiting(
         &self,
-        rank: usize,
-        call: &Call,
-        mut poll: impl FnMut(&mut State) -> Polled<T>,
-    ) -> std::result::Result<T, Error> {
-        let mut deadline = Deadline::new(self.deadline);
-        let mut state = self.lock();
-        loop {
-            let missing = match poll(&mut state) {
-                Polled::Ready(value) => return Ok(value),
-                Polled::Failed(error) => return Err(error),
-                Polled::Missing(missing) => missing,
-            };
-            Self::check_alive(&state, rank, call)?;
-            if let Some(left) = missing.iter().find(|missing| state.ranks[**missing].left) {
-                let report = last_operations(&state);
-                return Err(Error::PeerLeft {
-                    waiting: rank,
-                    call: call.to_string(),
-                    rank: *left,
-                    report,
-                });
-            }
-            if deadline.is_over() {
-                return Err(Error::Deadline {
-                    waiting: rank,
-                    call: call.to_string(),
-                    secs: self.deadline.as_secs_f64(),
-                    missing: rank_list(&missing),
-                    report: last_operations(&state),
-                });
-            }
-            state = deadline.wait(&self.wake[rank], state);
+        state: &State,
+        (waiting, call): (usize, &Call),
+        missing: &[usize],
+        deadline: &Deadline,
+    ) -> Result<(), Error> {
+        state.check_alive(waiting, call)?;
+        if let Some(left) = missing.iter().find(|rank| state.ranks[**rank].left) {
+            return Err(Error::PeerLeft {
+                waiting,
+                call: call.to_string(),
+                rank: *left,
+                report: state.last_operations(),
+            });
         }
+        if deadline.is_over() {
+            return Err(Error::Deadline {
+                waiting,
+                call: call.to_string(),
+                secs: self.deadline.as_secs_f64(),
+                missing: rank_list(missing),
+                report: state.last_operations(),
+            });
+        }
+        Ok(())
     }
 
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
     pub(super) fn delay(&self, rank: usize) {
         let Some(seed) = self.delays else { return };
-        let number = self.num_delays[rank].fetch_add(1, Ordering::Relaxed);
-        let random = mix(mix(mix(seed) ^ rank as u64) ^ number);
-        std::thread::sleep(Duration::from_micros(random % 2000));
+        let number = {
+            let mut state = self.lock();
+            state.ranks[rank].num_delays += 1;
+            state.ranks[rank].num_delays
+        };
+        let mut random = DefaultHasher::new();
+        (seed, rank, number).hash(&mut random);
+        std::thread::sleep(Duration::from_micros(random.finish() % 2000));
     }
-}
-
-/// One line per rank: its last operation.
-fn last_operations(state: &State) -> String {
-    let lines: Vec<String> = (0..state.ranks.len())
-        .map(|rank| format!("  rank {rank}: {}", last_operation(state, rank)))
-        .collect();
-    lines.join("\n")
-}
-
-fn last_operation(state: &State, rank: usize) -> String {
-    let rank = &state.ranks[rank];
-    let left = if rank.left { ", then left" } else { "" };
-    let Some(last) = &rank.last else {
-        return format!("has started no operation{left}");
-    };
-    let group = group_name(&state.groups[last.group].members);
-    match last.seq {
-        Some(seq) => format!("{} ({group}, operation number {seq}){left}", last.call),
-        None => format!("{} ({group}){left}", last.call),
-    }
-}
-
-/// The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit changes half of the output bits.
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    x ^ (x >> 31)
 }

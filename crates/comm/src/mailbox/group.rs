@@ -10,7 +10,7 @@ use super::{FIRST_GROUP_TAG, Mailbox, Received};
 use crate::element::{Element, read_all, with_element, write};
 use crate::operation::Message;
 use crate::plan::Plan;
-use crate::{Communicator, Error, Operation, Pending};
+use crate::{Communicator, Error, Operation, Pending, Request};
 
 /// Collectives of a few ranks by way of their mailboxes: each sends its input to all, and computes its own output.
 pub(super) struct MailGroup {
@@ -64,14 +64,14 @@ impl MailGroup {
     fn messages(
         &self,
         xs: &[Tensor],
-        messages: &[Message],
+        messages: &[Message<()>],
         whole: &Operation,
     ) -> Result<Vec<Tensor>> {
         // Ranks send each other messages in one order, so one tag will do.
         let tag = self.tag(u64::MAX);
         let mut xs = xs.iter();
         for message in messages {
-            if let Message::Send { dst } = message {
+            if let Message::Send { dst, .. } = message {
                 let sent = xs.next().map(Tensor::force_contiguous).transpose()?;
                 let sent = sent.map_or_else(Vec::new, |sent| vec![sent]);
                 self.mailbox.send_any(self.members[*dst], tag, &sent)?;
@@ -133,7 +133,10 @@ fn output<T: Element>(
     place: Option<&Tensor>,
 ) -> Result<Tensor> {
     let plan = Plan::new(operation, inputs[rank].shape(), inputs.len(), Some(rank));
-    let output = read_all(inputs, |inputs: &[&[T]]| plan.output_of(rank, inputs))?;
+    let len = inputs[rank].elem_count();
+    let output = read_all(inputs, (0, len), |inputs: &[&[T]]| {
+        plan.output_of(rank, inputs)
+    })?;
     match place {
         Some(place) => {
             write(place, 0, &output)?;
@@ -156,15 +159,14 @@ impl Communicator for MailGroup {
         &Device::Cpu
     }
 
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let (operation, xs) = (request.operation, request.tensors);
         Ok(Pending::ready(match operation {
             Operation::Messages { messages, .. } => self.messages(xs, messages, operation)?,
-            _ => vec![self.collective(operation, operation.only_tensor(xs)?, place)?],
+            _ => {
+                let xs = operation.only_tensor(xs)?;
+                vec![self.collective(operation, xs, request.place)?]
+            }
         }))
     }
 

@@ -12,7 +12,7 @@ use super::engine::{Job, Start};
 use super::group::Group;
 use super::in_flight::{InFlight, Tensors};
 use crate::call::Call;
-use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, element};
+use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, Request, element};
 
 /// One rank's end of a group of processes.
 pub(super) struct MpiCommunicator {
@@ -29,12 +29,12 @@ impl MpiCommunicator {
 }
 
 /// What starts these messages, of which those that are sent have these tensors.
-fn start_messages(call: &Call, messages: &[Message], tensors: &[Tensor]) -> Result<Start> {
+fn start_messages(call: &Call, messages: &[Message<()>], tensors: &[Tensor]) -> Result<Start> {
     let mut tensors = tensors.iter();
     let (mut sends, mut receives) = (Vec::new(), Vec::new());
     for message in messages {
         match message {
-            Message::Send { dst } => {
+            Message::Send { dst, .. } => {
                 if let Some(xs) = tensors.next() {
                     sends.push(Outgoing::new(*dst, xs, call.site.to_string())?);
                 }
@@ -73,26 +73,17 @@ impl Communicator for MpiCommunicator {
         }
     }
 
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.group.members);
-        for xs in xs {
-            element::check(xs, self.shared.world_rank, &Device::Cpu)?;
-        }
-        let (tensors, start) = match operation {
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let (call, xs) = (request.call.clone(), request.tensors);
+        let (tensors, start) = match request.operation {
             Operation::Messages { messages, .. } => {
                 (Tensors::default(), start_messages(&call, messages, xs)?)
             }
-            _ => {
+            operation => {
                 let xs = operation.only_tensor(xs)?;
                 let tensors = Tensors {
                     input: Some(xs.detach()),
-                    place: place.map(Tensor::detach),
+                    place: request.place.map(Tensor::detach),
                 };
                 (tensors, Start::Collective(xs.shape().clone(), xs.dtype()))
             }
@@ -102,7 +93,7 @@ impl Communicator for MpiCommunicator {
         self.send(Job::Start(self.group.clone(), in_flight.clone(), start))?;
         Ok(match is_sent_only {
             true => Pending::ready(Vec::new()),
-            false => Pending::from_work(Box::new(in_flight)),
+            false => Pending::from_work(in_flight),
         })
     }
 

@@ -181,7 +181,7 @@ impl InFlight {
     }
 }
 
-impl Work<Vec<Tensor>> for Arc<InFlight> {
+impl Work for Arc<InFlight> {
     fn completed(&self) -> Option<Instant> {
         lock(&self.state).completed
     }

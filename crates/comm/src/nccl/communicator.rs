@@ -6,16 +6,15 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::group::{Group, wait_settled};
-use super::in_flight::{Finish, Held, InFlight, Kind};
-use super::joining::new_stream;
+use super::in_flight::{Held, InFlight};
 use super::reduction::Reduction;
+use super::run::new_stream;
 use super::session::Session;
-use super::transfer::{Motion, Transfer, enqueue, unwritten};
-use crate::call::Call;
-use crate::device::empty;
+use super::transfer::{Motion, Transfer, enqueue};
+use crate::device::{empty, unwritten};
 use crate::element;
 use crate::single::Single;
-use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp};
+use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp, Request};
 
 /// One rank's end of a group over NCCL; the rank's GPU is its own.
 ///
@@ -28,60 +27,45 @@ pub struct NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Starts transfers, all under way together; `finish` makes the result of what they have written.
-    fn launch(
-        &self,
-        call: &Call,
-        transfers: &[Transfer],
-        (finish, kind): (Finish, Kind),
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let (session, group) = (&self.session, &self.group);
-        session.state.check(call)?;
-        session.compute.context().bind_to_thread().w()?;
-        let tensors = transfers.iter();
-        let tensors = tensors.flat_map(|transfer| [transfer.from.clone(), transfer.to.clone()]);
-        let tensors = tensors.collect();
-        let steps = transfers
-            .iter()
-            .map(|transfer| transfer.located(&session.compute));
-        let steps = steps.collect::<Result<Vec<_>>>()?;
-        let held = Held::new(tensors, &session.compute, &group.stream)?;
-        let (seq, launched) = {
-            let mut state = group.lock();
-            let handle = state.handle()?;
-            let seq = state.next_seq;
-            state.next_seq += 1;
-            // SAFETY: the steps are of tensors that `held` keeps, and the group's stream waits for what makes them.
-            #[allow(unsafe_code)]
-            let launched = unsafe { enqueue(&steps, handle, &group.stream) };
-            (
-                seq,
-                launched.and_then(|()| wait_settled(handle, &session.state, call)),
-            )
-        };
-        if let Err(error) = launched {
-            session.fail(error.clone());
-            return Err(Error::Backend(format!(
-                "{call} failed on rank {}: {error}",
-                session.state.rank
-            ))
-            .into());
-        }
-        let call = format!("{call} ({}, operation number {seq})", group.name());
-        let in_flight = InFlight::new((session, group), call, held, (finish, kind))?;
-        Ok(Pending::from_work(Box::new(in_flight)))
+    /// A step from one tensor to another.
+    fn transfer(&self, motion: Motion, from: &Tensor, to: &Tensor) -> Result<Transfer> {
+        Transfer::new(motion, from, to, &self.session.run.compute)
     }
 
-    /// Starts a collective whose result goes to `place` if that is given. NCCL writes it there; reductions that it does not make
-    /// by itself are copied.
-    fn start_collective(
+    /// Starts transfers, all under way together.
+    fn launch(
         &self,
-        call: &Call,
-        xs: &Tensor,
-        place: Option<&Tensor>,
+        transfers: &[Transfer],
+        request: &mut Request<'_>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let operation = &call.operation;
-        element::check_reduces(operation, xs.dtype(), &self.device)?;
+        let (session, group) = (&self.session, &self.group);
+        let run = &session.run;
+        let call = &request.call;
+        run.check(call)?;
+        let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
+        let held = Held::new(tensors, &run.compute, &group.stream)?;
+        let launched = {
+            let state = group.lock();
+            let handle = state.handle()?;
+            // SAFETY: the steps are of tensors that `held` keeps, and the group's stream waits for what makes them.
+            #[allow(unsafe_code)]
+            let launched = unsafe { enqueue(transfers, handle, &group.stream) };
+            launched.and_then(|()| wait_settled(handle, run, call))
+        };
+        if let Err(error) = launched {
+            run.fail(error.clone());
+            let rank = run.rank;
+            return Err(Error::Backend(format!("{call} failed on rank {rank}: {error}")).into());
+        }
+        let in_flight = InFlight::new((session, group), request, held)?;
+        Ok(Pending::from_work(in_flight))
+    }
+
+    /// Starts a collective whose result goes to the request's place if that is given. NCCL writes it there; reductions that it does
+    /// not make by itself are copied.
+    fn start_collective(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let operation = request.operation;
+        let xs = operation.only_tensor(request.tensors)?;
         let dims = operation.output_dims(xs.shape(), self.world_size());
         if xs.elem_count() == 0 {
             let nothing = empty(dims, xs.dtype(), &self.device)?;
@@ -92,8 +76,8 @@ impl NcclCommunicator {
             None => Reduction::Plain,
         };
         let (written, copied) = match reduction {
-            Reduction::Plain => (place, None),
-            _ => (None, place.cloned()),
+            Reduction::Plain => (request.place, None),
+            _ => (None, request.place.cloned()),
         };
         let (mut transfers, mut outputs) = (Vec::new(), Vec::new());
         for xs in reduction.inputs(xs)? {
@@ -101,10 +85,11 @@ impl NcclCommunicator {
                 Some(place) => place.clone(),
                 None => unwritten(dims.as_slice(), xs.dtype(), &self.device)?,
             };
-            outputs.push(ys.clone());
-            transfers.extend(self.transfers(operation, xs, ys)?);
+            transfers.extend(self.transfers(operation, &xs, &ys)?);
+            outputs.push(ys);
         }
-        let finish = move || {
+        let pending = self.launch(&transfers, request)?;
+        Ok(pending.map(move |_| {
             let result = reduction.finish(&outputs)?;
             let Some(place) = copied else {
                 return Ok(vec![result]);
@@ -113,12 +98,11 @@ impl NcclCommunicator {
                 .flatten_all()?
                 .slice_set(&result.flatten_all()?, 0, 0)?;
             Ok(vec![place])
-        };
-        self.launch(call, &transfers, (Box::new(finish), Kind::Collective))
+        }))
     }
 
     /// What NCCL does for a collective from `xs` to `ys`.
-    fn transfers(&self, operation: &Operation, xs: Tensor, ys: Tensor) -> Result<Vec<Transfer>> {
+    fn transfers(&self, operation: &Operation, xs: &Tensor, ys: &Tensor) -> Result<Vec<Transfer>> {
         let motion = match operation {
             Operation::AllReduce(op) => Motion::AllReduce(*op),
             Operation::ReduceScatter(op) => Motion::ReduceScatter(*op),
@@ -129,37 +113,35 @@ impl NcclCommunicator {
                 let len = xs.dim(0)? / self.world_size();
                 let mut transfers = Vec::new();
                 for peer in 0..self.world_size() {
-                    for (motion, xs) in [(Motion::Send(peer), &xs), (Motion::Recv(peer), &ys)] {
+                    for (motion, xs) in [(Motion::Send(peer), xs), (Motion::Recv(peer), ys)] {
                         let part = xs.narrow(0, peer * len, len)?;
-                        transfers.push(Transfer::one_sided(motion, part));
+                        transfers.push(self.transfer(motion, &part, &part)?);
                     }
                 }
                 return Ok(transfers);
             }
         };
-        let (from, to) = (xs, ys);
-        Ok(vec![Transfer { motion, from, to }])
+        Ok(vec![self.transfer(motion, xs, ys)?])
     }
 
     fn start_messages(
         &self,
-        call: &Call,
-        messages: &[Message],
-        tensors: &[Tensor],
+        messages: &[Message<()>],
+        request: &mut Request<'_>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let mut tensors = tensors.iter();
+        let mut tensors = request.tensors.iter();
         let (mut transfers, mut received) = (Vec::new(), Vec::new());
         for message in messages {
             match message {
-                Message::Send { dst } => {
+                Message::Send { dst, .. } => {
                     if let Some(xs) = tensors.next().filter(|xs| xs.elem_count() > 0) {
                         let copy = xs.detach().force_contiguous()?;
-                        transfers.push(Transfer::one_sided(Motion::Send(*dst), copy));
+                        transfers.push(self.transfer(Motion::Send(*dst), &copy, &copy)?);
                     }
                 }
                 Message::Recv { shape, dtype, src } if shape.elem_count() > 0 => {
                     let ys = unwritten(shape, *dtype, &self.device)?;
-                    transfers.push(Transfer::one_sided(Motion::Recv(*src), ys.clone()));
+                    transfers.push(self.transfer(Motion::Recv(*src), &ys, &ys)?);
                     received.push(ys);
                 }
                 Message::Recv { shape, dtype, .. } => {
@@ -170,21 +152,14 @@ impl NcclCommunicator {
         if transfers.is_empty() {
             return Ok(Pending::ready(received));
         }
-        let kind = match received.is_empty() {
-            true => Kind::Send,
-            false => Kind::Collective,
-        };
-        self.launch(call, &transfers, (Box::new(move || Ok(received)), kind))
+        let pending = self.launch(&transfers, request)?;
+        Ok(pending.map(move |_| Ok(received)))
     }
 
-    fn start_barrier(&self, call: &Call) -> Result<Pending<Vec<Tensor>>> {
+    fn start_barrier(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
         let flag = Tensor::zeros(1, DType::U8, &self.device)?;
-        let transfer = Transfer::one_sided(Motion::AllReduce(ReduceOp::Sum), flag);
-        self.launch(
-            call,
-            &[transfer],
-            (Box::new(|| Ok(Vec::new())), Kind::Barrier),
-        )
+        let transfer = self.transfer(Motion::AllReduce(ReduceOp::Sum), &flag, &flag)?;
+        self.launch(&[transfer], request)
     }
 }
 
@@ -205,21 +180,16 @@ impl Communicator for NcclCommunicator {
         Reduction::new(op, dtype, self.half_sums).bytes_per_value(dtype)
     }
 
-    #[track_caller]
-    fn start(
-        &self,
-        operation: &Operation,
-        xs: &[Tensor],
-        place: Option<&Tensor>,
-    ) -> Result<Pending<Vec<Tensor>>> {
-        let call = Call::new(operation, xs, &self.group.members);
-        for xs in xs {
-            element::check(xs, self.session.state.rank, &self.device)?;
+    fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
+        let run = &self.session.run;
+        for xs in request.tensors {
+            element::check(xs, run.rank, &self.device)?;
         }
-        match operation {
-            Operation::Messages { messages, .. } => self.start_messages(&call, messages, xs),
-            Operation::Barrier => self.start_barrier(&call),
-            _ => self.start_collective(&call, operation.only_tensor(xs)?, place),
+        run.compute.context().bind_to_thread().w()?;
+        match request.operation {
+            Operation::Messages { messages, .. } => self.start_messages(messages, request),
+            Operation::Barrier => self.start_barrier(request),
+            _ => self.start_collective(request),
         }
     }
 
@@ -231,12 +201,10 @@ impl Communicator for NcclCommunicator {
             candle_core::bail!("split: this rank is not in its own group {ranks:?}");
         };
         let members = ranks.iter().map(|rank| self.group.members[*rank]).collect();
-        let stream = new_stream(&self.session)?;
-        let split = self
-            .group
-            .split(*color, (members, rank), stream, &self.session.state);
-        let added = split.and_then(|group| group.map(|group| self.session.add(group)).transpose());
-        match added {
+        let run = &self.session.run;
+        let stream = new_stream(run)?;
+        let split = self.group.split(*color, (members, rank), stream, run);
+        match split.and_then(|group| group.map(|group| run.add(group)).transpose()) {
             Ok(Some(group)) => Ok(Box::new(Self {
                 session: self.session.clone(),
                 group,
@@ -245,13 +213,13 @@ impl Communicator for NcclCommunicator {
             })),
             Ok(None) => Ok(Box::new(Single(self.device.clone()))),
             Err(error) => {
-                self.session.fail(error.clone());
+                run.fail(error.clone());
                 Err(error.into())
             }
         }
     }
 
     fn check(&self) -> Result<()> {
-        Ok(self.session.state.check(&format_args!("what was read"))?)
+        Ok(self.session.run.check(&format_args!("what was read"))?)
     }
 }

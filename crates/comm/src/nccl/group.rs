@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
-use super::run_state::RunState;
-use super::sys::{self, Handle, UniqueId};
+use super::session::Run;
+use super::sys::{self, Handle, UniqueId, as_int};
 use crate::Error;
 use crate::deadline::Deadline;
 use crate::error::group_name;
@@ -33,8 +33,6 @@ pub(super) struct State {
     handle: Option<Handle>,
     /// A split of it that the run's failure has interrupted.
     interrupted: Option<sys::Split>,
-    /// Number of the next operation.
-    pub next_seq: u64,
 }
 
 impl Group {
@@ -43,7 +41,7 @@ impl Group {
         (rank, world_size): (usize, usize),
         id: &UniqueId,
         stream: Arc<CudaStream>,
-        run: &RunState,
+        run: &Run,
     ) -> Result<Self> {
         let handle = sys::init(as_int(rank)?, as_int(world_size)?, id)?;
         let group = Self::new((0..world_size).collect(), rank, stream, handle);
@@ -55,7 +53,6 @@ impl Group {
         let state = State {
             handle: Some(handle),
             interrupted: None,
-            next_seq: 0,
         };
         Self {
             members,
@@ -83,7 +80,7 @@ impl Group {
         color: usize,
         (members, rank): (Arc<[usize]>, usize),
         stream: Arc<CudaStream>,
-        run: &RunState,
+        run: &Run,
     ) -> Result<Option<Self>> {
         let mut state = self.lock();
         let parent = state.handle()?;
@@ -101,18 +98,11 @@ impl Group {
         };
         let group = Self::new(members, rank, stream, child);
         group.settled(child, run)?;
-        let given = sys::rank(child)?;
-        if given != rank {
-            return Err(Error::Backend(format!(
-                "NCCL: this rank is number {given} of {}, expected {rank}",
-                group.name()
-            )));
-        }
         Ok(Some(group))
     }
 
     /// Waits for a new group; aborts it if it does not come to be.
-    fn settled(&self, handle: Handle, run: &RunState) -> Result<()> {
+    fn settled(&self, handle: Handle, run: &Run) -> Result<()> {
         let call = format!("joining {}", self.name());
         wait_settled(handle, run, &call).inspect_err(|_| self.abort())
     }
@@ -146,7 +136,7 @@ impl Group {
     }
 
     /// Completes its operations.
-    pub fn finalize(&self, run: &RunState) -> Result<()> {
+    pub fn finalize(&self, run: &Run) -> Result<()> {
         let state = self.lock();
         let Some(handle) = state.handle else {
             return Ok(());
@@ -172,7 +162,7 @@ impl State {
 }
 
 /// Waits until the host's part of `call` is done, or the run fails, or the deadline.
-pub(super) fn wait_settled(handle: Handle, run: &RunState, call: &dyn Display) -> Result<()> {
+pub(super) fn wait_settled(handle: Handle, run: &Run, call: &dyn Display) -> Result<()> {
     let mut deadline = Deadline::new(run.deadline);
     let mut polls = 0u32;
     while !sys::is_settled(handle)? {
@@ -187,8 +177,4 @@ pub(super) fn wait_settled(handle: Handle, run: &RunState, call: &dyn Display) -
         }
     }
     Ok(())
-}
-
-fn as_int(number: usize) -> Result<i32> {
-    i32::try_from(number).map_err(|_| Error::Argument(format!("NCCL cannot count to {number}")))
 }

@@ -18,9 +18,9 @@ use candle_core::{Result, Tensor};
 use super::group::Group;
 use super::session::Session;
 use super::watcher::{REPORT, UnderWay};
-use crate::call_site;
 use crate::deadline::Deadline;
 use crate::pending::Work;
+use crate::{Operation, Request};
 
 /// How long a host that waits for a barrier sleeps between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_micros(500);
@@ -29,8 +29,6 @@ const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 /// written to, from then on.
 pub(super) struct Held {
     tensors: Vec<Tensor>,
-    /// What makes them is behind it.
-    ready: Option<CudaEvent>,
     /// Recorded behind the operation, once that is on the group's stream.
     done: Option<Arc<CudaEvent>>,
     compute: Arc<CudaStream>,
@@ -38,21 +36,21 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Makes the group's stream wait for what makes the tensors.
+    /// Makes the group's stream wait for what makes the tensors, which is before the event that it returns.
     pub fn new(
         tensors: Vec<Tensor>,
         compute: &Arc<CudaStream>,
         group: &Arc<CudaStream>,
-    ) -> Result<Self> {
+    ) -> Result<(Self, CudaEvent)> {
         let ready = compute.record_event(None).w()?;
         group.wait(&ready).w()?;
-        Ok(Self {
+        let held = Self {
             tensors,
-            ready: Some(ready),
             done: None,
             compute: compute.clone(),
             group: group.clone(),
-        })
+        };
+        Ok((held, ready))
     }
 
     /// From here on the stream that computes runs after the operation, and after nothing that the group was given later.
@@ -80,42 +78,24 @@ impl Drop for Held {
     }
 }
 
-/// What an operation gives, made of what NCCL wrote.
-pub(super) type Finish = Box<dyn FnOnce() -> Result<Vec<Tensor>> + Send>;
-
 /// An operation that is on its group's stream.
 pub(super) struct InFlight {
     session: Arc<Session>,
     call: String,
-    // Before what it may free.
     held: Held,
-    done: Arc<CudaEvent>,
-    finish: Finish,
-    kind: Kind,
-}
-
-/// Who waits for an operation.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// The stream that computes.
-    Collective,
-    /// The host too.
-    Barrier,
-    /// Nobody: it only sends.
-    Send,
+    is_barrier: bool,
 }
 
 impl InFlight {
     /// What has just been put on the group's stream.
     pub fn new(
         (session, group): (&Arc<Session>, &Arc<Group>),
-        call: String,
-        mut held: Held,
-        (finish, kind): (Finish, Kind),
+        request: &mut Request<'_>,
+        (mut held, ready): (Held, CudaEvent),
     ) -> Result<Self> {
         let done = Arc::new(group.stream.record_event(None).w()?);
         held.done = Some(done.clone());
-        let ticket = call_site::take_ticket();
+        let (call, ticket) = (request.call.in_group(), request.ticket.take());
         if let Some(ticket) = &ticket {
             ticket.queued();
         }
@@ -123,52 +103,48 @@ impl InFlight {
         session.watch(UnderWay {
             call: call.clone(),
             group: group.clone(),
-            ready: held.ready.take(),
-            done: done.clone(),
-            _sent: match kind {
-                Kind::Send => std::mem::take(&mut held.tensors),
-                _ => Vec::new(),
+            ready: Some(ready),
+            done,
+            _sent: match request.operation.only_sends() {
+                true => std::mem::take(&mut held.tensors),
+                false => Vec::new(),
             },
-            deadline: Deadline::new(session.state.deadline + report),
+            deadline: Deadline::new(session.run.deadline + report),
             ticket,
         });
         Ok(Self {
             session: session.clone(),
             call,
             held,
-            done,
-            finish,
-            kind,
+            is_barrier: *request.operation == Operation::Barrier,
         })
-    }
-
-    /// Waits for the GPU. The watcher ends a wait that lasts too long: it aborts, which completes the event.
-    fn wait_on_host(&self) -> Result<()> {
-        let mut sleep = Duration::from_micros(10);
-        while !self.done.try_is_complete().w()? {
-            std::thread::sleep(sleep);
-            sleep = (sleep * 2).min(LONGEST_SLEEP);
-        }
-        Ok(())
     }
 }
 
-impl Work<Vec<Tensor>> for InFlight {
+/// Waits for the GPU. The watcher ends a wait that lasts too long: it aborts, which completes the event.
+fn wait_on_host(done: &CudaEvent) -> Result<()> {
+    let mut sleep = Duration::from_micros(10);
+    while !done.try_is_complete().w()? {
+        std::thread::sleep(sleep);
+        sleep = (sleep * 2).min(LONGEST_SLEEP);
+    }
+    Ok(())
+}
+
+impl Work for InFlight {
     fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
-        self.session.compute.context().bind_to_thread().w()?;
+        let run = self.session.run.clone();
+        run.compute.context().bind_to_thread().w()?;
         self.held.end()?;
-        if self.kind == Kind::Barrier {
-            self.wait_on_host()?;
+        if let (true, Some(done)) = (self.is_barrier, &self.held.done) {
+            wait_on_host(done)?;
         }
         // After the wait: a failure comes before the abort that ends it.
-        self.session.state.check(&self.call)?;
-        let InFlight { held, finish, .. } = *self;
-        drop(held);
-        finish()
+        Ok(run.check(&self.call).map(|()| Vec::new())?)
     }
 
     fn abandon(self: Box<Self>) {
-        if let Err(error) = self.session.compute.context().bind_to_thread() {
+        if let Err(error) = self.session.run.compute.context().bind_to_thread() {
             tracing::warn!("a dropped operation has no GPU: {error}");
         }
     }

@@ -1,5 +1,6 @@
-//! What the groups of a rank share: the watcher, and how the run ends.
+//! A rank's run over NCCL: what its groups share, and how it ends.
 
+use std::fmt::Display;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -8,22 +9,26 @@ use std::time::Duration;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
 use super::group::Group;
-use super::run_state::RunState;
 use super::watcher::{self, UnderWay};
 use crate::Error;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// What the groups of a rank share.
-///
-/// Its end ends the run over NCCL: groups are completed and freed, the youngest first; after a failure, or in a panic, aborted.
-pub(super) struct Session {
-    pub state: Arc<RunState>,
+/// What everything in a rank's run asks.
+pub(super) struct Run {
+    pub rank: usize,
+    pub deadline: Duration,
     /// The stream on which the rank computes.
     pub compute: Arc<CudaStream>,
-    /// In the order in which they came to be.
-    groups: Mutex<Vec<Arc<Group>>>,
-    watcher: Mutex<Option<(Sender<UnderWay>, JoinHandle<()>)>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// How the run has failed, if it has.
+    failure: Option<Error>,
+    /// In the order in which they came to be; none after a failure, which has aborted them.
+    groups: Vec<Arc<Group>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -31,44 +36,101 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Session {
-    /// A session without groups, and its watcher.
-    pub fn start(
-        rank: usize,
-        deadline: Duration,
-        compute: Arc<CudaStream>,
-    ) -> std::io::Result<Arc<Self>> {
-        let session = Arc::new(Self {
-            state: Arc::new(RunState::new(rank, deadline)),
-            compute,
-            groups: Mutex::default(),
-            watcher: Mutex::new(None),
-        });
-        let weak = Arc::downgrade(&session);
-        let fail = move |failure| {
-            if let Some(session) = weak.upgrade() {
-                session.fail(failure);
-            }
+impl Run {
+    /// How this rank's run has failed, if it has.
+    pub fn failure(&self) -> Option<Error> {
+        lock(&self.state).failure.clone()
+    }
+
+    /// Ends the run: what waits on a GPU for other ranks waits no more, and what is called later fails. Only the first failure
+    /// counts.
+    pub fn fail(&self, failure: Error) {
+        let groups = {
+            let mut state = lock(&self.state);
+            state.failure.get_or_insert(failure);
+            std::mem::take(&mut state.groups)
         };
-        let context = session.compute.context().clone();
-        *lock(&session.watcher) = Some(watcher::start(&session.state, context, fail)?);
-        Ok(session)
+        groups.iter().rev().for_each(|group| group.abort());
+    }
+
+    /// An error if the run has failed, for what was called after that.
+    pub fn check(&self, call: &dyn Display) -> Result<()> {
+        match self.failure() {
+            None => Ok(()),
+            Some(failure) => Err(Error::Backend(format!(
+                "{call} on rank {} cannot complete: the run over NCCL has failed: {failure}",
+                self.rank
+            ))),
+        }
+    }
+
+    /// The error about something that is not complete at the deadline.
+    pub fn late(&self, call: &dyn Display) -> Error {
+        Error::Deadline {
+            waiting: self.rank,
+            call: call.to_string(),
+            secs: self.deadline.as_secs_f64(),
+            missing: "NCCL cannot tell who".into(),
+            report: format!("  rank {}: {call}", self.rank),
+        }
     }
 
     /// A group to be freed when the run ends.
     ///
     /// # Errors
-    /// The failure of the run, which has aborted the other groups: then this one is aborted too.
+    /// The failure of the run: then it is aborted as the other groups.
     pub fn add(&self, group: Group) -> Result<Arc<Group>> {
         let group = Arc::new(group);
-        let mut groups = lock(&self.groups);
-        // Who fails notes it first and then takes the groups, so one that comes after that sees the failure.
-        if let Some(failure) = self.state.failure() {
+        let mut state = lock(&self.state);
+        if let Some(failure) = &state.failure {
             group.abort();
-            return Err(failure);
+            return Err(failure.clone());
         }
-        groups.push(group.clone());
+        state.groups.push(group.clone());
         Ok(group)
+    }
+
+    /// Completes and frees all groups, the youngest first.
+    fn free_groups(&self) -> Result<()> {
+        let groups = {
+            let state = lock(&self.state);
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            state.groups.clone()
+        };
+        for group in groups.iter().rev() {
+            group.finalize(self)?;
+        }
+        for group in groups.iter().rev() {
+            group.destroy()?;
+        }
+        lock(&self.state).groups.clear();
+        Ok(())
+    }
+}
+
+/// A run with its watcher. Its end ends the run: groups are completed and freed; after a failure, or in a panic, aborted.
+pub(super) struct Session {
+    pub run: Arc<Run>,
+    watcher: Mutex<Option<(Sender<UnderWay>, JoinHandle<()>)>>,
+}
+
+impl Session {
+    /// A run without groups.
+    pub fn start(
+        rank: usize,
+        deadline: Duration,
+        compute: Arc<CudaStream>,
+    ) -> std::io::Result<Self> {
+        let run = Arc::new(Run {
+            rank,
+            deadline,
+            compute,
+            state: Mutex::default(),
+        });
+        let watcher = Mutex::new(Some(watcher::start(run.clone())?));
+        Ok(Self { run, watcher })
     }
 
     /// Hands an operation to the watcher.
@@ -79,62 +141,37 @@ impl Session {
         }
     }
 
-    /// Ends the run: what waits on a GPU for other ranks waits no more, and what is called later fails. Only the first failure
-    /// counts.
-    pub fn fail(&self, failure: Error) {
-        self.state.set_failure(failure);
-        let groups = std::mem::take(&mut *lock(&self.groups));
-        groups.iter().rev().for_each(|group| group.abort());
-    }
-
     /// Completes and frees all groups.
     ///
     /// # Errors
     /// The failure of the run, or that operations do not come to their end.
     pub fn close(&self) -> Result<()> {
-        let closed = self.free_groups();
+        let closed = self.run.free_groups();
         if let Err(error) = &closed {
-            self.fail(error.clone());
+            self.run.fail(error.clone());
         }
         let watcher = lock(&self.watcher).take();
         if let Some((sender, thread)) = watcher {
             drop(sender);
-            // The last owner of a session may be the watcher itself.
-            if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-                tracing::warn!("the watcher of rank {} has panicked", self.state.rank);
+            if thread.join().is_err() {
+                tracing::warn!("the watcher of rank {} has panicked", self.run.rank);
             }
         }
         closed
-    }
-
-    fn free_groups(&self) -> Result<()> {
-        if let Some(failure) = self.state.failure() {
-            return Err(failure);
-        }
-        let groups = lock(&self.groups).clone();
-        for group in groups.iter().rev() {
-            group.finalize(&self.state)?;
-        }
-        for group in groups.iter().rev() {
-            group.destroy()?;
-        }
-        lock(&self.groups).clear();
-        Ok(())
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
+        let rank = self.run.rank;
         if std::thread::panicking() {
-            self.fail(Error::Backend(format!("rank {} panicked", self.state.rank)));
+            self.run
+                .fail(Error::Backend(format!("rank {rank} panicked")));
         }
-        if self.state.failure().is_none()
+        if self.run.failure().is_none()
             && let Err(error) = self.close()
         {
-            tracing::warn!(
-                "the run over NCCL did not end well on rank {}: {error}",
-                self.state.rank
-            );
+            tracing::warn!("the run over NCCL did not end well on rank {rank}: {error}");
         }
     }
 }

@@ -32,6 +32,11 @@ pub(super) struct Handle(pub(super) sys::ncclComm_t);
 // SAFETY: any thread may use a communicator as long as only one does at a time. `Group` keeps it under a lock.
 unsafe impl Send for Handle {}
 
+/// A number as NCCL has it.
+pub(super) fn as_int(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| Error::Argument(format!("NCCL cannot count to {number}")))
+}
+
 fn text(chars: *const c_char) -> String {
     if chars.is_null() {
         return String::new();
@@ -150,16 +155,6 @@ pub(super) fn is_settled(comm: Handle) -> Result<bool> {
     accepted("the state of a group", code)?;
     accepted("a group has failed", state)?;
     Ok(state == sys::ncclResult_t::ncclSuccess)
-}
-
-/// This rank's number in a group that has settled.
-pub(super) fn rank(comm: Handle) -> Result<usize> {
-    let mut rank = -1;
-    // SAFETY: the handle is alive, and the pointer is to a local variable.
-    accepted("a rank's number", unsafe {
-        sys::ncclCommUserRank(comm.0, &mut rank)
-    })?;
-    usize::try_from(rank).map_err(|_| Error::Backend(format!("NCCL: this rank has number {rank}")))
 }
 
 /// Starts to complete what is under way.

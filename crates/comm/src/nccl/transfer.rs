@@ -1,15 +1,15 @@
 //! NCCL's operations on tensors of a GPU.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
-use candle_core::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaStorage, DType, Result, Storage, Tensor, bail};
 use cudarc::nccl::sys::{self, ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
-use super::sys::{Handle, accepted};
-use crate::element::{unsupported, with_element};
+use super::sys::{Handle, accepted, as_int};
+use crate::element::with_element;
 use crate::{Error, ReduceOp};
 
 /// What NCCL is asked for. Ranks are those of the group.
@@ -25,46 +25,34 @@ pub(super) enum Motion {
 
 /// A step of an operation, between contiguous tensors of the group's GPU that have elements. A send and a receive have one.
 pub(super) struct Transfer {
-    pub motion: Motion,
-    pub from: Tensor,
-    pub to: Tensor,
-}
-
-impl Transfer {
-    /// A send of `xs`, or a receive into it.
-    pub fn one_sided(motion: Motion, xs: Tensor) -> Self {
-        Self {
-            motion,
-            from: xs.clone(),
-            to: xs,
-        }
-    }
-
-    /// With the addresses of its tensors, which belong to the stream `compute`.
-    pub fn located(&self, compute: &CudaStream) -> Result<Located> {
-        Ok(Located {
-            motion: self.motion,
-            from: memory_of(&self.from, compute)?,
-            to: memory_of(&self.to, compute)?,
-        })
-    }
-}
-
-/// A step of an operation on memory of a GPU.
-pub(super) struct Located {
     motion: Motion,
     from: Memory,
     to: Memory,
 }
 
-/// An address on the GPU, and how many values are there.
+/// A tensor's place on the GPU, and how many values are there.
 struct Memory {
+    tensor: Tensor,
     address: u64,
     len: usize,
     data_type: DataType,
 }
 
-impl Located {
+impl Transfer {
+    /// A step between tensors that belong to the stream `compute`.
+    pub fn new(motion: Motion, from: &Tensor, to: &Tensor, compute: &CudaStream) -> Result<Self> {
+        Ok(Self {
+            motion,
+            from: memory_of(from, compute)?,
+            to: memory_of(to, compute)?,
+        })
+    }
+
+    /// The tensors that must be kept until it is complete.
+    pub fn tensors(&self) -> [Tensor; 2] {
+        [self.from.tensor.clone(), self.to.tensor.clone()]
+    }
+
     /// Puts it on `stream`; on the stream it may be only when the group has settled.
     ///
     /// # Safety
@@ -95,17 +83,17 @@ impl Located {
                     ("all_gather", code)
                 }
                 Motion::Broadcast(root) => {
-                    let root = number(root)?;
+                    let root = as_int(root)?;
                     let code =
                         sys::ncclBroadcast(from, to, from_len, data_type, root, comm, stream);
                     ("broadcast", code)
                 }
                 Motion::Send(dst) => {
-                    let code = sys::ncclSend(from, from_len, data_type, number(dst)?, comm, stream);
+                    let code = sys::ncclSend(from, from_len, data_type, as_int(dst)?, comm, stream);
                     ("a send", code)
                 }
                 Motion::Recv(src) => {
-                    let code = sys::ncclRecv(to, to_len, data_type, number(src)?, comm, stream);
+                    let code = sys::ncclRecv(to, to_len, data_type, as_int(src)?, comm, stream);
                     ("a receive", code)
                 }
             }
@@ -120,7 +108,7 @@ impl Located {
 /// The addresses are of the group's GPU, and hold values for all the operations read and write, which nobody frees, or
 /// writes to, until the stream is complete.
 pub(super) unsafe fn enqueue(
-    steps: &[Located],
+    steps: &[Transfer],
     comm: Handle,
     stream: &CudaStream,
 ) -> std::result::Result<(), Error> {
@@ -133,38 +121,11 @@ pub(super) unsafe fn enqueue(
     called.and(ended)
 }
 
-/// Memory for a result, which an operation must write before anything reads it.
-pub(super) fn unwritten(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: every operation writes all elements of its results, and a result is given out only after the operation.
-    unsafe { Tensor::empty(shape, dtype, device) }
-}
-
-/// A rank as NCCL counts it.
-fn number(rank: usize) -> std::result::Result<c_int, Error> {
-    c_int::try_from(rank).map_err(|_| Error::Argument(format!("NCCL has no rank {rank}")))
-}
-
 fn red_op(op: ReduceOp) -> RedOp {
     match op {
         ReduceOp::Sum => RedOp::ncclSum,
         ReduceOp::Max => RedOp::ncclMax,
     }
-}
-
-/// NCCL's type for elements of `dtype`, and how many of it an element is: i16, which NCCL has not, moves as bytes.
-fn data_type(dtype: DType) -> Result<(DataType, usize)> {
-    Ok(match dtype {
-        DType::F32 => (DataType::ncclFloat32, 1),
-        DType::F64 => (DataType::ncclFloat64, 1),
-        DType::BF16 => (DataType::ncclBfloat16, 1),
-        DType::F16 => (DataType::ncclFloat16, 1),
-        DType::U8 => (DataType::ncclUint8, 1),
-        DType::U32 => (DataType::ncclUint32, 1),
-        DType::I16 => (DataType::ncclUint8, 2),
-        DType::I32 => (DataType::ncclInt32, 1),
-        DType::I64 => (DataType::ncclInt64, 1),
-        dtype => return Err(unsupported(dtype)),
-    })
 }
 
 fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
@@ -175,12 +136,23 @@ fn memory_of(xs: &Tensor, compute: &CudaStream) -> Result<Memory> {
             xs.device().location()
         )
     };
-    let (data_type, units) = data_type(xs.dtype())?;
     let (start, len) = (layout.start_offset(), layout.shape().elem_count());
     let address = with_element!(xs.dtype(), address_of(storage, start, len, compute))?;
+    let (data_type, len) = match xs.dtype() {
+        DType::F32 => (DataType::ncclFloat32, len),
+        DType::F64 => (DataType::ncclFloat64, len),
+        DType::BF16 => (DataType::ncclBfloat16, len),
+        DType::F16 => (DataType::ncclFloat16, len),
+        DType::U32 => (DataType::ncclUint32, len),
+        DType::I32 => (DataType::ncclInt32, len),
+        DType::I64 => (DataType::ncclInt64, len),
+        // As bytes. NCCL has no i16, which is never reduced on a GPU.
+        dtype => (DataType::ncclUint8, len * dtype.size_in_bytes()),
+    };
     Ok(Memory {
+        tensor: xs.clone(),
         address,
-        len: len * units,
+        len,
         data_type,
     })
 }

@@ -1,16 +1,16 @@
 //! The thread that looks after operations on the GPU: NCCL itself would wait for a missing rank for ever.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent};
+use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_launch::Ticket;
 
 use super::group::Group;
-use super::run_state::RunState;
+use super::session::Run;
 use crate::Error;
 use crate::deadline::Deadline;
 
@@ -37,27 +37,22 @@ pub(super) struct UnderWay {
     pub ticket: Option<Ticket>,
 }
 
-/// Starts the watcher of a rank's run, which ends after the run; it calls `fail` with what goes wrong.
-pub(super) fn start(
-    run: &Arc<RunState>,
-    context: Arc<CudaContext>,
-    fail: impl Fn(Error) + Send + 'static,
-) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
+/// Starts the watcher of a run, which ends when the sender is dropped and nothing is under way.
+pub(super) fn start(run: Arc<Run>) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
     let (sender, receiver) = channel();
-    let weak = Arc::downgrade(run);
     let thread = Builder::new()
         .name(format!("nccl-{}", run.rank))
         .spawn(move || {
-            if let Err(error) = context.bind_to_thread() {
+            if let Err(error) = run.compute.context().bind_to_thread() {
                 tracing::warn!("the watcher has no GPU: {error}");
                 return;
             }
-            watch(&weak, &receiver, fail);
+            watch(&run, &receiver);
         })?;
     Ok((sender, thread))
 }
 
-fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error)) {
+fn watch(run: &Run, started: &Receiver<UnderWay>) {
     let mut under_way: Vec<UnderWay> = Vec::new();
     loop {
         if under_way.is_empty() {
@@ -69,12 +64,9 @@ fn watch(run: &Weak<RunState>, started: &Receiver<UnderWay>, fail: impl Fn(Error
         let asleep = Instant::now();
         sleep(TICK);
         let slept = asleep.elapsed();
-        let Some(run) = run.upgrade() else {
-            return;
-        };
         under_way.extend(started.try_iter());
-        if let Err(failure) = poll(&run, &mut under_way, slept) {
-            fail(failure);
+        if let Err(failure) = poll(run, &mut under_way, slept) {
+            run.fail(failure);
             // Now nothing is read any more.
             under_way.clear();
         }
@@ -105,7 +97,7 @@ impl UnderWay {
 }
 
 /// Forgets what is complete; an error if something has failed or lasts too long.
-fn poll(run: &RunState, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
+fn poll(run: &Run, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
     let mut failure = run.failure();
     let mut groups: Vec<Arc<Group>> = Vec::new();
     under_way.retain_mut(|operation| {

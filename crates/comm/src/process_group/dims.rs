@@ -44,18 +44,16 @@ pub(super) fn check_divides(
     .into())
 }
 
-/// `(a, num_parts * n, b) -> (num_parts * a, n, b)`: cuts dim `dim` into parts and puts them one after the other.
-pub(super) fn split_to_front(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
-    rearrange(xs, dim, 0, num_parts)
-}
-
-/// `(num_parts * a, n, b) -> (a, num_parts * n, b)`: the inverse of [`split_to_front`].
-pub(super) fn front_to_dim(xs: &Tensor, dim: usize, num_parts: usize) -> Result<Tensor> {
-    rearrange(xs, 0, dim, num_parts)
-}
-
-/// Cuts dim `from` into parts and puts them one after the other along dim `to`.
-fn rearrange(xs: &Tensor, from: usize, to: usize, num_parts: usize) -> Result<Tensor> {
+/// Cuts dim `from` into parts and puts them one after the other along dim `to`:
+/// `(a, num_parts * n, b) -> (num_parts * a, n, b)` from dim 1 to dim 0, and the inverse from dim 0 to dim 1.
+pub(super) fn rearrange(
+    xs: &Tensor,
+    (from, to): (usize, usize),
+    num_parts: usize,
+) -> Result<Tensor> {
+    if from == to || num_parts == 1 {
+        return Ok(xs.clone());
+    }
     let size = xs.dim(from)? / num_parts;
     if xs.elem_count() == 0 {
         // candle's cat panics on tensors without elements.

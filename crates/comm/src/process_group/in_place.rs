@@ -5,7 +5,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{ProcessGroup, dims, one};
+use super::{ProcessGroup, dims};
 use crate::{Error, Operation, Pending, ReduceOp};
 
 impl ProcessGroup {
@@ -19,9 +19,8 @@ impl ProcessGroup {
     /// Values that are not contiguous; everything else comes from the wait.
     #[track_caller]
     pub fn start_all_reduce_in_place(&self, xs: &Tensor, op: ReduceOp) -> Result<Pending<Tensor>> {
-        check_contiguous("all_reduce in place", xs)?;
-        let xs = xs.detach();
-        self.start_in_place(Operation::AllReduce(op), &xs, &xs)
+        let xs = contiguous("all_reduce", xs)?;
+        self.start_one(Operation::AllReduce(op), &xs, Some(xs.clone()))
     }
 
     /// Starts a [`reduce_scatter`](Self::reduce_scatter) along dim 0 whose result overwrites this rank's slice of `xs`, and is a
@@ -38,11 +37,8 @@ impl ProcessGroup {
         xs: &Tensor,
         op: ReduceOp,
     ) -> Result<Pending<Tensor>> {
-        let operation = "reduce_scatter in place";
-        dims::check_divides(operation, xs, 0, self.world_size())?;
-        check_contiguous(operation, xs)?;
-        let xs = xs.detach();
-        self.start_in_place(Operation::ReduceScatter(op), &xs, &self.own_slice(&xs)?)
+        let (xs, own) = self.with_own_slice("reduce_scatter", xs)?;
+        self.start_one(Operation::ReduceScatter(op), &xs, Some(own))
     }
 
     /// Starts an [`all_gather`](Self::all_gather) along dim 0 of each rank's own slice of `xs`, which overwrites the others; the
@@ -55,40 +51,27 @@ impl ProcessGroup {
     /// As [`start_reduce_scatter_in_place`](Self::start_reduce_scatter_in_place).
     #[track_caller]
     pub fn start_all_gather_in_place(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
-        let operation = "all_gather in place";
+        let (xs, own) = self.with_own_slice("all_gather", xs)?;
+        self.start_one(Operation::AllGather, &own, Some(xs))
+    }
+
+    /// The values, and this rank's slice of them along dim 0.
+    fn with_own_slice(&self, operation: &str, xs: &Tensor) -> Result<(Tensor, Tensor)> {
         dims::check_divides(operation, xs, 0, self.world_size())?;
-        check_contiguous(operation, xs)?;
-        let xs = xs.detach();
-        self.start_in_place(Operation::AllGather, &self.own_slice(&xs)?, &xs)
-    }
-
-    /// This rank's slice of `xs` along dim 0.
-    fn own_slice(&self, xs: &Tensor) -> Result<Tensor> {
+        let xs = contiguous(operation, xs)?;
         let len = xs.dim(0)? / self.world_size();
-        xs.narrow(0, self.rank() * len, len)
-    }
-
-    #[track_caller]
-    fn start_in_place(
-        &self,
-        operation: Operation,
-        xs: &Tensor,
-        place: &Tensor,
-    ) -> Result<Pending<Tensor>> {
-        if self.is_single() || place.elem_count() == 0 {
-            return Ok(Pending::ready(place.clone()));
-        }
-        let xs = std::slice::from_ref(xs);
-        Ok(self.start(operation, xs, Some(place))?.map(one))
+        let own = xs.narrow(0, self.rank() * len, len)?;
+        Ok((xs, own))
     }
 }
 
-fn check_contiguous(operation: &str, xs: &Tensor) -> Result<()> {
+/// The values, without a graph, if their place can take a result.
+fn contiguous(operation: &str, xs: &Tensor) -> Result<Tensor> {
     if xs.is_contiguous() {
-        return Ok(());
+        return Ok(xs.detach());
     }
     Err(Error::Argument(format!(
-        "{operation}: expected contiguous values, got strides {:?} of shape {:?}",
+        "{operation} in place: expected contiguous values, got strides {:?} of shape {:?}",
         xs.stride(),
         xs.dims()
     ))

@@ -1,35 +1,10 @@
 //! Messages between two ranks, and what is made of them.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 
 use super::{ProcessGroup, dims};
 use crate::device::empty;
-use crate::operation::Message;
-use crate::{Error, Operation, Pending};
-
-/// One entry of [`batch_send_recv`](ProcessGroup::batch_send_recv).
-///
-/// Between two ranks of a group messages arrive in the order in which they were sent. All entries of a batch are in
-/// flight together, so two ranks that send to each other in one batch cannot deadlock.
-#[derive(Debug, Clone)]
-pub enum P2p<'a> {
-    /// Sends a tensor. It is copied when the batch starts; the caller may write to it afterwards.
-    Send {
-        /// What to send.
-        xs: &'a Tensor,
-        /// The rank, in the group, that receives it.
-        dst: usize,
-    },
-    /// Receives a tensor.
-    Recv {
-        /// The shape that the message must have.
-        shape: Shape,
-        /// The dtype that the message must have.
-        dtype: DType,
-        /// The rank, in the group, that sends it.
-        src: usize,
-    },
-}
+use crate::{Error, Message, Operation, P2p, Pending};
 
 impl ProcessGroup {
     /// Sends and receives a batch of messages; the result holds the received tensors in the order of the `Recv`
@@ -52,27 +27,13 @@ impl ProcessGroup {
         self.start_messages("batch_send_recv", ops)
     }
 
-    /// `(s_0 + s_1 + .., ..) -> (r_0 + r_1 + .., ..)`: an all-to-all of parts of any size along dim 0. The next `send_sizes[j]` rows
-    /// of `xs` go to rank `j`; what came from rank `i` is the next `receive_sizes[i]` rows of the result. A size may be 0.
+    /// Starts an [`all_to_all`](Self::all_to_all) of parts of any size along dim 0, `(s_0 + s_1 + .., ..) -> (r_0 + r_1 + .., ..)`: the
+    /// next `send_sizes[j]` rows of `xs` go to rank `j`; what came from rank `i` is the next `receive_sizes[i]` rows of the result. A
+    /// size may be 0. `xs` must not be written to before the wait.
     ///
     /// # Errors
-    /// Sizes that are not one for each rank, or do not add up to the rows of `xs`; a rank that sends another size or dtype than the
-    /// receiver says; else as [`all_reduce`](Self::all_reduce).
-    #[track_caller]
-    pub fn all_to_all_uneven(
-        &self,
-        xs: &Tensor,
-        send_sizes: &[usize],
-        receive_sizes: &[usize],
-    ) -> Result<Tensor> {
-        self.start_all_to_all_uneven(xs, send_sizes, receive_sizes)?
-            .wait()
-    }
-
-    /// Starts an [`all_to_all_uneven`](Self::all_to_all_uneven). `xs` must not be written to before the wait.
-    ///
-    /// # Errors
-    /// Wrong sizes; else as [`start_all_reduce`](Self::start_all_reduce).
+    /// Sizes that are not one for each rank, or do not add up to the rows of `xs`; else as
+    /// [`start_all_reduce`](Self::start_all_reduce). From the wait: a rank that sends another size or dtype than the receiver says.
     #[track_caller]
     pub fn start_all_to_all_uneven(
         &self,
@@ -80,42 +41,42 @@ impl ProcessGroup {
         send_sizes: &[usize],
         receive_sizes: &[usize],
     ) -> Result<Pending<Tensor>> {
-        let rank = self.rank();
         self.check_sizes(xs, send_sizes, receive_sizes)?;
         if self.is_single() {
             return Ok(Pending::ready(xs.detach()));
         }
-        let mut dims = xs.dims().to_vec();
-        let mut start = 0;
-        let parts = send_sizes.iter().map(|size| {
+        let rank = self.rank();
+        let (mut parts, mut start) = (Vec::new(), 0);
+        for size in send_sizes {
+            parts.push(xs.detach().narrow(0, start, *size)?);
             start += size;
-            xs.detach().narrow(0, start - size, *size)
-        });
-        let mut parts = parts.collect::<Result<Vec<_>>>()?;
-        let others = || (0..self.world_size()).filter(|peer| *peer != rank);
-        let sends = others().map(|dst| P2p::Send {
-            xs: &parts[dst],
-            dst,
-        });
-        let receives = others().map(|src| {
-            dims[0] = receive_sizes[src];
-            P2p::Recv {
-                shape: dims.as_slice().into(),
-                dtype: xs.dtype(),
-                src,
-            }
-        });
-        let ops: Vec<P2p<'_>> = sends.chain(receives).collect();
+        }
+        let with_rows = |num_rows| {
+            let mut dims = xs.dims().to_vec();
+            dims[0] = num_rows;
+            Shape::from(dims)
+        };
+        let mut ops = Vec::new();
+        for peer in (0..self.world_size()).filter(|peer| *peer != rank) {
+            let (xs, dst, dtype) = (&parts[peer], peer, xs.dtype());
+            let shape = with_rows(receive_sizes[peer]);
+            ops.push(P2p::Send { xs, dst });
+            ops.push(P2p::Recv {
+                shape,
+                dtype,
+                src: peer,
+            });
+        }
         let pending = self.start_messages("all_to_all", &ops)?;
         let mine = parts.swap_remove(rank);
-        dims[0] = receive_sizes.iter().sum();
-        let (dtype, device) = (xs.dtype(), xs.device().clone());
+        let shape = with_rows(receive_sizes.iter().sum());
         Ok(pending.map(move |mut received| {
+            let (dtype, device) = (mine.dtype(), mine.device().clone());
             received.insert(rank, mine);
             received.retain(|part| part.elem_count() > 0);
             match &received[..] {
                 // candle's cat panics on tensors without elements.
-                [] => empty(dims, dtype, &device),
+                [] => empty(shape, dtype, &device),
                 [part] => part.force_contiguous(),
                 parts => Tensor::cat(parts, 0),
             }
@@ -152,7 +113,7 @@ impl ProcessGroup {
             let (role, peer) = match op {
                 P2p::Send { xs, dst } => {
                     sends.push(dims::contiguous(xs)?);
-                    messages.push(Message::Send { dst: *dst });
+                    messages.push(Message::Send { xs: (), dst: *dst });
                     ("dst", *dst)
                 }
                 P2p::Recv { shape, dtype, src } => {
@@ -171,6 +132,6 @@ impl ProcessGroup {
             return Ok(Pending::ready(Vec::new()));
         }
         let messages = messages.into();
-        self.start(Operation::Messages { name, messages }, &sends, None)
+        self.start(&Operation::Messages { name, messages }, &sends, None)
     }
 }

@@ -224,7 +224,10 @@ fn uneven_parts_of_another_size() {
         let (xs, rank) = (zeros(&[3, 2], DType::F32), world.rank());
         let sizes = [[1, 2], [2, 1]][rank];
         let receives = [[1, 2], [1, 1]][rank];
-        world.all_to_all_uneven(&xs, &sizes, &receives).map(|_| ())
+        world
+            .start_all_to_all_uneven(&xs, &sizes, &receives)?
+            .wait()
+            .map(|_| ())
     });
     let error = error.unwrap_err().to_string();
     for word in [
@@ -277,7 +280,11 @@ fn arguments() {
     });
     assert_eq!(said, "batch_send_recv: dst 0 is this rank itself");
     let uneven = |sends: &[usize], receives: &[usize]| {
-        message(&|world, xs| world.all_to_all_uneven(xs, sends, receives).map(|_| ()))
+        message(&|world, xs| {
+            world
+                .start_all_to_all_uneven(xs, sends, receives)
+                .map(|_| ())
+        })
     };
     assert_eq!(
         uneven(&[4, 0], &[4, 0]),
@@ -291,7 +298,7 @@ fn arguments() {
         let mut receives = [0, 0, 0];
         receives[world.rank()] = 1;
         world
-            .all_to_all_uneven(xs, &[0, 2, 2], &receives)
+            .start_all_to_all_uneven(xs, &[0, 2, 2], &receives)
             .map(|_| ())
     });
     assert_eq!(

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use candle_comm::{
     Communicator, HalfSums, Message, NcclCommunicator, NcclConfig, Operation, P2p, ReduceOp,
+    Request,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -20,6 +21,7 @@ fn a_world_of_one() -> Result<()> {
         let board = Arc::new(Board::default());
         let world = NcclCommunicator::join(&NcclConfig::new(0, 1, device, board.exchange(0)))?;
         assert_eq!((world.rank(), world.world_size()), (0, 1));
+        let members: Arc<[usize]> = Arc::new([0]);
         for dtype in DTYPES {
             for (seed, len) in [(1, 1), (2, 7), (3, 4099)] {
                 let expected = input(seed, 0, &[len], dtype)?;
@@ -35,7 +37,7 @@ fn a_world_of_one() -> Result<()> {
                     Operation::Messages {
                         name: "batch_send_recv",
                         messages: Arc::new([
-                            Message::Send { dst: 0 },
+                            Message::Send { xs: (), dst: 0 },
                             Message::Recv {
                                 shape: xs.shape().clone(),
                                 dtype,
@@ -46,13 +48,17 @@ fn a_world_of_one() -> Result<()> {
                 ];
                 for operation in operations {
                     let xs = std::slice::from_ref(&xs);
-                    let got = world.start(&operation, xs, None)?.wait()?;
+                    let got = world
+                        .start(&mut Request::new(&operation, xs, None, (&members, None)))?
+                        .wait()?;
                     assert_same(&operation.to_string(), &got[0], &expected)?;
                 }
             }
         }
         let nothing = Tensor::zeros(1, DType::U8, world.device())?.narrow(0, 0, 0)?;
-        world.start(&Operation::Barrier, &[nothing], None)?.wait()?;
+        let nothing = [nothing];
+        let mut barrier = Request::new(&Operation::Barrier, &nothing, None, (&members, None));
+        world.start(&mut barrier)?.wait()?;
         assert_eq!(world.subgroup(&[0], &[0])?.world_size(), 1);
         world.check()?;
     }

@@ -160,7 +160,9 @@ pub fn all_to_all_uneven(launch: &impl Launch) -> Result<()> {
             };
             let receives: Vec<usize> = (0..n).map(|from| size(from, rank)).collect();
             let mine = on(world, &input_of(rank)?)?;
-            let got = world.all_to_all_uneven(&mine, &sent(rank), &receives)?;
+            let got = world
+                .start_all_to_all_uneven(&mine, &sent(rank), &receives)?
+                .wait()?;
             let parts = (0..n).map(|from| {
                 let first = sent(from)[..rank].iter().sum();
                 input_of(from)?.narrow(0, first, size(from, rank))

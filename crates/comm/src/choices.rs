@@ -1,4 +1,4 @@
-//! Choices that users make by name.
+//! Choices that users make by name, among them how sums are made where a backend would make them otherwise than the others.
 
 /// Gives an enum's variants their names: [`Display`](std::fmt::Display), and [`FromStr`](std::str::FromStr) with an error that lists them.
 /// `$choice` follows the list in that.
@@ -18,7 +18,7 @@ macro_rules! named {
             fn from_str(name: &str) -> Result<Self, crate::Error> {
                 match name {
                     $($name => Ok(Self::$variant),)+
-                    _ => Err($crate::named::unknown(&[$($name),+], $choice, name)),
+                    _ => Err($crate::choices::unknown(&[$($name),+], $choice, name)),
                 }
             }
         }
@@ -33,9 +33,38 @@ pub(crate) fn unknown(names: &[&str], choice: &str, got: &str) -> crate::Error {
     crate::Error::Argument(format!("expected {first} or {last} {choice}, got {got:?}"))
 }
 
+/// How NCCL adds bf16 and f16, whose own sums it rounds after each addition. Threads and MPI add them in f32 and send them as they
+/// are: there is nothing to choose.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum HalfSums {
+    /// In f32, rounded once: they travel as f32, 4 bytes a value.
+    #[default]
+    F32,
+    /// As NCCL adds them, rounded after each addition: they travel as they are, 2 bytes a value. The error grows with the number
+    /// of ranks; f16 may overflow on the way.
+    Native,
+}
+
+named!(HalfSums, "for sums of half precision", F32 "f32", Native "native");
+
+/// Who adds large tensors over MPI. Largest values, and tensors of up to 2 KiB, are always reduced by us.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MpiReduction {
+    /// We do, so that every layout of ranks and hosts gives the same bits.
+    #[default]
+    Exact,
+    /// MPI, by its nonblocking reductions, in whatever order it likes: other layouts, and other versions of MPI, give other bits.
+    /// bf16 and f16 travel as f32, twice the bytes, and are rounded once. It takes memory for a copy of the input and one of the
+    /// result, both in f32 for bf16 and f16.
+    Native,
+}
+
+named!(MpiReduction, "for who adds over MPI", Exact "exact", Native "native");
+
 #[cfg(test)]
 mod tests {
-    use crate::{Backend, HalfSums, MpiReduction};
+    use super::{HalfSums, MpiReduction};
+    use crate::Backend;
 
     #[test]
     fn names_are_read_as_they_are_written() {
