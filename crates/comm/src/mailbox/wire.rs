@@ -45,7 +45,7 @@ impl Frame {
                 write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
             }
             Self::Mail(tag, tensors) => {
-                write_head(to, MAIL, &head_of(*tag, tensors)?.as_bytes())?;
+                write_head(to, MAIL, head_of(*tag, tensors)?.as_bytes())?;
                 tensors.iter().try_for_each(|xs| {
                     with_element!(xs.dtype(), write_tensor(to, xs)).map_err(io_error)
                 })
@@ -86,8 +86,11 @@ fn head_of(tag: u64, tensors: &[Tensor]) -> Result<String> {
     }
 }
 
-/// The tag of a message, and the dtype and dims of its tensors.
-fn parse(head: &str) -> Option<(u64, Vec<(DType, Vec<usize>)>)> {
+/// The dtype and dims of the tensors of a message.
+type Parts = Vec<(DType, Vec<usize>)>;
+
+/// The tag of a message, and what its tensors are.
+fn parse(head: &str) -> Option<(u64, Parts)> {
     let mut parts = head.split(';');
     let tag = parts.next()?.parse().ok()?;
     let tensors = parts.map(|part| {

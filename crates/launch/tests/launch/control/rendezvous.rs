@@ -135,6 +135,13 @@ fn a_rank_that_came_first_finds_rank_0_later() {
 }
 
 #[test]
+fn a_rank_that_is_alone_needs_no_meeting_point() {
+    let alone = Control::join(&config(0, 1, 0)).unwrap();
+    assert_eq!(alone.gather("all", &[7]).unwrap(), [[7]]);
+    alone.leave().unwrap();
+}
+
+#[test]
 fn a_port_that_somebody_else_has_is_an_error_of_rank_0() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
