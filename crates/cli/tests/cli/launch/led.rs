@@ -115,6 +115,26 @@ fn a_host_that_comes_later_takes_part() {
     drop(third);
 }
 
+/// Ranks that are no pairs say that they would fail again.
+#[test]
+fn a_host_that_does_not_fit_waits_for_another_one() {
+    let hosts = Hosts::new();
+    let script = format!("[ $((WORLD_SIZE % 2)) = 0 ] || exit 2\n{RANK}");
+    let first = hosts.start("a", 2, "1:3", &[], &script);
+    wait_until("ranks on the first host", || hosts.exists("up-0-1"));
+    let second = hosts.start("b", 1, "1:3", &[], &script);
+    wait_until("the first host alone again", || hosts.exists("up-2-1"));
+    let third = hosts.start("c", 1, "1:3", &[], &script);
+    wait_until("ranks on all", || hosts.exists("up-3-3"));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let said = "; the ranks go on without what came last: host b\n";
+    assert_eq!(ended.err.matches(said).count(), 1, "{}", ended.err);
+    assert_eq!(started(&ended, 3).len(), 4, "{}", ended.err);
+    assert_eq!((second.wait().code, third.wait().code), (Some(0), Some(0)));
+}
+
 #[test]
 fn a_host_that_is_lost_and_comes_back() {
     let hosts = Hosts::new();

@@ -10,7 +10,7 @@ use super::door::Door;
 use super::verdict::describe_signal;
 use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
-use crate::launcher::end::LOST_HOST_EXIT_CODE;
+use crate::launcher::end::{LOST_HOST_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
 use crate::launcher::host::Host;
 use crate::{Error, Result};
 
@@ -93,8 +93,12 @@ pub(super) struct Restarts {
     door: Option<Arc<Door>>,
     /// Hosts that are not asked any more, as they could not start their ranks: the launchers, if they have called.
     set_aside: Vec<Host>,
+    /// Hosts that came and with which the ranks could not run, until another one comes: with that they may.
+    misfits: Vec<Host>,
     /// Those to start ranks on.
     pub(super) present: Vec<Host>,
+    /// Those that the ranks ran on before hosts came or left, and when that was.
+    before_change: Option<(Vec<Host>, Instant)>,
     /// When hosts were first missing that the ranks were asked to stop for.
     away_since: Option<Instant>,
     /// Why the ranks were ended that are to be started again.
@@ -146,7 +150,9 @@ impl Restarts {
             known,
             door,
             set_aside: Vec::new(),
+            misfits: Vec::new(),
             present: Vec::new(),
+            before_change: None,
             away_since: None,
             last_end: None,
         })
@@ -194,7 +200,7 @@ impl Restarts {
         let offers = self.door.iter().flat_map(|door| door.hosts());
         let all = self.known.iter().cloned().chain(offers);
         let is_aside = |host: &Host| {
-            let mut aside = self.set_aside.iter();
+            let mut aside = self.set_aside.iter().chain(&self.misfits);
             aside.any(|other| other.name == host.name && other.id == host.id)
         };
         let usable = all.filter(|host| !is_aside(host));
@@ -218,8 +224,23 @@ impl Restarts {
         }
         let is_new = |host: &&Host| !is_among(&self.present, host);
         let new = candidates.iter().find(is_new)?;
-        let is_full = self.present.len() == self.nodes.max;
-        (!is_full).then(|| format!("host {} is there", new.name))
+        if self.present.len() == self.nodes.max {
+            return None;
+        }
+        let what = format!("host {} is there", new.name);
+        self.misfits.clear();
+        Some(what)
+    }
+
+    /// The hosts that came to those that the ranks ran on before, if that was a moment ago.
+    fn newcomers(&mut self) -> Vec<Host> {
+        match self.before_change.take() {
+            Some((before, since)) if since.elapsed() < PATIENCE => {
+                let new = self.present.iter().filter(|host| !before.contains(host));
+                new.cloned().collect()
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// What is to be done after the ranks have ended: the outcome, if that was the last start.
@@ -230,11 +251,27 @@ impl Restarts {
         let why = sentence.lines().next().unwrap_or_default().to_string();
         self.last_end = Some(why.clone());
         self.away_since = None;
+        let newcomers = self.newcomers();
         match &outcome.remedy {
             Remedy::ThroughMpi => self.through_mpi = true,
-            Remedy::ChangeHosts => self.num_restarts += 1,
+            Remedy::ChangeHosts => {
+                self.before_change = Some((self.present.clone(), Instant::now()));
+                self.num_restarts += 1;
+            }
             _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
             Remedy::None(reason) if reason.is_empty() => return Some(outcome),
+            // The layout may need another number of ranks.
+            Remedy::None(_)
+                if outcome.exit_code == WOULD_FAIL_AGAIN_EXIT_CODE && !newcomers.is_empty() =>
+            {
+                let names: Vec<_> = newcomers.iter().map(|host| host.name.as_str()).collect();
+                let names = names.join(", ");
+                say(&format!(
+                    "{why}; the ranks go on without what came last: host {names}"
+                ));
+                self.misfits.extend(newcomers);
+                self.num_restarts += 1;
+            }
             Remedy::None(reason) => {
                 let note = format!("the ranks are not started again: {reason}");
                 return Some(outcome.with_note(&note));
