@@ -140,7 +140,9 @@ fn a_host_that_is_lost_and_comes_back() {
     let hosts = Hosts::new();
     let first = hosts.start("a", 1, "1:2", &["--max-restarts", "1"], RANK);
     let second = hosts.start("b", 1, "1:2", &[], RANK);
-    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    wait_until("ranks on both", || {
+        hosts.exists("up-0-0") && hosts.exists("up-0-1")
+    });
     for (pid, _) in second.processes() {
         // It may be gone with the one before.
         let _ = kill(pid, Signal::SIGKILL);
@@ -172,7 +174,9 @@ fn a_host_whose_agent_is_lost_takes_part_again() {
     let script = format!("setsid sleep 1000 &\n{RANK}");
     let first = hosts.start("a", 1, "2", &["--max-restarts", "1"], &script);
     let second = hosts.start("b", 1, "2", &[], &script);
-    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    wait_until("ranks on both", || {
+        hosts.exists("up-0-0") && hosts.exists("up-0-1")
+    });
     let started_first = second.processes();
     let agents = started_first
         .iter()
@@ -227,7 +231,9 @@ fn without_the_launcher_that_leads_nothing_goes_on() {
     let hosts = Hosts::new();
     let mut first = hosts.start("a", 1, "2", &[], RANK);
     let second = hosts.start("b", 1, "2", &[], RANK);
-    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    wait_until("ranks on both", || {
+        hosts.exists("up-0-0") && hosts.exists("up-0-1")
+    });
     first.signal(Signal::SIGKILL);
     first.wait_until_nobody_left();
     let ended = second.wait();
@@ -244,7 +250,9 @@ fn signals_end_a_led_run() {
     let hosts = Hosts::new();
     let first = hosts.start("a", 1, "1:2", &["--max-restarts", "1"], RANK);
     let second = hosts.start("b", 1, "1:2", &[], RANK);
-    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    wait_until("ranks on both", || {
+        hosts.exists("up-0-0") && hosts.exists("up-0-1")
+    });
     // To the one that leads: all save.
     first.signal(Signal::SIGTERM);
     let ended = first.wait();
@@ -260,7 +268,9 @@ fn signals_end_a_led_run() {
     let hosts = Hosts::new();
     let first = hosts.start("a", 1, "1:2", &[], RANK);
     let second = hosts.start("b", 1, "1:2", &[], RANK);
-    wait_until("ranks on both", || hosts.exists("up-0-1"));
+    wait_until("ranks on both", || {
+        hosts.exists("up-0-0") && hosts.exists("up-0-1")
+    });
     second.signal(Signal::SIGTERM);
     assert_eq!(second.wait().code, Some(143));
     wait_until("a rank on the first host", || hosts.exists("up-1-0"));
