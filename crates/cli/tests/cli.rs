@@ -41,6 +41,8 @@ mod cli {
     mod plot;
     #[cfg(feature = "mpi")]
     mod processes;
+    #[cfg(feature = "mpi")]
+    mod processes_on_hosts;
     mod program;
     mod restart;
     mod resume;

@@ -32,6 +32,7 @@ mod pause;
 mod route;
 mod run;
 mod shutdown;
+mod step;
 mod sys;
 mod transfer;
 

@@ -16,25 +16,21 @@ fn the_type_of_the_saved_weights_can_be_chosen_and_config_json_says_it() {
         ("bf16", Dtype::BF16, "bfloat16"),
         ("f16", Dtype::F16, "float16"),
     ] {
+        let assert_saved = || {
+            let saved = read_tensors(&workspace.output().join("model.safetensors"));
+            assert!(saved.values().all(|tensor| tensor.0 == dtype));
+            let config = read_json(&workspace.output().join("config.json"));
+            assert_eq!(config["dtype"], name);
+        };
         let program = workspace.finetune().flag("--save-dtype", flag);
         program.succeeds();
-        let saved = read_tensors(&workspace.output().join("model.safetensors"));
-        assert!(saved.values().all(|tensor| tensor.0 == dtype));
-        assert_eq!(
-            read_json(&workspace.output().join("config.json"))["dtype"],
-            name
-        );
+        assert_saved();
         // What was saved can be trained on, and keeps its type when none is asked for.
         let model = workspace.path(flag);
         fs::rename(workspace.output(), &model).unwrap();
         let program = workspace.finetune().flag("--model", model.display());
         program.succeeds();
-        let saved = read_tensors(&workspace.output().join("model.safetensors"));
-        assert!(saved.values().all(|tensor| tensor.0 == dtype));
-        assert_eq!(
-            read_json(&workspace.output().join("config.json"))["dtype"],
-            name
-        );
+        assert_saved();
     }
 }
 

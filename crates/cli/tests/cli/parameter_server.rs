@@ -183,25 +183,6 @@ fn adapters_are_trained_by_servers() {
     assert!(adapters(&reference) == adapters(&workspace));
 }
 
-/// The process of rank `rank` of the run that writes to this workspace.
-fn process_of_rank(workspace: &Workspace, rank: usize) -> Option<Pid> {
-    let output = workspace.output().display().to_string();
-    let (variable, agent) = (format!("\0RANK={rank}\0"), "\0launch\0");
-    let pids = fs::read_dir("/proc").unwrap().flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_string_lossy().parse::<i32>().ok());
-    let read = |pid: i32, what: &str| {
-        let bytes = fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
-        format!("\0{}", String::from_utf8_lossy(&bytes))
-    };
-    let mut ranks = pids.filter(|pid| {
-        let words = read(*pid, "cmdline");
-        words.contains(&output)
-            && !words.contains(agent)
-            && read(*pid, "environ").contains(&variable)
-    });
-    ranks.next().map(Pid::from_raw)
-}
-
 /// Runs 1 server and 3 workers as processes, kills a rank when there are steps, and returns how that ended.
 fn with_a_death(
     workspace: &Workspace,
@@ -221,7 +202,7 @@ fn with_a_death(
     let outcome = program.run_and(|stderr| {
         if !is_killed
             && stderr.contains(" loss ")
-            && let Some(pid) = process_of_rank(workspace, rank)
+            && let Some(pid) = workspace.process_of_rank(rank)
         {
             kill(pid, Signal::SIGKILL).unwrap();
             is_killed = true;

@@ -5,11 +5,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use nix::unistd::Pid;
-
-use super::launch::launching;
 use super::program::{Outcome, Program};
-use super::two_hosts::TwoHosts;
 use super::workspace::{Workspace, candle_train};
 
 /// What `mpirun --version` says, if there is one.
@@ -22,7 +18,7 @@ fn mpirun_version() -> Option<&'static str> {
     version.as_deref()
 }
 
-fn is_open_mpi() -> bool {
+pub fn is_open_mpi() -> bool {
     let names = ["Open MPI", "OpenRTE"];
     mpirun_version().is_some_and(|version| names.iter().any(|name| version.contains(name)))
 }
@@ -48,7 +44,7 @@ pub fn under_mpi(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Optio
     Some(program.under(words).flag("--backend", "mpi"))
 }
 
-fn layout(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Program {
+pub fn layout(program: Program, (pp, dp, tp): (usize, usize, usize)) -> Program {
     let program = program.flag("--pp", pp).flag("--dp", dp);
     program.flag("--tp", tp)
 }
@@ -88,7 +84,7 @@ fn processes_under_mpi_give_the_bits_of_threads() {
 
 /// What went wrong must be in the output, in a line of its own, and nothing saved.
 #[track_caller]
-fn assert_failed(outcome: &Outcome, parts: &[&str]) {
+pub fn assert_failed(outcome: &Outcome, parts: &[&str]) {
     assert_ne!(outcome.code, Some(0), "{}", outcome.stderr);
     for part in parts {
         assert!(
@@ -166,7 +162,7 @@ fn assert_a_killed_rank_is_named(
     let mut killed = None;
     let outcome = program.run_and(|stderr| {
         if killed.is_none() && is_time(stderr) {
-            let rank = rank_process(workspace, 2).expect("the rank's process");
+            let rank = workspace.process_of_rank(2).expect("the rank's process");
             let status = Command::new("kill")
                 .args(["-9", &rank.to_string()])
                 .status();
@@ -293,10 +289,7 @@ fn ranks_killed_under_a_launcher_that_restarts_leave_the_bits_of_threads() {
     let words = launcher.iter().chain(&options).map(|word| word.to_string());
     let program = layout(program, (1, 2, 2)).flag("--backend", "mpi");
     let program = program.under(words.chain(mpirun).collect());
-    let rank = |number: usize| {
-        let pid = rank_process(&there, [0, 2, 3][number])?;
-        Some(Pid::from_raw(pid as i32))
-    };
+    let rank = |number: usize| there.process_of_rank([0, 2, 3][number]);
     let outcome = super::restart::killed(&program, 3, rank);
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     layout(here.finetune(), (1, 2, 2))
@@ -340,7 +333,7 @@ fn the_launcher_starts_ranks_through_mpirun_by_itself() {
     let program = program.flag("--save-dir", there.path("saves").display());
     let program = program.flag("--metrics", path.display());
     let program = program.under(launcher("--nproc-per-node 4 --max-restarts 2"));
-    let rank = |number: usize| Some(Pid::from_raw(rank_process(&there, [0, 3][number])? as i32));
+    let rank = |number: usize| there.process_of_rank([0, 3][number]);
     let outcome = super::restart::killed(&program, 2, rank);
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     for words in ["rank 0 (host ", "rank 3 (host "] {
@@ -374,7 +367,7 @@ fn a_signal_to_one_rank_stops_all_after_the_same_step() {
         let mut sent = false;
         let outcome = long.run_and(|stderr| {
             if !sent && stderr.contains("step 1/") {
-                let rank = rank_process(&workspace, rank).expect("the rank's process");
+                let rank = workspace.process_of_rank(rank).expect("the rank's process");
                 let pid = rank.to_string();
                 let status = Command::new("kill").args(["-s", signal, &pid]).status();
                 sent = status.unwrap().success();
@@ -404,169 +397,4 @@ fn a_signal_to_one_rank_stops_all_after_the_same_step() {
         layout(program, (1, 2, 2)).flag("--steps", step).succeeds();
         assert!(weights() == stopped);
     }
-}
-
-#[test]
-fn two_hosts_train_as_one_and_a_cut_link_ends_both() {
-    if !is_open_mpi() {
-        eprintln!("not tested: how hosts are given to mpirun is written for Open MPI");
-        return;
-    }
-    let Some(hosts) = TwoHosts::new() else { return };
-    let (here, there) = (Workspace::new(), Workspace::new());
-    let degrees = (2, 1, 2);
-    layout(here.finetune(), degrees).succeeds();
-    let program = layout(there.finetune(), degrees).under(hosts.mpirun());
-    program.succeeds();
-    let weights =
-        |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
-    assert!(weights(&here) == weights(&there));
-
-    let mut cut = None;
-    let mut took = None;
-    let outcome = program.flag("--steps", 100_000).run_and(|stderr| {
-        if cut.is_none() && stderr.contains("step 1/") {
-            hosts.cut();
-            cut = Some(Instant::now());
-        }
-        // Open MPI's own processes wait for each other until the link is back.
-        let is_over = |_: &Instant| (0..4).all(|rank| rank_process(&there, rank).is_none());
-        if took.is_none() && cut.as_ref().is_some_and(is_over) {
-            took = cut.map(|cut| cut.elapsed());
-            hosts.kill_all();
-        }
-    });
-    let took = took.expect("all ranks have ended");
-    assert!(took < Duration::from_secs(15), "{took:?}");
-    // What the other host says cannot cross the link.
-    let said = [
-        "rank 0 on host host-a stops: rank",
-        "on host host-b",
-        "has not been heard of",
-        "its last operation",
-        "step ",
-    ];
-    assert_failed(&outcome, &said);
-}
-
-/// Three ranks on two hosts, of which the second is lost and comes back: the ranks are 3, then 2, then 3 again.
-#[test]
-fn a_host_that_leaves_and_comes_back_changes_no_loss() {
-    if !is_open_mpi() {
-        return eprintln!("not tested: how hosts are given to mpirun is written for Open MPI");
-    }
-    let Some(hosts) = TwoHosts::new() else { return };
-    let (here, there) = (Workspace::new(), Workspace::new());
-    let path = |workspace: &Workspace| workspace.path("metrics.jsonl");
-    let program = |workspace: &Workspace| {
-        let program = workspace.finetune().flag("--pp", 1).flag("--tp", 1);
-        let program = program
-            .without("--dp")
-            .flag("--lr", 1e-4)
-            .flag("--steps", 300);
-        let program = program.flag("--gradient-accumulation-steps", 3);
-        let program = program.without("--global-batch-size").flag("--seq-len", 32);
-        program.flag("--metrics", path(workspace).display())
-    };
-    // Of three replicas with three micro-batches each: two have shares of five and four.
-    program(&here).flag("--dp", 3).succeeds();
-    let saving = program(&there).flag("--save-every", 20);
-    let saving = saving.flag("--save-dir", there.path("saves").display());
-    let secret = tempfile::NamedTempFile::new().unwrap();
-    fs::write(secret.path(), "hush").unwrap();
-    let launch = |host: char, num_ranks: &str| {
-        let mut words = hosts.enter(host);
-        words.extend([env!("CARGO_BIN_EXE_candle-train"), "launch"].map(str::to_string));
-        let rdzv = format!("{}:29512", hosts.address('a'));
-        let options = [
-            "--nproc-per-node",
-            num_ranks,
-            "--nnodes",
-            "1:2",
-            "--rdzv",
-            &rdzv,
-        ];
-        let quick = [
-            "--max-restarts",
-            "1",
-            "--grace-secs",
-            "5",
-            "--silence-secs",
-            "3",
-        ];
-        let mut command = Command::new(&words[0]);
-        command
-            .args(&words[1..])
-            .args(options)
-            .args(quick)
-            .args(saving.words());
-        command.envs(hosts.mpi_variables());
-        command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", secret.path());
-        launching::spawn(tempfile::TempDir::new().unwrap(), command, &|_| {})
-    };
-    let first = launch('a', "2");
-    let second = launch('b', "1");
-    // How often as many replicas have begun.
-    let begun = |dp: usize| {
-        let said = fs::read_to_string(first.path("stdout")).unwrap();
-        said.matches(&format!("pp 1 x dp {dp} x tp 1")).count()
-    };
-    let is_saved = |step: usize| there.path(&format!("saves/step-{step:06}")).exists();
-    launching::wait_until("a checkpoint of both hosts", || is_saved(20));
-    assert_eq!(begun(3), 1);
-    hosts.kill_all_on('b');
-    launching::wait_until("ranks on one host", || begun(2) == 1);
-    launching::wait_until("steps on one host", || is_saved(80));
-    let third = launch('b', "1");
-    let ended = first.wait();
-    let said = String::from_utf8_lossy(&ended.out).into_owned();
-    assert_eq!(ended.code, Some(0), "{said} {}", ended.err);
-    assert_eq!(
-        said.matches("pp 1 x dp 3 x tp 1").count(),
-        2,
-        "{said} {}",
-        ended.err
-    );
-    assert_eq!(third.wait().code, Some(0));
-    drop(second);
-    let losses = |workspace: &Workspace| -> Vec<(u64, f64)> {
-        let steps = super::training::metrics(&path(workspace)).into_iter();
-        let numbers = |step: serde_json::Map<String, serde_json::Value>| {
-            Some((step.get("step")?.as_u64()?, step.get("loss")?.as_f64()?))
-        };
-        steps.filter_map(numbers).collect()
-    };
-    let (want, got) = (losses(&here), losses(&there));
-    assert_eq!((want.len(), got.len()), (300, 300));
-    for ((step, want), (same_step, got)) in want.into_iter().zip(got) {
-        assert_eq!(step, same_step);
-        assert!(
-            (want - got).abs() <= 1e-5 * want,
-            "step {step}: {got}, expected {want}"
-        );
-    }
-}
-
-/// The process that is this rank of the workspace's run.
-fn rank_process(workspace: &Workspace, rank: usize) -> Option<u32> {
-    let folder = workspace.path("model").display().to_string();
-    let entries = fs::read_dir("/proc").unwrap().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let read = |pid: u32, what: &str| {
-        let bytes = fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
-    };
-    let is_it = |pid: &u32| {
-        let variables = read(*pid, "environ");
-        let mut variables = variables.split('\0');
-        read(*pid, "cmdline").contains(&folder)
-            && !["mpirun", "candle-train launch"]
-                .iter()
-                .any(|word| read(*pid, "cmdline").replace("\0", " ").contains(word))
-            && variables.any(|variable| {
-                let (name, value) = variable.split_once('=').unwrap_or_default();
-                matches!(name, "OMPI_COMM_WORLD_RANK" | "PMI_RANK") && value == rank.to_string()
-            })
-    };
-    pids.into_iter().find(is_it)
 }

@@ -62,26 +62,13 @@ pub fn killed(program: &Program, times: usize, find: impl Fn(usize) -> Option<Pi
     outcome
 }
 
-/// The one process that trains in the workspace, as a rank of the launcher.
-fn rank_process(workspace: &Workspace) -> Option<Pid> {
-    let folder = workspace.path("model").display().to_string();
-    let entries = fs::read_dir("/proc").unwrap().flatten();
-    let mut pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let pid = pids.find(|pid| {
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let command = String::from_utf8_lossy(&command).into_owned();
-        command.split('\0').nth(1) == Some("finetune") && command.contains(&folder)
-    });
-    pid.map(Pid::from_raw)
-}
-
 #[test]
 fn a_rank_killed_three_times_leaves_the_bits_of_a_run_that_was_not() {
     let workspace = Workspace::new();
     let (program, path) = run(&workspace);
     let (want, want_numbers) = whole(&program, &path, &workspace);
     let program = saving(program, &workspace.path("saves")).under(launcher(3));
-    let outcome = killed(&program, 3, |_| rank_process(&workspace));
+    let outcome = killed(&program, 3, |_| workspace.process_of_rank(0));
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     for number in 1..=3 {
         let said = format!("failed first: killed by SIGKILL; restart {number} of 3\n");
@@ -100,7 +87,9 @@ fn without_checkpoints_it_begins_again() {
     let workspace = Workspace::new();
     let (program, path) = run(&workspace);
     let (want, want_numbers) = whole(&program, &path, &workspace);
-    let outcome = killed(&program.under(launcher(1)), 1, |_| rank_process(&workspace));
+    let outcome = killed(&program.under(launcher(1)), 1, |_| {
+        workspace.process_of_rank(0)
+    });
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     let said = "no checkpoint as there is no --save-dir: the run begins\n";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -106,6 +107,31 @@ impl Workspace {
         let before = snapshot(&self.output());
         program.run().assert_error(parts);
         assert!(snapshot(&self.output()) == before);
+    }
+
+    /// The process that is this rank of the workspace's `finetune`.
+    pub fn process_of_rank(&self, rank: usize) -> Option<Pid> {
+        let folder = self.path("model").display().to_string();
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let mut pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let read = |pid: i32, what: &str| {
+            let bytes = fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let is_it = |pid: &i32| {
+            let (words, variables) = (read(*pid, "cmdline"), read(*pid, "environ"));
+            let value = |name: &&str| {
+                let variables = variables.split('\0');
+                let mut pairs = variables.filter_map(|variable| variable.split_once('='));
+                pairs.find(|(other, _)| other == name).map(|pair| pair.1)
+            };
+            // Ranks of an mpirun that a launcher has started have its RANK too.
+            let own = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"];
+            words.split('\0').nth(1) == Some("finetune")
+                && words.contains(&folder)
+                && own.iter().find_map(value) == Some(&rank.to_string())
+        };
+        pids.find(is_it).map(Pid::from_raw)
     }
 
     #[track_caller]

@@ -98,7 +98,7 @@ impl Channels {
         let operation = format!("{} ({})", in_flight.call, group.name());
         ctx.shared.note(ctx.shared.world_rank, operation);
         let sources = receives.iter().map(|receive| group.members[receive.from]);
-        in_flight.expect(sources.collect());
+        in_flight.await_messages(sources.collect());
         for (index, Incoming { from, shape, dtype }) in receives.into_iter().enumerate() {
             let asked = Asked {
                 in_flight: in_flight.clone(),

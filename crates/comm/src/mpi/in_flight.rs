@@ -115,7 +115,7 @@ impl InFlight {
     }
 
     /// The result will be messages from these world ranks; it is complete if there are none.
-    pub fn expect(&self, sources: Vec<usize>) {
+    pub fn await_messages(&self, sources: Vec<usize>) {
         lock(&self.state).messages = sources.into_iter().map(Err).collect();
         self.look_for_messages();
     }

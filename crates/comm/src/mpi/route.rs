@@ -37,8 +37,8 @@ use std::sync::Arc;
 
 use candle_core::Shape;
 
-use super::buffer::Buffer;
 use super::group::{Group, Kind};
+use super::step::{Gives, Lane, Source, Step};
 use crate::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
@@ -47,57 +47,6 @@ const CHUNK_BYTES: usize = 512 << 10;
 
 /// What the messages of one operation that wait to be reduced hold at most, on one rank, for one chunk and for all others together.
 pub(super) const WINDOW_BYTES: usize = 32 << 20;
-
-/// What a rank does for a chunk, a piece of the work: it receives messages, combines them with its own input, and sends what that gives.
-pub(super) struct Step {
-    pub lane: Lane,
-    pub piece: Piece,
-    /// Without, the only message is what it gives.
-    pub reads_input: bool,
-    pub sources: Vec<Source>,
-    pub source_kind: Kind,
-    pub gives: Gives,
-    /// Of what it gives.
-    pub num_bytes: usize,
-    /// For what it gives, if that is a part of a new output.
-    pub room: Option<Buffer>,
-    pub targets: Vec<usize>,
-    pub target_kind: Kind,
-}
-
-/// Steps that a rank begins in the order of their chunks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Lane {
-    /// This rank's input goes to another rank, or stays.
-    To(usize),
-    /// Contributions are reduced here.
-    Gather,
-    /// Results come from one rank, in messages of one kind.
-    From(usize, Kind),
-    /// Results come from other hosts and are sent on to ranks on this one.
-    PassOn,
-}
-
-/// A message to a rank.
-#[derive(Clone, Copy)]
-pub(super) struct Source {
-    /// From this one.
-    pub rank: usize,
-    /// It has not the rank's values, but the blocks of this host, whose collector the rank is.
-    pub host: Option<usize>,
-    pub num_bytes: usize,
-}
-
-/// What a step gives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Gives {
-    /// A copy of the input.
-    Copy,
-    /// The blocks of a host, accumulated.
-    Blocks,
-    /// A part of this rank's output.
-    Result,
-}
 
 /// What one rank does for a collective.
 pub(super) struct Route {
