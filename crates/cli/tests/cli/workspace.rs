@@ -109,7 +109,7 @@ impl Workspace {
         assert!(snapshot(&self.output()) == before);
     }
 
-    /// The process that is this rank of the workspace's `finetune`.
+    /// The process that is this rank of the workspace's `finetune` or `pretrain`.
     pub fn process_of_rank(&self, rank: usize) -> Option<Pid> {
         let folder = self.path("model").display().to_string();
         let entries = fs::read_dir("/proc").unwrap().flatten();
@@ -127,7 +127,7 @@ impl Workspace {
             };
             // Ranks of an mpirun that a launcher has started have its RANK too.
             let own = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"];
-            words.split('\0').nth(1) == Some("finetune")
+            matches!(words.split('\0').nth(1), Some("finetune" | "pretrain"))
                 && words.contains(&folder)
                 && own.iter().find_map(value) == Some(&rank.to_string())
         };
