@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use candle_comm::launch::cannot_start;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
-use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
+use candle_launch::{CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 
 /// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
 pub fn print_line(line: &str) {
@@ -53,10 +53,10 @@ pub(crate) fn print_message(message: &str) {
 
 /// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
 pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
-    match env.num_restarts() {
-        0 => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
-        _ => ExitCode::FAILURE,
-    }
+    ExitCode::from(match env.num_restarts() {
+        0 => WOULD_FAIL_AGAIN_EXIT_CODE,
+        _ => CANNOT_GO_ON_EXIT_CODE,
+    })
 }
 
 /// An error as a sentence, with its hints below.

@@ -15,7 +15,9 @@ pub use control::{
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
-pub use launcher::{NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
+pub use launcher::{
+    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+};
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use stop_signals::StopSignals;

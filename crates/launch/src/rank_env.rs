@@ -9,7 +9,7 @@
 //!
 //! The first row whose variables are set counts: the innermost launcher, since a Slurm step may hold the others. What MPI sets below
 //! `candle-train launch` comes before that.
-//! This module is the only reader of the environment.
+//! Ranks read these variables here and nowhere else.
 
 mod identity;
 mod meeting_point;

@@ -1,14 +1,15 @@
-//! Signals as bytes of a pipe, which a thread reads: a handler may do nothing else.
+//! Signals as bytes of a pair of sockets, which a thread reads: a handler may do nothing else.
 
-use std::io::{PipeReader, Read, Result};
+use std::io::{Read, Result};
 use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc;
 
 use nix::sys::signal::{self, SaFlags, SigAction, SigHandler, SigSet, Signal};
 
-/// Where the handlers of each watcher write; -1 before there is a pipe.
-static PIPES: [AtomicI32; 2] = [const { AtomicI32::new(-1) }; 2];
+/// Where the handlers of each watcher write; -1 before they are set.
+static PIPES: [AtomicI32; 3] = [const { AtomicI32::new(-1) }; 3];
 
 /// Who watches signals, once each.
 #[derive(Clone, Copy)]
@@ -17,6 +18,8 @@ pub(crate) enum Watcher {
     Stop,
     /// A rank that tells the others.
     Control,
+    /// A launcher or an agent, which ends what it has started.
+    Launcher,
 }
 
 /// From now on `on_signal` hears of each of these signals, on a thread of the watcher's name; where it says so, the signal then does what
@@ -27,7 +30,8 @@ pub(crate) fn watch(
     replaces: fn(SigHandler) -> bool,
     on_signal: impl FnMut(Signal) -> bool + Send + 'static,
 ) -> Result<()> {
-    let (reader, writer) = std::io::pipe()?;
+    let (reader, writer) = UnixStream::pair()?;
+    writer.set_nonblocking(true)?;
     let (set, before) = mpsc::channel();
     let thread = std::thread::Builder::new().name(name.to_string());
     thread.spawn(move || receive(reader, &before.iter().collect::<Vec<_>>(), on_signal))?;
@@ -36,26 +40,28 @@ pub(crate) fn watch(
     let handler = match watcher {
         Watcher::Stop => on_signal_of::<{ Watcher::Stop as usize }>,
         Watcher::Control => on_signal_of::<{ Watcher::Control as usize }>,
+        Watcher::Launcher => on_signal_of::<{ Watcher::Launcher as usize }>,
     };
     let handler = SigHandler::Handler(handler);
     let action = SigAction::new(handler, SaFlags::SA_RESTART, SigSet::empty());
     for signal in signals {
         let earlier = set_action(*signal, &action)?;
-        if !replaces(earlier.handler()) {
-            set_action(*signal, &earlier)?;
+        // One that comes between is not known, and has no effect.
+        match replaces(earlier.handler()) {
+            true => drop(set.send((*signal, earlier))),
+            false => drop(set_action(*signal, &earlier)?),
         }
-        let _ = set.send((*signal, earlier));
     }
     Ok(())
 }
 
 fn receive(
-    mut reader: PipeReader,
+    mut reader: UnixStream,
     before: &[(Signal, SigAction)],
     mut on_signal: impl FnMut(Signal) -> bool,
 ) {
     let mut number = [0];
-    // It fails if the pipe is gone, which is never.
+    // It fails if the other end is gone, which is never.
     while reader.read_exact(&mut number).is_ok() {
         let known = before.iter().find(|(signal, _)| *signal as u8 == number[0]);
         if let Some((signal, earlier)) = known
@@ -79,6 +85,6 @@ fn set_action(signal: Signal, action: &SigAction) -> nix::Result<SigAction> {
 extern "C" fn on_signal_of<const WATCHER: usize>(number: std::ffi::c_int) {
     // SAFETY: the descriptor is open until the process ends (`watch` gave it up); it is one before the handler is set.
     let pipe = unsafe { BorrowedFd::borrow_raw(PIPES[WATCHER].load(Ordering::Acquire)) };
-    // A write is allowed in a signal handler; if the pipe is full the thread has been woken often enough.
+    // A write is allowed in a signal handler, and this one never blocks: if there is no room the thread has been woken often enough.
     let _ = nix::unistd::write(pipe, &[number as u8]);
 }

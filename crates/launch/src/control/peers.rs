@@ -63,6 +63,8 @@ impl Control {
         }
         // Who is connected expects to hear of the others, which they do not say before they are.
         self.gather("connected", b"")?;
+        // A rank that heard nothing in time has come again, and hung up where it was before.
+        streams.extend(arrived.try_iter());
         Ok((0..world_size).map(|peer| streams.remove(&peer)).collect())
     }
 

@@ -34,6 +34,8 @@ const OUTPUT_INTERVAL: Duration = Duration::from_millis(10);
 enum Event {
     Command(Command),
     FrontGone,
+    /// The front says what is no command: its build is another one.
+    Unknown(String),
     Ended(WaitStatus),
     /// There is no process below the agent any more.
     NobodyLeft,
@@ -77,12 +79,12 @@ fn call_front(front: &str) -> std::io::Result<()> {
 fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>) -> Result<()> {
     process_tree::adopt_orphans()?;
     read_commands(sender.clone());
-    let Some(Command::Plan(plan)) = next_command(events) else {
+    let Some(Command::Plan(plan)) = next_command(events)? else {
         return Ok(());
     };
     check(&plan)?;
     let _ = reports.send(Report::Ready);
-    if !matches!(next_command(events), Some(Command::Start)) {
+    if !matches!(next_command(events)?, Some(Command::Start)) {
         return Ok(());
     }
     // By the main thread: the kernel kills ranks when the thread that started them ends.
@@ -101,13 +103,18 @@ fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>
 }
 
 /// What the front says next; `None` if it is gone.
-fn next_command(events: &Receiver<Event>) -> Option<Command> {
+fn next_command(events: &Receiver<Event>) -> Result<Option<Command>> {
     loop {
         match events.recv() {
             // Other hosts take their time.
             Ok(Event::Command(Command::Alive)) => {}
-            Ok(Event::Command(command)) => return Some(command),
-            _ => return None,
+            Ok(Event::Command(command)) => return Ok(Some(command)),
+            Ok(Event::Unknown(what)) => {
+                return Err(Error::Launch(format!(
+                    "its agent does not understand the launcher: {what}\nhint: a run needs the same candle-train on all hosts"
+                )));
+            }
+            _ => return Ok(None),
         }
     }
 }
@@ -127,12 +134,17 @@ fn check(plan: &HostPlan) -> Result<()> {
 fn read_commands(events: Sender<Event>) {
     std::thread::spawn(move || {
         let mut input = BufReader::new(stdin());
-        while let Ok(Some((command, _))) = wire::receive(&mut input) {
-            if events.send(Event::Command(command)).is_err() {
+        loop {
+            let event = match wire::receive(&mut input) {
+                Ok(Some((command, _))) => Event::Command(command),
+                Ok(None) => Event::FrontGone,
+                Err(error) => Event::Unknown(error.to_string()),
+            };
+            let is_last = !matches!(event, Event::Command(_));
+            if events.send(event).is_err() || is_last {
                 return;
             }
         }
-        let _ = events.send(Event::FrontGone);
     });
 }
 
@@ -172,7 +184,7 @@ impl Agent<'_> {
                     front_heard_at = Instant::now();
                     self.obey(command);
                 }
-                Ok(Event::FrontGone) => front_gone = true,
+                Ok(Event::FrontGone | Event::Unknown(_)) => front_gone = true,
                 Ok(Event::Ended(status)) => self.note_end(status),
                 Ok(Event::NobodyLeft) => nobody_left = true,
                 Err(RecvTimeoutError::Timeout) => {}

@@ -19,6 +19,9 @@ pub const WOULD_FAIL_AGAIN_EXIT_CODE: u8 = 2;
 /// The exit code of a rank that has to be started by an MPI library's launcher, and so has done nothing yet.
 pub const NEEDS_MPI_EXIT_CODE: u8 = 86;
 
+/// The exit code of a rank that was started again and cannot go on, found before its first step: on other hosts it may.
+pub const CANNOT_GO_ON_EXIT_CODE: u8 = 87;
+
 /// The exit code of a launcher that lost a host.
 pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
 

@@ -21,7 +21,7 @@ use crate::{Error, Result, Secret};
 
 /// How long the launcher that leads may be late.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How long it may be out of reach once it was there.
+/// How long it may be out of reach once it has given an order.
 const ABSENCE: Duration = Duration::from_secs(60);
 /// The time between two attempts to reach it.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -51,9 +51,11 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
         let is_refused = |error: &IoError| error.kind() == ErrorKind::ConnectionRefused;
         let is_gone = was_there && called.as_ref().is_err_and(is_refused);
         was_there |= called.is_ok();
+        let is_there = called.is_ok();
         let begin = Instant::now();
         let waited = called.and_then(|call| line.wait(call));
-        if begin.elapsed() > ABSENCE {
+        // One that hangs up at once, without ever an order, does not lead this host.
+        if is_there && was_needed || begin.elapsed() > ABSENCE {
             until = Instant::now() + ABSENCE;
         }
         // Another thread ends this process.

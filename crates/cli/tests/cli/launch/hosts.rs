@@ -187,6 +187,39 @@ fn nothing_starts_where_one_host_cannot() {
 }
 
 #[test]
+fn an_agent_that_cannot_start_all_its_ranks() {
+    // It has pipes for the first ones only.
+    let ssh = format!("[ $1 = b ] && ulimit -n 24\n{}", fake_ssh());
+    let ended = start_hosts("a slots=1\nb slots=20\n", &ssh, &[], "exec sleep 1000").wait();
+    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    let expected = "candle-train: host b: cannot start rank ";
+    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+}
+
+#[test]
+fn an_agent_that_is_told_to_end_before_the_start() {
+    // While host b has not answered.
+    let of_a = "shift; sh -c \"exec $*\" <&0 & sleep 1; kill $!; wait; exit";
+    let ssh = format!("[ $1 = a ] && {{ {of_a}; }}\nsleep 3\n{}", fake_ssh());
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").wait();
+    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    let expected = "candle-train: lost host a with rank 0: the connection to its agent ended";
+    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    assert!(!ended.path("started").exists());
+}
+
+#[test]
+fn an_agent_that_does_not_understand_the_launcher() {
+    // A message that it does not know, `{}`, comes first.
+    let first = r"printf '\2\0\0\0\0\0\0\0{}'";
+    let ssh = format!("shift; {{ {first}; cat; }} | sh -c \"$*\"");
+    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").wait();
+    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    let expected = "candle-train: host a: its agent does not understand the launcher: ";
+    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+}
+
+#[test]
 fn another_version_on_a_host() {
     let ended = start_hosts(
         "a slots=1\n",

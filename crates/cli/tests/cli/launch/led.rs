@@ -119,7 +119,7 @@ fn a_host_that_comes_later_takes_part() {
 #[test]
 fn a_host_that_does_not_fit_waits_for_another_one() {
     let hosts = Hosts::new();
-    let script = format!("[ $((WORLD_SIZE % 2)) = 0 ] || exit 2\n{RANK}");
+    let script = format!("[ $((WORLD_SIZE % 2)) = 0 ] || exit 87\n{RANK}");
     let first = hosts.start("a", 2, "1:3", &[], &script);
     wait_until("ranks on the first host", || hosts.exists("up-0-1"));
     let second = hosts.start("b", 1, "1:3", &[], &script);
@@ -133,6 +133,31 @@ fn a_host_that_does_not_fit_waits_for_another_one() {
     assert_eq!(ended.err.matches(said).count(), 1, "{}", ended.err);
     assert_eq!(started(&ended, 3).len(), 4, "{}", ended.err);
     assert_eq!((second.wait().code, third.wait().code), (Some(0), Some(0)));
+}
+
+/// Three do not fit, any two do.
+#[test]
+fn a_host_that_does_not_fit_takes_the_place_of_one_that_is_lost() {
+    let hosts = Hosts::new();
+    let script = format!("[ $WORLD_SIZE = 2 ] || exit 87\n{RANK}");
+    let first = hosts.start("a", 1, "2:3", &["--max-restarts", "1"], &script);
+    let second = hosts.start("b", 1, "2:3", &[], &script);
+    wait_until("ranks on two hosts", || hosts.exists("up-0-1"));
+    let third = hosts.start("c", 1, "2:3", &[], &script);
+    wait_until("the two alone again", || hosts.exists("up-2-1"));
+    for (pid, _) in second.processes() {
+        // It may be gone with the one before.
+        let _ = kill(pid, Signal::SIGKILL);
+    }
+    wait_until("ranks on the first and the third", || {
+        hosts.exists("up-3-1")
+    });
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let lines = ["[rank 0] 3 0/2 0/1 on a", "[rank 1] 3 1/2 0/1 on c"];
+    assert_eq!(started(&ended, 3), lines, "{}", ended.err);
+    assert_eq!(third.wait().code, Some(0));
 }
 
 #[test]

@@ -33,7 +33,7 @@ impl Run {
     }
 
     /// Ends the run for this reason, if it has not ended.
-    fn announce(&mut self, kind: FailureKind, rank: Option<usize>, message: String) {
+    pub fn announce(&mut self, kind: FailureKind, rank: Option<usize>, message: String) {
         if self.failure.is_none() {
             let failure = Failure {
                 kind,

@@ -8,7 +8,7 @@ use super::exchange::{Exchange, Reply};
 use crate::control::activity::Snapshot;
 use crate::control::message::{FromRank, Hello, ToRank};
 use crate::control::wire::{self, Outbox};
-use crate::control::{BEAT, ControlConfig, Failure, RankGroup};
+use crate::control::{BEAT, ControlConfig, Failure, FailureKind, RankGroup};
 
 /// What the server knows of a run: events come in, messages to ranks go out. Times are those of the server's clock.
 pub(super) struct Run {
@@ -136,13 +136,14 @@ impl Run {
         }
     }
 
-    fn reply(&self, Reply { to, answer, body }: Reply) {
+    fn reply(&mut self, Reply { to, answer, body }: Reply) {
         for (rank, id) in to {
             let answer = answer.clone();
             if let Some(peer) = &self.peers[rank]
                 && let Err(error) = peer.outbox.send(&ToRank::Answer { id, answer }, &body)
             {
-                tracing::error!("an answer to rank {rank} was not sent: {error}");
+                let message = format!("rank 0 cannot pass on what the ranks said: {error}");
+                return self.announce(FailureKind::Failed, None, message);
             }
         }
     }

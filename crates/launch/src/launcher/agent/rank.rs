@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::{SigSet, Signal, killpg};
+use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getppid};
 
 use crate::launcher::end::End;
@@ -115,10 +115,6 @@ pub fn become_rank(agent_pid: i32, program: &OsString, args: &[OsString]) -> Str
     // The agent may have ended before the request.
     if getppid() != Pid::from_raw(agent_pid) {
         return "the agent that started this rank is gone".to_string();
-    }
-    // The agent blocks the signals that end a run, and the program would inherit that.
-    if let Err(errno) = SigSet::all().thread_unblock() {
-        return format!("cannot unblock signals: {errno}");
     }
     let error = Command::new(program).args(args).exec();
     format!("cannot run {}: {error}", program.display())

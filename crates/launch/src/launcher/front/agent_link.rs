@@ -165,6 +165,7 @@ impl Reader {
                 None => problem,
             },
             last_lines: last_lines.unwrap_or_default(),
+            is_refusal: false,
         }));
     }
 

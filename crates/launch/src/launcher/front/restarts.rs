@@ -10,7 +10,7 @@ use super::door::Door;
 use super::verdict::describe_signal;
 use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
-use crate::launcher::end::{LOST_HOST_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE};
+use crate::launcher::end::{CANNOT_GO_ON_EXIT_CODE, LOST_HOST_EXIT_CODE};
 use crate::launcher::host::Host;
 use crate::{Error, Result};
 
@@ -93,12 +93,12 @@ pub(super) struct Restarts {
     door: Option<Arc<Door>>,
     /// Hosts that are not asked any more, as they could not start their ranks: the launchers, if they have called.
     set_aside: Vec<Host>,
-    /// Hosts that came and with which the ranks could not run, until another one comes: with that they may.
+    /// Hosts that came and with which the ranks could not run, until another one comes or one is lost: then they may.
     misfits: Vec<Host>,
     /// Those to start ranks on.
     pub(super) present: Vec<Host>,
-    /// Those that the ranks ran on before hosts came or left, and when that was.
-    before_change: Option<(Vec<Host>, Instant)>,
+    /// Names of those that ranks last ran on.
+    fitting: Vec<String>,
     /// When hosts were first missing that the ranks were asked to stop for.
     away_since: Option<Instant>,
     /// Why the ranks were ended that are to be started again.
@@ -152,7 +152,7 @@ impl Restarts {
             set_aside: Vec::new(),
             misfits: Vec::new(),
             present: Vec::new(),
-            before_change: None,
+            fitting: Vec::new(),
             away_since: None,
             last_end: None,
         })
@@ -218,6 +218,7 @@ impl Restarts {
             Some(leaver) => {
                 let since = *self.away_since.get_or_insert_with(Instant::now);
                 if since.elapsed() > AWAY {
+                    self.misfits.clear();
                     return Some(format!("host {} leaves", leaver.name));
                 }
             }
@@ -232,15 +233,11 @@ impl Restarts {
         Some(what)
     }
 
-    /// The hosts that came to those that the ranks ran on before, if that was a moment ago.
-    fn newcomers(&mut self) -> Vec<Host> {
-        match self.before_change.take() {
-            Some((before, since)) if since.elapsed() < PATIENCE => {
-                let new = self.present.iter().filter(|host| !before.contains(host));
-                new.cloned().collect()
-            }
-            _ => Vec::new(),
-        }
+    /// The hosts that came to those that the ranks ran on before.
+    fn newcomers(&self) -> Vec<Host> {
+        let is_new = |host: &&Host| !self.fitting.contains(&host.name);
+        let new = self.present.iter().filter(is_new);
+        new.filter(|_| !self.fitting.is_empty()).cloned().collect()
     }
 
     /// What is to be done after the ranks have ended: the outcome, if that was the last start.
@@ -251,19 +248,22 @@ impl Restarts {
         let why = sentence.lines().next().unwrap_or_default().to_string();
         self.last_end = Some(why.clone());
         self.away_since = None;
+        let cannot_go_on = outcome.exit_code == CANNOT_GO_ON_EXIT_CODE;
         let newcomers = self.newcomers();
+        if matches!(
+            outcome.remedy,
+            Remedy::ChangeHosts | Remedy::StartAgain { .. }
+        ) && !cannot_go_on
+        {
+            self.fitting = self.present.iter().map(|host| host.name.clone()).collect();
+        }
         match &outcome.remedy {
             Remedy::ThroughMpi => self.through_mpi = true,
-            Remedy::ChangeHosts => {
-                self.before_change = Some((self.present.clone(), Instant::now()));
-                self.num_restarts += 1;
-            }
+            Remedy::ChangeHosts => self.num_restarts += 1,
             _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
             Remedy::None(reason) if reason.is_empty() => return Some(outcome),
             // The layout may need another number of ranks.
-            Remedy::None(_)
-                if outcome.exit_code == WOULD_FAIL_AGAIN_EXIT_CODE && !newcomers.is_empty() =>
-            {
+            Remedy::StartAgain { .. } if cannot_go_on && !newcomers.is_empty() => {
                 let names: Vec<_> = newcomers.iter().map(|host| host.name.as_str()).collect();
                 let names = names.join(", ");
                 say(&format!(
@@ -281,6 +281,9 @@ impl Restarts {
                 return Some(outcome.with_note(&note));
             }
             Remedy::StartAgain { at, lost } => {
+                if !lost.is_empty() {
+                    self.misfits.clear();
+                }
                 match &self.door {
                     Some(door) => door.remove(lost),
                     // Hosts that were lost may be back.
@@ -301,14 +304,20 @@ impl Restarts {
                 let without = self.present.iter();
                 let without = without.filter(|host| hosts.contains(&host.name));
                 self.set_aside.extend(without.cloned());
+                self.misfits.clear();
                 let all = self.present.len().max(self.known.len());
                 let (left, least) = (self.candidates().len(), self.nodes.min);
                 let left_of = format!("{left} of {all} hosts are left");
                 if left < least || hosts.is_empty() {
                     let note = format!("{left_of}, and --nnodes asks for {least}");
+                    let outcome = match hosts.is_empty() {
+                        true => outcome,
+                        false => outcome.with_note(&note),
+                    };
+                    let exit_code = LOST_HOST_EXIT_CODE;
                     return Some(Outcome {
-                        exit_code: LOST_HOST_EXIT_CODE,
-                        ..outcome.with_note(&note)
+                        exit_code,
+                        ..outcome
                     });
                 }
                 say(&format!("{why}; {left_of}"));

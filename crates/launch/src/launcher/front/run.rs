@@ -15,7 +15,8 @@ use super::verdict::{Cause, Failures, HostLoss, RankEnd, describe_signal, place}
 use super::{Event, NOT_STARTED_EXIT_CODE, say};
 use crate::Result;
 use crate::launcher::end::{
-    End, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE, End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE,
+    WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
@@ -33,6 +34,13 @@ const AGENT_WAIT: Duration = Duration::from_secs(5);
 /// How often the links are looked at.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
+/// Ranks that end so have not begun: no other one can go on without them.
+const NOT_BEGUN: [u8; 3] = [
+    WOULD_FAIL_AGAIN_EXIT_CODE,
+    NEEDS_MPI_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE,
+];
+
 /// Why ranks are not started again.
 pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end";
 /// Why ranks that ask for MPI are not started through it.
@@ -44,9 +52,8 @@ pub(super) struct Run<'a> {
     events: &'a Sender<Event>,
     agents: Vec<Agent<'a>>,
     has_survivors: bool,
-    /// What keeps the ranks from being started, and the hosts without which they may be.
-    refusals: Vec<String>,
-    without: Vec<String>,
+    /// Why MPI has not started the ranks.
+    refusal: Option<String>,
     failures: Failures,
     /// Ranks that have failed and without which the others go on.
     lost: Vec<RankEnd>,
@@ -73,6 +80,8 @@ struct Agent<'a> {
     link: Option<AgentLink>,
     outputs: Option<RankOutputs>,
     state: AgentState,
+    /// Of its ranks, those that have ended.
+    num_ended: usize,
     /// Whether it has been silent for too long.
     is_silent: bool,
 }
@@ -104,6 +113,7 @@ impl<'a> Run<'a> {
                 link,
                 outputs,
                 state: AgentState::Asked,
+                num_ended: 0,
                 is_silent: false,
             })
         });
@@ -112,8 +122,7 @@ impl<'a> Run<'a> {
             events,
             agents: agents.collect::<Result<_>>()?,
             has_survivors: false,
-            refusals: Vec::new(),
-            without: Vec::new(),
+            refusal: None,
             failures: Failures::default(),
             lost: Vec::new(),
             signal: None,
@@ -165,10 +174,14 @@ impl<'a> Run<'a> {
             }
             Event::MpiEnded(..) => {}
             Event::Gone(mut loss) => {
+                // With nothing to end it, an agent sees the end of all its ranks.
+                let is_undisturbed = self.failures.is_empty() && self.signal.is_none();
+                let is_undisturbed = is_undisturbed && self.stopped_at.is_none();
                 let agent = &mut self.agents[loss.host];
-                let was_finished = agent.state == AgentState::Finished;
+                let is_over = agent.num_ended == agent.plan.num_ranks || !is_undisturbed;
+                let is_well = agent.state == AgentState::Finished && is_over;
                 agent.state = AgentState::Gone;
-                if !was_finished {
+                if !is_well {
                     if agent.is_silent {
                         loss.detail = "nothing was heard from it for --silence-secs".to_string();
                     } else if let Some(how) = &self.mpi_ended {
@@ -193,10 +206,14 @@ impl<'a> Run<'a> {
             }
             Report::Refused(sentence) => {
                 agent.state = AgentState::Finished;
-                let name = &agent.plan.host;
-                self.refusals.push(format!("host {name}: {sentence}"));
-                self.without.push(name.clone());
-                self.close_all();
+                self.failures.hosts.push(HostLoss {
+                    host,
+                    lost_at: Instant::now(),
+                    detail: sentence,
+                    last_lines: Vec::new(),
+                    is_refusal: true,
+                });
+                self.stop_soon();
             }
             Report::Survivors(pids) => {
                 self.has_survivors = true;
@@ -228,7 +245,7 @@ impl<'a> Run<'a> {
         let (missing, all) = (missing.count(), self.agents.len());
         if let (1.., Some(mpi), Some(_)) = (missing, &self.layout.mpi, self.start_deadline) {
             let name = &mpi.words[0];
-            self.refusals.push(format!(
+            self.refusal = Some(format!(
                 "{name} did not start the ranks: {missing} of {all} are missing, {why}"
             ));
             self.close_all();
@@ -236,6 +253,7 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
+        self.agents[end.host].num_ended += 1;
         let how = end.end;
         // One that stops may be noticed by others before they have stopped themselves.
         let is_stop = how.stopped_by().is_some() || how.has_code(PEER_FAILED_EXIT_CODE);
@@ -247,8 +265,7 @@ impl<'a> Run<'a> {
             return;
         }
         let is_ending = self.signal.is_some() || !self.failures.is_empty();
-        let is_for_all =
-            how.has_code(NEEDS_MPI_EXIT_CODE) || how.has_code(WOULD_FAIL_AGAIN_EXIT_CODE);
+        let is_for_all = NOT_BEGUN.iter().any(|code| how.has_code(*code));
         let may_go_on = !is_ending && !is_for_all;
         if end.rank > 0 && self.lost.len() < self.layout.may_lose && may_go_on {
             let place = place(&end, &self.layout.hosts);
@@ -308,7 +325,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Ends a run that has not started.
+    /// Hangs up on all agents of a run that has not started.
     fn close_all(&mut self) {
         self.start_deadline = None;
         self.stopped_at.get_or_insert_with(Instant::now);
@@ -383,6 +400,7 @@ impl<'a> Run<'a> {
             lost_at: Instant::now(),
             detail: detail.clone(),
             last_lines: Vec::new(),
+            is_refusal: false,
         });
         self.failures.hosts.extend(losses);
         self.close_all();
@@ -412,13 +430,15 @@ impl<'a> Run<'a> {
             && self.failures.is_empty()
         {
             return Outcome {
-                exit_code: 0,
+                exit_code: LOST_HOST_EXIT_CODE,
                 sentence: Some(change.clone()),
-                remedy: Remedy::ChangeHosts,
+                remedy: match self.has_survivors {
+                    true => Remedy::None(SURVIVORS.to_string()),
+                    false => Remedy::ChangeHosts,
+                },
             };
         }
-        let is_refused = !self.refusals.is_empty() || !self.failures.is_empty();
-        if !self.started && is_refused {
+        if !self.started {
             return self.not_started();
         }
         let Some(cause) = until(self.stopped_at).or_else(|| until(None)) else {
@@ -455,14 +475,19 @@ impl<'a> Run<'a> {
 
     /// The hosts that refused, or else that were lost, before the others were told to end.
     fn not_started(&self) -> Outcome {
-        let (mut sentences, mut without) = (self.refusals.clone(), self.without.clone());
-        if sentences.is_empty() {
-            let in_time = |loss: &&HostLoss| self.stopped_at.is_none_or(|at| loss.lost_at <= at);
-            for loss in self.failures.hosts.iter().filter(in_time) {
-                without.push(self.name_of(loss));
-                sentences.push(Cause::Host(loss).describe(&self.layout.hosts));
-            }
-        }
+        let in_time = |at: Instant| self.stopped_at.is_none_or(|stopped| at <= stopped);
+        let losses = self.failures.hosts.iter();
+        let losses: Vec<_> = losses
+            .filter(|it| it.is_refusal || in_time(it.lost_at))
+            .collect();
+        let describe = |loss: &&HostLoss| Cause::Host(loss).describe(&self.layout.hosts);
+        let (sentences, without) = match &self.refusal {
+            Some(refusal) => (vec![refusal.clone()], Vec::new()),
+            None => losses
+                .iter()
+                .map(|loss| (describe(loss), self.name_of(loss)))
+                .unzip(),
+        };
         Outcome {
             exit_code: NOT_STARTED_EXIT_CODE,
             sentence: Some(sentences.join("\n")),

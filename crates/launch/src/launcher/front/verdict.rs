@@ -19,13 +19,15 @@ pub(super) struct RankEnd {
     pub(super) last_lines: Vec<String>,
 }
 
-/// A host whose agent is gone, before its time or because all is over there.
+/// A host whose agent is gone, before its time or because all is over there, or that cannot start its ranks.
 #[derive(Debug)]
 pub(super) struct HostLoss {
     pub(super) host: usize,
     pub(super) lost_at: Instant,
     pub(super) detail: String,
     pub(super) last_lines: Vec<String>,
+    /// The detail is what its agent says.
+    pub(super) is_refusal: bool,
 }
 
 /// All that went wrong in a run.
@@ -120,6 +122,9 @@ impl Cause<'_> {
                 place(failure, hosts),
                 failure.end
             ),
+            Self::Host(loss) if loss.is_refusal => {
+                format!("host {}: {}", hosts[loss.host].host, loss.detail)
+            }
             Self::Host(loss) => describe_loss(&hosts[loss.host], &loss.detail),
         };
         let (last_lines, who) = match self {
@@ -139,7 +144,7 @@ impl Cause<'_> {
     fn hint(&self, hosts: &[HostPlan]) -> Option<&'static str> {
         match self {
             Self::Peer(_) => Some("see what the launchers on the other hosts print"),
-            Self::Host(loss) if hosts[loss.host].via.is_some() => Some(
+            Self::Host(loss) if hosts[loss.host].via.is_some() && !loss.is_refusal => Some(
                 "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
             ),
             _ if self.own_end() == Some(End::Killed(9)) => Some(
