@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 
+import slow_switch
+
 SUBNET = "10.219.7"
 
 
@@ -19,22 +21,17 @@ def ip(*words):
     run("ip", *words)
 
 
-def can_delay():
-    """Whether this kernel can hold packets back (tc's netem)."""
-    name = f"delay{os.getpid()}"
-    run("ip", "netns", "add", name)
-    try:
-        return run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", check=False).returncode == 0
-    finally:
-        run("ip", "netns", "del", name)
+def limit(namespace, link, bandwidth):
+    """What leaves by `link` goes at `bandwidth`."""
+    run("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", link, "root", "tbf", "rate", bandwidth, "burst", "128kb", "latency", "100ms")
 
 
-def limit(namespace, link, bandwidth, latency):
-    """What leaves by `link` goes at `bandwidth`, and the `latency` later, if there is one."""
-    tc = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", link]
-    run(*tc, "root", "handle", "1:", "tbf", "rate", bandwidth, "burst", "128kb", "latency", "100ms")
-    if latency:
-        run(*tc, "parent", "1:1", "handle", "10:", "netem", "delay", latency, "limit", "100000")
+def in_units(text, units):
+    """A number with one of the units, as tc writes it: 1gbit, 200us."""
+    for unit, factor in units.items():
+        if text.endswith(unit) and text[:-len(unit)].replace(".", "", 1).isdigit():
+            return float(text[:-len(unit)]) * factor
+    sys.exit(f"{text!r} is not a number with a unit, one of {', '.join(units)}")
 
 
 class Hosts:
@@ -45,26 +42,44 @@ class Hosts:
         self.folder = pathlib.Path(folder)
         self.names = [f"bench{os.getpid()}h{host}" for host in range(number)]
         self.switch = f"bench{os.getpid()}s"
+        self.slow_switch = None
 
     def make(self, bandwidth, latency):
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "switch", "up")
-        for host, name in enumerate(self.names, 1):
+        for name in self.names:
             ip("netns", "add", name)
-            ip("link", "add", "net0", "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", self.switch)
-            ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch", "up")
+        if latency:
+            self.join_slowly(in_units(bandwidth, {"gbit": 1e9 / 8, "mbit": 1e6 / 8}), in_units(latency, {"us": 1e-6, "ms": 1e-3}))
+        else:
+            self.join(bandwidth)
+        for host, name in enumerate(self.names, 1):
             ip("-n", name, "addr", "add", f"{SUBNET}.{host}/24", "dev", "net0")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "net0", "up")
-            # Of the way there a host's own card delays, its port does not: as much on the way back.
-            limit(name, "net0", bandwidth, latency)
-            limit(self.switch, f"port{host}", bandwidth, None)
         cases = " ".join(f"{SUBNET}.{host}) ns={name} ;;" for host, name in enumerate(self.names, 1))
         agent = self.folder / "agent"
         agent.write_text(f"#!/bin/sh\nhost=$1\nshift\ncase $host in {cases} esac\n"
                          'exec ip netns exec $ns unshare --uts sh -c "hostname $ns; $*"\n')
         agent.chmod(0o755)
+
+    def join(self, bandwidth):
+        """By the kernel's own switch."""
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "switch", "up")
+        for host, name in enumerate(self.names, 1):
+            ip("link", "add", "net0", "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", self.switch)
+            ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch", "up")
+            limit(name, "net0", bandwidth)
+            limit(self.switch, f"port{host}", bandwidth)
+
+    def join_slowly(self, bytes_per_sec, latency):
+        """By a switch that delivers later."""
+        program = [sys.executable, slow_switch.__file__, str(bytes_per_sec), str(latency), *self.names]
+        self.slow_switch = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+        if self.slow_switch.stdout.readline() != "ready\n":
+            sys.exit("the switch that delivers later has not started")
+        for host, name in enumerate(self.names, 1):
+            ip("-n", name, "link", "set", "net0", "address", slow_switch.mac(host))
 
     def mpirun(self, ranks, btl="vader,tcp,self"):
         first = self.names[0]
@@ -76,6 +91,9 @@ class Hosts:
                 "--mca", "mpi_yield_when_idle", "1", "-x", f"MASTER_ADDR={SUBNET}.1", "-x", "MASTER_PORT=29517"]
 
     def remove(self):
+        if self.slow_switch:
+            self.slow_switch.kill()
+            self.slow_switch.wait()
         for name in [*self.names, self.switch]:
             pids = run("ip", "netns", "pids", name, check=False).stdout.split()
             if pids:

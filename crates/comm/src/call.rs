@@ -13,7 +13,7 @@ use crate::operation::{Message, Operation};
 pub(crate) struct Call {
     pub operation: Operation,
     /// Of the tensors that it takes.
-    kinds: Vec<(DType, Shape)>,
+    pub kinds: Vec<(DType, Shape)>,
     pub site: &'static Location<'static>,
     /// The group's world ranks, by group rank.
     members: Arc<[usize]>,

@@ -50,8 +50,8 @@ impl<'a> Request<'a> {
 ///
 /// Operations return as soon as they are started; the result, and any error about what the other ranks do, comes from
 /// [`Pending::wait`]. Every rank of the group must start the same operations in the same order, with the same shape and dtype.
-/// The caller must not write to an input before it has waited. Results are new storages, shared with nobody, without a
-/// gradient graph.
+/// The caller must not write to an input before it has waited. Results have no gradient graph, and are new storages, shared with
+/// nobody, unless the request says where they go.
 pub trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;

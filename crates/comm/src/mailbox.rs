@@ -12,7 +12,7 @@ mod wire;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 
@@ -325,9 +325,10 @@ impl Mailbox {
         }
         // Wakes threads that wait for room, which then know that this rank is gone.
         self.inbox.close();
+        let until = Instant::now() + LAST_WORDS;
         connections
             .iter()
-            .for_each(|connection| connection.say_farewell(why));
+            .for_each(|connection| connection.say_farewell(why, until));
         let limit = why.map_or(self.config.deadline, |_| LAST_WORDS);
         self.inbox.wait_for_farewells(&peers, limit);
         connections.iter().for_each(|connection| connection.close());

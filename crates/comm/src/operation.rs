@@ -107,10 +107,21 @@ impl Operation {
     }
 
     /// Whether it gives nothing to wait for.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "nccl", feature = "mpi"))]
     pub(crate) fn only_sends(&self) -> bool {
-        let is_send = |message: &Message<()>| matches!(message, Message::Send { .. });
-        matches!(self, Self::Messages { messages, .. } if messages.iter().all(is_send))
+        matches!(self, Self::Messages { .. }) && self.receives().next().is_none()
+    }
+
+    /// What it receives as messages, and from which ranks in the group.
+    pub(crate) fn receives(&self) -> impl Iterator<Item = (&Shape, DType, usize)> {
+        let messages = match self {
+            Self::Messages { messages, .. } => &messages[..],
+            _ => &[],
+        };
+        messages.iter().filter_map(|message| match message {
+            Message::Send { .. } => None,
+            Message::Recv { shape, dtype, src } => Some((shape, *dtype, *src)),
+        })
     }
 
     /// The tensor of an operation that is no messages.

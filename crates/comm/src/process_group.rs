@@ -49,7 +49,7 @@ impl std::fmt::Debug for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// A group over a backend's communicator.
+    /// A group over a backend's communicator, whose ranks messages call by their numbers in it.
     pub fn new(comm: Box<dyn Communicator>) -> Self {
         Self {
             members: (0..comm.world_size()).collect(),

@@ -42,7 +42,7 @@ pub enum SpanKind {
 /// An operation of a group of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpSpan {
-    /// As in [`Counters`](crate::Counters).
+    /// [Its name](crate::Operation::name).
     pub operation: &'static str,
     /// The axis of the mesh along which the group lies, or `world`.
     pub group: &'static str,

@@ -280,7 +280,8 @@ impl Trainer {
         }
     }
 
-    /// The error of a step. If training has diverged all ranks know it, and none is lost: what there was before it is saved and named.
+    /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights, which are as they should be, are
+    /// saved and named.
     fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
         let Some(checkpoints) = &mut self.checkpoints else {
             return err;
@@ -330,7 +331,7 @@ impl Trainer {
     /// One optimizer step on this data-parallel rank's micro-batches.
     ///
     /// A loss or gradient that is NaN or infinite is an error on every rank, which names the step and the first parameter
-    /// to blame; the weights are then those of the step before. In f16 the update is skipped instead while the loss scale
+    /// to blame; the weights are then those of the step before, on asynchronous servers with the step's other gradients. In f16 the update is skipped instead while the loss scale
     /// can be halved: the next step takes the next micro-batches and their learning rate. An error of a GPU without memory tells what holds how much.
     pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
         let step = self.step;

@@ -3,9 +3,9 @@
 use std::io::{BufReader, ErrorKind, Result};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::Builder;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::inbox::Inbox;
 use super::wire::Frame;
@@ -73,19 +73,15 @@ impl Connection {
         sent
     }
 
-    /// Says that nothing will come any more.
-    pub fn say_farewell(&self, why: Option<&str>) {
+    /// Says that nothing will come any more; why something failed, not later than `until`.
+    pub fn say_farewell(&self, why: Option<&str>, until: Instant) {
         let farewell = Frame::Farewell(why.map(str::to_string));
-        let said = match (why, self.stream.try_lock()) {
-            (Some(_), Ok(mut stream)) => stream
-                .set_write_timeout(Some(LAST_WORDS))
-                .and_then(|()| farewell.write(&mut *stream)),
-            // Somebody is blocked in a write to a peer that does not read.
-            (Some(_), Err(_)) => Err(ErrorKind::WouldBlock.into()),
-            (None, stream) => {
-                drop(stream);
-                self.send(&farewell)
-            }
+        let said = match why {
+            Some(_) => self.lock_until(until).and_then(|mut stream| {
+                stream.set_write_timeout(Some(LAST_WORDS))?;
+                farewell.write(&mut *stream)
+            }),
+            None => self.send(&farewell),
         };
         if said.is_err() {
             self.close();
@@ -141,6 +137,20 @@ impl Connection {
         // Before whoever is blocked in a write to the peer is woken, and asks why.
         inbox.note_departure(Departure { rank, why });
         self.close();
+    }
+
+    /// Fails if somebody is blocked until then, in a write to a peer that does not read.
+    fn lock_until(&self, until: Instant) -> Result<MutexGuard<'_, TcpStream>> {
+        loop {
+            match self.stream.try_lock() {
+                Ok(stream) => return Ok(stream),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(TryLockError::WouldBlock) => return Err(ErrorKind::WouldBlock.into()),
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, TcpStream> {

@@ -77,13 +77,9 @@ impl MailGroup {
                 self.mailbox.send_any(self.members[*dst], tag, &sent)?;
             }
         }
-        let receives = messages.iter().filter_map(|message| match message {
-            Message::Send { .. } => None,
-            Message::Recv { shape, dtype, src } => Some((shape, dtype, *src)),
-        });
-        let received = receives.map(|(shape, dtype, src)| {
+        let received = whole.receives().map(|(shape, dtype, src)| {
             let received = self.recv(src, tag, whole)?;
-            if (received.shape(), received.dtype()) != (shape, *dtype) {
+            if (received.shape(), received.dtype()) != (shape, dtype) {
                 bail!(
                     "{whole}: {received:?} came from rank {src}, expected {shape:?} of {dtype:?}"
                 );

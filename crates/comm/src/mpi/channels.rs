@@ -53,13 +53,6 @@ impl Outgoing {
     }
 }
 
-/// A message asked for, from group rank `from`.
-pub(super) struct Incoming {
-    pub from: usize,
-    pub shape: Shape,
-    pub dtype: DType,
-}
-
 /// The messages of a group on their way.
 #[derive(Default)]
 pub(super) struct Channels {
@@ -93,17 +86,21 @@ impl Channels {
         ctx: &Context,
         group: &Group,
         in_flight: Arc<InFlight>,
-        (sends, receives): (Vec<Outgoing>, Vec<Incoming>),
+        sends: Vec<Outgoing>,
     ) -> Result<()> {
-        let operation = format!("{} ({})", in_flight.call, group.name());
+        let call = &in_flight.call;
+        let operation = format!("{call} ({})", group.name());
         ctx.shared.note(ctx.shared.world_rank, operation);
-        let sources = receives.iter().map(|receive| group.members[receive.from]);
+        let sources = call
+            .operation
+            .receives()
+            .map(|(.., from)| group.members[from]);
         in_flight.await_messages(sources.collect());
-        for (index, Incoming { from, shape, dtype }) in receives.into_iter().enumerate() {
+        for (index, (shape, dtype, from)) in call.operation.receives().enumerate() {
             let asked = Asked {
                 in_flight: in_flight.clone(),
                 index,
-                shape,
+                shape: shape.clone(),
                 dtype,
             };
             self.receive(ctx, group, from, Some(asked))?;

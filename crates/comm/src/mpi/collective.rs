@@ -63,12 +63,13 @@ impl Collective {
     pub fn begin(
         ctx: &Context,
         (group, seq): (Arc<Group>, u64),
-        (shape, dtype): (Shape, DType),
         in_flight: Arc<InFlight>,
     ) -> Result<Self> {
         fn input<T: Element>(in_flight: &InFlight, len: usize) -> Result<Vec<u8>> {
             in_flight.read(0, len, |xs: &[T]| bytes::of(xs).to_vec())
         }
+        // It takes one tensor.
+        let (dtype, shape) = in_flight.call.kinds[0].clone();
         let data = match is_small(&shape, dtype) {
             true => with_element!(dtype, input(&in_flight, shape.elem_count())),
             false => Ok(Vec::new()),

@@ -6,12 +6,11 @@ use std::sync::mpsc::Sender;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::channels::{Incoming, Outgoing};
+use super::channels::Outgoing;
 use super::context::Shared;
-use super::engine::{Job, Start};
+use super::engine::Job;
 use super::group::Group;
 use super::in_flight::{InFlight, Tensors};
-use crate::call::Call;
 use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, Request, element};
 
 /// One rank's end of a group of processes.
@@ -26,30 +25,6 @@ impl MpiCommunicator {
         let sent = self.jobs.send(job);
         sent.map_err(|_| Error::Backend("MPI has ended already".into()).into())
     }
-}
-
-/// What starts these messages, of which those that are sent have these tensors.
-fn start_messages(call: &Call, messages: &[Message<()>], tensors: &[Tensor]) -> Result<Start> {
-    let mut tensors = tensors.iter();
-    let (mut sends, mut receives) = (Vec::new(), Vec::new());
-    for message in messages {
-        match message {
-            Message::Send { dst, .. } => {
-                if let Some(xs) = tensors.next() {
-                    sends.push(Outgoing::new(*dst, xs, call.site.to_string())?);
-                }
-            }
-            Message::Recv { shape, dtype, src } => {
-                element::check_dtype(*dtype)?;
-                receives.push(Incoming {
-                    from: *src,
-                    shape: shape.clone(),
-                    dtype: *dtype,
-                });
-            }
-        }
-    }
-    Ok(Start::Messages(sends, receives))
 }
 
 impl Communicator for MpiCommunicator {
@@ -74,24 +49,31 @@ impl Communicator for MpiCommunicator {
     }
 
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
-        let (call, xs) = (request.call.clone(), request.tensors);
-        let (tensors, start) = match request.operation {
+        let (operation, call) = (request.operation, request.call.clone());
+        let (tensors, sends) = match operation {
             Operation::Messages { messages, .. } => {
-                (Tensors::default(), start_messages(&call, messages, xs)?)
+                for (_, dtype, _) in operation.receives() {
+                    element::check_dtype(dtype)?;
+                }
+                let receivers = messages.iter().filter_map(|message| match message {
+                    Message::Send { dst, .. } => Some(*dst),
+                    Message::Recv { .. } => None,
+                });
+                let sends = receivers.zip(request.tensors);
+                let sends = sends.map(|(to, xs)| Outgoing::new(to, xs, call.site.to_string()));
+                (Tensors::default(), sends.collect::<Result<_>>()?)
             }
-            operation => {
-                let xs = operation.only_tensor(xs)?;
+            _ => {
                 let tensors = Tensors {
-                    input: Some(xs.detach()),
+                    input: Some(operation.only_tensor(request.tensors)?.detach()),
                     place: request.place.map(Tensor::detach),
                 };
-                (tensors, Start::Collective(xs.shape().clone(), xs.dtype()))
+                (tensors, Vec::new())
             }
         };
-        let is_sent_only = matches!(&start, Start::Messages(_, receives) if receives.is_empty());
         let in_flight = InFlight::new(self.shared.clone(), call, tensors);
-        self.send(Job::Start(self.group.clone(), in_flight.clone(), start))?;
-        Ok(match is_sent_only {
+        self.send(Job::Start(self.group.clone(), in_flight.clone(), sends))?;
+        Ok(match operation.only_sends() {
             true => Pending::ready(Vec::new()),
             false => Pending::from_work(in_flight),
         })

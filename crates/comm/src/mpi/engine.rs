@@ -4,18 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
-use candle_core::{DType, Shape};
-
 use super::Result;
-use super::channels::{Channels, Incoming, Outgoing};
+use super::channels::{Channels, Outgoing};
 use super::collective::Collective;
 use super::context::Context;
 use super::group::{self, Group};
 use super::in_flight::InFlight;
 use super::pause::Pause;
 use super::shutdown::Shutdown;
-use crate::Error;
 use crate::deadline::Deadline;
+use crate::{Error, Operation};
 
 /// Operations of one group that move data at once; more would only need more memory.
 const NUM_MOVING: usize = 4;
@@ -24,19 +22,12 @@ const NUM_MOVING: usize = 4;
 pub(super) enum Job {
     /// Opens a group. The other ranks do the same, whenever they do.
     Open(Arc<Group>),
-    /// Starts an operation of a group.
-    Start(Arc<Group>, Arc<InFlight>, Start),
+    /// Starts an operation of a group, with the messages that it sends.
+    Start(Arc<Group>, Arc<InFlight>, Vec<Outgoing>),
     /// Ends MPI with all ranks.
     End,
     /// Ends all ranks now.
     Abort,
-}
-
-/// What an operation takes.
-pub(super) enum Start {
-    /// A collective: a tensor like this from each rank.
-    Collective(Shape, DType),
-    Messages(Vec<Outgoing>, Vec<Incoming>),
 }
 
 /// How the work of MPI's thread ended.
@@ -100,8 +91,8 @@ impl<'a> Engine<'a> {
                     self.group(group);
                     true
                 }
-                Ok(Job::Start(group, in_flight, start)) => {
-                    self.start(group, &in_flight, start);
+                Ok(Job::Start(group, in_flight, sends)) => {
+                    self.start(group, &in_flight, sends);
                     true
                 }
                 Err(RecvTimeoutError::Timeout) => self.poll(),
@@ -122,10 +113,10 @@ impl<'a> Engine<'a> {
         self.groups.entry(group.number).or_insert_with(new)
     }
 
-    fn start(&mut self, group: Arc<Group>, in_flight: &Arc<InFlight>, start: Start) {
+    fn start(&mut self, group: Arc<Group>, in_flight: &Arc<InFlight>, sends: Vec<Outgoing>) {
         let ctx = self.ctx;
         let started = match &self.broken {
-            None => self.group(group).start(ctx, in_flight.clone(), start),
+            None => self.group(group).start(ctx, in_flight.clone(), sends),
             Some(error) => Err(error.clone()),
         };
         if let Err(error) = started {
@@ -229,20 +220,20 @@ impl<'a> Engine<'a> {
 }
 
 impl Operations {
-    fn start(&mut self, ctx: &Context, in_flight: Arc<InFlight>, start: Start) -> Result<()> {
-        match start {
-            Start::Collective(shape, dtype) => {
-                let number = (self.group.clone(), self.next_seq);
-                self.next_seq += 1;
-                let begun = Collective::begin(ctx, number, (shape, dtype), in_flight)?;
-                self.collectives.push(begun);
-                Ok(())
-            }
-            Start::Messages(sends, receives) => {
-                let (group, batch) = (&self.group, (sends, receives));
-                self.messages.start(ctx, group, in_flight, batch)
-            }
+    fn start(
+        &mut self,
+        ctx: &Context,
+        in_flight: Arc<InFlight>,
+        sends: Vec<Outgoing>,
+    ) -> Result<()> {
+        if let Operation::Messages { .. } = &in_flight.call.operation {
+            return self.messages.start(ctx, &self.group, in_flight, sends);
         }
+        let number = (self.group.clone(), self.next_seq);
+        self.next_seq += 1;
+        self.collectives
+            .push(Collective::begin(ctx, number, in_flight)?);
+        Ok(())
     }
 
     /// Moves everything that can move; returns whether something did.

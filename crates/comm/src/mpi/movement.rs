@@ -29,7 +29,7 @@ use crate::pairwise::{Term, Values, reduce, reduce_blocks};
 /// Chunks under way at once: contributions to one rank, and those that are gathered here.
 const NUM_GATHERED: usize = 3;
 
-/// Results under way at once, from or to one rank.
+/// Results under way at once, from or to one rank; contributions that other hosts have reduced, from or to all of them.
 const NUM_RESULTS: usize = 6;
 
 /// Of several hosts, as many as keep the ways between them busy: of the chunks that are gathered here, one in so many as there are

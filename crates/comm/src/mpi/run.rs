@@ -20,7 +20,7 @@ use super::environment::{
 use super::group::Group;
 use super::native::NativeGroup;
 use super::sys::{Mpi, size};
-use crate::cores::{keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
+use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
 use crate::{Error, MpiReduction, ProcessGroup, message_of};
 
@@ -241,8 +241,6 @@ fn run_rank<T: Send>(
     let group = ProcessGroup::new(Box::new(world));
     let pool = pool_of_rank(rank, num_threads, &Device::Cpu)
         .map_err(|error| format!("its threads could not be started: {error}"))?;
-    // What a panicking rank leaves behind is never looked at: the run ends with its message.
-    let outcome = pool.install(|| catch_unwind(AssertUnwindSafe(|| run(group))));
-    let outcome = outcome.map_err(|panic| format!("panicked: {}", panic_message(&*panic)))?;
+    let outcome = pool.install(|| catch_panic(|| run(group)));
     outcome.map_err(|error| message_of(&error))
 }

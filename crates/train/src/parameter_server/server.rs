@@ -221,11 +221,11 @@ impl ParameterServer {
         let flags = flags.to_vec1::<f64>()?;
         if flags[1] > 0.0 {
             optimizer.set_diverged();
-            let why = self.diverged.as_deref();
-            bail!(
-                "{}",
-                why.unwrap_or("another server got a gradient that is not finite")
-            );
+            // The first one prints it, and may not have seen that gradient yet.
+            let why = self.diverged.as_deref().unwrap_or_default();
+            let all = step.mesh.world.all_gather_bytes(why.as_bytes())?;
+            let said = all.iter().find(|why| !why.is_empty());
+            bail!("{}", String::from_utf8_lossy(said.unwrap_or(&Vec::new())));
         }
         Ok(StepDone {
             report: StepReport {
