@@ -105,7 +105,7 @@ def fit(cases, cores):
     (few, least), (many, most) = small[0], small[-1]
     o = max(0, (most - least) / (many - few))
     start = max(0, least - few * o - alpha_in)
-    largest, secs = max((c["bytes"], c["best_bare_us"] * 1e-6) for c in cases
+    largest, secs = max((c["bytes"], c["best_ours_us"] * 1e-6) for c in cases
                         if c["op"] == "reduce_scatter" and (c["hosts"], c["ranks"]) == (1, 2))
     return Machine(alpha_in, beta_in, alpha_out, beta_out, start, o, max(0, 2 * secs / largest - beta_in), cores)
 
