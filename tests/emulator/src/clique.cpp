@@ -38,7 +38,8 @@ struct Launched {
             meeting.parts[places[i].second].arrived = true;
             bool all = true;
             for (const Part& part : meeting.parts) {
-                all = all && part.arrived;
+                // An aborted rank's memory may be free.
+                all = all && part.arrived && !part.rank->aborted;
             }
             if (all && agree(meeting)) {
                 perform(meeting);
@@ -128,6 +129,7 @@ void launch(const std::shared_ptr<Rank>& rank, const std::shared_ptr<Stream>& st
             }
             Part& part = meeting->parts[place];
             part.task = task;
+            part.rank = rank;
             part.device = rank->device;
             launched->places.emplace_back(key, place);
             launched->meetings.push_back(meeting);

@@ -30,22 +30,24 @@ struct Task {
     int type, op, peer;
 };
 
+struct Rank;
+
 // One rank's part in an operation: asked for on a stream, as work with a number, and arrived when the stream has got there.
 struct Part {
     Task task;
+    std::shared_ptr<Rank> rank;
     Device* device = nullptr;
     std::shared_ptr<Stream> stream;
     uint64_t number = 0;
     bool arrived = false;
 };
 
-// An operation: done when all parts have arrived and agree. Those that do not agree stay for ever, as NCCL hangs.
+// An operation: done when all parts have arrived and agree. Those that do not agree, or of which a rank was aborted, stay for ever, as
+// NCCL hangs.
 struct Meeting {
     std::vector<Part> parts;
     std::atomic<bool> done{false};
 };
-
-struct Rank;
 
 struct Clique {
     // Source, destination and number of a message; -1, -1 and the number of a collective.

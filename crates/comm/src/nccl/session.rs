@@ -21,6 +21,8 @@ pub(super) struct Run {
     /// The stream on which the rank computes.
     pub compute: Arc<CudaStream>,
     state: Mutex<State>,
+    /// Held by who aborts the groups.
+    aborting: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -43,13 +45,12 @@ impl Run {
     }
 
     /// Ends the run: what waits on a GPU for other ranks waits no more, and what is called later fails. Only the first failure
-    /// counts.
+    /// counts. When it returns, whichever thread was the first, NCCL uses no memory any more. Nobody may hold a group's lock who calls it.
     pub fn fail(&self, failure: Error) {
-        let groups = {
-            let mut state = lock(&self.state);
-            state.failure.get_or_insert(failure);
-            std::mem::take(&mut state.groups)
-        };
+        // Whoever holds a group's lock sees the failure, and gives it up.
+        lock(&self.state).failure.get_or_insert(failure);
+        let _aborting = lock(&self.aborting);
+        let groups = std::mem::take(&mut lock(&self.state).groups);
         groups.iter().rev().for_each(|group| group.abort());
     }
 
@@ -128,6 +129,7 @@ impl Session {
             deadline,
             compute,
             state: Mutex::default(),
+            aborting: Mutex::default(),
         });
         let watcher = Mutex::new(Some(watcher::start(run.clone())?));
         Ok(Self { run, watcher })

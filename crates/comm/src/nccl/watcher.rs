@@ -67,8 +67,8 @@ fn watch(run: &Run, started: &Receiver<UnderWay>) {
         under_way.extend(started.try_iter());
         if let Err(failure) = poll(run, &mut under_way, slept) {
             run.fail(failure);
-            // Another thread may still be in the abort that ends them: until then NCCL reads what they send.
-            under_way.retain(|operation| operation.done.try_is_complete().is_ok_and(|is| !is));
+            // Now nothing is read any more.
+            under_way.clear();
         }
     }
 }
