@@ -242,7 +242,8 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             // SAFETY: nobody else writes these rows.
             unsafe {
                 let (rows, cols) = (rows.clone(), cols.clone());
-                self.target.store(rows, cols, &tiles, (is_first, is_last));
+                self.target
+                    .store(rows, cols, &mut tiles, (is_first, is_last));
             }
         }
         // SAFETY: as above.

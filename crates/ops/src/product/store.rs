@@ -1,6 +1,6 @@
 //! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
 
-use super::kernel::{COLS, ROW_LINES};
+use super::kernel::ROW_LINES;
 use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::{Addend, MatrixMut};
@@ -51,7 +51,8 @@ impl<'a, Out: Element> Target<'a, Out> {
         self.out.rows
     }
 
-    /// Stores rows of sums, [`ROW_LINES`] lines each, of up to [`COLS`] columns; `is_first` and `is_last` tell about the pass.
+    /// Stores rows of sums, [`ROW_LINES`] lines each, of as many columns or fewer; `is_first` and `is_last` tell about the pass. The lines
+    /// are left in any state.
     ///
     /// # Safety
     /// Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
@@ -59,15 +60,14 @@ impl<'a, Out: Element> Target<'a, Out> {
         &self,
         rows: Range<usize>,
         cols: Range<usize>,
-        sums: &[Line],
+        sums: &mut [Line],
         (is_first, is_last): (bool, bool),
     ) {
         let adds_result = is_first && matches!(self.addend, Addend::Result);
         vectorised(
             #[inline(always)]
             || {
-                for (row, lines) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
-                    let mut sums = values(lines);
+                for (row, sums) in rows.zip(sums.as_chunks_mut::<ROW_LINES>().0) {
                     let place = row * self.out.row_stride + cols.start;
                     let out = self.out.data.wrapping_add(place);
                     let partial = self.partial.map(|partial| {
@@ -78,30 +78,30 @@ impl<'a, Out: Element> Target<'a, Out> {
                     match partial {
                         // SAFETY: the pass before has written these.
                         Some(partial) if !is_first => unsafe {
-                            add(&mut sums, from_raw_parts_mut(partial, cols.len()));
+                            add(sums, from_raw_parts_mut(partial, cols.len()));
                         },
                         // SAFETY: the elements lie in the result, which holds values then, and are only ours as promised by the caller.
                         _ if adds_result || !is_first => unsafe {
-                            add(&mut sums, from_raw_parts_mut(out, cols.len()));
+                            add(sums, from_raw_parts_mut(out, cols.len()));
                         },
                         _ => {}
                     }
                     match self.addend {
                         Addend::Values(values) if is_first => {
                             let start = row * self.out.cols + cols.start;
-                            add(&mut sums, &values[start..][..cols.len()]);
+                            add(sums, &values[start..][..cols.len()]);
                         }
-                        Addend::Bias(bias) if is_first => add(&mut sums, &bias[cols.clone()]),
+                        Addend::Bias(bias) if is_first => add(sums, &bias[cols.clone()]),
                         _ => {}
                     }
                     match partial {
                         // SAFETY: there is room for the sums.
                         Some(partial) if !is_last => unsafe {
-                            partial.copy_from_nonoverlapping(sums.as_ptr(), cols.len());
+                            partial.copy_from_nonoverlapping(sums.as_ptr().cast(), cols.len());
                         },
                         // SAFETY: as above; they need not hold values yet.
                         _ => unsafe {
-                            write::<Out>(from_raw_parts_mut(out.cast(), cols.len()), &sums);
+                            write::<Out>(from_raw_parts_mut(out.cast(), cols.len()), sums);
                         },
                     }
                 }
@@ -111,37 +111,33 @@ impl<'a, Out: Element> Target<'a, Out> {
 }
 
 #[inline(always)]
-fn values(lines: &[Line; ROW_LINES]) -> [f32; COLS] {
-    let mut values = [0f32; COLS];
-    for (values, line) in values.as_chunks_mut::<LANES>().0.iter_mut().zip(lines) {
-        *values = line.0.map(f32::from_bits);
+fn add<T: Element>(sums: &mut [Line; ROW_LINES], values: &[T]) {
+    let add = |line: &mut Line, values: &[T]| {
+        for (sum, value) in line.0.iter_mut().zip(values) {
+            *sum = (f32::from_bits(*sum) + value.widen()).to_bits();
+        }
+    };
+    // Whole lines, whose length is known, are vectors.
+    let (whole, rest) = values.as_chunks::<LANES>();
+    for (line, values) in sums.iter_mut().zip(whole) {
+        add(line, values);
     }
-    values
-}
-
-#[inline(always)]
-fn add<T: Element>(sums: &mut [f32; COLS], values: &[T]) {
-    // Of a known length where it can be.
-    if let Some(values) = values.first_chunk::<COLS>() {
-        for (sum, value) in sums.iter_mut().zip(values) {
-            *sum += value.widen();
-        }
-    } else {
-        for (sum, value) in sums.iter_mut().zip(values) {
-            *sum += value.widen();
-        }
+    if let Some(line) = sums.get_mut(whole.len()) {
+        add(line, rest);
     }
 }
 
 #[inline(always)]
-fn write<T: Element>(out: &mut [MaybeUninit<T>], sums: &[f32; COLS]) {
-    if let Some(out) = out.first_chunk_mut::<COLS>() {
-        for (out, sum) in out.iter_mut().zip(sums) {
-            out.write(T::nearest(*sum));
-        }
-    } else {
-        for (out, sum) in out.iter_mut().zip(sums) {
-            out.write(T::nearest(*sum));
-        }
+fn write<T: Element>(out: &mut [MaybeUninit<T>], sums: &[Line; ROW_LINES]) {
+    let nearest = |line: &Line| {
+        let nearest = |sum| MaybeUninit::new(T::nearest(f32::from_bits(sum)));
+        line.0.map(nearest)
+    };
+    let (whole, rest) = out.as_chunks_mut::<LANES>();
+    if let Some(line) = sums.get(whole.len()) {
+        rest.copy_from_slice(&nearest(line)[..rest.len()]);
+    }
+    for (out, line) in whole.iter_mut().zip(sums) {
+        *out = nearest(line);
     }
 }
