@@ -63,6 +63,11 @@ const MODELS: [(&str, &[Linear]); 3] = [
 const PASSES: [&str; 3] = ["forward", "input_grad", "weight_grad"];
 
 fn main() -> Result<()> {
+    // On a thread of the pool, as ranks are.
+    rayon::scope(|_| run())
+}
+
+fn run() -> Result<()> {
     let (mut python, mut turns) = (None, 7);
     let mut args = std::env::args().skip(1);
     while let Some(flag) = args.next() {

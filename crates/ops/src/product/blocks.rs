@@ -231,8 +231,12 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
                 let first_line = self.first_line::<K>(sum, K::ROWS);
                 let panels = lhs.chunks_exact(panel_lines);
                 let tiles = tiles.chunks_exact_mut(tile_lines).zip(panels);
-                for (panel, (tile, lhs)) in tiles.enumerate() {
-                    let extent = ((rows.len() - panel * K::ROWS).min(K::ROWS), cols.len());
+                for ((tile, lhs), row) in tiles.zip(rows.clone().step_by(K::ROWS)) {
+                    let rows = row..rows.end.min(row + K::ROWS);
+                    let extent = (rows.len(), cols.len());
+                    if i + 1 == self.pass.sums.len() {
+                        self.target.prefetch(rows, &cols);
+                    }
                     let lhs = lhs_layout.lanes_of(&lhs[first_line..], 0, sum.lanes);
                     // SAFETY: the processor has what the kernel needs, and the thread is prepared.
                     unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, lhs, rhs) };
@@ -242,8 +246,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             // SAFETY: nobody else writes these rows.
             unsafe {
                 let (rows, cols) = (rows.clone(), cols.clone());
-                self.target
-                    .store(rows, cols, &mut tiles, (is_first, is_last));
+                self.target.store(rows, cols, &tiles, (is_first, is_last));
             }
         }
         // SAFETY: as above.

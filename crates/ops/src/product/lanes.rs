@@ -5,11 +5,13 @@ use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use half::{bf16, f16};
 use std::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16,
-    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
-    _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_loadu_si512, _mm512_maskz_loadu_epi16,
-    _mm512_maskz_loadu_epi32, _mm512_or_si512, _mm512_setzero_si512, _mm512_slli_epi32,
-    _mm512_sub_ps,
+    __m256bh, __m256i, __m512, __m512bh, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC,
+    _MM_FROUND_TO_NEAREST_INT, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
+    _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
+    _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_mask_or_epi32,
+    _mm512_mask_storeu_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32, _mm512_or_si512,
+    _mm512_set1_epi32, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_sub_ps,
 };
 use std::ops::Range;
 
@@ -31,6 +33,9 @@ pub(crate) trait Lanes: Copy {
         len: usize,
         part: usize,
     ) -> __m512i;
+
+    /// Writes what is nearest to each of up to 16 numbers, as [`crate::element::Element::nearest`].
+    unsafe fn store(place: *mut Self, len: usize, values: __m512);
 }
 
 impl Lanes for f32 {
@@ -38,12 +43,7 @@ impl Lanes for f32 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     unsafe fn terms(place: *const Self, len: usize) -> __m512i {
         // SAFETY: the lanes of the mask are the values.
-        unsafe {
-            match len {
-                LANES.. => _mm512_loadu_si512(place.cast()),
-                _ => _mm512_maskz_loadu_epi32((1u16 << len) - 1, place.cast()),
-            }
-        }
+        unsafe { _mm512_maskz_loadu_epi32(first_of_16(len), place.cast()) }
     }
 
     #[inline]
@@ -76,6 +76,13 @@ impl Lanes for f32 {
             paired(first, next)
         }
     }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    unsafe fn store(place: *mut Self, len: usize, values: __m512) {
+        // SAFETY: the lanes of the mask are the values.
+        unsafe { _mm512_mask_storeu_ps(place, first_of_16(len), values) };
+    }
 }
 
 /// What number `part` of the bf16 that add up to each f32 is rounded from: the value less the parts before.
@@ -107,6 +114,12 @@ fn paired(first: __m512i, next: __m512i) -> __m512i {
     _mm512_or_si512(first, _mm512_slli_epi32::<16>(next))
 }
 
+/// The mask of up to 16 lanes.
+#[inline(always)]
+fn first_of_16(len: usize) -> u16 {
+    ((1u32 << len.min(LANES)) - 1) as u16
+}
+
 /// Up to 16 numbers of 16 bits, then zeros, in the low bits of each lane.
 ///
 /// # Safety
@@ -115,12 +128,7 @@ fn paired(first: __m512i, next: __m512i) -> __m512i {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn load16(place: *const u16, len: usize) -> __m512i {
     // SAFETY: the lanes of the mask are the numbers.
-    _mm512_cvtepu16_epi32(unsafe {
-        match len {
-            LANES.. => _mm256_loadu_si256(place.cast()),
-            _ => _mm256_maskz_loadu_epi16((1u16 << len) - 1, place.cast()),
-        }
-    })
+    _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(first_of_16(len), place.cast()) })
 }
 
 impl Lanes for bf16 {
@@ -135,12 +143,7 @@ impl Lanes for bf16 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     unsafe fn pairs(place: *const Self, len: usize, _part: usize) -> __m512i {
         // SAFETY: the lanes of the mask are the values.
-        unsafe {
-            match len {
-                32.. => _mm512_loadu_si512(place.cast()),
-                _ => _mm512_maskz_loadu_epi16((1u32 << len) - 1, place.cast()),
-            }
-        }
+        unsafe { _mm512_maskz_loadu_epi16(((1u64 << len.min(32)) - 1) as u32, place.cast()) }
     }
 
     #[inline]
@@ -160,6 +163,21 @@ impl Lanes for bf16 {
             }
         }
     }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    unsafe fn store(place: *mut Self, len: usize, values: __m512) {
+        let bits = _mm512_castps_si512(values);
+        let high = _mm512_srli_epi32::<16>(bits);
+        let odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+        let half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
+        let nearest = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+        let nearest = _mm512_mask_or_epi32(nearest, is_nan, high, _mm512_set1_epi32(0x40));
+        let nearest = _mm512_cvtepi32_epi16(nearest);
+        // SAFETY: the lanes of the mask are the values.
+        unsafe { _mm256_mask_storeu_epi16(place.cast(), first_of_16(len), nearest) };
+    }
 }
 
 impl Lanes for f16 {
@@ -168,10 +186,7 @@ impl Lanes for f16 {
     unsafe fn terms(place: *const Self, len: usize) -> __m512i {
         // SAFETY: as promised by the caller.
         _mm512_castps_si512(_mm512_cvtph_ps(unsafe {
-            match len {
-                LANES.. => _mm256_loadu_si256(place.cast()),
-                _ => _mm256_maskz_loadu_epi16((1u16 << len) - 1, place.cast()),
-            }
+            _mm256_maskz_loadu_epi16(first_of_16(len), place.cast())
         }))
     }
 
@@ -187,6 +202,14 @@ impl Lanes for f16 {
         _part: usize,
     ) -> __m512i {
         unreachable!("f16 are multiplied as f32")
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    unsafe fn store(place: *mut Self, len: usize, values: __m512) {
+        let nearest = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(values);
+        // SAFETY: the lanes of the mask are the values.
+        unsafe { _mm256_mask_storeu_epi16(place.cast(), first_of_16(len), nearest) };
     }
 }
 
@@ -215,3 +238,49 @@ pub(super) struct Terms;
 
 /// Two bf16, of sums of `PARTS` of them.
 pub(super) struct Pairs<const PARTS: usize>;
+
+#[cfg(test)]
+mod tests {
+    use crate::element::Element;
+    use crate::product::registers::has_avx512;
+    use half::{bf16, f16};
+    use std::arch::x86_64::{_mm512_castsi512_ps, _mm512_loadu_si512};
+
+    fn check<T: Element>() {
+        // Every sign and exponent, with fractions around all ties, of which the largest exponent has infinities and NaNs.
+        let fractions = [
+            0, 1, 0xfff, 0x1000, 0x1001, 0x3000, 0x7fff, 0x8000, 0x8001, 0x18000, 0x7f_ffff,
+        ];
+        let exponents = 0..512u32;
+        let bits =
+            exponents.flat_map(|exponent| fractions.map(|fraction| exponent << 23 | fraction));
+        let bits: Vec<u32> = bits.collect();
+        for (i, bits) in bits.windows(16).enumerate() {
+            let len = i % 17;
+            let mut got = [T::nearest(7.0); 16];
+            // SAFETY: the test asks for the instructions; there is room for 16 values.
+            unsafe {
+                let values = _mm512_loadu_si512(bits.as_ptr().cast());
+                T::store(got.as_mut_ptr(), len, _mm512_castsi512_ps(values));
+            }
+            for (i, got) in got.iter().enumerate() {
+                let value = if i < len {
+                    f32::from_bits(bits[i])
+                } else {
+                    7.0
+                };
+                let [got, want] = [*got, T::nearest(value)].map(|value| value.widen().to_bits());
+                assert_eq!(got, want, "{value:e}, {:#x}, {i} of {len}", value.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_stored_is_what_is_nearest() {
+        if has_avx512() {
+            check::<f32>();
+            check::<bf16>();
+            check::<f16>();
+        }
+    }
+}

@@ -9,7 +9,10 @@ use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
-use std::arch::x86_64::{_mm512_setzero_si512, _mm512_store_si512};
+use std::arch::x86_64::{
+    __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
+};
+use std::array::from_fn;
 use std::ops::Range;
 
 /// How panels of a block of `k` lie in memory.
@@ -93,25 +96,34 @@ macro_rules! impl_format {
                     let first_k = k.start + lane * Self::TERMS;
                     let len = k.end.saturating_sub(first_k).min(LANES * Self::TERMS);
                     for part in 0..Self::PARTS {
-                        let mut block = [_mm512_setzero_si512(); LANES];
-                        // SAFETY: the values lie in the matrix, by the check above.
-                        unsafe {
-                            if is_along {
-                                for (register, vector) in block.iter_mut().zip(group.clone()) {
-                                    *register = $along(place(vector, first_k), len, part);
+                        let zeros = _mm512_setzero_si512();
+                        let mut block: [__m512i; LANES] = if is_along {
+                            from_fn(|i| {
+                                if i >= group.len() {
+                                    return zeros;
                                 }
-                            } else {
-                                let ks = (first_k..first_k + len).step_by(Self::TERMS);
-                                for (register, this_k) in block.iter_mut().zip(ks) {
-                                    let next = match this_k + 1 < k.end {
-                                        true => place(group.start, this_k + 1),
-                                        false => std::ptr::null(),
-                                    };
-                                    let place = place(group.start, this_k);
-                                    *register = $across(place, next, group.len(), part);
+                                let vector = group.start + i;
+                                prefetch(place(vector + group.len(), first_k));
+                                // SAFETY: the values lie in the matrix, by the check above.
+                                unsafe { $along(place(vector, first_k), len, part) }
+                            })
+                        } else {
+                            from_fn(|i| {
+                                let this_k = first_k + i * Self::TERMS;
+                                if this_k >= first_k + len {
+                                    return zeros;
                                 }
-                            }
-                        }
+                                for k in this_k..this_k + Self::TERMS {
+                                    prefetch(place(group.start, k + LANES * Self::TERMS));
+                                }
+                                let next = match this_k + 1 < k.end {
+                                    true => place(group.start, this_k + 1),
+                                    false => std::ptr::null(),
+                                };
+                                // SAFETY: as above.
+                                unsafe { $across(place(group.start, this_k), next, group.len(), part) }
+                            })
+                        };
                         if is_along != layout.by_vectors {
                             block = transposed(&block);
                         }
@@ -121,9 +133,12 @@ macro_rules! impl_format {
                             false => LANES.min(layout.lanes - lane),
                         };
                         let lines = lines[part * layout.part_lines() + first..].iter_mut();
-                        for (line, register) in lines.step_by(step).zip(&block).take(count) {
-                            // SAFETY: a line is 64 bytes, aligned.
-                            unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *register) };
+                        let mut lines = lines.step_by(step).take(count);
+                        for register in block {
+                            if let Some(line) = lines.next() {
+                                // SAFETY: a line is 64 bytes, aligned.
+                                unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), register) };
+                            }
                         }
                     }
                 };
@@ -177,4 +192,11 @@ fn groups(vectors: Range<usize>, width: usize) -> impl Iterator<Item = Range<usi
             .step_by(LANES)
             .map(move |first| first..end.min(first + LANES))
     })
+}
+
+/// Asks for what is read a few blocks later, with the next vectors or the next `k`.
+#[inline(always)]
+fn prefetch<T>(place: *const T) {
+    // SAFETY: nothing is read, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
 }

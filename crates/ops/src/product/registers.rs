@@ -16,6 +16,9 @@ use std::mem::transmute;
 /// Rows of a tile: a panel of the left matrix, of one line per lane of `k` whose last two lanes are not used.
 const ROWS: usize = 14;
 
+/// Most bf16 that are summed in one go: the rounding errors of such a sum are far below those of its terms.
+const LONG_SUM_LEN: usize = 1 << 10;
+
 /// Multiply-adds of f32.
 pub(crate) struct MultiplyAdds;
 
@@ -122,7 +125,7 @@ kernel!(
 kernel!(
     Dots,
     Pairs<1>,
-    2 * SUM_LEN,
+    LONG_SUM_LEN,
     add_dots,
     "avx512f,avx512bf16",
     |sum: __m512, factor: __m512i, vector: __m512i| {

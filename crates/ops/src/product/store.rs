@@ -1,14 +1,15 @@
 //! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
 
 use super::kernel::ROW_LINES;
+use super::lanes::Lanes;
 use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::{Addend, MatrixMut};
-use crate::vectorised::vectorised;
 use candle_core::DType;
-use std::mem::MaybeUninit;
+use std::arch::x86_64::{
+    _MM_HINT_ET0, _mm_prefetch, _mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps,
+};
 use std::ops::Range;
-use std::slice::from_raw_parts_mut;
 
 /// Some columns of a result.
 pub(super) struct Target<'a, Out> {
@@ -51,93 +52,68 @@ impl<'a, Out: Element> Target<'a, Out> {
         self.out.rows
     }
 
-    /// Stores rows of sums, [`ROW_LINES`] lines each, of as many columns or fewer; `is_first` and `is_last` tell about the pass. The lines
-    /// are left in any state.
+    /// Asks for the memory of these rows and columns, which are about to be stored.
+    pub(super) fn prefetch(&self, rows: Range<usize>, cols: &Range<usize>) {
+        const LINE: usize = size_of::<Line>();
+        for row in rows {
+            let place = row * self.out.row_stride + cols.start;
+            let out = self.out.data.wrapping_add(place).cast::<i8>();
+            for byte in (0..cols.len() * size_of::<Out>() + LINE - 1).step_by(LINE) {
+                // SAFETY: nothing is read or written, whatever the address.
+                unsafe { _mm_prefetch::<_MM_HINT_ET0>(out.wrapping_add(byte)) };
+            }
+        }
+    }
+
+    /// Stores rows of sums, [`ROW_LINES`] lines each, of as many columns or fewer; `is_first` and `is_last` tell about the pass.
     ///
     /// # Safety
-    /// Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
+    /// The processor has AVX-512. Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(super) unsafe fn store(
         &self,
         rows: Range<usize>,
         cols: Range<usize>,
-        sums: &mut [Line],
+        sums: &[Line],
         (is_first, is_last): (bool, bool),
     ) {
-        let adds_result = is_first && matches!(self.addend, Addend::Result);
-        vectorised(
-            #[inline(always)]
-            || {
-                for (row, sums) in rows.zip(sums.as_chunks_mut::<ROW_LINES>().0) {
-                    let place = row * self.out.row_stride + cols.start;
-                    let out = self.out.data.wrapping_add(place);
-                    let partial = self.partial.map(|partial| {
-                        let place = row * self.cols.len() + cols.start - self.cols.start;
-                        // SAFETY: as for the result, which has as many rows.
-                        unsafe { partial.add(place) }
-                    });
+        for (row, sums) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
+            let place = row * self.out.row_stride + cols.start;
+            let out = self.out.data.wrapping_add(place);
+            let partial = self.partial.map(|partial| {
+                let place = row * self.cols.len() + cols.start - self.cols.start;
+                // SAFETY: as for the result, which has as many rows.
+                unsafe { partial.add(place) }
+            });
+            for (i, line) in sums.iter().enumerate().take(cols.len().div_ceil(LANES)) {
+                let len = LANES.min(cols.len() - i * LANES);
+                let (first, col) = (i * LANES, cols.start + i * LANES);
+                // SAFETY: a line is 64 bytes, aligned. The elements lie in the result, only ours as promised by the caller; it, or the memory
+                // of the sums, holds values of these places where they are read. Addends are as long as their rows.
+                unsafe {
+                    let mut sums = _mm512_load_ps(line.0.as_ptr().cast());
+                    let mut add = |values| sums = _mm512_add_ps(sums, _mm512_castsi512_ps(values));
                     match partial {
-                        // SAFETY: the pass before has written these.
-                        Some(partial) if !is_first => unsafe {
-                            add(sums, from_raw_parts_mut(partial, cols.len()));
+                        Some(partial) if !is_first => add(f32::terms(partial.add(first), len)),
+                        None if !is_first => add(Out::terms(out.add(first), len)),
+                        _ => match self.addend {
+                            Addend::Nothing => {}
+                            Addend::Result => add(Out::terms(out.add(first), len)),
+                            Addend::Values(values) => {
+                                let values = &values[row * self.out.cols + col..][..len];
+                                add(Out::terms(values.as_ptr(), len));
+                            }
+                            Addend::Bias(bias) => {
+                                add(f32::terms(bias[col..][..len].as_ptr(), len));
+                            }
                         },
-                        // SAFETY: the elements lie in the result, which holds values then, and are only ours as promised by the caller.
-                        _ if adds_result || !is_first => unsafe {
-                            add(sums, from_raw_parts_mut(out, cols.len()));
-                        },
-                        _ => {}
-                    }
-                    match self.addend {
-                        Addend::Values(values) if is_first => {
-                            let start = row * self.out.cols + cols.start;
-                            add(sums, &values[start..][..cols.len()]);
-                        }
-                        Addend::Bias(bias) if is_first => add(sums, &bias[cols.clone()]),
-                        _ => {}
                     }
                     match partial {
-                        // SAFETY: there is room for the sums.
-                        Some(partial) if !is_last => unsafe {
-                            partial.copy_from_nonoverlapping(sums.as_ptr().cast(), cols.len());
-                        },
-                        // SAFETY: as above; they need not hold values yet.
-                        _ => unsafe {
-                            write::<Out>(from_raw_parts_mut(out.cast(), cols.len()), sums);
-                        },
+                        Some(partial) if !is_last => f32::store(partial.add(first), len, sums),
+                        _ => Out::store(out.add(first), len, sums),
                     }
                 }
-            },
-        );
-    }
-}
-
-#[inline(always)]
-fn add<T: Element>(sums: &mut [Line; ROW_LINES], values: &[T]) {
-    let add = |line: &mut Line, values: &[T]| {
-        for (sum, value) in line.0.iter_mut().zip(values) {
-            *sum = (f32::from_bits(*sum) + value.widen()).to_bits();
+            }
         }
-    };
-    // Whole lines, whose length is known, are vectors.
-    let (whole, rest) = values.as_chunks::<LANES>();
-    for (line, values) in sums.iter_mut().zip(whole) {
-        add(line, values);
-    }
-    if let Some(line) = sums.get_mut(whole.len()) {
-        add(line, rest);
-    }
-}
-
-#[inline(always)]
-fn write<T: Element>(out: &mut [MaybeUninit<T>], sums: &[Line; ROW_LINES]) {
-    let nearest = |line: &Line| {
-        let nearest = |sum| MaybeUninit::new(T::nearest(f32::from_bits(sum)));
-        line.0.map(nearest)
-    };
-    let (whole, rest) = out.as_chunks_mut::<LANES>();
-    if let Some(line) = sums.get(whole.len()) {
-        rest.copy_from_slice(&nearest(line)[..rest.len()]);
-    }
-    for (out, line) in whole.iter_mut().zip(sums) {
-        *out = nearest(line);
     }
 }
