@@ -1,9 +1,8 @@
 //! Copying the parts of two matrices that are about to be multiplied into the order in which they are read.
 //!
 //! A panel is a few vectors, rows of the left matrix or columns of the right one, over a range of `k`. Its lines have the lanes
-//! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. What lies beyond
-//! the matrix is 0, but where a panel has no vector in a group of 16: there it is what was there before, and goes to sums that
-//! nobody reads.
+//! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. Lanes beyond the last `k`
+//! are 0. In the place of vectors that a group of 16 lacks there may be anything: it goes to sums that nobody reads.
 
 use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
@@ -99,10 +98,8 @@ macro_rules! impl_format {
                         let zeros = _mm512_setzero_si512();
                         let mut block: [__m512i; LANES] = if is_along {
                             from_fn(|i| {
-                                if i >= group.len() {
-                                    return zeros;
-                                }
-                                let vector = group.start + i;
+                                // The last vector also stands for those that the group lacks: without a branch.
+                                let vector = (group.start + i).min(group.end - 1);
                                 prefetch(place(vector + group.len(), first_k));
                                 // SAFETY: the values lie in the matrix, by the check above.
                                 unsafe { $along(place(vector, first_k), len, part) }
