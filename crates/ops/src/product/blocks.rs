@@ -234,7 +234,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
                 for ((tile, lhs), row) in tiles.zip(rows.clone().step_by(K::ROWS)) {
                     let rows = row..rows.end.min(row + K::ROWS);
                     let extent = (rows.len(), cols.len());
-                    if i + 1 == self.pass.sums.len() {
+                    if self.pass.is_last && i + 1 == self.pass.sums.len() {
                         self.target.prefetch(rows, &cols);
                     }
                     let lhs = lhs_layout.lanes_of(&lhs[first_line..], 0, sum.lanes);
@@ -243,7 +243,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
                 }
             }
             let (is_first, is_last) = (self.pass.is_first, self.pass.is_last);
-            // SAFETY: nobody else writes these rows.
+            // SAFETY: all kernels need AVX-512; nobody else uses these rows, and passes follow each other.
             unsafe {
                 let (rows, cols) = (rows.clone(), cols.clone());
                 self.target.store(rows, cols, &tiles, (is_first, is_last));

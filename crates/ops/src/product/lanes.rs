@@ -34,7 +34,8 @@ pub(crate) trait Lanes: Copy {
         part: usize,
     ) -> __m512i;
 
-    /// Writes what is nearest to each of up to 16 numbers, as [`crate::element::Element::nearest`].
+    /// Writes what is nearest to each of up to 16 numbers, as [`crate::element::Element::nearest`], to places that need not hold values
+    /// yet and that nobody else uses.
     unsafe fn store(place: *mut Self, len: usize, values: __m512);
 }
 
@@ -51,7 +52,7 @@ impl Lanes for f32 {
     unsafe fn pairs(place: *const Self, len: usize, part: usize) -> __m512i {
         // SAFETY: as promised by the caller; a half without values is not read.
         unsafe {
-            let first = Self::terms(place, len.min(LANES));
+            let first = Self::terms(place, len);
             let next = Self::terms(place.wrapping_add(LANES), len.saturating_sub(LANES));
             let [first, next] = [part_of(first, part), part_of(next, part)];
             std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(next, first))

@@ -16,7 +16,8 @@ use std::mem::transmute;
 /// Rows of a tile: a panel of the left matrix, of one line per lane of `k` whose last two lanes are not used.
 const ROWS: usize = 14;
 
-/// Most bf16 that are summed in one go: the rounding errors of such a sum are far below those of its terms.
+/// Most bf16 that [`Dots`] sums in one go: the rounding errors of such a sum are far below those of its terms, and longer sums are
+/// stored less often.
 const LONG_SUM_LEN: usize = 1 << 10;
 
 /// Multiply-adds of f32.

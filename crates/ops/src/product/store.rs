@@ -7,7 +7,7 @@ use crate::lines::{LANES, Line};
 use crate::matrix::{Addend, MatrixMut};
 use candle_core::DType;
 use std::arch::x86_64::{
-    _MM_HINT_ET0, _mm_prefetch, _mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps,
+    _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps,
 };
 use std::ops::Range;
 
@@ -52,15 +52,18 @@ impl<'a, Out: Element> Target<'a, Out> {
         self.out.rows
     }
 
-    /// Asks for the memory of these rows and columns, which are about to be stored.
+    /// Asks for the memory of these rows and columns of the result, which are about to be stored.
     pub(super) fn prefetch(&self, rows: Range<usize>, cols: &Range<usize>) {
-        const LINE: usize = size_of::<Line>();
         for row in rows {
             let place = row * self.out.row_stride + cols.start;
             let out = self.out.data.wrapping_add(place).cast::<i8>();
-            for byte in (0..cols.len() * size_of::<Out>() + LINE - 1).step_by(LINE) {
+            let in_line = out.addr() % size_of::<Line>();
+            let bytes = in_line + cols.len() * size_of::<Out>();
+            for byte in (0..bytes).step_by(size_of::<Line>()) {
                 // SAFETY: nothing is read or written, whatever the address.
-                unsafe { _mm_prefetch::<_MM_HINT_ET0>(out.wrapping_add(byte)) };
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(out.wrapping_sub(in_line).wrapping_add(byte))
+                };
             }
         }
     }
