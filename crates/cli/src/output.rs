@@ -30,7 +30,7 @@ pub(crate) fn print_error(err: &Error) {
 }
 
 /// As [`exit_with`] for a program whose processes may be ranks of one run: what keeps all of them from starting is printed once, and
-/// the exit code says that starting them again would not help.
+/// the exit code says that starting them again, on these hosts, would not help.
 pub fn exit_as_rank(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|err| {
         print_for_all(&in_words(&err));
@@ -51,7 +51,8 @@ pub(crate) fn print_message(message: &str) {
     let _ = writeln!(std::io::stderr(), "error: {message}");
 }
 
-/// The exit code of a run that was refused before its first step: starting it again would not help, unless it was able to start before.
+/// The exit code of a run that was refused before its first step: starting it again would not help. One that was started before may have run
+/// then, on other hosts.
 pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
     ExitCode::from(match env.num_restarts() {
         0 => WOULD_FAIL_AGAIN_EXIT_CODE,

@@ -211,8 +211,11 @@ impl TrainingRun<'_> {
                 let ends = ends?;
                 let end = ends.into_iter().next().unwrap_or(End::Complete);
                 // A run that failed or was stopped may have nothing else.
-                if claimed.is_some() && matches!(end, End::Complete) {
-                    remove_best(self.output)?;
+                if claimed.is_some()
+                    && matches!(end, End::Complete)
+                    && let Err(err) = remove_best(self.output)
+                {
+                    eprintln!("warning: {err}");
                 }
                 Ok(end.exit_code(&self.stop, &ranks.env))
             }

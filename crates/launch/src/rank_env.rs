@@ -9,7 +9,7 @@
 //!
 //! The first row whose variables are set counts: the innermost launcher, since a Slurm step may hold the others. What MPI sets below
 //! `candle-train launch` comes before that.
-//! Ranks read these variables here and nowhere else.
+//! Ranks read these variables here; the MPI engine looks at some of them, to tell whether MPI has started it.
 
 mod identity;
 mod meeting_point;

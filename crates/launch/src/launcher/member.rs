@@ -21,7 +21,7 @@ use crate::{Error, Result, Secret};
 
 /// How long the launcher that leads may be late.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How long it may be out of reach once it has given an order.
+/// How long it may be out of reach once it has given an order, or this host has waited for as long.
 const ABSENCE: Duration = Duration::from_secs(60);
 /// The time between two attempts to reach it.
 const PAUSE: Duration = Duration::from_millis(500);

@@ -115,7 +115,30 @@ fn a_host_that_comes_later_takes_part() {
     drop(third);
 }
 
-/// Ranks that are no pairs say that they would fail again.
+/// The ranks have no time to say that they cannot run with the second host, as the third one comes.
+#[test]
+fn a_host_that_does_not_fit_is_found_when_it_is_no_longer_new() {
+    let hosts = Hosts::new();
+    let odd = "[ $CANDLE_TRAIN_RESTART_COUNT = 1 ] && touch odd && sleep 60\nexit 87";
+    let script = format!("if [ $((WORLD_SIZE % 2)) = 1 ]; then\n{odd}\nfi\n{RANK}");
+    let first = hosts.start("a", 2, "1:3", &[], &script);
+    wait_until("ranks on the first host", || hosts.exists("up-0-1"));
+    let second = hosts.start("b", 1, "1:3", &[], &script);
+    wait_until("ranks on two hosts", || hosts.exists("odd"));
+    let third = hosts.start("c", 2, "1:3", &[], &script);
+    wait_until("the first host alone again", || hosts.exists("up-4-1"));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    for host in ["b", "c"] {
+        let said = format!("; the ranks go on without what came last: host {host}\n");
+        assert_eq!(ended.err.matches(&said).count(), 1, "{}", ended.err);
+    }
+    assert_eq!(started(&ended, 4).len(), 2, "{}", ended.err);
+    assert_eq!((second.wait().code, third.wait().code), (Some(0), Some(0)));
+}
+
+/// Ranks that are no pairs say that they cannot go on.
 #[test]
 fn a_host_that_does_not_fit_waits_for_another_one() {
     let hosts = Hosts::new();

@@ -97,8 +97,8 @@ pub(super) struct Restarts {
     misfits: Vec<Host>,
     /// Those to start ranks on.
     pub(super) present: Vec<Host>,
-    /// Names of those that ranks last ran on.
-    fitting: Vec<String>,
+    /// Those that ranks last ran on.
+    fitting: Vec<Host>,
     /// When hosts were first missing that the ranks were asked to stop for.
     away_since: Option<Instant>,
     /// Why the ranks were ended that are to be started again.
@@ -233,11 +233,21 @@ impl Restarts {
         Some(what)
     }
 
-    /// The hosts that came to those that the ranks ran on before.
-    fn newcomers(&self) -> Vec<Host> {
-        let is_new = |host: &&Host| !self.fitting.contains(&host.name);
-        let new = self.present.iter().filter(is_new);
-        new.filter(|_| !self.fitting.is_empty()).cloned().collect()
+    /// The hosts that came to those that the ranks ran on before. If all were there, perhaps for too short a time to find out that the ranks
+    /// do not fit, the last one, if that is not needed.
+    fn came_last(&self) -> Vec<Host> {
+        if self.door.is_none() || self.fitting.is_empty() {
+            return Vec::new();
+        }
+        let is_same = |a: &Host, b: &Host| a.name == b.name && a.num_ranks == b.num_ranks;
+        let is_new = |host: &&Host| !self.fitting.iter().any(|it| is_same(it, host));
+        let new: Vec<_> = self.present.iter().filter(is_new).cloned().collect();
+        match self.present.last() {
+            Some(last) if new.is_empty() && self.present.len() > self.nodes.min => {
+                vec![last.clone()]
+            }
+            _ => new,
+        }
     }
 
     /// What is to be done after the ranks have ended: the outcome, if that was the last start.
@@ -249,13 +259,13 @@ impl Restarts {
         self.last_end = Some(why.clone());
         self.away_since = None;
         let cannot_go_on = outcome.exit_code == CANNOT_GO_ON_EXIT_CODE;
-        let newcomers = self.newcomers();
+        let came_last = self.came_last();
         if matches!(
             outcome.remedy,
             Remedy::ChangeHosts | Remedy::StartAgain { .. }
         ) && !cannot_go_on
         {
-            self.fitting = self.present.iter().map(|host| host.name.clone()).collect();
+            self.fitting = self.present.clone();
         }
         match &outcome.remedy {
             Remedy::ThroughMpi => self.through_mpi = true,
@@ -263,13 +273,15 @@ impl Restarts {
             _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
             Remedy::None(reason) if reason.is_empty() => return Some(outcome),
             // The layout may need another number of ranks.
-            Remedy::StartAgain { .. } if cannot_go_on && !newcomers.is_empty() => {
-                let names: Vec<_> = newcomers.iter().map(|host| host.name.as_str()).collect();
+            Remedy::StartAgain { lost, .. }
+                if cannot_go_on && lost.is_empty() && !came_last.is_empty() =>
+            {
+                let names: Vec<_> = came_last.iter().map(|host| host.name.as_str()).collect();
                 let names = names.join(", ");
                 say(&format!(
                     "{why}; the ranks go on without what came last: host {names}"
                 ));
-                self.misfits.extend(newcomers);
+                self.misfits.extend(came_last);
                 self.num_restarts += 1;
             }
             Remedy::None(reason) => {

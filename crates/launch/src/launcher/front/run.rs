@@ -34,7 +34,7 @@ const AGENT_WAIT: Duration = Duration::from_secs(5);
 /// How often the links are looked at.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
-/// Ranks that end so have not begun: no other one can go on without them.
+/// Ranks that end so have not begun, or trained to where they diverged: no other one can go on without them.
 const NOT_BEGUN: [u8; 3] = [
     WOULD_FAIL_AGAIN_EXIT_CODE,
     NEEDS_MPI_EXIT_CODE,
