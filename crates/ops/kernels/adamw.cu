@@ -32,20 +32,45 @@ struct AdamWSlots {
     AdamWSlot slots[ADAMW_SLOTS];
 };
 
-// Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `master` is flat as the other buffers are,
-// and the weights get its values rounded to T; without it the weights are the fp32 values themselves.
-template <typename T>
-__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlot& slot,
-                      const AdamW& constants, float scale) {
-    float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
-    T* rounded = master ? static_cast<T*>(slot.weights) : nullptr;
+// A master of bf16 weights is a weight and a remainder, the difference of their bits; `src/master_remainder.rs` says the same.
+template <int N>
+__device__ inline Floats<N> join_masters(const bf16* weights, const short* remainders) {
+    Pack<bf16, N> upper = *reinterpret_cast<const Pack<bf16, N>*>(weights);
+    Pack<short, N> lower = *reinterpret_cast<const Pack<short, N>*>(remainders);
+    Floats<N> masters;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        masters.at[j] = __uint_as_float(((unsigned int)upper.at[j].bits << 16) + (unsigned int)(int)lower.at[j]);
+    }
+    return masters;
+}
+
+template <int N>
+__device__ inline void split_masters(const Floats<N>& masters, bf16* weights, short* remainders) {
+    Pack<bf16, N> upper;
+    Pack<short, N> lower;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        upper.at[j] = from_f32(masters.at[j], bf16());
+        int remainder = (int)(__float_as_uint(masters.at[j]) - ((unsigned int)upper.at[j].bits << 16));
+        lower.at[j] = (short)(remainder < 0x7fff ? remainder : 0x7fff);
+    }
+    *reinterpret_cast<Pack<bf16, N>*>(weights) = upper;
+    *reinterpret_cast<Pack<short, N>*>(remainders) = lower;
+}
+
+// Blocks in x share the values of slot blockIdx.y; `scale` multiplies the gradients. `load_x` and `store_x` are of the values that are
+// trained, at places of the slot.
+template <typename LoadX, typename StoreX>
+__device__ void adamw(float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlot& slot, const AdamW& constants, float scale,
+                      bool x_aligned, LoadX load_x, StoreX store_x) {
     exp_avg += slot.start;
     exp_avg_sq += slot.start;
     grad += slot.start;
-    bool packed = aligned(x_at, exp_avg, exp_avg_sq, rounded, grad);
+    bool packed = x_aligned && aligned(exp_avg, exp_avg_sq, grad);
     for_each_pack_of_grid<PACK<float>>(slot.len, packed, [&](auto width, i64 i) {
         constexpr int N = decltype(width)::value;
-        Floats<N> x = load<N>(x_at + i);
+        Floats<N> x = load_x(width, i);
         Floats<N> m = load<N>(exp_avg + i);
         Floats<N> v = load<N>(exp_avg_sq + i);
         Floats<N> g = load<N>(grad + i);
@@ -53,13 +78,27 @@ __device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const fl
         for (int j = 0; j < N; ++j) {
             update(x.at[j], m.at[j], v.at[j], __fmul_rn(g.at[j], scale), constants);
         }
-        store(x_at + i, x);
+        store_x(width, i, x);
         store(exp_avg + i, m);
         store(exp_avg_sq + i, v);
+    });
+}
+
+// `master` is flat as the other buffers are, and the weights get its values rounded to T; without it the weights are the fp32 values
+// themselves.
+template <typename T>
+__device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, const AdamWSlot& slot,
+                      const AdamW& constants, float scale) {
+    float* x_at = master ? master + slot.start : static_cast<float*>(slot.weights);
+    T* rounded = master ? static_cast<T*>(slot.weights) : nullptr;
+    auto load_x = [&](auto width, i64 i) { return load<decltype(width)::value>(x_at + i); };
+    auto store_x = [&](auto, i64 i, const auto& x) {
+        store(x_at + i, x);
         if (rounded) {
             store(rounded + i, x);
         }
-    });
+    };
+    adamw(exp_avg, exp_avg_sq, grad, slot, constants, scale, aligned(x_at, rounded), load_x, store_x);
 }
 
 extern "C" __global__ void adamw_f32(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
@@ -84,4 +123,16 @@ extern "C" __global__ void adamw_f16(float* master, float* exp_avg, float* exp_a
     const AdamWSlot& slot = slots.slots[blockIdx.y];
     AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
     adamw<f16>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
+}
+
+extern "C" __global__ void adamw_split(short* remainder, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
+                                       float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                       float eps, float scale) {
+    const AdamWSlot& slot = slots.slots[blockIdx.y];
+    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
+    bf16* weights = static_cast<bf16*>(slot.weights);
+    remainder += slot.start;
+    auto load_x = [&](auto width, i64 i) { return join_masters<decltype(width)::value>(weights + i, remainder + i); };
+    auto store_x = [&](auto, i64 i, const auto& x) { split_masters(x, weights + i, remainder + i); };
+    adamw(exp_avg, exp_avg_sq, grad, slot, constants, scale, aligned(weights, remainder), load_x, store_x);
 }

@@ -7,8 +7,9 @@ use crate::element::Element;
 use crate::half_precision::by_half_precision;
 use crate::host::HostF32;
 use crate::in_place::{storage_address, try_write, write};
+use crate::master_remainder::{join_master, split_master};
 use crate::vectorised::vectorised;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -65,11 +66,12 @@ impl AdamWSlot<'_> {
     }
 }
 
-/// The flat f32 buffers of a step, contiguous and of as many values, on one device. No two tensors of a step may share a
+/// The flat buffers of a step, f32, contiguous and of as many values, on one device. No two tensors of a step may share a
 /// storage.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWBuffers<'a> {
-    /// The values that are trained, if the weights are bf16 or f16 and only get them rounded.
+    /// The values that are trained, if the weights are bf16 or f16 and only get them rounded; of bf16 weights also their
+    /// [remainders](crate::split_master) alone, as I16.
     pub master: Option<&'a Tensor>,
     /// First moments.
     pub exp_avg: &'a Tensor,
@@ -123,6 +125,13 @@ impl Part {
                         step::<bf16>([weights, m, v], None, &grad, constants);
                     });
                 };
+                if master.dtype() == DType::I16 {
+                    return try_write::<i16>(NAME, "master", master, len, |remainders| {
+                        write::<bf16>(NAME, "weights", slot.weights, len, |weights| {
+                            step_split(weights, remainders, [m, v], &grad, constants);
+                        })
+                    });
+                }
                 try_write::<f32>(NAME, "master", master, len, |master| {
                     by_half_precision!(NAME, "weights", slot.weights, T =>
                         write::<T>(NAME, "weights", slot.weights, len, |weights| {
@@ -223,6 +232,40 @@ fn step<T: Element>(
                         for (weight, master) in weights.iter_mut().zip(master) {
                             *weight = T::nearest(*master);
                         }
+                    }
+                },
+            );
+        });
+}
+
+/// As [`step`] with masters that are divided into weights and remainders.
+fn step_split(
+    weights: &mut [bf16],
+    remainders: &mut [i16],
+    [exp_avg, exp_avg_sq]: [&mut [f32]; 2],
+    grad: &[f32],
+    constants: &AdamWConstants,
+) {
+    weights
+        .par_chunks_mut(CHUNK)
+        .zip(remainders.par_chunks_mut(CHUNK))
+        .zip(exp_avg.par_chunks_mut(CHUNK))
+        .zip(exp_avg_sq.par_chunks_mut(CHUNK))
+        .zip(grad.par_chunks(CHUNK))
+        .for_each(|((((weights, remainders), m), v), grad)| {
+            vectorised(
+                #[inline(always)]
+                || {
+                    let mut masters = [0.0; CHUNK];
+                    let masters = &mut masters[..grad.len()];
+                    let parts = weights.iter().zip(remainders.iter());
+                    for (master, (weight, remainder)) in masters.iter_mut().zip(parts) {
+                        *master = join_master(*weight, *remainder);
+                    }
+                    update([&mut *masters, m, v], grad, constants);
+                    let parts = weights.iter_mut().zip(remainders);
+                    for (master, (weight, remainder)) in masters.iter().zip(parts) {
+                        (*weight, *remainder) = split_master(*master);
                     }
                 },
             );

@@ -11,9 +11,10 @@ enum Streams {
     Gpu(crate::cuda::CopyStreams),
 }
 
-/// Memory of the host for flat f32 values of a device.
+/// Memory of the host for flat values of a device, f32 or i16.
 pub struct HostBuffer {
     len: usize,
+    dtype: DType,
     kept: Kept,
 }
 
@@ -45,29 +46,33 @@ impl HostCopies {
         }))
     }
 
-    /// Memory for `len` values.
+    /// Memory for `len` values of type F32 or I16.
     ///
     /// # Errors
-    /// The host has no such memory that a GPU can copy to.
-    pub fn buffer(&self, len: usize) -> Result<HostBuffer> {
+    /// Another type; the host has no such memory that a GPU can copy to.
+    pub fn buffer(&self, len: usize, dtype: DType) -> Result<HostBuffer> {
+        if !matches!(dtype, DType::F32 | DType::I16) {
+            bail!("values of type {dtype:?} cannot be kept on the host, only F32 and I16");
+        }
         let kept = match &self.0 {
             Streams::None => Kept::Here(None),
             #[cfg(feature = "cuda")]
-            Streams::Gpu(streams) => Kept::Pinned(streams.buffer(len)?),
+            Streams::Gpu(streams) => Kept::Pinned(streams.buffer(len, dtype)?),
         };
-        Ok(HostBuffer { len, kept })
+        Ok(HostBuffer { len, dtype, kept })
     }
 
     /// Starts to copy `values` to the host. They must not be written to any more.
     ///
     /// # Errors
-    /// Values that are not as many contiguous f32 values of the device as the buffer is for, and a GPU that has failed.
+    /// Values that are not as many contiguous ones of the device, and of that type, as the buffer is for, and a GPU that has failed.
     pub fn start_store(&self, values: Tensor, buffer: &mut HostBuffer) -> Result<HostCopy> {
-        let fits = values.dims() == [buffer.len] && values.dtype() == DType::F32;
+        let fits = values.dims() == [buffer.len] && values.dtype() == buffer.dtype;
         if !fits || !values.is_contiguous() {
             bail!(
-                "{values:?} cannot be kept in a buffer of {} f32 values",
-                buffer.len
+                "{values:?} cannot be kept in a buffer of {} {:?} values",
+                buffer.len,
+                buffer.dtype
             );
         }
         Ok(HostCopy(match (&self.0, &mut buffer.kept) {

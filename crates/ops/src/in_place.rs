@@ -44,6 +44,7 @@ host_values! {
     f64, F64;
     bf16, BF16;
     f16, F16;
+    i16, I16;
 }
 
 /// Lets `write` fill or change the `len` values of `dst`, the argument `what` that the operation `op` writes to, such as a

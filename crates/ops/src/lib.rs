@@ -56,6 +56,7 @@ mod linear;
 mod linear_grad;
 mod lines;
 mod mapped;
+mod master_remainder;
 mod matmul_precision;
 mod matrix;
 mod op_output;
@@ -97,6 +98,7 @@ pub use linear_grad::{
     linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into,
 };
+pub use master_remainder::{join_master, split_master};
 pub use matmul_precision::MatmulPrecision;
 pub use op_output::OpOutput;
 pub use profile::{OpTime, Profile};

@@ -5,10 +5,11 @@ use super::element::Element;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::launch::Launch;
-use super::pointer::OptOut;
+use super::pointer::Out;
 use crate::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
 use crate::half_precision::by_half_precision;
-use candle_core::Result;
+use candle_core::{DType, Result};
+use half::bf16;
 
 /// Blocks for one tensor of weights.
 const MAX_BLOCKS: usize = 1056;
@@ -27,6 +28,9 @@ pub(crate) fn adamw(
         .collect();
     for slots in slots.chunks(AdamWSlots::MAX) {
         match (buffers.master, slots.first()) {
+            (Some(master), _) if master.dtype() == DType::I16 => {
+                update::<bf16>(&gpu, buffers, slots, constants)
+            }
             (Some(_), Some(first)) => by_half_precision!(NAME, "weights", first.weights, T => {
                 update::<T>(&gpu, buffers, slots, constants)
             }),
@@ -82,18 +86,25 @@ fn launch_update<T: Element>(
 ) -> Result<()> {
     let c = *constants;
     let grad = gpu.read::<f32>("grad", buffers.grad)?;
-    let update = |master: OptOut<f32>| {
+    let with_moments = |then: &dyn Fn(&Launch, Out<f32>, Out<f32>) -> Result<()>| {
         gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
             gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
-                let (grid, grad) = (grid(gpu, slots)?, grad.get());
+                then(&grid(gpu, slots)?, m, v)
+            })
+        })
+    };
+    // Launches a kernel: they differ in the first argument.
+    macro_rules! launch {
+        ($kernel:expr, $masters:expr) => {
+            with_moments(&|grid, m, v| {
                 // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
                 unsafe {
-                    launch::adamw::<T>(
-                        &grid,
-                        master,
+                    $kernel(
+                        grid,
+                        $masters,
                         m,
                         v,
-                        grad,
+                        grad.get(),
                         raw,
                         c.step_size,
                         c.correction,
@@ -105,10 +116,17 @@ fn launch_update<T: Element>(
                     )
                 }
             })
-        })
-    };
+        };
+    }
     match buffers.master {
-        None => update(None),
-        Some(master) => gpu.write::<f32>("master", master, |master| update(Some(master))),
+        None => launch!(launch::adamw::<T>, None),
+        Some(master) if master.dtype() == DType::I16 => {
+            gpu.write::<i16>("master", master, |remainders| {
+                launch!(launch::adamw_split, remainders)
+            })
+        }
+        Some(master) => gpu.write::<f32>("master", master, |master| {
+            launch!(launch::adamw::<T>, Some(master))
+        }),
     }
 }

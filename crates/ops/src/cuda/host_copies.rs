@@ -8,9 +8,11 @@
 //! ```
 //! A copy also waits for the last one from or to its buffer of the host.
 
-use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
-use candle_core::{CudaDevice, CudaStorage, Result, Shape, Storage, Tensor, bail};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DeviceRepr, PinnedHostSlice,
+};
+use candle_core::cuda_backend::{CudaDType, WrapErr};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
 use std::sync::Arc;
 
 use crate::OpOutput;
@@ -24,10 +26,15 @@ pub(crate) struct CopyStreams {
 
 /// Memory of the host that a GPU copies to and from.
 pub(crate) struct PinnedBuffer {
-    values: PinnedHostSlice<f32>,
+    values: Pinned,
     len: usize,
     /// The last copy; none before the first.
     last: Option<Arc<CudaEvent>>,
+}
+
+enum Pinned {
+    F32(PinnedHostSlice<f32>),
+    I16(PinnedHostSlice<i16>),
 }
 
 /// Values on the GPU that are being copied to or from.
@@ -49,21 +56,28 @@ impl CopyStreams {
         })
     }
 
-    pub(crate) fn buffer(&self, len: usize) -> Result<PinnedBuffer> {
-        let context = self.up.context();
-        // SAFETY: nothing reads the memory before values were copied there: see `start_fetch`. An allocation of nothing is an
-        // error to CUDA.
-        let values = unsafe { context.alloc_pinned_with_flags::<f32>(len.max(1), 0) };
-        let values = values.w().map_err(|err| {
-            let bytes = len * size_of::<f32>();
-            err.context(format!(
-                "asking for {bytes} bytes of the host's memory that the GPU can copy to"
-            ))
-        })?;
+    pub(crate) fn buffer(&self, len: usize, dtype: DType) -> Result<PinnedBuffer> {
+        let values = match dtype {
+            DType::I16 => Pinned::I16(self.pinned(len)?),
+            _ => Pinned::F32(self.pinned(len)?),
+        };
         Ok(PinnedBuffer {
             values,
             len,
             last: None,
+        })
+    }
+
+    fn pinned<T: DeviceRepr>(&self, len: usize) -> Result<PinnedHostSlice<T>> {
+        let context = self.up.context();
+        // SAFETY: nothing reads the memory before values were copied there: see `start_fetch`. An allocation of nothing is an
+        // error to CUDA.
+        let values = unsafe { context.alloc_pinned_with_flags::<T>(len.max(1), 0) };
+        values.w().map_err(|err| {
+            let bytes = len * size_of::<T>();
+            err.context(format!(
+                "asking for {bytes} bytes of the host's memory that the GPU can copy to"
+            ))
         })
     }
 
@@ -78,10 +92,18 @@ impl CopyStreams {
             let Storage::Cuda(storage) = &*storage else {
                 bail!("{values:?} is not on a GPU");
             };
-            let slice = storage.as_cuda_slice::<f32>()?;
             let start = layout.start_offset();
-            let part = slice.slice(start..start + buffer.len);
-            self.down.memcpy_dtoh(&part, &mut buffer.values).w()?;
+            let part = start..start + buffer.len;
+            match &mut buffer.values {
+                Pinned::F32(host) => {
+                    let values = storage.as_cuda_slice::<f32>()?.slice(part);
+                    self.down.memcpy_dtoh(&values, host).w()?;
+                }
+                Pinned::I16(host) => {
+                    let values = storage.as_cuda_slice::<i16>()?.slice(part);
+                    self.down.memcpy_dtoh(&values, host).w()?;
+                }
+            }
         }
         self.copy(values, &self.down, buffer)
     }
@@ -90,19 +112,32 @@ impl CopyStreams {
         if buffer.last.is_none() {
             bail!("nothing was stored in the buffer");
         }
+        let storage = match &buffer.values {
+            Pinned::F32(host) => self.fetch(host, buffer)?,
+            Pinned::I16(host) => self.fetch(host, buffer)?,
+        };
+        let values = OpOutput::on_cuda(storage, Shape::from(buffer.len)).into_tensor();
+        self.copy(values, &self.up, buffer)
+    }
+
+    /// Starts to copy the values of `buffer`, which are those of `host`, to new memory of the GPU.
+    fn fetch<T: CudaDType + DeviceRepr>(
+        &self,
+        host: &PinnedHostSlice<T>,
+        buffer: &PinnedBuffer,
+    ) -> Result<CudaStorage> {
+        let len = buffer.len;
         // SAFETY: all values that the tensor has are copied there before anything reads them.
-        let slice = unsafe { self.device.alloc::<f32>(buffer.len.max(1)) };
+        let slice = unsafe { self.device.alloc::<T>(len.max(1)) };
         let mut slice = slice.map_err(|err| {
-            let bytes = buffer.len * size_of::<f32>();
+            let bytes = len * size_of::<T>();
             err.context(format!("asking for {bytes} bytes of the GPU's memory"))
         })?;
         self.let_wait(&self.up, buffer)?;
-        if buffer.len > 0 {
-            self.up.memcpy_htod(&buffer.values, &mut slice).w()?;
+        if len > 0 {
+            self.up.memcpy_htod(host, &mut slice).w()?;
         }
-        let storage = CudaStorage::wrap_cuda_slice(slice, self.device.clone());
-        let values = OpOutput::on_cuda(storage, Shape::from(buffer.len)).into_tensor();
-        self.copy(values, &self.up, buffer)
+        Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
     }
 
     /// What is put on `stream` from now on comes after all that computes, and after the last copy of the buffer. cudarc does not see to

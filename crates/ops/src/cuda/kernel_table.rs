@@ -10,6 +10,8 @@ macro_rules! for_each_kernel {
             "adamw" {
                 adamw[T](master: OptOut<f32>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
                     step_size: f32, correction: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, eps: f32, scale: f32);
+                adamw_split(remainder: Out<i16>, exp_avg: Out<f32>, exp_avg_sq: Out<f32>, grad: In<f32>, slots: AdamWSlots,
+                    step_size: f32, correction: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, eps: f32, scale: f32);
             }
             "add_into" {
                 add_into[T](dst: Out<f32>, src: In<T>, len: i64);

@@ -49,11 +49,19 @@ fn bits_come_back_as_they_were() -> Result<()> {
         let copies = HostCopies::new(&device())?;
         for len in [0, 1, 7, 64, 1000] {
             let want = bits(len as u64, len);
-            let mut buffer = copies.buffer(len)?;
+            let mut buffer = copies.buffer(len, DType::F32)?;
             let stored = copies.start_store(values(&want)?, &mut buffer)?;
             assert_bits(&stored.wait()?, &want)?;
             for _ in 0..2 {
                 assert_bits(&copies.start_fetch(&mut buffer)?.wait()?, &want)?;
+            }
+            let want: Vec<i16> = want.into_iter().map(|bits| bits as i16).collect();
+            let mut buffer = copies.buffer(len, DType::I16)?;
+            let values = Tensor::from_vec(want.clone(), len, &Device::Cpu)?;
+            if len > 0 {
+                drop(copies.start_store(values.to_device(&device())?, &mut buffer)?);
+                let fetched = copies.start_fetch(&mut buffer)?.wait()?;
+                assert_eq!(fetched.to_vec1::<i16>()?, want);
             }
         }
         Ok(())
@@ -69,7 +77,7 @@ fn many_copies_are_under_way_at_once_in_both_directions() -> Result<()> {
             let want = lens.map(|len| bits(10 * round + len as u64, len));
             let (mut buffers, mut stores, mut fetches) = (Vec::new(), Vec::new(), Vec::new());
             for want in &want {
-                let mut buffer = copies.buffer(want.len())?;
+                let mut buffer = copies.buffer(want.len(), DType::F32)?;
                 stores.push(copies.start_store(values(want)?, &mut buffer)?);
                 buffers.push(buffer);
             }
@@ -90,7 +98,7 @@ fn copies_of_one_buffer_keep_their_order() -> Result<()> {
     on_each_device(|| {
         let copies = HostCopies::new(&device())?;
         let want: Vec<Vec<u32>> = (0..5).map(|seed| bits(seed, 200)).collect();
-        let mut buffer = copies.buffer(200)?;
+        let mut buffer = copies.buffer(200, DType::F32)?;
         let mut fetches = Vec::new();
         for want in &want {
             store(&copies, want, &mut buffer)?;
@@ -109,7 +117,7 @@ fn copies_that_nobody_waits_for_are_made_and_leave_no_trace() -> Result<()> {
         let copies = HostCopies::new(&device())?;
         for round in 0..4 {
             let want = bits(round, 500);
-            let mut buffer = copies.buffer(500)?;
+            let mut buffer = copies.buffer(500, DType::F32)?;
             store(&copies, &want, &mut buffer)?;
             compute(500)?;
             drop(copies.start_fetch(&mut buffer)?);
@@ -120,13 +128,13 @@ fn copies_that_nobody_waits_for_are_made_and_leave_no_trace() -> Result<()> {
             compute(500)?;
             assert_bits(&fetch.wait()?, &want)?;
             // And the one to it, though nobody will see what arrives.
-            let mut buffer = copies.buffer(500)?;
+            let mut buffer = copies.buffer(500, DType::F32)?;
             store(&copies, &want, &mut buffer)?;
         }
         let want = bits(9, 500);
         let (fetch, _buffer) = {
             let copies = HostCopies::new(&device())?;
-            let mut buffer = copies.buffer(500)?;
+            let mut buffer = copies.buffer(500, DType::F32)?;
             store(&copies, &want, &mut buffer)?;
             (copies.start_fetch(&mut buffer)?, buffer)
         };
@@ -144,7 +152,7 @@ fn assert_says(result: Result<HostCopy>, part: &str) {
 fn what_cannot_be_copied_is_an_error_and_changes_nothing() -> Result<()> {
     on_each_device(|| {
         let copies = HostCopies::new(&device())?;
-        let mut buffer = copies.buffer(6)?;
+        let mut buffer = copies.buffer(6, DType::F32)?;
         assert_says(copies.start_fetch(&mut buffer), "nothing was stored");
         let want = bits(1, 6);
         store(&copies, &want, &mut buffer)?;
@@ -154,8 +162,9 @@ fn what_cannot_be_copied_is_an_error_and_changes_nothing() -> Result<()> {
             xs.reshape((2, 6))?.get(0)?.reshape((2, 3))?,
             xs.reshape((6, 2))?.narrow(1, 0, 1)?.squeeze(1)?,
             xs.narrow(0, 0, 6)?.to_dtype(DType::BF16)?,
+            Tensor::zeros(6, DType::I16, &device())?,
         ] {
-            assert_says(copies.start_store(wrong, &mut buffer), "6 f32 values");
+            assert_says(copies.start_store(wrong, &mut buffer), "6 F32 values");
         }
         if device().is_cuda() {
             let host = xs.narrow(0, 0, 6)?.to_device(&Device::Cpu)?;

@@ -34,6 +34,7 @@ fn scalar(rust: &str, t: &str) -> String {
         "T" => t,
         "f32" => "float",
         "f64" => "double",
+        "i16" => "short",
         "i32" => "int",
         other => other,
     }

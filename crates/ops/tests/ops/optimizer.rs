@@ -3,9 +3,10 @@
 use crate::check::{device, floats, in_dtype, on_each_device, placed, random};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    AdamWBuffers, AdamWConstants, AdamWSlot, adamw, add_into, round_into, sum_of_squares,
-    sum_of_squares_into,
+    AdamWBuffers, AdamWConstants, AdamWSlot, adamw, add_into, join_master, round_into,
+    split_master, sum_of_squares, sum_of_squares_into,
 };
+use half::bf16;
 
 const CONSTANTS: AdamWConstants = AdamWConstants {
     step_size: 3e-3,
@@ -133,6 +134,80 @@ fn adamw_is_its_equation_on_every_device() -> Result<()> {
                         assert_eq!(after[i], before[i], "value {i} is nobody's");
                     }
                 }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Masters that are divided into bf16 weights and remainders get the values that whole ones get.
+#[test]
+fn adamw_of_divided_masters_is_that_of_whole_ones() -> Result<()> {
+    on_each_device(|| {
+        for lens in [&[][..], &[0, 3, 1000, 2 * 16 * 1024 + 5, 8], &[4096]] {
+            let case = Case::new(lens, Some(DType::BF16))?;
+            let [master, exp_avg, exp_avg_sq, grad] = &case.buffers;
+            let halves: Vec<(bf16, i16)> = floats(master)?.into_iter().map(split_master).collect();
+            let remainders = halves.iter().map(|(_, remainder)| *remainder).collect();
+            let remainders = Tensor::from_vec(remainders, halves.len(), &device())?;
+            let weights = case.starts.iter().zip(lens).map(|(start, len)| {
+                let values = halves[*start..start + len + 1].iter();
+                let values: Vec<bf16> = values.map(|(weight, _)| *weight).collect();
+                Tensor::from_vec(values, len + 1, &device())?.narrow(0, 0, *len)
+            });
+            let weights = weights.collect::<Result<Vec<_>>>()?;
+            let (m, v) = (exp_avg.copy()?, exp_avg_sq.copy()?);
+            let buffers = AdamWBuffers {
+                master: Some(&remainders),
+                exp_avg: &m,
+                exp_avg_sq: &v,
+                grad,
+            };
+            let slots = weights.iter().zip(&case.starts).enumerate();
+            let slots = slots.map(|(i, (weights, start))| AdamWSlot {
+                weights,
+                start: *start,
+                decays: i % 2 == 0,
+            });
+            let slots: Vec<AdamWSlot> = slots.collect();
+            // Masters in the middle of two weights lose their last bit when they are divided.
+            let divide = || {
+                let divided = floats(master)?.into_iter().map(split_master);
+                let divided = divided.map(|(weight, remainder)| join_master(weight, remainder));
+                let divided = Tensor::from_vec(divided.collect(), halves.len(), &device())?;
+                master.slice_set(&divided, 0, 0)
+            };
+            divide()?;
+            for _ in 0..3 {
+                case.step()?;
+                adamw(&buffers, &slots, &CONSTANTS)?;
+                divide()?;
+            }
+            let remainders: Vec<i16> = remainders.to_vec1()?;
+            let (masters, mut is_used) = (floats(master)?, vec![false; halves.len()]);
+            for (slot, weights) in slots.iter().zip(&case.weights) {
+                let got: Vec<bf16> = slot.weights.to_vec1()?;
+                assert_eq!(got, weights.to_vec1::<bf16>()?);
+                for (i, weight) in (slot.start..).zip(got) {
+                    assert_eq!((weight, remainders[i]), split_master(masters[i]));
+                    assert_eq!(join_master(weight, remainders[i]), masters[i]);
+                    is_used[i] = true;
+                }
+            }
+            for (i, (_, before)) in halves.iter().enumerate().filter(|(i, _)| !is_used[*i]) {
+                assert_eq!(remainders[i], *before, "value {i} is nobody's");
+            }
+            for (whole, divided) in [(exp_avg, &m), (exp_avg_sq, &v)] {
+                assert_eq!(floats(whole)?, floats(divided)?);
+            }
+            if let Some(slot) = slots.iter().find(|slot| slot.weights.elem_count() > 0) {
+                let weights = &slot.weights.to_dtype(DType::F16)?;
+                let refused = adamw(&buffers, &[AdamWSlot { weights, ..*slot }], &CONSTANTS);
+                let message = refused.expect_err("f16 has no remainders").to_string();
+                assert!(
+                    message.contains("weights must be contiguous BF16"),
+                    "{message}"
+                );
             }
         }
         Ok(())

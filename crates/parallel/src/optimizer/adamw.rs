@@ -75,6 +75,10 @@ impl Optimizer for AdamW {
         &["exp_avg", "exp_avg_sq"]
     }
 
+    fn takes_remainders(&self) -> bool {
+        true
+    }
+
     fn update(&self, slice: &ParamSlice<'_>, step: &UpdateStep) -> Result<()> {
         let [exp_avg, exp_avg_sq] = slice.state else {
             bail!("AdamW got {} kinds of state; expected 2", slice.state.len());

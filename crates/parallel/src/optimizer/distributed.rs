@@ -8,7 +8,7 @@ use candle_comm::Mesh;
 use candle_core::{Result, Tensor, Var, bail};
 
 use super::loss_scaling::{LossScaler, LossScaling};
-use super::master_weights::{has_masters, master_weights};
+use super::master_weights::{master_dtype, master_weights};
 use super::state_store::{BucketShape, BucketState, StateStore};
 use super::{
     AdamW, AdamWConfig, Offload, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep,
@@ -75,11 +75,10 @@ impl DistributedOptimizer {
         let (layout, groups, device) = (params.layout(), params.groups(), mesh.world.device());
         let num_kinds = rule.state_names().len();
         let shape = |index: usize| {
-            let has_master = has_masters(params, index)?;
             Ok(BucketShape {
                 len: groups.own_range(layout.buckets[index].len).len(),
-                num_tensors: num_kinds + usize::from(has_master),
-                has_master,
+                num_kinds,
+                master: master_dtype(params, index, &rule)?,
             })
         };
         let shapes = (0..layout.buckets.len())
@@ -90,7 +89,9 @@ impl DistributedOptimizer {
             let zeros = |_| Ok(FlatBuffer::zeros(own.len(), device)?.into_tensor());
             Ok(BucketState {
                 state: (0..num_kinds).map(zeros).collect::<Result<_>>()?,
-                master: master_weights(params, index, &own, device)?,
+                master: master_dtype(params, index, &rule)?
+                    .map(|dtype| master_weights(params, index, dtype, device))
+                    .transpose()?,
             })
         };
         let order = layout.in_forward_order();
@@ -185,20 +186,24 @@ impl DistributedOptimizer {
     /// data-parallel rank must call it.
     pub(super) fn master(&self, index: usize) -> Result<Option<Tensor>> {
         let layout = self.params.layout();
-        let Some((bucket, start)) = layout.place(index) else {
+        let Some((bucket, _)) = layout.place(index) else {
             return Ok(None);
         };
-        let param = self.params.get(index);
-        let range = start..start + param.num_values();
         let groups = self.params.groups();
-        let slices = groups.slices(layout.buckets[bucket].len);
-        self.store.read(bucket, |bucket| {
-            let Some(own) = &bucket.master else {
-                return Ok(None);
-            };
-            let values = gather_range(&range, &slices, own, &groups.shard)?;
-            Ok(Some(values.reshape(param.local_shape())?))
-        })
+        let whole = &layout.buckets[bucket];
+        let Some(slot) = whole.slots.iter().find(|slot| slot.param == index) else {
+            return Ok(None);
+        };
+        let slices = groups.slices(whole.len);
+        let slices: Vec<_> = slices.iter().map(|s| intersect(s, &slot.range)).collect();
+        let masters = self
+            .store
+            .read(bucket, |state| self.masters((bucket, slot), state))?;
+        let Some(own) = masters else {
+            return Ok(None);
+        };
+        let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;
+        Ok(Some(values.reshape(self.params.get(index).local_shape())?))
     }
 
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate

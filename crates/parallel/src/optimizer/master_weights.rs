@@ -3,27 +3,130 @@
 //! bf16 keeps 8 bits: an update of less than 1/512 of a weight would be rounded away, step after step; f16 keeps 11. So the sum of the
 //! updates lives in f32, and the model's weight is that sum, rounded anew after each step. Weights in f32 are their own
 //! masters. Each rank has masters only of what it updates.
-
-use std::ops::Range;
+//!
+//! A bf16 weight is the upper half of its master already. A rule that can do so keeps the other half only, its
+//! [remainder](candle_ops::split_master).
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_ops::{join_master, split_master};
+use half::bf16;
 
-use crate::params::{FlatBuffer, Parameters, intersect, offset_by};
+use super::Optimizer;
+use super::distributed::DistributedOptimizer;
+use super::state_store::BucketState;
+use crate::params::{FlatBuffer, Parameters, Slot, intersect, offset_by};
 
-/// Masters of the weights in the range `own` of bucket `index`, flat; `None` if these are f32. They begin with the values that the
+/// Type of the masters of bucket `index`: F32, or I16 for remainders; `None` if the weights are f32.
+pub(super) fn master_dtype(
+    params: &Parameters,
+    index: usize,
+    rule: &dyn Optimizer,
+) -> Result<Option<DType>> {
+    let bucket = &params.layout().buckets[index];
+    match (bucket.dtype, bucket.slots.first()) {
+        (DType::F32, _) => Ok(None),
+        (DType::BF16, _) if rule.takes_remainders() => Ok(Some(DType::I16)),
+        (DType::BF16 | DType::F16, _) => Ok(Some(DType::F32)),
+        (dtype, slot) => bail!(
+            "parameter {} is of type {dtype:?}; expected F32, BF16 or F16",
+            slot.map_or("", |slot| &params.get(slot.param).name)
+        ),
+    }
+}
+
+impl DistributedOptimizer {
+    /// The masters of what this rank updates of the parameter at `slot` of bucket `index`, flat, in f32; `None` if it is f32.
+    pub(super) fn masters(
+        &self,
+        (index, slot): (usize, &Slot),
+        bucket: &BucketState,
+    ) -> Result<Option<Tensor>> {
+        let own = self.own_range(index);
+        let mine = intersect(&slot.range, &own);
+        let Some(kept) = &bucket.master else {
+            return Ok(None);
+        };
+        if mine.is_empty() {
+            // candle asks a GPU for no bytes, which is an error to it.
+            let none = Tensor::zeros(1, DType::F32, kept.device())?;
+            return Ok(Some(none.narrow(0, 0, 0)?));
+        }
+        let kept = kept.narrow(0, mine.start - own.start, mine.len())?;
+        if kept.dtype() == DType::F32 {
+            return Ok(Some(kept));
+        }
+        let weights = self.params.own_weights(index, slot, &mine)?;
+        let weights = weights.to_vec1::<bf16>()?.into_iter();
+        let parts = weights.zip(kept.to_vec1::<i16>()?);
+        let masters = parts.map(|(weight, remainder)| join_master(weight, remainder));
+        let masters = masters.collect();
+        Ok(Some(Tensor::from_vec(masters, mine.len(), kept.device())?))
+    }
+
+    /// Lets `look` read the state of bucket `index`, with its masters in f32.
+    pub(super) fn read<T>(
+        &self,
+        index: usize,
+        look: impl FnOnce(&BucketState) -> Result<T>,
+    ) -> Result<T> {
+        self.store
+            .read(index, |bucket| look(&self.joined(index, bucket)?))
+    }
+
+    /// Lets `change` write to the state of bucket `index`, with its masters in f32. Weights that are a part of their masters change
+    /// with these.
+    pub(super) fn change<T>(
+        &self,
+        index: usize,
+        change: impl FnOnce(&BucketState) -> Result<T>,
+    ) -> Result<T> {
+        self.store.change(index, |bucket| {
+            let joined = self.joined(index, bucket)?;
+            let changed = change(&joined)?;
+            if let (Some(masters), Some(kept)) = (&joined.master, &bucket.master)
+                && kept.dtype() == DType::I16
+            {
+                split_masters(&self.params, index, masters, kept)?;
+            }
+            Ok(changed)
+        })
+    }
+
+    /// The bucket with its masters in f32: a copy of them, if only remainders are kept.
+    fn joined(&self, index: usize, bucket: &BucketState) -> Result<BucketState> {
+        let mut joined = bucket.clone();
+        if let Some(kept) = &bucket.master
+            && kept.dtype() == DType::I16
+        {
+            let own = self.own_range(index);
+            let masters = FlatBuffer::zeros(own.len(), kept.device())?;
+            for slot in &self.params.layout().buckets[index].slots {
+                let mine = intersect(&slot.range, &own);
+                if !mine.is_empty()
+                    && let Some(values) = self.masters((index, slot), bucket)?
+                {
+                    masters.write(mine.start - own.start, &values)?;
+                }
+            }
+            joined.master = Some(masters.into_tensor());
+        }
+        Ok(joined)
+    }
+}
+
+/// Masters of type `dtype` of what this rank updates of bucket `index`, flat. They begin with the values that the
 /// weights were rounded from, or, where the weights were changed since, with theirs.
 pub(super) fn master_weights(
     params: &Parameters,
     index: usize,
-    own: &Range<usize>,
+    dtype: DType,
     device: &Device,
-) -> Result<Option<Tensor>> {
-    if !has_masters(params, index)? {
-        return Ok(None);
-    }
+) -> Result<Tensor> {
+    let bucket = &params.layout().buckets[index];
+    let own = params.groups().own_range(bucket.len);
     let values = FlatBuffer::zeros(own.len(), device)?;
-    for slot in &params.layout().buckets[index].slots {
-        let mine = intersect(&slot.range, own);
+    for slot in &bucket.slots {
+        let mine = intersect(&slot.range, &own);
         if !mine.is_empty() {
             let weights = match params.unrounded(slot.param)? {
                 Some(mut values) => {
@@ -37,18 +140,37 @@ pub(super) fn master_weights(
             values.write(mine.start - own.start, &weights)?;
         }
     }
-    Ok(Some(values.into_tensor()))
+    let masters = values.into_tensor();
+    if dtype == DType::F32 {
+        return Ok(masters);
+    }
+    let remainders = Tensor::zeros(own.len(), dtype, device)?;
+    split_masters(params, index, &masters, &remainders)?;
+    Ok(remainders)
 }
 
-/// Whether the weights of bucket `index` have masters: those narrower than f32.
-pub(super) fn has_masters(params: &Parameters, index: usize) -> Result<bool> {
+/// Writes the f32 values `masters` of what this rank updates of bucket `index` where they are kept: as its bf16 weights and `remainders`.
+fn split_masters(
+    params: &Parameters,
+    index: usize,
+    masters: &Tensor,
+    remainders: &Tensor,
+) -> Result<()> {
     let bucket = &params.layout().buckets[index];
-    match (bucket.dtype, bucket.slots.first()) {
-        (DType::F32, _) => Ok(false),
-        (DType::BF16 | DType::F16, _) => Ok(true),
-        (dtype, slot) => bail!(
-            "parameter {} is of type {dtype:?}; expected F32, BF16 or F16",
-            slot.map_or("", |slot| &params.get(slot.param).name)
-        ),
+    let (own, device) = (params.groups().own_range(bucket.len), remainders.device());
+    for slot in &bucket.slots {
+        let mine = intersect(&slot.range, &own);
+        if mine.is_empty() {
+            continue;
+        }
+        let (start, len) = (mine.start - own.start, mine.len());
+        let masters: Vec<f32> = masters.narrow(0, start, len)?.to_vec1()?;
+        let (weights, lower): (Vec<bf16>, Vec<i16>) = masters.into_iter().map(split_master).unzip();
+        let weights = Tensor::from_vec(weights, len, device)?;
+        params
+            .own_weights(index, slot, &mine)?
+            .slice_set(&weights, 0, 0)?;
+        remainders.slice_set(&Tensor::from_vec(lower, len, device)?, 0, start)?;
     }
+    Ok(())
 }

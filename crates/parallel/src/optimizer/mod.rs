@@ -31,6 +31,12 @@ pub trait Optimizer: Send {
     /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.
     fn state_names(&self) -> &'static [&'static str];
 
+    /// Whether [`Self::update`] takes [remainders](candle_ops::split_master) in place of masters of bf16 weights: 2 bytes for each weight
+    /// in place of 4.
+    fn takes_remainders(&self) -> bool {
+        false
+    }
+
     /// Updates the weights of `slice` in place, and its state.
     ///
     /// # Errors
@@ -46,7 +52,8 @@ pub trait Optimizer: Send {
 pub struct ParamSlice<'a> {
     /// Gradients, f32, to be multiplied by [`UpdateStep::grad_scale`].
     pub grad: &'a Tensor,
-    /// The weights in f32, if the model's are narrower: these are to be updated, and rounded to the model's.
+    /// The weights in f32, if the model's are narrower: these are to be updated, and rounded to the model's. If the rule
+    /// [takes them](Optimizer::takes_remainders), the remainders of bf16 weights, I16.
     pub master: Option<&'a Tensor>,
     /// A tensor for each of [`Optimizer::state_names`], f32.
     pub state: &'a [Tensor],

@@ -37,7 +37,7 @@ impl DistributedOptimizer {
     pub fn state(&self) -> Result<Vec<OptimizerState>> {
         let mut all = Vec::new();
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
-            self.store.read(index, |state| {
+            self.read(index, |state| {
                 for slot in &bucket.slots {
                     self.push_state(&mut all, (index, slot), state)?;
                 }
@@ -110,7 +110,7 @@ impl DistributedOptimizer {
                 );
             }
             let runs = self.runs(index, &slot.range, param);
-            num_taken += self.store.change(index, |bucket| {
+            num_taken += self.change(index, |bucket| {
                 match self.buffers(bucket).find(|(known, _)| known == kind) {
                     Some((_, buffer)) => take_values(buffer, &runs, state),
                     None => Ok(0),

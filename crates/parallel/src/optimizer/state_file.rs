@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use candle_core::{CpuStorage, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 
 use super::state_store::{BucketShape, BucketState};
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
@@ -80,7 +80,7 @@ impl StateFile {
         let mut file = tempfile::tempfile_in(dir).map_err(fail)?;
         for index in 0..shapes.len() {
             for values in make(index)?.tensors() {
-                write_values(&mut file, &values.to_device(&Device::Cpu)?)?.map_err(fail)?;
+                write_tensor(&mut file, &values.to_device(&Device::Cpu)?)?.map_err(fail)?;
             }
         }
         file.sync_data().map_err(fail)?;
@@ -242,11 +242,10 @@ impl Worker {
         let held = self
             .meter
             .hold(MemoryCategory::Optimizer, shape.num_bytes());
-        let mut tensors = Vec::with_capacity(shape.num_tensors);
-        for _ in 0..shape.num_tensors {
-            let values = read_values(&mut self.file, shape.len);
-            let values = values.map_err(|err| fail(&self.dir, err))?;
-            tensors.push(Tensor::from_vec(values, shape.len, &Device::Cpu)?);
+        let mut tensors = Vec::new();
+        for dtype in shape.dtypes() {
+            let values = read_tensor(&mut self.file, dtype, shape.len);
+            tensors.push(values.map_err(|err| fail(&self.dir, err))??);
         }
         Ok(HostBucket { tensors, held })
     }
@@ -260,39 +259,65 @@ impl Worker {
         };
         self.seek_to(index).map_err(|err| fail(&self.dir, err))?;
         for values in &bucket.tensors {
-            write_values(&mut self.file, values)?.map_err(|err| fail(&self.dir, err))?;
+            write_tensor(&mut self.file, values)?.map_err(|err| fail(&self.dir, err))?;
         }
         Ok(())
     }
 }
 
-fn read_values(file: &mut File, len: usize) -> std::io::Result<Vec<f32>> {
+/// Reads `len` values of type `dtype` from where the file is.
+fn read_tensor(file: &mut File, dtype: DType, len: usize) -> std::io::Result<Result<Tensor>> {
+    let device = &Device::Cpu;
+    Ok(match dtype {
+        DType::I16 => Tensor::from_vec(read_values(file, len, i16::from_le_bytes)?, len, device),
+        _ => Tensor::from_vec(read_values(file, len, f32::from_le_bytes)?, len, device),
+    })
+}
+
+fn read_values<T, const N: usize>(
+    file: &mut File,
+    len: usize,
+    from_bytes: impl Fn([u8; N]) -> T,
+) -> std::io::Result<Vec<T>> {
     let mut values = Vec::with_capacity(len);
-    let mut bytes = vec![0; CHUNK.min(len * size_of::<f32>())];
+    let mut bytes = vec![0; CHUNK.min(len * N)];
     while values.len() < len {
-        let num_bytes = bytes.len().min((len - values.len()) * size_of::<f32>());
+        let num_bytes = bytes.len().min((len - values.len()) * N);
         file.read_exact(&mut bytes[..num_bytes])?;
-        let chunk = bytes[..num_bytes].chunks_exact(size_of::<f32>());
-        values.extend(chunk.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        let (chunk, _) = bytes[..num_bytes].as_chunks::<N>();
+        values.extend(chunk.iter().copied().map(&from_bytes));
     }
     Ok(values)
 }
 
-/// Writes flat f32 values of the host where the file is.
-fn write_values(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
+/// Writes flat values of the host where the file is.
+fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
     let (storage, layout) = values.storage_and_layout();
-    let (Storage::Cpu(CpuStorage::F32(all)), Some((start, end))) =
-        (&*storage, layout.contiguous_offsets())
-    else {
-        bail!("an optimizer's state is {values:?}; expected contiguous f32 values");
-    };
-    let mut bytes = Vec::with_capacity(CHUNK);
-    for chunk in all[start..end].chunks(CHUNK / size_of::<f32>()) {
-        bytes.clear();
-        bytes.extend(chunk.iter().flat_map(|value| value.to_le_bytes()));
-        if let Err(err) = file.write_all(&bytes) {
-            return Ok(Err(err));
+    Ok(match (&*storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(CpuStorage::F32(all)), Some((start, end))) => {
+            write_values(file, &all[start..end], f32::to_le_bytes)
         }
+        (Storage::Cpu(CpuStorage::I16(all)), Some((start, end))) => {
+            write_values(file, &all[start..end], i16::to_le_bytes)
+        }
+        _ => {
+            bail!(
+                "an optimizer's state is {values:?}; expected contiguous values of type F32 or I16"
+            )
+        }
+    })
+}
+
+fn write_values<T: Copy, const N: usize>(
+    file: &mut File,
+    values: &[T],
+    to_bytes: impl Fn(T) -> [u8; N],
+) -> std::io::Result<()> {
+    let mut bytes = Vec::with_capacity(CHUNK);
+    for chunk in values.chunks(CHUNK / N) {
+        bytes.clear();
+        bytes.extend(chunk.iter().flat_map(|value| to_bytes(*value)));
+        file.write_all(&bytes)?;
     }
-    Ok(Ok(()))
+    Ok(())
 }

@@ -51,7 +51,7 @@ impl StateOnHost {
         let copies = HostCopies::new(device)?;
         let mut kept = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.iter().enumerate() {
-            let buffers = (0..shape.num_tensors).map(|_| copies.buffer(shape.len));
+            let buffers = shape.dtypes().map(|dtype| copies.buffer(shape.len, dtype));
             let mut buffers = buffers.collect::<Result<Vec<_>>>()?;
             for (values, buffer) in make(index)?.tensors().zip(&mut buffers) {
                 copies.start_store(values.clone(), buffer)?;

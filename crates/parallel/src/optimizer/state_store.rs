@@ -8,10 +8,11 @@ use super::state_on_host::StateOnHost;
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
+#[derive(Clone)]
 pub(super) struct BucketState {
     /// A tensor for each of the rule's kinds of state.
     pub state: Vec<Tensor>,
-    /// The weights in f32, if the model's are narrower.
+    /// The weights in f32, if the model's are narrower, or their remainders.
     pub master: Option<Tensor>,
 }
 
@@ -19,9 +20,10 @@ pub(super) struct BucketState {
 pub(super) struct BucketShape {
     /// Number of values of each tensor.
     pub len: usize,
-    /// Number of tensors: those of the state, then the masters if there are any.
-    pub num_tensors: usize,
-    pub has_master: bool,
+    /// Number of the rule's kinds of state.
+    pub num_kinds: usize,
+    /// Type of the masters, if there are any: F32, or I16 of remainders.
+    pub master: Option<DType>,
 }
 
 /// A bucket's state for as long as an update or a look at it takes.
@@ -37,15 +39,23 @@ enum Place {
 }
 
 impl BucketShape {
+    /// Types of the tensors: those of the state, then that of the masters if there are any.
+    pub fn dtypes(&self) -> impl Iterator<Item = DType> {
+        std::iter::repeat_n(DType::F32, self.num_kinds).chain(self.master)
+    }
+
     pub fn num_bytes(&self) -> usize {
-        self.num_tensors * self.len * DType::F32.size_in_bytes()
+        let bytes = self.dtypes().map(|dtype| self.len * dtype.size_in_bytes());
+        bytes.sum()
     }
 
     /// The tensors of a bucket of this shape by their roles, on `device`.
     pub fn assemble(&self, tensors: &[Tensor], device: &Device) -> Result<BucketState> {
         let mut tensors = tensors.iter().map(|values| values.to_device(device));
-        let num_kinds = self.num_tensors - usize::from(self.has_master);
-        let state = tensors.by_ref().take(num_kinds).collect::<Result<_>>()?;
+        let state = tensors
+            .by_ref()
+            .take(self.num_kinds)
+            .collect::<Result<_>>()?;
         let master = tensors.next().transpose()?;
         Ok(BucketState { state, master })
     }

@@ -65,7 +65,7 @@ impl DistributedOptimizer {
         index: usize,
         look: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
     ) -> Result<T> {
-        self.store.read(index, |bucket| look(&self.kinds(bucket)))
+        self.read(index, |bucket| look(&self.kinds(bucket)))
     }
 
     /// Lets `change` write to them.
@@ -74,8 +74,7 @@ impl DistributedOptimizer {
         index: usize,
         change: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
     ) -> Result<T> {
-        self.store
-            .change(index, |bucket| change(&self.kinds(bucket)))
+        self.change(index, |bucket| change(&self.kinds(bucket)))
     }
 
     fn kinds<'a>(&'a self, bucket: &'a BucketState) -> Vec<(&'a str, &'a Tensor)> {

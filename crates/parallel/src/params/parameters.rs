@@ -356,8 +356,8 @@ impl Parameters {
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
-    /// and device. An optimizer that keeps f32 masters of narrower weights does not take them over. With ZeRO-3 each rank keeps its
-    /// slice of them, so all replicas put in the same.
+    /// and device. The next update goes on from these values, unless the optimizer has f32 masters of the parameter: it then goes on from
+    /// those, as of f16 weights. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
     ///
     /// # Errors
     /// Values that do not fit the parameter.

@@ -133,6 +133,31 @@ fn updates_smaller_than_a_step_of_bf16_add_up() -> Result<()> {
     Ok(())
 }
 
+/// A bf16 weight is a part of its master; f16 ones have masters beside them.
+#[test]
+fn bf16_weights_that_were_put_in_are_updated() -> Result<()> {
+    let mesh = single_mesh();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let stage = chain(dtype).stage(&mesh, &ParamStore::init(5))?;
+        let config = AdamWConfig::default();
+        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        for (index, param) in stage.params().iter().enumerate() {
+            let eights = (Tensor::ones(param.local_shape(), dtype, mesh.world.device())? * 8.0)?;
+            stage.params().refill(index, &eights)?;
+        }
+        accumulate(&stage, &mesh, 0, &mut gradients)?;
+        optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
+        for param in stage.params().iter() {
+            let values = param.values()?.flatten_all()?.to_dtype(DType::F32)?;
+            for value in values.to_vec1::<f32>()? {
+                assert_eq!((value - 8.0).abs() < 0.1, dtype != DType::F16, "{value} {dtype:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Values of this rank's buckets: one per block, each replica's part of it padded to 64.
 fn padded_values(stage: &Stage, dp: usize) -> usize {
     let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
