@@ -80,6 +80,8 @@ impl DistributedOptimizer {
         index: usize,
         change: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
+        // Weights that are still on their way would overwrite those that change.
+        self.params.wait_for_updates()?;
         self.store.change(index, |bucket| {
             let joined = self.joined(index, bucket)?;
             let changed = change(&joined)?;

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor};
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, ParamStore, Pipeline, Schedule,
+    Stage, ZeroStage,
 };
 
 use crate::chain::{Chain, Values, gather, local_bits, one_target};
@@ -151,11 +152,59 @@ fn bf16_weights_that_were_put_in_are_updated() -> Result<()> {
         for param in stage.params().iter() {
             let values = param.values()?.flatten_all()?.to_dtype(DType::F32)?;
             for value in values.to_vec1::<f32>()? {
-                assert_eq!((value - 8.0).abs() < 0.1, dtype != DType::F16, "{value} {dtype:?}");
+                assert_eq!(
+                    (value - 8.0).abs() < 0.1,
+                    dtype != DType::F16,
+                    "{value} {dtype:?}"
+                );
             }
         }
     }
     Ok(())
+}
+
+/// To ranks whose weights are others.
+#[test]
+fn masters_move_to_another_layout() {
+    for zero in [ZeroStage::Zero, ZeroStage::One, ZeroStage::Three] {
+        let states = on_mesh((1, 2, 1), |mesh| {
+            let store = ParamStore::init(5).with_data_parallel(zero);
+            let stage = chain(DType::BF16).stage(&mesh, &store)?;
+            let config = AdamWConfig::default();
+            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            accumulate(&stage, &mesh, 0, &mut gradients)?;
+            optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
+            optimizer.state()
+        });
+        let loaded = on_mesh((1, 3, 1), |mesh| {
+            let store = ParamStore::init(6).with_data_parallel(ZeroStage::One);
+            let stage = chain(DType::BF16).stage(&mesh, &store)?;
+            let config = AdamWConfig::default();
+            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+            for state in states.iter().flatten() {
+                optimizer.load_state(state)?;
+            }
+            optimizer.state()
+        });
+        assert!(masters(&loaded) == masters(&states), "{zero:?}");
+    }
+}
+
+/// The bits of each master, by name and place in the parameter.
+fn masters(of_ranks: &[Vec<OptimizerState>]) -> BTreeMap<(&str, usize), u32> {
+    let mut bits = BTreeMap::new();
+    for state in of_ranks
+        .iter()
+        .flatten()
+        .filter(|state| state.kind == "master")
+    {
+        let places = state.offsets.iter().cloned().flatten();
+        for (place, value) in places.zip(&state.values) {
+            bits.insert((state.name.as_str(), place), value.to_bits());
+        }
+    }
+    bits
 }
 
 /// Values of this rank's buckets: one per block, each replica's part of it padded to 64.
