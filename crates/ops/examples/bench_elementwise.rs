@@ -202,19 +202,21 @@ fn vocabulary(table: &mut Table) -> Result<()> {
 }
 
 fn optimizer(table: &mut Table) -> Result<()> {
-    let zeros = || -> Result<Vec<Tensor>> {
-        let zeros = |_| Tensor::zeros(BUCKET, DType::F32, &Device::Cpu);
+    let zeros = |dtype| -> Result<Vec<Tensor>> {
+        let zeros = |_| Tensor::zeros(BUCKET, dtype, &Device::Cpu);
         (0..LAYERS).map(zeros).collect()
     };
     let calls = 2 * VOCAB * HIDDEN / BUCKET + LAYERS;
-    let (grad, exp_avg, exp_avg_sq) = (zeros()?, zeros()?, zeros()?);
+    let [grad, exp_avg, exp_avg_sq] = [zeros(DType::F32)?, zeros(DType::F32)?, zeros(DType::F32)?];
     table.add("norm of gradients", calls, (0, BUCKET), |i| {
         black_box(sum_of_squares(&grad[i])?);
         Ok(())
     })?;
-    let master = match table.dtype {
-        DType::F32 => None,
-        _ => Some(zeros()?),
+    // Masters, and how many values of the dtype and of f32 are read and written; remainders are of 16 bits as bf16 is.
+    let (master, moved) = match table.dtype {
+        DType::F32 => (None, (0, 7 * BUCKET)),
+        DType::BF16 => (Some(zeros(DType::I16)?), (4 * BUCKET, 5 * BUCKET)),
+        _ => (Some(zeros(DType::F32)?), (BUCKET, 7 * BUCKET)),
     };
     let weights = table.random(&[BUCKET])?;
     let constants = AdamWConstants {
@@ -226,10 +228,6 @@ fn optimizer(table: &mut Table) -> Result<()> {
         one_minus_beta2: 0.05,
         eps: 1e-8,
         scale: 1.0,
-    };
-    let moved = match master {
-        None => (0, 7 * BUCKET),
-        Some(_) => (BUCKET, 7 * BUCKET),
     };
     table.add("adamw", calls, moved, |i| {
         let buffers = AdamWBuffers {

@@ -40,7 +40,10 @@ __device__ inline Floats<N> join_masters(const bf16* weights, const short* remai
     Floats<N> masters;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-        masters.at[j] = __uint_as_float(((unsigned int)upper.at[j].bits << 16) + (unsigned int)(int)lower.at[j]);
+        unsigned int bits = (unsigned int)upper.at[j].bits << 16;
+        // Below zero's bits there is nothing.
+        int remainder = bits << 1 == 0 && lower.at[j] < 0 ? 0 : lower.at[j];
+        masters.at[j] = __uint_as_float(bits + (unsigned int)remainder);
     }
     return masters;
 }

@@ -6,8 +6,8 @@ use half::bf16;
 
 /// The nearest bf16 of a master, and its remainder: the difference of their bits as integers, in the master's last places.
 ///
-/// The only remainder that does not fit, of a value in the middle of two bf16 of which the lower one is even, becomes the next one:
-/// that master loses one unit in its last place.
+/// The only remainder that does not fit, of a value in the middle of two bf16 of which the one nearer to zero is even, becomes the
+/// next one: that master loses one unit in its last place.
 #[inline(always)]
 pub fn split_master(master: f32) -> (bf16, i16) {
     let weight = <bf16 as Element>::nearest(master);
@@ -15,10 +15,13 @@ pub fn split_master(master: f32) -> (bf16, i16) {
     (weight, remainder.min(i32::from(i16::MAX)) as i16)
 }
 
-/// The master of a weight and its remainder.
+/// The master of a weight and its remainder, or, after the weight was given another value, one that is not nearer to any other weight.
 #[inline(always)]
 pub fn join_master(weight: bf16, remainder: i16) -> f32 {
-    f32::from_bits(upper_half(weight).wrapping_add_signed(i32::from(remainder)))
+    let upper = upper_half(weight);
+    // A zero never has a remainder below zero, but one that was put in may find it there: nothing is smaller.
+    let least = if upper << 1 == 0 { 0 } else { i16::MIN };
+    f32::from_bits(upper.wrapping_add_signed(i32::from(remainder.max(least))))
 }
 
 #[inline(always)]
@@ -31,6 +34,19 @@ mod tests {
     use super::{join_master, split_master};
     use crate::element::Element;
     use half::bf16;
+
+    #[test]
+    fn a_weight_that_was_put_in_keeps_its_value() {
+        for bits in (0..=u16::MAX).filter(|bits| bf16::from_bits(*bits).is_finite()) {
+            let weight = bf16::from_bits(bits);
+            for remainder in [i16::MIN, -1, 0, 1, i16::MAX] {
+                let (rounded, _) = split_master(join_master(weight, remainder));
+                // In the middle of two weights the even one is taken.
+                let is_tie = remainder == i16::MIN && bits % 2 == 1;
+                assert!(rounded == weight || is_tie, "{weight} {remainder}");
+            }
+        }
+    }
 
     /// All upper halves, with the lower ones at which something changes and some others.
     #[test]

@@ -162,8 +162,9 @@ fn parameters(kernels: &Kernels, len: usize) -> Result<()> {
     kernels.print("sum_of_squares", 4 * len, || {
         sum_of_squares(&grad).map(drop)
     })?;
+    let remainders = Tensor::zeros(len, DType::I16, kernels.device)?;
     let buffers = AdamWBuffers {
-        master: Some(&master),
+        master: Some(&remainders),
         exp_avg: &exp_avg,
         exp_avg_sq: &exp_avg_sq,
         grad: &grad,
@@ -183,8 +184,8 @@ fn parameters(kernels: &Kernels, len: usize) -> Result<()> {
         eps: 1e-8,
         scale: 1.0,
     };
-    // Masters and both moments read and written, the gradient read, the weights written.
-    kernels.print("adamw", (3 * 8 + 4 + 2) * len, || {
+    // Both moments, weights and remainders read and written, the gradient read.
+    kernels.print("adamw", (2 * 8 + 2 * 4 + 4) * len, || {
         adamw(&buffers, &[slot], &constants)
     })
 }

@@ -9,7 +9,7 @@ pub enum MemoryCategory {
     Weights,
     /// Accumulators of gradients that it keeps: whole buckets, or its slices of them.
     Gradients,
-    /// State of the optimizer and master weights.
+    /// State of the optimizer, and master weights or their remainders.
     Optimizer,
     /// What the tape keeps between passes: what has been allocated since the passes of a step began and is held as nothing else,
     /// looked at after each block's passes, when what it computed with is gone. On the CPU

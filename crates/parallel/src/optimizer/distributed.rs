@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{Result, Tensor, Var, bail};
+use candle_core::{DType, Result, Tensor, Var, bail};
 
 use super::loss_scaling::{LossScaler, LossScaling};
 use super::master_weights::{master_dtype, master_weights};
@@ -196,10 +196,20 @@ impl DistributedOptimizer {
         };
         let slices = groups.slices(whole.len);
         let slices: Vec<_> = slices.iter().map(|s| intersect(s, &slot.range)).collect();
-        let masters = self
-            .store
-            .read(bucket, |state| self.masters((bucket, slot), state))?;
-        let Some(own) = masters else {
+        let (mine, device) = (&slices[groups.shard.rank()], groups.shard.device());
+        let own = self.store.read(bucket, |state| match &state.master {
+            None => Ok(None),
+            // candle asks a GPU for no bytes, which is an error to it.
+            Some(_) if mine.is_empty() => {
+                let one = Tensor::zeros(1, DType::F32, device)?;
+                Ok(Some(one.narrow(0, 0, 0)?))
+            }
+            Some(kept) => {
+                let masters = self.masters((bucket, slot), mine, kept)?;
+                Ok(Some(masters.to_device(device)?))
+            }
+        })?;
+        let Some(own) = own else {
             return Ok(None);
         };
         let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;

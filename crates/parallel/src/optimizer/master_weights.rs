@@ -7,6 +7,8 @@
 //! A bf16 weight is the upper half of its master already. A rule that can do so keeps the other half only, its
 //! [remainder](candle_ops::split_master).
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_ops::{join_master, split_master};
 use half::bf16;
@@ -14,7 +16,10 @@ use half::bf16;
 use super::Optimizer;
 use super::distributed::DistributedOptimizer;
 use super::state_store::BucketState;
-use crate::params::{FlatBuffer, Parameters, Slot, intersect, offset_by};
+use crate::params::{FlatBuffer, Parameters, Slot, ValuesFrom, intersect, move_storage, offset_by};
+
+/// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
+pub(crate) const MASTER: &str = "master";
 
 /// Type of the masters of bucket `index`: F32, or I16 for remainders; `None` if the weights are f32.
 pub(super) fn master_dtype(
@@ -35,32 +40,26 @@ pub(super) fn master_dtype(
 }
 
 impl DistributedOptimizer {
-    /// The masters of what this rank updates of the parameter at `slot` of bucket `index`, flat, in f32; `None` if it is f32.
+    /// The masters of the values `mine`, not none, which this rank updates of the parameter at `slot` of bucket `index`: flat, in f32, of
+    /// `kept`, what is kept of the bucket's.
     pub(super) fn masters(
         &self,
         (index, slot): (usize, &Slot),
-        bucket: &BucketState,
-    ) -> Result<Option<Tensor>> {
-        let own = self.own_range(index);
-        let mine = intersect(&slot.range, &own);
-        let Some(kept) = &bucket.master else {
-            return Ok(None);
-        };
-        if mine.is_empty() {
-            // candle asks a GPU for no bytes, which is an error to it.
-            let none = Tensor::zeros(1, DType::F32, kept.device())?;
-            return Ok(Some(none.narrow(0, 0, 0)?));
-        }
-        let kept = kept.narrow(0, mine.start - own.start, mine.len())?;
+        mine: &Range<usize>,
+        kept: &Tensor,
+    ) -> Result<Tensor> {
+        let start = mine.start - self.own_range(index).start;
+        let kept = kept.narrow(0, start, mine.len())?;
         if kept.dtype() == DType::F32 {
-            return Ok(Some(kept));
+            return Ok(kept);
         }
-        let weights = self.params.own_weights(index, slot, &mine)?;
-        let weights = weights.to_vec1::<bf16>()?.into_iter();
-        let parts = weights.zip(kept.to_vec1::<i16>()?);
+        // Of a view all of its storage would be fetched from a GPU.
+        let kept = kept.force_contiguous()?.to_vec1::<i16>()?;
+        let weights = self.params.own_weights(index, slot, mine)?;
+        let weights = weights.force_contiguous()?.to_vec1::<bf16>()?;
+        let parts = weights.into_iter().zip(kept);
         let masters = parts.map(|(weight, remainder)| join_master(weight, remainder));
-        let masters = masters.collect();
-        Ok(Some(Tensor::from_vec(masters, mine.len(), kept.device())?))
+        Tensor::from_vec(masters.collect(), mine.len(), &Device::Cpu)
     }
 
     /// Lets `look` read the state of bucket `index`, with its masters in f32.
@@ -80,33 +79,38 @@ impl DistributedOptimizer {
         index: usize,
         change: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
-        // Weights that are still on their way would overwrite those that change.
-        self.params.wait_for_updates()?;
         self.store.change(index, |bucket| {
             let joined = self.joined(index, bucket)?;
             let changed = change(&joined)?;
             if let (Some(masters), Some(kept)) = (&joined.master, &bucket.master)
                 && kept.dtype() == DType::I16
             {
-                split_masters(&self.params, index, masters, kept)?;
+                if let Some(sharded) = self.params.sharded() {
+                    // Nothing that was gathered before may be taken for changed.
+                    sharded.free_all()?;
+                }
+                let remainders = split_masters(&self.params, index, masters, kept.device())?;
+                move_storage(&remainders, kept)?;
+                for slot in &self.params.layout().buckets[index].slots {
+                    self.params.set_values_from(slot.param, ValuesFrom::Update);
+                }
             }
             Ok(changed)
         })
     }
 
-    /// The bucket with its masters in f32: a copy of them, if only remainders are kept.
+    /// The bucket with its masters in f32: on the host, if only remainders are kept.
     fn joined(&self, index: usize, bucket: &BucketState) -> Result<BucketState> {
         let mut joined = bucket.clone();
         if let Some(kept) = &bucket.master
             && kept.dtype() == DType::I16
         {
             let own = self.own_range(index);
-            let masters = FlatBuffer::zeros(own.len(), kept.device())?;
+            let masters = FlatBuffer::zeros(own.len(), &Device::Cpu)?;
             for slot in &self.params.layout().buckets[index].slots {
                 let mine = intersect(&slot.range, &own);
-                if !mine.is_empty()
-                    && let Some(values) = self.masters((index, slot), bucket)?
-                {
+                if !mine.is_empty() {
+                    let values = self.masters((index, slot), &mine, kept)?;
                     masters.write(mine.start - own.start, &values)?;
                 }
             }
@@ -146,33 +150,29 @@ pub(super) fn master_weights(
     if dtype == DType::F32 {
         return Ok(masters);
     }
-    let remainders = Tensor::zeros(own.len(), dtype, device)?;
-    split_masters(params, index, &masters, &remainders)?;
-    Ok(remainders)
+    split_masters(params, index, &masters, device)
 }
 
-/// Writes the f32 values `masters` of what this rank updates of bucket `index` where they are kept: as its bf16 weights and `remainders`.
+/// Makes the f32 values `masters` of what this rank updates of bucket `index` its bf16 weights, and returns the remainders, on `device`.
 fn split_masters(
     params: &Parameters,
     index: usize,
     masters: &Tensor,
-    remainders: &Tensor,
-) -> Result<()> {
+    device: &Device,
+) -> Result<Tensor> {
     let bucket = &params.layout().buckets[index];
-    let (own, device) = (params.groups().own_range(bucket.len), remainders.device());
+    let own = params.groups().own_range(bucket.len);
+    let parts = masters.to_vec1()?.into_iter().map(split_master);
+    let (weights, remainders): (Vec<bf16>, Vec<i16>) = parts.unzip();
     for slot in &bucket.slots {
         let mine = intersect(&slot.range, &own);
-        if mine.is_empty() {
-            continue;
+        if !mine.is_empty() {
+            let values = &weights[offset_by(&mine, own.start)];
+            let values = Tensor::new(values, device)?;
+            params
+                .own_weights(index, slot, &mine)?
+                .slice_set(&values, 0, 0)?;
         }
-        let (start, len) = (mine.start - own.start, mine.len());
-        let masters: Vec<f32> = masters.narrow(0, start, len)?.to_vec1()?;
-        let (weights, lower): (Vec<bf16>, Vec<i16>) = masters.into_iter().map(split_master).unzip();
-        let weights = Tensor::from_vec(weights, len, device)?;
-        params
-            .own_weights(index, slot, &mine)?
-            .slice_set(&weights, 0, 0)?;
-        remainders.slice_set(&Tensor::from_vec(lower, len, device)?, 0, start)?;
     }
-    Ok(())
+    Tensor::from_vec(remainders, own.len(), device)
 }

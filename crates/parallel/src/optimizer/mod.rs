@@ -18,6 +18,7 @@ use candle_core::{Result, Tensor};
 pub use adamw::{AdamW, AdamWConfig};
 pub use distributed::{DistributedOptimizer, StepReport};
 pub use loss_scaling::LossScaling;
+pub(crate) use master_weights::MASTER;
 pub use offload::Offload;
 pub use param_group::ParamGroup;
 pub use state::OptimizerState;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 use super::distributed::DistributedOptimizer;
+use super::master_weights::MASTER;
 use super::state_store::BucketState;
 use crate::params::{Param, Slot, intersect, offset_by};
 
@@ -76,7 +77,8 @@ impl DistributedOptimizer {
     }
 
     /// Takes from `state`, of this or another rank and layout, what lies in the values that this rank updates, and returns how
-    /// many values that were.
+    /// many values that were. Weights stay as they are, except that bf16 ones are a part of their masters: of these the rank's own are
+    /// rounded anew, so put the same weights in on every rank.
     ///
     /// # Errors
     /// State whose offsets and values do not match, and state that ends beyond the parameter.
@@ -110,12 +112,20 @@ impl DistributedOptimizer {
                 );
             }
             let runs = self.runs(index, &slot.range, param);
-            num_taken += self.change(index, |bucket| {
-                match self.buffers(bucket).find(|(known, _)| known == kind) {
-                    Some((_, buffer)) => take_values(buffer, &runs, state),
-                    None => Ok(0),
-                }
-            })?;
+            if runs.is_empty() {
+                continue;
+            }
+            let take = |bucket: &BucketState| match self
+                .buffers(bucket)
+                .find(|(known, _)| known == kind)
+            {
+                Some((_, buffer)) => take_values(buffer, &runs, state),
+                None => Ok(0),
+            };
+            num_taken += match kind.as_str() {
+                MASTER => self.change(index, take)?,
+                _ => self.store.change(index, take)?,
+            };
         }
         Ok(num_taken)
     }
@@ -126,7 +136,7 @@ impl DistributedOptimizer {
         bucket: &'a BucketState,
     ) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
         let names = self.rule.state_names().iter().copied();
-        let masters = bucket.master.iter().map(|values| ("master", values));
+        let masters = bucket.master.iter().map(|values| (MASTER, values));
         names.zip(&bucket.state).chain(masters)
     }
 

@@ -35,6 +35,7 @@ pub(crate) use parameters::Tie;
 pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
+pub(crate) use released::move_storage;
 pub(crate) use replicas::{Checksums, checksum};
 pub(crate) use sharded_weights::is_adopted;
 pub(crate) use slices::gather_range;

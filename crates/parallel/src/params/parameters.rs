@@ -340,7 +340,7 @@ impl Parameters {
     }
 
     /// Frees the values of the parameters that block `block` uses and no block of `others` does; they stay in their place, and
-    /// every read of them is an error, until [`Self::refill`].
+    /// every read of them is an error, until [`Self::refill`]. So is reading an optimizer's masters of bf16 weights, of which these are a part.
     ///
     /// # Errors
     /// An update on its way does not arrive.
@@ -356,8 +356,8 @@ impl Parameters {
     }
 
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
-    /// and device. The next update goes on from these values, unless the optimizer has f32 masters of the parameter: it then goes on from
-    /// those, as of f16 weights. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
+    /// and device. The next update goes on from these values, of bf16 weights up to half a unit in their last place, unless the
+    /// optimizer has f32 masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
     ///
     /// # Errors
     /// Values that do not fit the parameter.

@@ -65,10 +65,7 @@ impl Param {
             );
         }
         self.pending.wait_for_all()?;
-        let var = self.var.as_detached_tensor();
-        let take = Exchange::new(None);
-        values.inplace_op1(&take)?;
-        var.inplace_op1(&Exchange::new(take.into_taken()))
+        move_storage(values, &self.var.as_detached_tensor())
     }
 
     /// Whether the local values are in memory.
@@ -88,6 +85,13 @@ impl Param {
             self.name
         )
     }
+}
+
+/// Gives `to`, and all tensors that share its storage, the storage of `from`, which has its type and device and cannot be read any more.
+pub(crate) fn move_storage(from: &Tensor, to: &Tensor) -> Result<()> {
+    let take = Exchange::new(None);
+    from.inplace_op1(&take)?;
+    to.inplace_op1(&Exchange::new(take.into_taken()))
 }
 
 /// The storage of a tensor: what is put in, then what was taken out.

@@ -41,8 +41,13 @@ fn steps(
     Ok(())
 }
 
-/// The most that a bucket's part of a rank takes, of `num_tensors` f32 tensors: one bucket per block, each part padded to 64 values.
-fn largest_bucket_bytes(stage: &Stage, dp: usize, zero: ZeroStage, num_tensors: usize) -> usize {
+/// The most that a bucket's part of a rank takes, of `bytes_per_value`: one bucket per block, each part padded to 64 values.
+fn largest_bucket_bytes(
+    stage: &Stage,
+    dp: usize,
+    zero: ZeroStage,
+    bytes_per_value: usize,
+) -> usize {
     let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
     for param in stage.params().iter() {
         *by_block.entry(param.blocks[0]).or_default() += param.num_values();
@@ -52,7 +57,7 @@ fn largest_bucket_bytes(stage: &Stage, dp: usize, zero: ZeroStage, num_tensors: 
         ZeroStage::Zero => len.next_multiple_of(64 * dp),
         _ => len.next_multiple_of(64 * dp) / dp,
     });
-    parts.max().unwrap() * num_tensors * 4
+    parts.max().unwrap() * bytes_per_value
 }
 
 /// Trains and returns every rank's weights and state.
@@ -75,8 +80,9 @@ fn trained<R: Optimizer + 'static>(
             Offload::Nvme(_) => 2,
         };
         if num_buckets < usize::MAX {
-            let num_tensors = 2 + usize::from(chain.dtype == DType::BF16);
-            let largest = largest_bucket_bytes(&stage, layout.1, replicas.zero, num_tensors);
+            // Two moments of AdamW, and the remainders of bf16 weights.
+            let bytes = 8 + if chain.dtype == DType::BF16 { 2 } else { 0 };
+            let largest = largest_bucket_bytes(&stage, layout.1, replicas.zero, bytes);
             let peak = params.meter().report().of(MemoryCategory::Optimizer).peak;
             let most = (num_buckets * largest) as u64;
             assert!(peak <= most, "{peak} of {num_buckets} {largest}");

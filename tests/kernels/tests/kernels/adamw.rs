@@ -22,10 +22,10 @@ struct Slot {
 struct Slots([Slot; 16]);
 
 macro_rules! kernels {
-    ($($name:ident)*) => {
+    ($($name:ident: $master:ty;)*) => {
         unsafe extern "C" {
             $(fn $name(
-                master: *mut f32,
+                master: *mut $master,
                 exp_avg: *mut f32,
                 exp_avg_sq: *mut f32,
                 grad: *const f32,
@@ -42,7 +42,7 @@ macro_rules! kernels {
     };
 }
 
-kernels! { adamw_f32 adamw_bf16 adamw_f16 }
+kernels! { adamw_f32: f32; adamw_bf16: f32; adamw_f16: f32; adamw_split: i16; }
 
 #[rustfmt::skip]
 type Kernel = unsafe extern "C" fn(
@@ -188,6 +188,92 @@ fn check_bits<T: Element>(adamw_narrow: Kernel) {
             let want: Vec<T> = x.iter().map(|x| T::from_f64(f64::from(*x))).collect();
             assert_eq!(updated, want);
         }
+    }
+}
+
+/// The nearest bf16 of a master, what is missing, and what both make together.
+fn split(x: f32) -> (bf16, i16, f32) {
+    let weight = bf16::from_f32(x);
+    let upper = i64::from(weight.to_bits()) << 16;
+    let remainder = (i64::from(x.to_bits()) - upper).min(0x7fff);
+    (
+        weight,
+        remainder as i16,
+        f32::from_bits((upper + remainder) as u32),
+    )
+}
+
+#[test]
+fn masters_are_weights_and_remainders() {
+    let mut rng = rng(9);
+    for (lens, shift) in [
+        (&[1][..], 0),
+        (&[33, 4, 0, 1000], 0),
+        (&[8, 3, 1001, 16], 1),
+    ] {
+        let len: usize = lens.iter().sum();
+        let mut x = random::<f32>(&mut rng, len, 1.0);
+        // One in the middle of two weights.
+        x[0] = f32::from_bits(0x3f80_8000);
+        let (mut m, mut v) = (vec![0f32; len], vec![0f32; len]);
+        let zeros = || Buffer::shifted(len, shift).with(&vec![0f32; len]);
+        let state = [zeros(), zeros()];
+        let lower: Vec<i16> = x.iter().map(|x| split(*x).1).collect();
+        let remainders = Buffer::shifted(len, shift).with(&lower);
+        let upper: Vec<bf16> = x.iter().map(|x| split(*x).0).collect();
+        let (mut rest, mut slot_of) = (&upper[..], Vec::new());
+        let mut weights = Vec::new();
+        for (slot, len) in lens.iter().enumerate() {
+            let (mine, others) = rest.split_at(*len);
+            weights.push(Buffer::shifted(*len, shift).with(mine));
+            slot_of.extend(vec![slot; *len]);
+            rest = others;
+        }
+        let at: Vec<_> = weights.iter().map(Buffer::ptr).zip(lens.to_vec()).collect();
+        let slots = slots(&at);
+        let launch = Launch {
+            grid: [3, lens.len(), 1],
+            ..Launch::new(1, 64, 0)
+        };
+        for step in 1..4 {
+            let grad = random::<f32>(&mut rng, len, 1.0);
+            let g = Buffer::from_slice(&grad);
+            let [a, b, c, d, e, f] = constants(step);
+            let ([m1, v1], r) = (state.each_ref().map(Buffer::ptr), remainders.ptr());
+            launch!(
+                launch,
+                adamw_split(r, m1, v1, g.ptr(), slots, a, b, c, d, e, f, 0.37)
+            )
+            .unwrap();
+            for (i, g) in grad.iter().enumerate() {
+                x[i] = split(x[i]).2;
+                let factors = (decay_factor(slot_of[i]), 0.37);
+                cpu_update([&mut x[i], &mut m[i], &mut v[i]], *g, step, factors);
+            }
+            for (got, want) in state.iter().zip([&m, &v]) {
+                assert_eq!(&got.read(), want, "step {step}");
+            }
+            let got = weights.iter().flat_map(Buffer::read).zip(remainders.read());
+            let want = x.iter().map(|x| split(*x));
+            for (got, (weight, remainder, _)) in got.zip(want) {
+                assert_eq!(got, (weight, remainder), "step {step}");
+            }
+        }
+        // A zero that was put in where another value had a remainder below zero.
+        let (zero, below) = (
+            Buffer::from_slice(&[-bf16::ZERO]),
+            Buffer::from_slice(&[-7i16]),
+        );
+        let [m, v, g] = [(); 3].map(|()| Buffer::from_slice(&[0f32]));
+        let (m, v, g, r) = (m.ptr(), v.ptr(), g.ptr(), below.ptr());
+        let slots = self::slots(&[(zero.ptr(), 1)]);
+        let [a, b, c, d, e, f] = constants(1);
+        launch!(
+            Launch::new(1, 32, 0),
+            adamw_split(r, m, v, g, slots, a, b, c, d, e, f, 1.0)
+        )
+        .unwrap();
+        assert_eq!((zero.read(), below.read()), (vec![-bf16::ZERO], vec![0]));
     }
 }
 

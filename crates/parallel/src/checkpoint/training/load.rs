@@ -10,9 +10,9 @@ use super::checkpoint::TrainingCheckpoint;
 use super::manifest::ParamRecord;
 use super::own_values::{OwnValues, own_values};
 use super::piece::Piece;
-use super::staged::{MASTER, WEIGHT, tensor_name};
+use super::staged::{WEIGHT, tensor_name};
 use crate::checkpoint::reader::decode;
-use crate::optimizer::DistributedOptimizer;
+use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{CatalogEntry, Parameters, ValuesFrom};
 
 impl TrainingCheckpoint {
@@ -97,7 +97,8 @@ impl TrainingCheckpoint {
                     param.flat_part(&local)?.slice_set(&values, 0, 0)?;
                 }
             }
-            if from != ValuesFrom::Source {
+            let is_trained = params.layout().place(index).is_some();
+            if is_trained || from != ValuesFrom::Source {
                 params.set_values_from(index, from);
             }
         }
@@ -108,6 +109,23 @@ impl TrainingCheckpoint {
     /// Loads what lies in this rank's slice of one bucket.
     fn load_bucket(&self, optimizer: &DistributedOptimizer, of_bucket: &[OwnValues]) -> Result<()> {
         let params = optimizer.params();
+        let Some(bucket) = of_bucket.first().map(|own| own.bucket) else {
+            return Ok(());
+        };
+        if bucket < params.layout().buckets.len() {
+            optimizer.change_bucket(bucket, |kinds| {
+                for own in of_bucket {
+                    let piece = Piece::of(params.get(own.param), own.local.clone());
+                    for (kind, buffer) in kinds {
+                        let values = self.read(kind, &piece)?;
+                        let values = Tensor::from_vec(values, own.len(), buffer.device())?;
+                        buffer.slice_set(&values, 0, own.start)?;
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        // After the masters, of which bf16 weights are a part.
         if params.sharded().is_some() {
             for own in of_bucket {
                 let piece = Piece::of(params.get(own.param), own.local.clone());
@@ -116,23 +134,7 @@ impl TrainingCheckpoint {
                 }
             }
         }
-        let Some(bucket) = of_bucket.first().map(|own| own.bucket) else {
-            return Ok(());
-        };
-        if bucket >= params.layout().buckets.len() {
-            return Ok(());
-        }
-        optimizer.change_bucket(bucket, |kinds| {
-            for own in of_bucket {
-                let piece = Piece::of(params.get(own.param), own.local.clone());
-                for (kind, buffer) in kinds {
-                    let values = self.read(kind, &piece)?;
-                    let values = Tensor::from_vec(values, own.len(), buffer.device())?;
-                    buffer.slice_set(&values, 0, own.start)?;
-                }
-            }
-            Ok(())
-        })
+        Ok(())
     }
 
     fn values_from(&self, name: &str) -> ValuesFrom {

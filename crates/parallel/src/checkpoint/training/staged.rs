@@ -7,11 +7,9 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::own_values::{OwnValues, written_values};
 use super::piece::Piece;
 use crate::memory::{Held, MemoryCategory, num_bytes};
-use crate::optimizer::DistributedOptimizer;
+use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{Parameters, ValuesFrom};
 
-/// The f32 weights that the optimizer updates: those of the model, or the masters of narrower ones.
-pub(super) const MASTER: &str = "master";
 /// The model's weights in their own type, of parameters that were refilled, and of frozen ones that no file has.
 pub(super) const WEIGHT: &str = "weight";
 
