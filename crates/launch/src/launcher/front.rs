@@ -31,9 +31,9 @@ use crate::{Error, Result};
 use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
-pub(super) use restarts::Outcome;
-use restarts::{Remedy, Restarts};
+use restarts::Restarts;
 use run::Run;
+pub(super) use run::outcome::Outcome;
 use verdict::{HostLoss, RankEnd};
 
 /// The exit code where nothing was started.
@@ -153,14 +153,7 @@ impl Front<'_> {
         let mpi = layout.mpi.as_ref().map(|mpi| self.start_mpi(mpi));
         let mpi = mpi.transpose()?;
         let run = Run::start(&layout, outputs, mpi, &self.sender)?;
-        let mut outcome = run.drive(&self.events, || self.restarts.change());
-        let survivors = process_tree::kill_descendants();
-        if !survivors.is_empty() {
-            let pids: Vec<_> = survivors.iter().map(|pid| pid.as_raw()).collect();
-            run::warn_survivors("this host", &pids);
-            outcome.remedy = Remedy::None(run::SURVIVORS.to_string());
-        }
-        Ok(outcome)
+        Ok(run.drive(&self.events, || self.restarts.change()))
     }
 
     /// Has MPI start the agents, which call at the door; its end becomes an event.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::door::Door;
+use super::run::outcome::{Outcome, Remedy};
 use super::verdict::describe_signal;
 use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
@@ -22,59 +23,6 @@ const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A host that is needed is back at once, to wait for the next time: one that is away for so long leaves.
 const AWAY: Duration = Duration::from_secs(10);
-
-/// How a start of the ranks ended, or the launcher.
-pub(in crate::launcher) struct Outcome {
-    /// The code with which the launcher exits if this was the last start.
-    pub(in crate::launcher) exit_code: u8,
-    /// What it then prints last.
-    pub(in crate::launcher) sentence: Option<String>,
-    pub(super) remedy: Remedy,
-}
-
-/// What can be done about a failure.
-pub(super) enum Remedy {
-    /// There is none, or need not be one; why, if the run failed.
-    None(String),
-    /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
-    StartAgain {
-        at: Option<Instant>,
-        lost: Vec<String>,
-    },
-    /// They were stopped as hosts have come or leave, and are started on those that are there.
-    ChangeHosts,
-    /// The ranks have to be started through MPI.
-    ThroughMpi,
-    /// The ranks were not started, since these hosts did not answer or cannot run them: others may.
-    Without(Vec<String>),
-}
-
-impl Remedy {
-    pub(super) fn none() -> Self {
-        Self::None(String::new())
-    }
-}
-
-impl Outcome {
-    /// Of a run that is over.
-    pub(in crate::launcher) fn last(exit_code: u8, sentence: Option<String>) -> Self {
-        Self {
-            exit_code,
-            sentence,
-            remedy: Remedy::none(),
-        }
-    }
-
-    /// The same with a line below the first one.
-    pub(super) fn with_note(self, note: &str) -> Self {
-        let sentence = self.sentence.map(|sentence| {
-            let end = sentence.find('\n').unwrap_or(sentence.len());
-            let (first, rest) = sentence.split_at(end);
-            format!("{first}\n{note}{rest}")
-        });
-        Self { sentence, ..self }
-    }
-}
 
 /// The hosts of a run, and how often its ranks may still be started on them.
 pub(super) struct Restarts {
@@ -271,7 +219,7 @@ impl Restarts {
             Remedy::ThroughMpi => self.through_mpi = true,
             Remedy::ChangeHosts => self.num_restarts += 1,
             _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
-            Remedy::None(reason) if reason.is_empty() => return Some(outcome),
+            Remedy::None => return Some(outcome),
             // The layout may need another number of ranks.
             Remedy::StartAgain { lost, .. }
                 if cannot_go_on && lost.is_empty() && !came_last.is_empty() =>
@@ -284,7 +232,7 @@ impl Restarts {
                 self.misfits.extend(came_last);
                 self.num_restarts += 1;
             }
-            Remedy::None(reason) => {
+            Remedy::NotAgain(reason) => {
                 let note = format!("the ranks are not started again: {reason}");
                 return Some(outcome.with_note(&note));
             }

@@ -1,5 +1,7 @@
 //! The ranks from their start to their end.
 
+pub(super) mod outcome;
+
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender};
@@ -10,18 +12,17 @@ use nix::unistd::Pid;
 
 use super::agent_link::{AgentLink, EXIT_WAIT};
 use super::labelled_output::RankOutputs;
-use super::restarts::{Outcome, Remedy};
-use super::verdict::{Cause, Failures, HostLoss, RankEnd, describe_signal, place};
-use super::{Event, NOT_STARTED_EXIT_CODE, say};
+use super::verdict::{Failures, HostLoss, RankEnd, place};
+use super::{Event, say};
 use crate::Result;
 use crate::launcher::end::{
-    CANNOT_GO_ON_EXIT_CODE, End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE,
-    WOULD_FAIL_AGAIN_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
-use crate::launcher::process_tree::KILL_DEADLINE;
-use crate::launcher::wire::{ALIVE_INTERVAL, Command, Report};
+use crate::launcher::process_tree::{self, KILL_DEADLINE};
+use crate::launcher::wire::{Command, Report};
+use outcome::{Outcome, Remedy, SURVIVORS};
 
 /// Agents have this long to say that they can run their plan.
 const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -40,11 +41,6 @@ const NOT_BEGUN: [u8; 3] = [
     NEEDS_MPI_EXIT_CODE,
     CANNOT_GO_ON_EXIT_CODE,
 ];
-
-/// Why ranks are not started again.
-pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end";
-/// Why ranks that ask for MPI are not started through it.
-const ASKED_AGAIN: &str = "the ranks ask for MPI, though MPI has started them: the program finds no sign of an MPI that it knows";
 
 /// What is known of the ranks that were started.
 pub(super) struct Run<'a> {
@@ -138,7 +134,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Until all agents are gone, and what has started them.
+    /// Until all agents are gone, and what has started them, and nothing is left of the ranks here.
     pub(super) fn drive(
         mut self,
         events: &Receiver<Event>,
@@ -153,7 +149,16 @@ impl<'a> Run<'a> {
             }
             self.keep_deadlines();
         }
-        self.outcome()
+        let survivors = process_tree::kill_descendants();
+        if !survivors.is_empty() {
+            let pids: Vec<_> = survivors.iter().map(|pid| pid.as_raw()).collect();
+            self.note_survivors("this host", &pids);
+        }
+        let mut outcome = self.outcome();
+        if self.has_survivors {
+            outcome.remedy = Remedy::NotAgain(SURVIVORS.to_string());
+        }
+        outcome
     }
 
     fn are_all(&self, state: AgentState) -> bool {
@@ -216,12 +221,20 @@ impl<'a> Run<'a> {
                 self.stop_soon();
             }
             Report::Survivors(pids) => {
-                self.has_survivors = true;
-                warn_survivors(&agent.plan.host, &pids);
+                let host = &agent.plan.host;
+                self.note_survivors(host, &pids);
             }
             Report::Finished => agent.state = AgentState::Finished,
             Report::Alive | Report::Output { .. } | Report::Ended { .. } => {}
         }
+    }
+
+    /// Processes that could not be ended.
+    fn note_survivors(&mut self, host: &str, pids: &[i32]) {
+        self.has_survivors = true;
+        say(&format!(
+            "processes {pids:?} on {host} do not end by SIGKILL: they hang in the kernel"
+        ));
     }
 
     /// The agent of a rank that MPI has started has called.
@@ -413,105 +426,4 @@ impl<'a> Run<'a> {
         wait.unwrap_or(MAX_WAIT)
             .clamp(Duration::from_millis(1), MAX_WAIT)
     }
-
-    fn outcome(&self) -> Outcome {
-        let until = |until| self.failures.cause(self.layout.world_size, until);
-        if let Some((signal, at)) = self.signal {
-            if let Some(cause) = until(Some(at)) {
-                return self.outcome_of(&cause, Remedy::none());
-            }
-            let is_complete = self.started && self.failures.is_empty() && self.num_asked == 0;
-            let code = if is_complete { 0 } else { 128 + signal as u8 };
-            let sentence = describe_signal(signal, &self.failures.ranks);
-            return Outcome::last(code, Some(sentence));
-        }
-        if let Some(change) = &self.change
-            && self.num_asked > 0
-            && self.failures.is_empty()
-        {
-            return Outcome {
-                exit_code: LOST_HOST_EXIT_CODE,
-                sentence: Some(change.clone()),
-                remedy: match self.has_survivors {
-                    true => Remedy::None(SURVIVORS.to_string()),
-                    false => Remedy::ChangeHosts,
-                },
-            };
-        }
-        if !self.started {
-            return self.not_started();
-        }
-        let Some(cause) = until(self.stopped_at).or_else(|| until(None)) else {
-            return Outcome::last(0, None);
-        };
-        let end = cause.own_end();
-        if end.is_some_and(|end| end.has_code(NEEDS_MPI_EXIT_CODE)) {
-            return match self.layout.mpi {
-                None => self.outcome_of(&cause, Remedy::ThroughMpi),
-                Some(_) => self
-                    .outcome_of(&cause, Remedy::none())
-                    .with_note(ASKED_AGAIN),
-            };
-        }
-        let lost = || self.failures.hosts.iter();
-        let remedy = match end.and_then(End::is_for_good) {
-            Some(why) => Remedy::None(why),
-            None if self.has_survivors => Remedy::None(SURVIVORS.to_string()),
-            None => Remedy::StartAgain {
-                at: lost().map(|loss| self.is_surely_over(loss)).max(),
-                lost: lost().map(|loss| self.name_of(loss)).collect(),
-            },
-        };
-        self.outcome_of(&cause, remedy)
-    }
-
-    fn outcome_of(&self, cause: &Cause<'_>, remedy: Remedy) -> Outcome {
-        Outcome {
-            exit_code: cause.exit_code(),
-            sentence: Some(cause.describe(&self.layout.hosts)),
-            remedy,
-        }
-    }
-
-    /// The hosts that refused, or else that were lost, before the others were told to end.
-    fn not_started(&self) -> Outcome {
-        let in_time = |at: Instant| self.stopped_at.is_none_or(|stopped| at <= stopped);
-        let losses = self.failures.hosts.iter();
-        let losses: Vec<_> = losses
-            .filter(|it| it.is_refusal || in_time(it.lost_at))
-            .collect();
-        let describe = |loss: &&HostLoss| Cause::Host(loss).describe(&self.layout.hosts);
-        let (sentences, without) = match &self.refusal {
-            Some(refusal) => (vec![refusal.clone()], Vec::new()),
-            None => losses
-                .iter()
-                .map(|loss| (describe(loss), self.name_of(loss)))
-                .unzip(),
-        };
-        Outcome {
-            exit_code: NOT_STARTED_EXIT_CODE,
-            sentence: Some(sentences.join("\n")),
-            remedy: Remedy::Without(without),
-        }
-    }
-
-    fn name_of(&self, loss: &HostLoss) -> String {
-        self.layout.hosts[loss.host].host.clone()
-    }
-
-    /// When the ranks of a host that is lost have been ended by its agent, which may live.
-    fn is_surely_over(&self, loss: &HostLoss) -> Instant {
-        let plan = &self.layout.hosts[loss.host];
-        let Some(silence_ms) = plan.silence_ms else {
-            return loss.lost_at;
-        };
-        loss.lost_at + Duration::from_millis(silence_ms + plan.grace_ms) + ALIVE_INTERVAL
-    }
-}
-
-/// Says which processes could not be ended.
-pub(super) fn warn_survivors(host: &str, pids: &[i32]) {
-    say(&format!(
-        "processes {pids:?} on {host} do not end by SIGKILL: they hang in the kernel"
-    ));
 }
