@@ -196,6 +196,30 @@ fn too_few_hosts_end_the_run() {
     assert!(second_start(&ended).is_empty());
 }
 
+/// Host a is lost, b fails alone, and a alone, which is new to those that ran last, cannot go on.
+#[test]
+fn the_only_host_that_is_left_of_a_file_is_never_done_without() {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("hosts"), "a slots=1\nb slots=1\n").unwrap();
+    let ssh = "case $1 in a) [ -e up-0 ] && [ ! -e up-1 ] ;; b) [ -e up-1 ] ;; esac && exit 255\n\
+        shift; exec sh -c \"$*\"";
+    write_script(&folder.path().join("ssh"), ssh);
+    let script = format!(
+        "touch up-{COUNT}\n\
+         case {COUNT}-$CANDLE_TRAIN_HOST in 0-a) kill -9 $PPID ;; 1-b) exit 3 ;; 2-a) exit 87 ;; esac\n\
+         exec sleep 1000"
+    );
+    let hosts = ["--hostfile", "hosts", "--ssh", "./ssh", "--nnodes", "1:2"];
+    let quick = ["--max-restarts", "2", "--grace-secs", "0.1"];
+    let args = [&hosts[..], &quick, &SOON, &["sh", "-c", &script]].concat();
+    let ended = start_in(folder, &args, &|_| {}).wait();
+    assert_eq!(ended.code, Some(87), "{}", ended.err);
+    let sentence = ended.sentence();
+    assert!(sentence.contains("rank 0 (host a, pid "), "{sentence}");
+    let note = "failed first: exit code 87\n--max-restarts 2 are used up\n";
+    assert!(sentence.ends_with(note), "{sentence}");
+}
+
 #[test]
 fn a_signal_while_a_host_is_waited_for() {
     let launching = start_with_a_lost_host("exit 255", &["--silence-secs", "500"], TOUCH_AND_WAIT);
