@@ -158,6 +158,35 @@ fn a_host_that_does_not_fit_waits_for_another_one() {
     assert_eq!((second.wait().code, third.wait().code), (Some(0), Some(0)));
 }
 
+/// Its agent has pipes for the first ones only.
+#[test]
+fn a_host_that_cannot_start_all_its_ranks_is_done_without() {
+    let hosts = Hosts::new();
+    let script = RANK.replace("echo saves", "until [ -e limited ]; do sleep 0.02; done");
+    let first = hosts.start("a", 1, "1:2", &["--grace-secs", "60"], &script);
+    wait_until("a rank on the first host", || hosts.exists("up-0-0"));
+    let second = hosts.start("b", 20, "1:2", &[], &script);
+    let mut prlimit = Command::new("prlimit");
+    prlimit.args(["--nofile=24", "--pid", &second.pid().to_string()]);
+    assert!(prlimit.status().unwrap().success());
+    hosts.touch("limited");
+    wait_until("the first host alone again", || hosts.exists("up-2-0"));
+    hosts.touch("end");
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let (refused, said) = (
+        "host b: cannot start rank ",
+        "; the ranks go on without what came last: host b\n",
+    );
+    let is_said = |line: &str| line.contains(refused) && line.ends_with(said);
+    assert!(
+        ended.err.split_inclusive('\n').any(is_said),
+        "{}",
+        ended.err
+    );
+    assert_eq!(second.wait().code, Some(0));
+}
+
 /// Three do not fit, any two do.
 #[test]
 fn a_host_that_does_not_fit_takes_the_place_of_one_that_is_lost() {

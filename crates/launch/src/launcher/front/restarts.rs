@@ -207,11 +207,20 @@ impl Restarts {
         self.last_end = Some(why.clone());
         self.away_since = None;
         let cannot_go_on = outcome.exit_code == CANNOT_GO_ON_EXIT_CODE;
-        let came_last = self.came_last();
+        // The layout may need another number of ranks, or these hosts cannot run theirs.
+        let misfits: Vec<_> = match &outcome.remedy {
+            Remedy::StartAgain { lost, refused, .. } if lost.is_empty() => {
+                let came_last = self.came_last().into_iter();
+                let is_misfit = |host: &Host| cannot_go_on || refused.contains(&host.name);
+                came_last.filter(is_misfit).collect()
+            }
+            _ => Vec::new(),
+        };
         if matches!(
             outcome.remedy,
             Remedy::ChangeHosts | Remedy::StartAgain { .. }
         ) && !cannot_go_on
+            && misfits.is_empty()
         {
             self.fitting = self.present.clone();
         }
@@ -220,16 +229,13 @@ impl Restarts {
             Remedy::ChangeHosts => self.num_restarts += 1,
             _ if self.max_restarts == 0 && self.num_restarts == 0 => return Some(outcome),
             Remedy::None => return Some(outcome),
-            // The layout may need another number of ranks.
-            Remedy::StartAgain { lost, .. }
-                if cannot_go_on && lost.is_empty() && !came_last.is_empty() =>
-            {
-                let names: Vec<_> = came_last.iter().map(|host| host.name.as_str()).collect();
+            _ if !misfits.is_empty() => {
+                let names: Vec<_> = misfits.iter().map(|host| host.name.as_str()).collect();
                 let names = names.join(", ");
                 say(&format!(
                     "{why}; the ranks go on without what came last: host {names}"
                 ));
-                self.misfits.extend(came_last);
+                self.misfits.extend(misfits);
                 self.num_restarts += 1;
             }
             Remedy::NotAgain(reason) => {
@@ -240,7 +246,7 @@ impl Restarts {
                 let note = format!("--max-restarts {} are used up", self.max_restarts);
                 return Some(outcome.with_note(&note));
             }
-            Remedy::StartAgain { at, lost } => {
+            Remedy::StartAgain { at, lost, .. } => {
                 if !lost.is_empty() {
                     self.misfits.clear();
                 }

@@ -28,10 +28,12 @@ pub(in crate::launcher) enum Remedy {
     None,
     /// The ranks would fail again, or cannot be started again, as this says.
     NotAgain(String),
-    /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case.
+    /// All ranks can be started again: at once, or when the ranks of hosts that were lost are over in any case. These hosts have said
+    /// that they cannot run theirs, and have ended them.
     StartAgain {
         at: Option<Instant>,
         lost: Vec<String>,
+        refused: Vec<String>,
     },
     /// They were stopped as hosts have come or leave, and are started on those that are there.
     ChangeHosts,
@@ -91,7 +93,9 @@ impl Run<'_> {
         };
         let end = cause.own_end();
         let needs_mpi = end.is_some_and(|end| end.has_code(NEEDS_MPI_EXIT_CODE));
-        let lost = || self.failures.hosts.iter();
+        let hosts = self.failures.hosts.iter();
+        let (refused, lost): (Vec<_>, Vec<_>) = hosts.partition(|loss| loss.is_refusal);
+        let names = |of: &[&HostLoss]| of.iter().map(|loss| self.name_of(loss)).collect();
         let remedy = match end.and_then(End::is_for_good) {
             Some(why) => Remedy::NotAgain(why),
             None if needs_mpi && self.layout.mpi.is_none() => Remedy::ThroughMpi,
@@ -100,8 +104,9 @@ impl Run<'_> {
                 return outcome.with_note(ASKED_AGAIN);
             }
             None => Remedy::StartAgain {
-                at: lost().map(|loss| self.is_surely_over(loss)).max(),
-                lost: lost().map(|loss| self.name_of(loss)).collect(),
+                at: lost.iter().map(|loss| self.is_surely_over(loss)).max(),
+                lost: names(&lost),
+                refused: names(&refused),
             },
         };
         self.outcome_of(&cause, remedy)
