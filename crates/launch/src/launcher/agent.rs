@@ -5,7 +5,7 @@
 
 mod rank;
 
-use std::io::{BufReader, Write, stdin, stdout};
+use std::io::{BufReader, ErrorKind, Write, stdin, stdout};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -34,7 +34,7 @@ const OUTPUT_INTERVAL: Duration = Duration::from_millis(10);
 enum Event {
     Command(Command),
     FrontGone,
-    /// The front says what is no command: its build is another one.
+    /// The front cannot be understood any more, for this reason.
     Unknown(String),
     Ended(WaitStatus),
     /// There is no process below the agent any more.
@@ -109,11 +109,7 @@ fn next_command(events: &Receiver<Event>) -> Result<Option<Command>> {
             // Other hosts take their time.
             Ok(Event::Command(Command::Alive)) => {}
             Ok(Event::Command(command)) => return Ok(Some(command)),
-            Ok(Event::Unknown(what)) => {
-                return Err(Error::Launch(format!(
-                    "its agent does not understand the launcher: {what}\nhint: a run needs the same candle-train on all hosts"
-                )));
-            }
+            Ok(Event::Unknown(why)) => return Err(Error::Launch(why)),
             _ => return Ok(None),
         }
     }
@@ -138,7 +134,12 @@ fn read_commands(events: Sender<Event>) {
             let event = match wire::receive(&mut input) {
                 Ok(Some((command, _))) => Event::Command(command),
                 Ok(None) => Event::FrontGone,
-                Err(error) => Event::Unknown(error.to_string()),
+                Err(error) if error.kind() == ErrorKind::InvalidData => Event::Unknown(format!(
+                    "its agent does not understand the launcher: {error}\nhint: a run needs the same candle-train on all hosts"
+                )),
+                Err(error) => {
+                    Event::Unknown(format!("its agent cannot hear the launcher: {error}"))
+                }
             };
             let is_last = !matches!(event, Event::Command(_));
             if events.send(event).is_err() || is_last {
@@ -184,7 +185,11 @@ impl Agent<'_> {
                     front_heard_at = Instant::now();
                     self.obey(command);
                 }
-                Ok(Event::FrontGone | Event::Unknown(_)) => front_gone = true,
+                Ok(Event::FrontGone) => front_gone = true,
+                Ok(Event::Unknown(why)) => {
+                    let _ = self.reports.send(Report::Refused(why));
+                    front_gone = true;
+                }
                 Ok(Event::Ended(status)) => self.note_end(status),
                 Ok(Event::NobodyLeft) => nobody_left = true,
                 Err(RecvTimeoutError::Timeout) => {}

@@ -220,6 +220,19 @@ fn an_agent_that_does_not_understand_the_launcher() {
 }
 
 #[test]
+fn an_agent_that_understands_the_launcher_no_more() {
+    let unknown = r"printf '\2\0\0\0\0\0\0\0{}'";
+    let ssh = format!(
+        "shift; exec 3<&0; {{ cat <&3 & until [ -e up ]; do sleep 0.01; done; {unknown}; wait; }} | sh -c \"$*\""
+    );
+    let script = "touch up; exec sleep 1000";
+    let ended = start_hosts("a slots=1\n", &ssh, &[], script).wait();
+    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    let expected = "candle-train: host a: its agent does not understand the launcher: ";
+    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+}
+
+#[test]
 fn another_version_on_a_host() {
     let ended = start_hosts(
         "a slots=1\n",

@@ -266,7 +266,8 @@ impl<'a> Run<'a> {
     }
 
     fn note_rank_end(&mut self, end: RankEnd) {
-        self.agents[end.host].num_ended += 1;
+        let agent = &mut self.agents[end.host];
+        agent.num_ended += 1;
         let how = end.end;
         // One that stops may be noticed by others before they have stopped themselves.
         let is_stop = how.stopped_by().is_some() || how.has_code(PEER_FAILED_EXIT_CODE);
@@ -274,7 +275,8 @@ impl<'a> Run<'a> {
             self.num_asked += 1;
             return;
         }
-        if how.has_code(0) {
+        // An agent that refuses ends its ranks.
+        if how.has_code(0) || agent.state == AgentState::Finished {
             return;
         }
         let is_ending = self.signal.is_some() || !self.failures.is_empty();
