@@ -31,6 +31,9 @@ const FIRST_GROUP_TAG: u64 = 1 << 63;
 /// How long a rank that fails waits until the others know.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
+/// The time between two attempts to say so.
+const MOMENT: Duration = Duration::from_millis(1);
+
 /// How a rank sends and receives messages: see [`Mailbox`].
 #[derive(Debug, Clone)]
 pub struct MailboxConfig {
@@ -325,11 +328,16 @@ impl Mailbox {
         }
         // Wakes threads that wait for room, which then know that this rank is gone.
         self.inbox.close();
-        let until = Instant::now() + LAST_WORDS;
-        connections
-            .iter()
-            .for_each(|connection| connection.say_farewell(why, until));
         let limit = why.map_or(self.config.deadline, |_| LAST_WORDS);
+        let begun = Instant::now();
+        let mut untold = connections.clone();
+        // No peer waits for the words behind one that does not read.
+        while !untold.is_empty() && begun.elapsed() < limit {
+            let rest = || limit.saturating_sub(begun.elapsed());
+            untold.retain(|connection| !connection.try_farewell(why, rest()));
+            std::thread::sleep(MOMENT);
+        }
+        untold.iter().for_each(|connection| connection.close());
         self.inbox.wait_for_farewells(&peers, limit);
         connections.iter().for_each(|connection| connection.close());
     }

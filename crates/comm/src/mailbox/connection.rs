@@ -5,11 +5,11 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::inbox::Inbox;
 use super::wire::Frame;
-use super::{Departure, LAST_WORDS, Mail, MailboxConfig};
+use super::{Departure, MOMENT, Mail, MailboxConfig};
 
 /// The stack of a thread that moves messages.
 const STACK_BYTES: usize = 256 << 10;
@@ -73,19 +73,20 @@ impl Connection {
         sent
     }
 
-    /// Says that nothing will come any more; why something failed, not later than `until`.
-    pub fn say_farewell(&self, why: Option<&str>, until: Instant) {
-        let farewell = Frame::Farewell(why.map(str::to_string));
-        let said = match why {
-            Some(_) => self.lock_until(until).and_then(|mut stream| {
-                stream.set_write_timeout(Some(LAST_WORDS))?;
-                farewell.write(&mut *stream)
-            }),
-            None => self.send(&farewell),
+    /// Says that nothing will come any more, in this time; false if somebody is writing, perhaps to a peer that does not read.
+    pub fn try_farewell(&self, why: Option<&str>, limit: Duration) -> bool {
+        let mut stream = match self.stream.try_lock() {
+            Ok(stream) => stream,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
         };
+        let said = stream
+            .set_write_timeout(Some(limit.max(MOMENT)))
+            .and_then(|()| Frame::Farewell(why.map(str::to_string)).write(&mut *stream));
         if said.is_err() {
             self.close();
         }
+        true
     }
 
     /// Ends the connection; what was sent before may be lost.
@@ -137,20 +138,6 @@ impl Connection {
         // Before whoever is blocked in a write to the peer is woken, and asks why.
         inbox.note_departure(Departure { rank, why });
         self.close();
-    }
-
-    /// Fails if somebody is blocked until then, in a write to a peer that does not read.
-    fn lock_until(&self, until: Instant) -> Result<MutexGuard<'_, TcpStream>> {
-        loop {
-            match self.stream.try_lock() {
-                Ok(stream) => return Ok(stream),
-                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                Err(TryLockError::WouldBlock) => return Err(ErrorKind::WouldBlock.into()),
-            }
-        }
     }
 
     fn lock(&self) -> MutexGuard<'_, TcpStream> {

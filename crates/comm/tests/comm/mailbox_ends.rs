@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_comm::{Departure, Mailbox, MailboxConfig, message_of};
+use candle_core::{DType, Device, Tensor};
 
 use crate::mailbox::{BOTH, Over, boxes, config, left, mail, numbers};
 
@@ -61,6 +62,33 @@ fn a_panic_and_a_drop_are_ends_with_words() {
         assert_eq!(why(1), "it panicked");
         assert_eq!(why(2), "it ended before it had left");
     }
+}
+
+/// Ranks 1 and 2 receive nothing, and threads are blocked in what they send to them.
+#[test]
+fn a_failure_is_heard_at_once_by_who_listens() {
+    let config = MailboxConfig {
+        inbox_bytes: 1,
+        ..config()
+    };
+    let [zero, one, two, three] = boxes(Over::Connections, &config);
+    let large = Tensor::zeros(8 << 20, DType::F32, &Device::Cpu).unwrap();
+    thread::scope(|scope| {
+        for to in [1, 2] {
+            let (zero, large) = (&zero, &large);
+            scope.spawn(move || while zero.send(to, 0, std::slice::from_ref(large)).is_ok() {});
+        }
+        for deaf in [&one, &two] {
+            scope.spawn(|| deaf.recv(Some(3), None));
+        }
+        thread::sleep(Duration::from_millis(500));
+        let begun = Instant::now();
+        scope.spawn(|| zero.fail("its disk is full"));
+        let departure = left(three.recv(Some(0), None).unwrap());
+        assert_eq!(departure.why.as_deref(), Some("its disk is full"));
+        assert!(begun.elapsed() < Duration::from_secs(1));
+        three.leave();
+    });
 }
 
 /// A stream to a mailbox of rank 0, for what no mailbox would say.
