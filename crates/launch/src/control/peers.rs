@@ -84,9 +84,8 @@ impl Control {
         Strangers::serve(
             listener,
             expected.end,
-            move |stream| meet(stream, &secret, &expected),
-            // Nobody listens any more when all are there.
-            move |known| drop(met.send(known)),
+            move |stream| meet(stream, &secret, &expected, &met),
+            drop,
         )
     }
 }
@@ -147,7 +146,8 @@ fn meet(
     stream: TcpStream,
     secret: &Secret,
     expected: &Range<usize>,
-) -> io::Result<(usize, TcpStream)> {
+    met: &Sender<(usize, TcpStream)>,
+) -> io::Result<()> {
     let mut timed = Timed::new(&stream, HANDSHAKE)?;
     handshake::as_server(&mut timed, secret, handshake::Purpose::Peers)?;
     let (rank, _) = wire::read::<usize>(&mut timed, Limits::STRANGER)?;
@@ -155,7 +155,8 @@ fn meet(
         let message = format!("rank {rank}, expected one of {expected:?}");
         return Err(io::Error::new(ErrorKind::InvalidData, message));
     }
-    timed.write_all(&wire::frame(&(), &[])?)?;
     timed.lift()?;
-    Ok((rank, stream))
+    // Before the answer, with which that rank goes on. Nobody listens any more when all are there.
+    drop(met.send((rank, stream)));
+    timed.write_all(&wire::frame(&(), &[])?)
 }
