@@ -43,6 +43,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
@@ -133,6 +134,9 @@ const SAVE_EVERY: usize = 4;
 /// More threads than this in one process is a slip of the keyboard.
 const MAX_THREADS: usize = 1024;
 
+/// Whether there are steps, or have been.
+static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+
 /// What the first rank measured.
 struct Measured {
     losses: Vec<f64>,
@@ -170,7 +174,8 @@ fn main() -> ExitCode {
         description: "1",
         unless: None,
     }));
-    exit_as_rank(run(&args, &flags).map(|()| ExitCode::SUCCESS))
+    let ended = run(&args, &flags).map(|()| ExitCode::SUCCESS);
+    exit_as_rank(ended, HAS_BEGUN.load(Ordering::Acquire))
 }
 
 fn run(args: &Args, flags: &Flags) -> Result<()> {
@@ -320,6 +325,7 @@ fn bench(
         profile: None,
     };
     let mut faults_before = 0;
+    HAS_BEGUN.store(true, Ordering::Release);
     for step in 0..num_measured_steps {
         if step == NUM_WARM_UP_STEPS {
             faults_before = page_faults();

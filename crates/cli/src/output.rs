@@ -29,12 +29,15 @@ pub(crate) fn print_error(err: &Error) {
     print_message(&in_words(err));
 }
 
-/// As [`exit_with`] for a program whose processes may be ranks of one run: what keeps all of them from starting is printed once, and
-/// the exit code says that starting them again, on these hosts, would not help.
-pub fn exit_as_rank(result: Result<ExitCode>) -> ExitCode {
+/// As [`exit_with`] for a program whose processes may be ranks of one run: what ends all of them is printed once, and of a run without a
+/// first step the exit code says that starting them again, on these hosts, would not help.
+pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
     result.unwrap_or_else(|err| {
         print_for_all(&in_words(&err));
-        RankEnv::from_env().map_or(ExitCode::FAILURE, |env| exit_code_of_refusal(&env))
+        match RankEnv::from_env() {
+            Ok(env) if !has_begun => exit_code_of_refusal(&env),
+            _ => ExitCode::FAILURE,
+        }
     })
 }
 

@@ -183,5 +183,5 @@ fn log_to_stderr() -> Result<()> {
 }
 
 fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)))
+    exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)), false)
 }
