@@ -312,18 +312,14 @@ impl Mailbox {
         if self.has_left.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (mut peers, mut connections) = (Vec::new(), Vec::new());
-        for (peer, route) in self.routes.iter().enumerate() {
+        let mut connections = Vec::new();
+        for route in self.routes.iter().flatten() {
             match route {
-                Some(Route::Thread(inbox)) => inbox.note_departure(Departure {
+                Route::Thread(inbox) => inbox.note_departure(Departure {
                     rank: self.rank,
                     why: why.map(str::to_string),
                 }),
-                Some(Route::Process(connection)) => {
-                    peers.push(peer);
-                    connections.push(connection);
-                }
-                None => {}
+                Route::Process(connection) => connections.push(connection),
             }
         }
         // Wakes threads that wait for room, which then know that this rank is gone.
@@ -338,6 +334,7 @@ impl Mailbox {
             std::thread::sleep(MOMENT);
         }
         untold.iter().for_each(|connection| connection.close());
+        let peers: Vec<_> = connections.iter().map(|it| it.peer).collect();
         self.inbox.wait_for_farewells(&peers, limit);
         connections.iter().for_each(|connection| connection.close());
     }

@@ -112,9 +112,8 @@ impl Slot {
             Phase::Gathering(deposits) => {
                 let missing = self.members.iter().zip(deposits);
                 let missing = missing.filter(|(_, deposit)| deposit.is_none());
-                return Ok(Polled::Missing(
-                    missing.map(|(member, _)| *member).collect(),
-                ));
+                let missing = missing.map(|(member, _)| *member).collect();
+                return Ok(Polled::Missing(missing));
             }
             Phase::Working => return Ok(Polled::Missing(Vec::new())),
             Phase::Done(outputs) => Ok(Polled::Ready(outputs[rank].take())),

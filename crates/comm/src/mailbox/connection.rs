@@ -17,7 +17,7 @@ const STACK_BYTES: usize = 256 << 10;
 /// A connection to a rank of another process: one thread reads, another says now and then that this rank is alive, and whoever sends
 /// writes.
 pub(super) struct Connection {
-    peer: usize,
+    pub peer: usize,
     stream: Mutex<TcpStream>,
     /// The same stream, to be closed whoever writes.
     closing: TcpStream,

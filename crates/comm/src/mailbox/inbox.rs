@@ -90,11 +90,8 @@ impl Inbox {
     /// The number of ranks that have gone, the owner not among them.
     pub fn num_departed(&self) -> usize {
         let state = self.lock();
-        let departures = state
-            .senders
-            .iter()
-            .filter_map(|sender| sender.departure.as_ref());
-        departures.count()
+        let has_departed = |sender: &&Sender| sender.departure.is_some();
+        state.senders.iter().filter(has_departed).count()
     }
 
     /// Notes that a rank knows that the owner leaves.
@@ -105,10 +102,8 @@ impl Inbox {
     /// Waits until these ranks know that the owner leaves, or are gone.
     pub fn wait_for_farewells(&self, ranks: &[usize], limit: Duration) {
         self.wait_for(limit, |state| {
-            let mut ranks = ranks.iter();
-            ranks
-                .all(|rank| state.senders[*rank].is_noted)
-                .then_some(())
+            let is_noted = |rank: &usize| state.senders[*rank].is_noted;
+            ranks.iter().all(is_noted).then_some(())
         });
     }
 

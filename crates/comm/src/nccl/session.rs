@@ -46,6 +46,8 @@ impl Run {
 
     /// Ends the run: what waits on a GPU for other ranks waits no more, and what is called later fails. Only the first failure
     /// counts. When it returns, whichever thread was the first, NCCL uses no memory any more. Nobody may hold a group's lock who calls it.
+    /// If NCCL hangs it does not return, since memory would be freed that NCCL may still write to: the launcher ends such a process, when
+    /// the control plane has ended the others.
     pub fn fail(&self, failure: Error) {
         // Whoever holds a group's lock sees the failure, and gives it up.
         lock(&self.state).failure.get_or_insert(failure);

@@ -61,12 +61,8 @@ impl Server {
 
     /// Blocks until every rank knows why the run ends, or does not start; returns at once if it goes on.
     pub(super) fn wait_until_known(&self, limit: Duration) {
-        let run = self.hub.lock();
-        drop(
-            self.hub
-                .changed
-                .wait_timeout_while(run, limit, |run| !run.is_known()),
-        );
+        let (run, changed) = (self.hub.lock(), &self.hub.changed);
+        drop(changed.wait_timeout_while(run, limit, |run| !run.is_known()));
     }
 }
 

@@ -71,10 +71,8 @@ impl Layout {
         let via = via(config)?;
         let mpi = through_mpi.then(|| Mpi::new(config, hosts, &via));
         let grace_ms = |default| milliseconds("--grace-secs", config.grace_secs, default, 0.0);
-        let (after_failure, after_signal) = (
-            grace_ms(GRACE_AFTER_FAILURE_SECS)?,
-            grace_ms(GRACE_AFTER_SIGNAL_SECS)?,
-        );
+        let after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
+        let after_signal = grace_ms(GRACE_AFTER_SIGNAL_SECS)?;
         let silence = (config.silence_secs, SILENCE_SECS);
         let silence_ms = milliseconds("--silence-secs", silence.0, silence.1, MIN_SILENCE_SECS)?;
         let folder = current_folder()?;

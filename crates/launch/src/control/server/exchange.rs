@@ -93,10 +93,8 @@ impl Open {
     fn gathered(&self) -> Reply {
         let bodies = self.asked.values().map(|asked| asked.body.as_slice());
         let lens = bodies.clone().map(<[u8]>::len).collect();
-        self.reply(
-            Answer::Gathered { lens },
-            bodies.collect::<Vec<_>>().concat(),
-        )
+        let body = bodies.collect::<Vec<_>>().concat();
+        self.reply(Answer::Gathered { lens }, body)
     }
 
     /// Whether all have called what the first of them has.

@@ -94,9 +94,8 @@ impl Run {
     fn failed_alike(&self) -> Option<String> {
         let mut words = self.peers.iter().map(|peer| peer.as_ref()?.failed.as_ref());
         let first = words.next()??;
-        words
-            .all(|other| other == Some(first))
-            .then(|| first.clone())
+        let are_alike = words.all(|other| other == Some(first));
+        are_alike.then(|| first.clone())
     }
 
     /// Whether ranks that have not failed still compute.
@@ -175,17 +174,12 @@ impl Run {
         };
         let place = format!("operation number {seq} of {group}");
         let members_where = |is_so: &dyn Fn(GroupProgress) -> bool| -> Vec<usize> {
-            let members = group.members.iter().copied();
-            members
-                .filter(|rank| is_so(self.progress(*rank, group)))
-                .collect()
+            let is_so = |rank: &usize| is_so(self.progress(*rank, group));
+            group.members.iter().copied().filter(is_so).collect()
         };
         let absent = members_where(&|progress| progress.begun <= seq);
-        let Some(first) = absent
-            .iter()
-            .map(|rank| self.progress(*rank, group).begun)
-            .min()
-        else {
+        let begun = absent.iter().map(|rank| self.progress(*rank, group).begun);
+        let Some(first) = begun.min() else {
             let not_reached = members_where(&|progress| progress.reached <= seq);
             let past = members_where(&|progress| progress.completed > seq);
             return match (not_reached.is_empty(), past.is_empty()) {

@@ -148,11 +148,7 @@ impl Reader {
             .greeted(&mut from)
             .and_then(|()| self.pass_on_reports(&mut from));
         // If something is wrong with what it says, it need not end.
-        let limit = if read.is_ok() {
-            EXIT_WAIT
-        } else {
-            Duration::ZERO
-        };
+        let limit = read.as_ref().map_or(Duration::ZERO, |()| EXIT_WAIT);
         let ended = process.map(|process| process.end(Some(limit)));
         let (ended, last_lines) = ended.unzip();
         let problem = read.err();
@@ -195,9 +191,8 @@ impl Reader {
             *lock(&self.waiting_since) = Some(Instant::now());
             let received = wire::receive(from);
             *lock(&self.waiting_since) = None;
-            let received =
-                received.map_err(|error| format!("the agent's answer is not understood: {error}"));
-            match received? {
+            let not_understood = |error| format!("the agent's answer is not understood: {error}");
+            match received.map_err(not_understood)? {
                 None => return Ok(()),
                 Some((Report::Output { rank, stream }, bytes)) => {
                     let written = self

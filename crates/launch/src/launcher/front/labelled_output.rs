@@ -102,10 +102,8 @@ impl LabelledOutput {
 
     /// The last lines written, as text.
     pub(super) fn last_lines(&self) -> Vec<String> {
-        let lines = self.last_lines.iter();
-        lines
-            .map(|line| String::from_utf8_lossy(line).into_owned())
-            .collect()
+        let text = |line: &Vec<u8>| String::from_utf8_lossy(line).into_owned();
+        self.last_lines.iter().map(text).collect()
     }
 
     fn show_partial(&mut self, shown: &mut Vec<u8>) {

@@ -280,9 +280,8 @@ impl Restarts {
                         true => outcome,
                         false => outcome.with_note(&note),
                     };
-                    let exit_code = LOST_HOST_EXIT_CODE;
                     return Some(Outcome {
-                        exit_code,
+                        exit_code: LOST_HOST_EXIT_CODE,
                         ..outcome
                     });
                 }

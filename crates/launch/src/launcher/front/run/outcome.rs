@@ -123,15 +123,12 @@ impl Run<'_> {
     /// The hosts that refused, or else that were lost, before the others were told to end.
     fn not_started(&self) -> Outcome {
         let in_time = |at: Instant| self.stopped_at.is_none_or(|stopped| at <= stopped);
-        let losses = self.failures.hosts.iter();
-        let losses: Vec<_> = losses
-            .filter(|it| it.is_refusal || in_time(it.lost_at))
-            .collect();
-        let describe = |loss: &&HostLoss| Cause::Host(loss).describe(&self.layout.hosts);
+        let counts = |loss: &&HostLoss| loss.is_refusal || in_time(loss.lost_at);
+        let losses = self.failures.hosts.iter().filter(counts);
+        let describe = |loss| Cause::Host(loss).describe(&self.layout.hosts);
         let (sentences, without) = match &self.refusal {
             Some(refusal) => (vec![refusal.clone()], Vec::new()),
             None => losses
-                .iter()
                 .map(|loss| (describe(loss), self.name_of(loss)))
                 .unzip(),
         };
