@@ -199,7 +199,7 @@ fn an_agent_that_cannot_start_all_its_ranks() {
 #[test]
 fn an_agent_that_is_told_to_end_before_the_start() {
     // While host b has not answered.
-    let of_a = "shift; sh -c \"exec $*\" <&0 & sleep 1; kill $!; wait; exit";
+    let of_a = "shift; exec 3<&0; sh -c \"exec $*\" <&3 & sleep 1; kill $!; wait; exit";
     let ssh = format!("[ $1 = a ] && {{ {of_a}; }}\nsleep 3\n{}", fake_ssh());
     let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").wait();
     assert_eq!(ended.code, Some(2), "{}", ended.err);
