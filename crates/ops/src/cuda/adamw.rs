@@ -5,7 +5,6 @@ use super::element::Element;
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::launch::Launch;
-use super::pointer::Out;
 use crate::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
 use crate::half_precision::by_half_precision;
 use candle_core::{DType, Result};
@@ -86,35 +85,31 @@ fn launch_update<T: Element>(
 ) -> Result<()> {
     let c = *constants;
     let grad = gpu.read::<f32>("grad", buffers.grad)?;
-    let with_moments = |then: &dyn Fn(&Launch, Out<f32>, Out<f32>) -> Result<()>| {
-        gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
-            gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
-                then(&grid(gpu, slots)?, m, v)
-            })
-        })
-    };
     // Launches a kernel: they differ in the first argument.
     macro_rules! launch {
         ($kernel:expr, $masters:expr) => {
-            with_moments(&|grid, m, v| {
-                // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
-                unsafe {
-                    $kernel(
-                        grid,
-                        $masters,
-                        m,
-                        v,
-                        grad.get(),
-                        raw,
-                        c.step_size,
-                        c.correction,
-                        c.one_minus_beta1,
-                        c.beta2,
-                        c.one_minus_beta2,
-                        c.eps,
-                        c.scale,
-                    )
-                }
+            gpu.write::<f32>("exp_avg", buffers.exp_avg, |m| {
+                gpu.write::<f32>("exp_avg_sq", buffers.exp_avg_sq, |v| {
+                    let (grid, grad) = (grid(gpu, slots)?, grad.get());
+                    // SAFETY: every slot's values lie in the buffers, no two slots overlap, and no two buffers share a storage.
+                    unsafe {
+                        $kernel(
+                            &grid,
+                            $masters,
+                            m,
+                            v,
+                            grad,
+                            raw,
+                            c.step_size,
+                            c.correction,
+                            c.one_minus_beta1,
+                            c.beta2,
+                            c.one_minus_beta2,
+                            c.eps,
+                            c.scale,
+                        )
+                    }
+                })
             })
         };
     }
