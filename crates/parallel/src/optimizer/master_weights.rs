@@ -40,8 +40,8 @@ pub(super) fn master_dtype(
 }
 
 impl DistributedOptimizer {
-    /// The masters of the values `mine`, not none, which this rank updates of the parameter at `slot` of bucket `index`: flat, in f32, of
-    /// `kept`, what is kept of the bucket's.
+    /// The masters of `mine`, the values that this rank updates of the parameter at `slot` of bucket `index`, which must not be empty: flat,
+    /// in f32. `kept` are the masters or remainders of all that it updates of the bucket.
     pub(super) fn masters(
         &self,
         (index, slot): (usize, &Slot),

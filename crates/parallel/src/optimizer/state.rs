@@ -77,8 +77,8 @@ impl DistributedOptimizer {
     }
 
     /// Takes from `state`, of this or another rank and layout, what lies in the values that this rank updates, and returns how
-    /// many values that were. Weights stay as they are, except that bf16 ones are a part of their masters: of these the rank's own are
-    /// rounded anew, so put the same weights in on every rank.
+    /// many values that were. Weights stay as they are, but bf16 ones of which this rank
+    /// keeps remainders: those become the masters, rounded. Other ranks do not hear of it until the next update: load the weights too.
     ///
     /// # Errors
     /// State whose offsets and values do not match, and state that ends beyond the parameter.
