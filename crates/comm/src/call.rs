@@ -7,6 +7,7 @@ use candle_core::{DType, Shape, Tensor};
 
 use crate::error::group_name;
 use crate::operation::{Message, Operation};
+use crate::scope::InScope;
 
 /// One rank's call: the operation, on what, from where, in which group.
 #[derive(Debug, Clone)]
@@ -19,6 +20,8 @@ pub(crate) struct Call {
     members: Arc<[usize]>,
     /// The number among the group's collectives, from 0; messages have none.
     pub seq: Option<u64>,
+    /// What the rank computes, if it says so; of a message nothing.
+    scope: Option<InScope>,
 }
 
 impl Call {
@@ -36,13 +39,14 @@ impl Call {
             kinds: kinds.collect(),
             site: Location::caller(),
             members: members.clone(),
+            scope: seq.and_then(|_| InScope::next()),
             seq,
         }
     }
 
-    /// Whether two ranks called the same operation on the same kind of tensor, wherever they did.
+    /// Whether two ranks called the same operation on the same kind of tensor for the same part of their work, wherever they did.
     pub fn agrees(&self, other: &Self) -> bool {
-        self.operation == other.operation && self.kinds == other.kinds
+        self.operation == other.operation && self.kinds == other.kinds && self.scope == other.scope
     }
 
     /// Where, in which group, as which operation there.
@@ -55,12 +59,16 @@ impl Call {
     /// The operation and on what, equal on ranks that agree.
     pub fn what(&self) -> String {
         let operation = &self.operation;
-        match (operation, &self.kinds[..]) {
+        let what = match (operation, &self.kinds[..]) {
             (Operation::Messages { messages, .. }, _) => {
                 format!("{operation}({})", self.describe(messages))
             }
             (Operation::Barrier | Operation::Split, _) | (_, []) => operation.to_string(),
             (_, [(dtype, shape), ..]) => format!("{operation} of {}", kind(*dtype, shape)),
+        };
+        match &self.scope {
+            None => what,
+            Some(scope) => format!("{what} ({scope})"),
         }
     }
 

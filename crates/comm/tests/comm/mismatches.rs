@@ -1,6 +1,6 @@
 //! Operations that do not fit together, and arguments that cannot be right, are errors that name everything.
 
-use candle_comm::{LocalConfig, P2p, ProcessGroup, ReduceOp, launch};
+use candle_comm::{LocalConfig, P2p, ProcessGroup, ReduceOp, Scope, launch};
 use candle_core::{DType, Device, Result, Tensor};
 
 fn zeros(dims: &[usize], dtype: DType) -> Tensor {
@@ -34,6 +34,49 @@ fn assert_all_say(errors: &[String], words: &[&str]) {
             );
         }
     }
+}
+
+#[test]
+fn the_same_operation_for_different_parts_of_the_work() {
+    let backward_pass = |block: usize, number: u64| Scope {
+        what: "backward pass",
+        block,
+        number,
+    };
+    let of_ranks = |scopes: [Scope; 2], num_before: [usize; 2]| {
+        errors(2, |world| {
+            let xs = zeros(&[2, 3], DType::F32);
+            let group = ProcessGroup::single(Device::Cpu);
+            let rank = world.rank();
+            let work = || {
+                // Collectives of another group count, but not of a group of one.
+                group.all_reduce(&xs, ReduceOp::Sum)?;
+                for _ in 0..num_before[rank] {
+                    world.barrier()?;
+                }
+                world.all_reduce(&xs, ReduceOp::Sum).map(|_| ())
+            };
+            let (result, number) = scopes[rank].run(work);
+            assert_eq!(number, 1 + num_before[rank] as u64);
+            // Outside of the scope the calls are equal.
+            world.all_reduce(&xs, ReduceOp::Sum)?;
+            result
+        })
+    };
+    let got = of_ranks([backward_pass(2, 1), backward_pass(3, 1)], [0, 0]);
+    let words = [
+        "rank 0: all_reduce(sum) of f32 [2, 3] (backward pass 1 of block 2, collective 0) at ",
+        "rank 1: all_reduce(sum) of f32 [2, 3] (backward pass 1 of block 3, collective 0) at ",
+    ];
+    assert_all_say(&got, &words);
+    let got = of_ranks([backward_pass(2, 1), backward_pass(2, 3)], [0, 0]);
+    assert_all_say(
+        &got,
+        &["backward pass 1 of block 2", "backward pass 3 of block 2"],
+    );
+    let same = [backward_pass(2, 1), backward_pass(2, 1)];
+    let got = of_ranks(same, [1, 1]);
+    assert_all_say(&got, &["did not fail"]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use candle_comm::{
-    Backend, Degrees, MpiConfig, P2p, ProcessGroup, RankEnv, ReduceOp, RunConfig, launch,
+    Backend, Degrees, MpiConfig, P2p, ProcessGroup, RankEnv, ReduceOp, RunConfig, Scope, launch,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::{Control, ControlConfig};
@@ -157,6 +157,16 @@ fn ranks_that_disagree() {
             _ => world.split(0, 0).map(|_| ()),
         };
         assert_says(kinds, &["rank 0: barrier at", ": split at"]);
+        let block = 2 + world.rank() / 2;
+        let (what, number) = ("backward pass", 0);
+        let scope = Scope {
+            what,
+            block,
+            number,
+        };
+        let xs = zeros(&[2, 3])?;
+        let (scopes, _) = scope.run(|| world.all_reduce(&xs, ReduceOp::Sum));
+        assert_says(scopes, &["block 2, collective 0", "block 3, collective 0"]);
         world.barrier()
     });
 }
