@@ -85,8 +85,8 @@ fn main() -> Result<()> {
         for step in 0..100 {
             let first = 2 * (step * mesh.dp.world_size() + mesh.dp.rank());
             let batches = [micro_batch(first)?, micro_batch(first + 1)?];
-            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-            let report = optimizer.step(&mut gradients, &passes, 3e-3, Some(1.0))?;
+            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            let report = optimizer.step(&mut gradients, 3e-3, Some(1.0))?;
             if mesh.world.rank() == 0 && step % 10 == 9 {
                 let (loss, norm) = (report.loss.mean, report.grad_norm);
                 println!("step {} loss {loss:.4} gradient norm {norm:.3}", step + 1);

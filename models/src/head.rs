@@ -25,7 +25,7 @@ impl Head {
     pub(crate) fn new(config: &ModelConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
         let shard = Shard::even(0, config.vocab_size, tp)?;
         let weight = match config.tie_word_embeddings {
-            true => vb.pp("model.embed_tokens"),
+            true => vb.tied().pp("model.embed_tokens"),
             false => vb.pp("lm_head"),
         };
         let shape = (config.vocab_size, config.hidden_size);

@@ -28,7 +28,19 @@ fn checked(op: &str, what: &str, tensor: &Tensor, dtype: DType) -> Result<Tensor
 
 /// The values of `tensor` outside of any graph, copied only if they are not contiguous. Nothing is contiguous whatever its
 /// strides, and no allocation of it is asked of a GPU, to which that would be an error.
+///
+/// # Errors
+/// Values that are not in memory: behind the tensor is a storage of another type then, such as the empty one of F4 that stands for
+/// those of a parameter which were released.
 pub(crate) fn detached(tensor: &Tensor) -> Result<Tensor> {
+    let stored = tensor.storage_and_layout().0.dtype();
+    if stored != tensor.dtype() {
+        bail!(
+            "the values of a tensor of shape {:?} are not in memory: expected {:?}, got {stored:?}",
+            tensor.shape(),
+            tensor.dtype()
+        )
+    }
     match tensor.elem_count() {
         0 => Ok(tensor.detach()),
         _ => tensor.detach().contiguous(),

@@ -61,8 +61,8 @@
 //!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None, past: None };
 //!         let mut losses = Vec::new();
 //!         for _step in 0..40 {
-//!             let passes = pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
-//!             let report = optimizer.step(&mut gradients, &passes, 1e-2, Some(1.0))?;
+//!             pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
+//!             let report = optimizer.step(&mut gradients, 1e-2, Some(1.0))?;
 //!             losses.push(report.loss.mean);
 //!         }
 //!         Ok(losses)
@@ -85,6 +85,7 @@
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
 #![deny(unsafe_code)]
 
+mod agreement;
 pub mod checkpoint;
 mod gradients;
 mod layers;

@@ -34,6 +34,12 @@ mod lora;
 mod loss_scaling;
 #[path = "parallel/memory.rs"]
 mod memory;
+#[path = "parallel/mistaken.rs"]
+mod mistaken;
+#[path = "parallel/mistakes.rs"]
+mod mistakes;
+#[path = "parallel/misuse.rs"]
+mod misuse;
 #[path = "parallel/non_finite.rs"]
 mod non_finite;
 #[path = "parallel/offload.rs"]

@@ -30,8 +30,8 @@ fn with_a_loop_of_ones_own(
     pipeline: &Pipeline, stage: Stage, micro_batches: Vec<MicroBatch>, mut gradients: Gradients,
     mut optimizer: DistributedOptimizer, learning_rate: f64,
 ) -> Result<f64> {
-    let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
-    let report = optimizer.step(&mut gradients, &passes, learning_rate, Some(1.0))?;
+    pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+    let report = optimizer.step(&mut gradients, learning_rate, Some(1.0))?;
     Ok(report.loss.mean)
 }
 

@@ -185,8 +185,8 @@ fn train_rank(
     }
     let pipeline = Pipeline::new(layout.schedule, mesh);
     let micro_batches = masked(&batches, 0, mask, mesh)?;
-    let passes = pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
-    let local = gradients.reduce(&passes)?.local_gradients()?;
+    pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+    let local = gradients.reduce()?.local_gradients()?;
     let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
         Some(grad) => Ok(grad.clone()),
         None => {

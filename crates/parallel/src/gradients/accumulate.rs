@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, TensorId, bail};
 
+use super::borders::Borders;
 use super::reduce::Reductions;
 use crate::layers::GradientSink;
 use crate::memory::MemoryCategory;
@@ -31,6 +32,21 @@ pub struct Gradients {
     index_of: HashMap<TensorId, usize>,
     pub(super) reductions: Reductions,
     pub(super) loss_scale: f64,
+    pub(super) totals: Totals,
+    /// What is compared over tensor-parallel ranks in the first step.
+    pub(super) borders: Option<Borders>,
+}
+
+/// What the passes of a step have counted on this rank.
+#[derive(Clone, Default)]
+pub(super) struct Totals {
+    /// Sum of the losses; on the last stage alone.
+    pub loss_sum: Option<Tensor>,
+    /// Number of the replica's targets.
+    pub num_targets: f64,
+    pub asks_to_stop: bool,
+    /// Of how many collectives each pass of a block made.
+    pub collectives: u64,
 }
 
 impl Gradients {
@@ -63,11 +79,69 @@ impl Gradients {
                 .enumerate()
                 .map(|(index, param)| (param.id(), index))
                 .collect(),
-            reductions: Reductions::new(buckets.len(), mesh),
+            reductions: Reductions::new(buckets.len(), params.len()),
             params: params.clone(),
             mesh: mesh.clone(),
             loss_scale: 1.0,
+            totals: Totals::default(),
+            borders: (mesh.tp.world_size() > 1).then(Borders::default),
         })
+    }
+
+    /// Asks all ranks to stop after this step: see [`StepReport::is_asked_to_stop`](crate::StepReport::is_asked_to_stop).
+    pub fn ask_to_stop(&mut self) {
+        self.totals.asks_to_stop = true;
+    }
+
+    /// Has the step's gradients divided by the sum of these numbers over the replicas, and not by that of their targets, for a loss that
+    /// is no sum over targets: by pairs of answers, for example. Each rank of a replica says the same; said after the step's passes.
+    pub fn set_num_targets(&mut self, num_targets: usize) {
+        self.totals.num_targets = num_targets as f64;
+    }
+
+    /// Adds what a call of [`Pipeline::forward_backward`](crate::Pipeline::forward_backward) has counted.
+    pub(crate) fn add_passes(
+        &mut self,
+        loss_sum: Option<&Tensor>,
+        num_targets: usize,
+    ) -> Result<()> {
+        let totals = &mut self.totals;
+        totals.num_targets += num_targets as f64;
+        totals.loss_sum = match (totals.loss_sum.take(), loss_sum) {
+            (Some(sum), Some(loss)) => Some((sum + loss)?),
+            (sum, loss) => sum.or(loss.cloned()),
+        };
+        Ok(())
+    }
+
+    /// Counts the collectives of a block's pass.
+    pub(crate) fn count_collectives(&mut self, number: u64) {
+        let earlier = self.totals.collectives;
+        self.totals.collectives = earlier.wrapping_mul(31).wrapping_add(number + 1);
+    }
+
+    /// Notes, in the first step, what left a block that all tensor-parallel ranks share: its output, or the gradient of its input.
+    pub(crate) fn note_border(
+        &mut self,
+        block: usize,
+        is_output: bool,
+        values: &Tensor,
+    ) -> Result<()> {
+        match &mut self.borders {
+            None => Ok(()),
+            Some(borders) => borders.add(block, is_output, values),
+        }
+    }
+
+    /// An error unless these are gradients of `params`.
+    pub(crate) fn check_are_of(&self, params: &Parameters) -> Result<()> {
+        if self.params.are_those_of(params) {
+            return Ok(());
+        }
+        bail!(
+            "the gradients were made for the parameters of another model\nhint: each model has Gradients and an optimizer of its \
+             own, made from its own Stage::params"
+        )
     }
 
     /// The buffer of a whole bucket, made if there is none.
@@ -157,8 +231,15 @@ impl Gradients {
         writes.collect()
     }
 
+    /// The parameter that is the variable with this identity, if one is.
+    pub(crate) fn param_of(&self, id: TensorId) -> Option<usize> {
+        self.index_of.get(&id).copied()
+    }
+
     /// Forgets what was accumulated; the buffers stay.
     pub fn clear(&mut self) {
+        self.totals = Totals::default();
+        self.borders.iter_mut().for_each(Borders::clear);
         self.reductions.clear();
         self.is_filled.fill(false);
         self.has_gradient.fill(false);
@@ -173,9 +254,9 @@ impl Gradients {
         self.params.pending().wait_for_block(block)?;
         if self.reductions.has_started(bucket) {
             bail!(
-                "the gradient of parameter {} is read or written after its reduction over the ranks has begun\nhint: \
-                 a step has one call of forward_backward, and no block writes gradients after its backward pass; to read \
-                 gradients before they are reduced use DataParallel {{ overlap: false, .. }}",
+                "the gradient of parameter {} is read or written after its reduction over the ranks has begun, which it does when the \
+                 backward pass of the first block that asked for it is over\nhint: a block that uses the parameter asks for it by \
+                 ParamBuilder::tied; to read gradients before they are reduced use DataParallel {{ overlap: false, .. }}",
                 self.params.get(index).name
             );
         }

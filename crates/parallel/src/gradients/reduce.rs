@@ -14,8 +14,9 @@ use super::accumulate::Gradients;
 use super::reduced::{ReducedGradients, ReducedLoss};
 use super::shared::sum_overlaps;
 use super::transfer::Sum;
-use crate::params::{Bucket, Checksums, FlatBuffer, Parameters, intersect, joined};
-use crate::pipeline::PassReport;
+use crate::agreement::{Comparison, Facts};
+use crate::memory::MemoryCategory;
+use crate::params::{Bucket, FlatBuffer, Parameters, intersect, joined};
 
 /// Reductions under way.
 pub(super) struct Reductions {
@@ -25,21 +26,35 @@ pub(super) struct Reductions {
     dividing: VecDeque<(usize, Sum)>,
     /// Whether the slice of a divided bucket holds the sum of some micro-batches.
     has_sum: Vec<bool>,
-    /// Of the gradients that several tensor-parallel ranks hold, until they have been compared once.
-    checksums: Option<Checksums>,
+    /// Of whole buckets this rank's part of what earlier passes of the step gave, if it was summed before they went on.
+    earlier: Vec<Option<FlatBuffer>>,
+    /// Of each parameter that several tensor-parallel ranks hold, whether the ranks' gradients were seen to be summands.
+    is_summand: Vec<bool>,
 }
+
+/// What this rank adds to the step's sum to compare what ranks have.
+struct Compared {
+    /// Of what tensor-parallel ranks hold copies of.
+    copies: f64,
+    /// Of what all ranks say about the update.
+    update: f64,
+}
+
+/// Numbers that a step sums over all ranks.
+const NUM_SUMS: usize = 6;
 
 /// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to. One that several blocks
 /// write to is whole from the first write until the backward pass of its first block.
 const MAX_DIVIDING: usize = 1;
 
 impl Reductions {
-    pub fn new(num_buckets: usize, mesh: &Mesh) -> Self {
+    pub fn new(num_buckets: usize, num_params: usize) -> Self {
         Self {
             started: (0..num_buckets).map(|_| None).collect(),
             dividing: VecDeque::new(),
             has_sum: vec![false; num_buckets],
-            checksums: (mesh.tp.world_size() > 1).then(Checksums::default),
+            earlier: vec![None; num_buckets],
+            is_summand: vec![false; num_params],
         }
     }
 
@@ -51,10 +66,34 @@ impl Reductions {
         self.started.fill_with(|| None);
         self.dividing.clear();
         self.has_sum.fill(false);
+        self.earlier.fill(None);
     }
 }
 
 impl Gradients {
+    /// Begins passes that may follow others of the same step: what is being summed of theirs is kept apart, and they add to nothing.
+    pub(crate) fn begin_passes(&mut self) -> Result<()> {
+        let params = self.params.clone();
+        for (index, bucket) in params.layout().buckets.iter().enumerate() {
+            let Some(sum) = self.reductions.started[index].take() else {
+                continue;
+            };
+            let own = sum.finish(params.groups())?;
+            match &self.reductions.earlier[index] {
+                Some(earlier) => earlier.add(0, own.tensor())?,
+                None => {
+                    let copy = FlatBuffer::new(own.tensor().copy()?)?;
+                    let copy = copy.counted(params.meter(), MemoryCategory::Gradients);
+                    self.reductions.earlier[index] = Some(copy);
+                }
+            }
+            for slot in &bucket.slots {
+                self.is_filled[slot.param] = false;
+            }
+        }
+        Ok(())
+    }
+
     /// Tells that a micro-batch's backward pass has left block `block`: what only it and later blocks add to is complete, for this
     /// micro-batch or, if it is the last one, for the step.
     pub(crate) fn block_done(&mut self, block: usize, is_last_micro_batch: bool) -> Result<()> {
@@ -83,13 +122,8 @@ impl Gradients {
         for slot in &bucket.slots {
             self.is_filled[slot.param] = false;
         }
-        sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
-        let mut dividing = self.reductions.dividing.iter();
-        let is_first =
-            !self.reductions.has_sum[index] && dividing.all(|(other, _)| *other != index);
-        if is_first {
-            self.add_checksums(bucket, &whole)?;
-        }
+        let is_summand = &mut self.reductions.is_summand;
+        sum_overlaps(&params, bucket, &whole, (&self.mesh.tp, is_summand))?;
         let sum = Sum::start(whole, bucket, (params.groups(), params.meter()))?;
         self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
@@ -115,19 +149,30 @@ impl Gradients {
 
     /// Sums the gradients of a step over all ranks, and computes their norm and the loss.
     ///
-    /// `report` is what the passes of this step gave. The result is the gradient of the mean of the losses over all targets of the
-    /// global batch: this is the one place where the sum of losses is divided. Norm, loss and number of targets come to the host
-    /// in one read: on a GPU the only time in a step that the host waits for it. The gradients are cleared; what is returned
-    /// may share their buffers and must be used before the next backward pass.
+    /// The result is the gradient of the mean of the losses over all targets of the global batch: this is the one place where the sum of
+    /// losses is divided. Norm, loss and number of targets come to the host in one read, before which, if tensor-parallel ranks hold
+    /// copies of parameters, the gradients of these are read, too, to compare them: on a GPU the only time in a step that the host waits
+    /// for it. The gradients are cleared, also by an error; what is returned may share their buffers and must be used before the next
+    /// backward pass.
     ///
     /// # Errors
-    /// A trainable parameter without a gradient, copies of a parameter whose gradients differ (found in the first step), a
-    /// global batch without targets, and failures of ranks.
-    pub fn reduce(&mut self, report: &PassReport) -> Result<ReducedGradients> {
+    /// A trainable parameter without a gradient, copies of a parameter whose gradients differ, in the first step also blocks whose
+    /// outputs or gradients differ over tensor-parallel ranks, a global batch without targets, and failures of ranks.
+    pub fn reduce(&mut self) -> Result<ReducedGradients> {
+        self.reduce_for(None)
+    }
+
+    /// [`Self::reduce`], for an update about which all ranks must say the same.
+    pub(crate) fn reduce_for(&mut self, update: Option<&Facts>) -> Result<ReducedGradients> {
+        let reduced = self.sum_and_compare(update);
+        self.clear();
+        reduced
+    }
+
+    fn sum_and_compare(&mut self, update: Option<&Facts>) -> Result<ReducedGradients> {
         let params = self.params.clone();
         let buckets = &params.layout().buckets;
-        let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
-        let squares = zero.copy()?;
+        let squares = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let mut reduced = Vec::with_capacity(buckets.len());
         if params.groups().shards_gradients() {
             // What was added by hand, not by a backward pass.
@@ -146,16 +191,14 @@ impl Gradients {
                 reduced.push(flat);
             }
         }
-        if let Some(checksums) = self.reductions.checksums.take() {
-            let when = "in the first step";
-            self.clear();
-            checksums.compare(&self.mesh, "gradient", when)?;
-            self.params
-                .check_copies(&self.mesh, when, |index| params.values(index))?;
-        }
-        self.clear();
-        let [squares, loss_sum, num_targets, num_asking] = self.sums(squares, zero, report)?;
-        if num_targets < 1.0 {
+        let compared = Compared {
+            copies: self.compared_copies(&reduced)?,
+            update: self.compared_update(update),
+        };
+        let sums = self.sums(squares, &compared)?;
+        self.judge(&reduced, &sums, update)?;
+        let [squares, loss_sum, num_targets, num_asking, _, _] = sums;
+        if num_targets <= 0.0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
         let loss = ReducedLoss {
@@ -176,14 +219,55 @@ impl Gradients {
             norm: squares.sqrt() / divisor,
             loss,
             is_asked_to_stop: num_asking > 0.0,
+            is_compared: update.is_some(),
         })
     }
 
-    /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop.
-    fn sums(&self, squares: Tensor, zero: Tensor, report: &PassReport) -> Result<[f64; 4]> {
+    /// What this rank adds to the step's sum to compare what all say of the update.
+    fn compared_update(&self, update: Option<&Facts>) -> f64 {
+        let world = &self.mesh.world;
+        let comparison = Comparison {
+            num_ranks: world.world_size(),
+            is_first: world.rank() == 0,
+            place: &[],
+        };
+        let says = update.map_or(0, Facts::hash);
+        comparison.summand(says ^ self.loss_scale.to_bits())
+    }
+
+    /// An error on every rank if ranks do not have alike what they must.
+    fn judge(
+        &mut self,
+        reduced: &[FlatBuffer],
+        sums: &[f64; NUM_SUMS],
+        update: Option<&Facts>,
+    ) -> Result<()> {
+        let params = self.params.clone();
+        let mut when = "in this step";
+        if let Some(borders) = self.borders.take() {
+            when = "in the first step";
+            params.check_copies(&self.mesh, when, |index| params.values(index))?;
+            borders.compare(&self.mesh)?;
+        }
+        let [.., copies, said] = *sums;
+        if copies != 0.0 {
+            self.blame_copies(reduced, when)?;
+        }
+        if said != 0.0 {
+            let mut says = update.cloned().unwrap_or_default();
+            says.add("the loss scale", self.loss_scale);
+            compare_update(&self.mesh, &says)?;
+        }
+        Ok(())
+    }
+
+    /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop, and of what is compared.
+    fn sums(&self, squares: Tensor, compared: &Compared) -> Result<[f64; NUM_SUMS]> {
+        let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
+        let totals = &self.totals;
         // The ranks of a replica have the same targets, and those of its last stage the same loss.
         let is_first_tp = self.mesh.tp.rank() == 0;
-        let loss_sum = report.loss_sum.as_ref().filter(|_| is_first_tp);
+        let loss_sum = totals.loss_sum.as_ref().filter(|_| is_first_tp);
         let loss_sum = loss_sum.map_or_else(|| Ok(zero.clone()), |sum| sum.reshape(1))?;
         // Filled by a kernel: a copy of the host's number would wait for the GPU.
         let filled = |value: f64| match value {
@@ -192,21 +276,23 @@ impl Gradients {
         };
         let counts_targets = is_first_tp && self.mesh.pp.rank() == 0;
         let num_targets = filled(if counts_targets {
-            report.num_targets as f64
+            totals.num_targets
         } else {
             0.0
         })?;
-        let num_asking = filled(f64::from(u8::from(report.asks_to_stop)))?;
-        let sums = Tensor::cat(&[squares, loss_sum, num_targets, num_asking], 0)?;
+        let num_asking = filled(f64::from(u8::from(totals.asks_to_stop)))?;
+        let (copies, update) = (filled(compared.copies)?, filled(compared.update)?);
+        let sums = [squares, loss_sum, num_targets, num_asking, copies, update];
+        let sums = Tensor::cat(&sums, 0)?;
         let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
         let sums = sums.to_vec1::<f64>()?;
         // Communication on GPUs may have failed without a word until now.
         self.mesh.check()?;
         self.params.groups().check()?;
-        match sums.as_slice() {
-            &[squares, loss, targets, asking] => Ok([squares, loss, targets, asking]),
-            other => bail!("4 sums were expected, {} came", other.len()),
-        }
+        let num_sums = sums.len();
+        <[f64; NUM_SUMS]>::try_from(sums).map_err(|_| {
+            candle_core::Error::msg(format!("{NUM_SUMS} sums were expected, {num_sums} came"))
+        })
     }
 
     /// Starts the reduction of a bucket over the data-parallel ranks, unless that was done; of a divided one it has been.
@@ -220,8 +306,8 @@ impl Gradients {
         let Some(whole) = self.whole[index].clone() else {
             return Ok(()); // The sum is in the slice.
         };
-        sum_overlaps(&params, bucket, &whole, &self.mesh.tp)?;
-        self.add_checksums(bucket, &whole)?;
+        let is_summand = &mut self.reductions.is_summand;
+        sum_overlaps(&params, bucket, &whole, (&self.mesh.tp, is_summand))?;
         let started = Sum::start(whole, bucket, (groups, params.meter()))?;
         self.reductions.started[index] = Some(started);
         Ok(())
@@ -235,6 +321,9 @@ impl Gradients {
             Some(started) => started.finish(groups)?,
             None => self.slices[index].clone(),
         };
+        if let Some(earlier) = self.reductions.earlier[index].take() {
+            own.add(0, earlier.tensor())?;
+        }
         // Sums over slices, of which each rank has one, move less than sums over whole buckets.
         if groups.shard.world_size() > 1 {
             let copies = &groups.copies;
@@ -249,19 +338,6 @@ impl Gradients {
         Ok(own)
     }
 
-    /// Notes what this rank has of the gradients that several tensor-parallel ranks hold, in the first step.
-    fn add_checksums(&mut self, bucket: &Bucket, whole: &FlatBuffer) -> Result<()> {
-        let Some(checksums) = &mut self.reductions.checksums else {
-            return Ok(());
-        };
-        for slot in &bucket.slots {
-            let values = whole.view(slot.range.start, slot.range.len())?;
-            let values = values.reshape(self.params.get(slot.param).local_shape())?;
-            checksums.add(&self.params, slot.param, &values)?;
-        }
-        Ok(())
-    }
-
     /// An error that names the first parameter of a bucket without a gradient, if there is one.
     pub(super) fn check_complete(&self, bucket: &Bucket) -> Result<()> {
         let mut slots = bucket.slots.iter();
@@ -274,6 +350,15 @@ impl Gradients {
             ),
         }
     }
+}
+
+/// An error on every rank if ranks say other things about an update.
+pub(super) fn compare_update(mesh: &Mesh, says: &Facts) -> Result<()> {
+    says.compare(
+        &mesh.world,
+        "ranks disagree about an update",
+        "every rank computes learning rate and clipping from the same numbers, such as that of the step",
+    )
 }
 
 /// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, bail};
 
+use super::reduce::compare_update;
+use crate::agreement::Facts;
 use crate::params::{FlatBuffer, Parameters, intersect};
-#[cfg(doc)]
-use crate::pipeline::PassReport;
 
 /// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them.
 pub struct ReducedGradients {
@@ -24,6 +24,8 @@ pub struct ReducedGradients {
     pub(super) norm: f64,
     pub(super) loss: ReducedLoss,
     pub(super) is_asked_to_stop: bool,
+    /// Whether ranks have compared what they say about the update, or do not: those of asynchronous servers.
+    pub(super) is_compared: bool,
 }
 
 /// The loss of a step, over all ranks.
@@ -36,6 +38,14 @@ pub struct ReducedLoss {
 }
 
 impl ReducedGradients {
+    /// An error on every rank if ranks say other things about the update that was not compared when these gradients were summed.
+    pub(crate) fn compare(&self, update: &Facts) -> Result<()> {
+        match self.is_compared {
+            true => Ok(()),
+            false => compare_update(&self.mesh, update),
+        }
+    }
+
     /// Global L2 norm, before clipping; each value of the model counts once.
     pub fn norm(&self) -> f64 {
         self.norm
@@ -46,7 +56,7 @@ impl ReducedGradients {
         self.loss
     }
 
-    /// Whether [any rank](PassReport::asks_to_stop) asks to stop after this step: the same on every rank.
+    /// Whether [any rank](crate::Gradients::ask_to_stop) asks to stop after this step: the same on every rank.
     pub fn is_asked_to_stop(&self) -> bool {
         self.is_asked_to_stop
     }

@@ -106,6 +106,7 @@ impl ReducedGradients {
                 num_targets: sums.num_targets,
             },
             is_asked_to_stop,
+            is_compared: true,
         })
     }
 }

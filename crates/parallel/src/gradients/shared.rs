@@ -3,15 +3,17 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor};
 
+use super::copies::check_is_summand;
 use crate::params::{Bucket, FlatBuffer, Gradient, Parameters, intersect};
 
 /// Sums the gradients of a bucket's values that several tensor-parallel ranks hold, where each has a summand. All ranks of the
-/// group must call it. One sum moves all such values of the bucket, and no others.
+/// group must call it. One sum moves all such values of the bucket, and no others. `is_summand` tells of which parameters' gradients
+/// were seen to be summands; it is an error if one is not.
 pub(super) fn sum_overlaps(
     params: &Parameters,
     bucket: &Bucket,
     flat: &FlatBuffer,
-    tp: &ProcessGroup,
+    (tp, is_summand): (&ProcessGroup, &mut [bool]),
 ) -> Result<()> {
     if tp.world_size() == 1 {
         return Ok(());
@@ -40,7 +42,12 @@ pub(super) fn sum_overlaps(
                         local.narrow(dim, overlap.range.start - held.start, overlap.range.len())?
                     }
                 };
-                pieces.push((len, local));
+                pieces.push(Piece {
+                    start: len,
+                    local,
+                    param: slot.param,
+                    num_holders: overlap.num_holders,
+                });
             }
             len += num_values;
         }
@@ -49,15 +56,29 @@ pub(super) fn sum_overlaps(
         return Ok(());
     }
     let mine = Tensor::zeros(len, DType::F32, tp.device())?;
-    for (start, local) in &pieces {
-        mine.slice_set(&local.contiguous()?.flatten_all()?, 0, *start)?;
+    for piece in &pieces {
+        mine.slice_set(&piece.local.contiguous()?.flatten_all()?, 0, piece.start)?;
     }
     let sum = tp.all_reduce(&mine, ReduceOp::Sum)?;
-    for (start, local) in &pieces {
-        let values = sum.narrow(0, *start, local.elem_count())?;
+    for piece in &pieces {
+        let (local, param) = (&piece.local, piece.param);
+        let values = sum.narrow(0, piece.start, local.elem_count())?;
+        if !is_summand[param] {
+            let name = &params.get(param).name;
+            is_summand[param] = check_is_summand(name, local, &values, piece.num_holders)?;
+        }
         write_through(local, &values.reshape(local.shape())?)?;
     }
     Ok(())
+}
+
+/// Values here of a parameter that other ranks hold, too.
+struct Piece {
+    /// Their place in the sum.
+    start: usize,
+    local: Tensor,
+    param: usize,
+    num_holders: usize,
 }
 
 /// Writes `values` into a view of a buffer, row by row where the view has gaps.

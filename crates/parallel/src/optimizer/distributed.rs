@@ -13,10 +13,10 @@ use super::state_store::{BucketShape, BucketState, StateStore};
 use super::{
     AdamW, AdamWConfig, Offload, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep,
 };
+use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect};
-use crate::pipeline::PassReport;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
@@ -42,7 +42,7 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Whether loss or gradients overflowed, and nothing was updated: see [`DistributedOptimizer::with_loss_scaling`].
     pub is_skipped: bool,
-    /// Whether any rank asks to stop after this step: see [`PassReport::asks_to_stop`]. The same on every rank.
+    /// Whether any rank [asks to stop](Gradients::ask_to_stop) after this step. The same on every rank.
     pub is_asked_to_stop: bool,
 }
 
@@ -70,6 +70,12 @@ impl DistributedOptimizer {
             bail!(
                 "there is no parameter to optimize on rank {}",
                 mesh.world.rank()
+            );
+        }
+        if params.num_trainable_values() == 0 {
+            bail!(
+                "all {} parameters of the model are frozen: there is nothing to train\nhint: freeze fewer names",
+                params.catalog().len()
             );
         }
         let (layout, groups, device) = (params.layout(), params.groups(), mesh.world.device());
@@ -217,20 +223,31 @@ impl DistributedOptimizer {
     }
 
     /// Reduces the gradients of a step, clips them to the global norm `max_norm` and updates the parameters with learning rate
-    /// `lr`. `passes` is what the step's passes returned. The gradients are cleared.
+    /// `lr`. The gradients are cleared.
     ///
     /// # Errors
     /// A loss or norm that is not finite, unless [the step is skipped](Self::with_loss_scaling): an error on every rank, which
-    /// names the first parameter to blame; nothing is updated. Else as [`Gradients::reduce`] and [`Self::apply`].
+    /// names the first parameter to blame; nothing is updated. Gradients of another model, ranks that give other numbers than these, a
+    /// learning rate that is negative or not finite, a `max_norm` that is not positive and finite. Else as [`Gradients::reduce`] and
+    /// [`Self::apply`].
     pub fn step(
         &mut self,
         gradients: &mut Gradients,
-        passes: &PassReport,
         lr: f64,
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
-        let reduced = gradients.reduce(passes)?;
+        gradients.check_are_of(&self.params)?;
+        let reduced = gradients.reduce_for(Some(&self.update_facts(lr, max_norm)))?;
         self.step_reduced(reduced, lr, max_norm)
+    }
+
+    /// What all ranks must say alike of an update.
+    fn update_facts(&self, lr: f64, max_norm: Option<f64>) -> Facts {
+        let mut facts = Facts::default();
+        facts.add("the number of the update", self.num_steps + 1);
+        facts.add("the learning rate", lr);
+        facts.add("the norm to clip to", format!("{max_norm:?}"));
+        facts
     }
 
     /// As [`Self::step`], from gradients that are reduced.
@@ -243,6 +260,18 @@ impl DistributedOptimizer {
         lr: f64,
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
+        reduced.compare(&self.update_facts(lr, max_norm))?;
+        if !(lr >= 0.0 && lr.is_finite()) {
+            bail!(
+                "the learning rate is {lr}; expected a finite number >= 0; the weights were not updated"
+            );
+        }
+        if let Some(max_norm) = max_norm.filter(|norm| !(*norm > 0.0 && norm.is_finite())) {
+            bail!(
+                "the norm to clip gradients to is {max_norm}; expected a finite number > 0; the weights were not updated\nhint: None \
+                 for no clipping"
+            );
+        }
         let is_finite = reduced.is_finite();
         let report = StepReport {
             loss: reduced.loss(),

@@ -1,9 +1,10 @@
 //! How layers ask for their parameters: a store, a prefix of names and the block that asks.
 
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 
+use super::param::Asker;
 use super::placement::{Gradient, Placement};
 use super::store::{ParamRequest, ParamStore};
 use super::tiled_weight::TiledWeight;
@@ -24,9 +25,10 @@ pub struct ParamBuilder {
     prefix: String,
     dtype: DType,
     device: Device,
-    block: usize,
+    asker: Asker,
     /// Whether that is the last block of the model.
     is_head: bool,
+    is_tied: bool,
 }
 
 impl ParamBuilder {
@@ -36,8 +38,9 @@ impl ParamBuilder {
             prefix: String::new(),
             dtype,
             device,
-            block: 0,
+            asker: Asker::Outside,
             is_head: false,
+            is_tied: false,
         }
     }
 
@@ -52,8 +55,21 @@ impl ParamBuilder {
     /// The builder of block `index` of a chain of `num_blocks`; its parameters' gradients are reduced together.
     pub(crate) fn block(&self, index: usize, num_blocks: usize) -> Self {
         Self {
-            block: index,
+            asker: Asker::Block(index),
             is_head: index + 1 == num_blocks,
+            ..self.clone()
+        }
+    }
+
+    /// The builder for a parameter that something else of the model asks for, too: tied weights, such as the embedding's and the
+    /// head's. Without it a name that is asked for twice is an error, as where a block forgets to put its index before its names. Of
+    /// all that share a parameter one may ask for it without this.
+    ///
+    /// Each block that uses a parameter asks for it. A block that uses a clone of another block's tensor trains it rightly where
+    /// both are on one rank, but where replicas divide the weights (ZeRO-3) the values are there for blocks that asked only.
+    pub fn tied(&self) -> Self {
+        Self {
+            is_tied: true,
             ..self.clone()
         }
     }
@@ -119,6 +135,20 @@ impl ParamBuilder {
         })
     }
 
+    /// An error for what forward passes would change, and no optimizer: candle's layers copy it into variables of their own, which
+    /// no rank compares or averages, and which are in no file.
+    fn check_is_no_buffer(&self, name: &str) -> Result<()> {
+        let last = name.rsplit('.').next().unwrap_or_default();
+        if !matches!(last, "running_mean" | "running_var" | "num_batches_tracked") {
+            return Ok(());
+        }
+        bail!(
+            "{name} is a running statistic of a batch normalization, which forward passes change: ranks would come to have \
+             different ones, and what is saved would be the initial ones\nhint: use a normalization without running statistics (layer, \
+             group or RMS norm), or fold trained statistics into the layer before"
+        )
+    }
+
     fn request(
         &self,
         shape: Shape,
@@ -133,10 +163,11 @@ impl ParamBuilder {
             init,
             dtype: self.dtype,
             device: &self.device,
-            block: self.block,
+            asker: self.asker,
+            is_tied: self.is_tied,
             by_tiles: false,
             is_adapter: false,
-            is_inner: self.block > 0 && !self.is_head,
+            is_inner: self.asker.block() > 0 && !self.is_head,
         }
     }
 
@@ -173,17 +204,33 @@ impl SimpleBackend for ParamBuilder {
         shape: Shape,
         name: &str,
         init: Init,
-        _dtype: DType,
-        _device: &Device,
+        dtype: DType,
+        device: &Device,
     ) -> Result<Tensor> {
         let request = self.request(shape, name, REPLICATED, init);
-        self.store.get(request)
+        self.check_is_no_buffer(&request.name)?;
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!(
+                "parameter {} is asked for as {}; expected f32, bf16 or f16, which can be trained",
+                request.name,
+                dtype.as_str()
+            );
+        }
+        if !device.same_device(&self.device) {
+            bail!(
+                "parameter {} is asked for on {:?}, but this builder's parameters are on {:?}\nhint: all parameters of a rank are on \
+                 the device of its mesh",
+                request.name,
+                device.location(),
+                self.device.location()
+            );
+        }
+        self.store.get(ParamRequest { dtype, ..request })
     }
 
-    fn get_unchecked(&self, name: &str, _dtype: DType, _device: &Device) -> Result<Tensor> {
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let shape = self.store.stored_shape(&self.path(name))?;
-        let request = self.request(shape, name, REPLICATED, WEIGHT_INIT);
-        self.store.get(request)
+        SimpleBackend::get(self, shape, name, WEIGHT_INIT, dtype, device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -7,7 +7,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::param::Param;
+use super::param::{Asker, Param, asked_twice};
 use super::placement::{Gradient, Placement, joined};
 
 /// A parameter of the model, wherever it lives.
@@ -62,6 +62,10 @@ struct Announcement {
     trainable: bool,
     is_tiled: bool,
     is_adapter: bool,
+    /// Its distribution, if it is drawn at random.
+    init: Option<String>,
+    /// Who asked for it without saying that others do too.
+    asked_by: Option<Asker>,
 }
 
 /// What a rank tells the others.
@@ -83,14 +87,22 @@ pub(crate) struct Overlap {
     pub range: Range<usize>,
     /// Whether each holder's gradient of them is a summand.
     pub gradient: Gradient,
+    /// Ranks that hold them.
+    pub num_holders: usize,
 }
 
 impl Announcements {
     /// Tells all ranks of the mesh what this one holds, and learns what they hold.
-    pub fn exchange(params: &[Param], mesh: &Mesh) -> Result<Self> {
+    pub fn exchange(
+        params: &[Param],
+        is_drawn: impl Fn(&Param) -> bool,
+        mesh: &Mesh,
+    ) -> Result<Self> {
         let params = params.iter().map(|param| {
             let (dim, held) = param.held();
             Announcement {
+                init: is_drawn(param).then(|| format!("{:?}", param.init)),
+                asked_by: param.asked_by,
                 name: param.name.clone(),
                 shape: param.global_shape.dims().to_vec(),
                 form: param.form().to_string(),
@@ -179,9 +191,14 @@ impl Announcements {
             let holds = |param: &&&Announcement| {
                 param.held.start <= range.start && range.end <= param.held.end
             };
-            let mut holders = held.iter().filter(holds);
-            let gradient = holders.next()?.gradient;
-            holders.next().map(|_| Overlap { range, gradient })
+            let holders: Vec<_> = held.iter().filter(holds).collect();
+            let num_holders = holders.len();
+            let gradient = holders.first().filter(|_| num_holders > 1)?.gradient;
+            Some(Overlap {
+                range,
+                gradient,
+                num_holders,
+            })
         });
         overlaps.collect()
     }
@@ -195,6 +212,7 @@ impl Announcements {
                 check_agrees(param, known, rank)?;
             }
         }
+        self.check_askers()?;
         let stages = self.stages();
         let entries = first.into_values().map(|(_, param)| {
             let stage = stages.get(param.name.as_str()).and_then(BTreeSet::first);
@@ -202,6 +220,22 @@ impl Announcements {
             self.entry(param, stage)
         });
         entries.collect()
+    }
+
+    /// An error if blocks of several stages ask for one parameter and do not say that it is shared; blocks of one stage have been asked
+    /// already.
+    fn check_askers(&self) -> Result<()> {
+        let mut known: BTreeMap<&str, Asker> = BTreeMap::new();
+        for param in self.0.iter().flat_map(|rank| &rank.params) {
+            let Some(asker) = param.asked_by else {
+                continue;
+            };
+            let first = *known.entry(&param.name).or_insert(asker);
+            if first != asker {
+                bail!("{}", asked_twice(&param.name, first, asker));
+            }
+        }
+        Ok(())
     }
 
     /// An error unless every tensor-parallel rank of a stage with the parameter has it, and the stages hold the same parts.
@@ -291,6 +325,15 @@ fn check_agrees(param: &Announcement, known: &Announcement, rank: usize) -> Resu
         bail!(
             "parameter {name} is frozen on one rank and trainable on another, rank {rank} is the first to differ\nhint: \
              freeze the same names on every rank"
+        );
+    }
+    if known.init != param.init {
+        let init = |param: &Announcement| param.init.clone().unwrap_or_else(|| "a file".into());
+        bail!(
+            "parameter {name} gets its initial values from {} on rank {rank} and from {} on a rank before: the blocks that share it \
+             would begin with different copies\nhint: ask for it with the same Init everywhere",
+            init(param),
+            init(known)
         );
     }
     let is_same_placement = known.is_replicated == param.is_replicated

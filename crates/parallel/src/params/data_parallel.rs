@@ -6,7 +6,7 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::layout::Bucket;
+use super::layout::{Bucket, Sharing};
 
 /// What data-parallel ranks divide between them (ZeRO, arXiv:1910.02054). Each stage divides what the one before it does, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -190,7 +190,7 @@ impl ReplicaGroups {
         let is_single = self.shard.world_size() == 1;
         match self.config.reduce {
             _ if is_single && self.copies.world_size() == 1 => ReduceType::F32,
-            ReduceType::Int8 if bucket.is_exact => ReduceType::F32,
+            ReduceType::Int8 if bucket.sharing != Sharing::None => ReduceType::F32,
             reduce => reduce,
         }
     }

@@ -36,11 +36,25 @@ pub(crate) struct Bucket {
     pub dtype: DType,
     /// Whether its weights, if replicas divide them, are gathered tile by tile, and not with their block.
     pub is_tiled: bool,
-    /// Whether its values move between replicas as they are, whatever form others take: those that several tensor-parallel ranks hold
-    /// would come out differently on each, as blocks of quantized values share a scale with what lies beside them.
-    pub is_exact: bool,
+    /// Which of its values other tensor-parallel ranks hold, too.
+    pub sharing: Sharing,
     /// Its parameters, the one with the largest global shape first, equal ones in name order: the same order on every rank.
     pub slots: Vec<Slot>,
+}
+
+/// Which values of a parameter several tensor-parallel ranks hold.
+///
+/// Parameters that differ in this have buckets of their own. So copies lie at the same places on every rank, however unevenly the
+/// ranks divide the rest, and a reduction over replicas, whose order may depend on the place, gives each copy the same bits. And as
+/// blocks of quantized values share a scale with what lies beside them, values that are held twice are never quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Sharing {
+    /// None: each has one holder.
+    None,
+    /// Some: the parts that ranks hold overlap.
+    Overlapping,
+    /// All: every rank holds a copy.
+    Copies,
 }
 
 /// The place of a parameter in its bucket.
@@ -60,21 +74,20 @@ struct Key {
     block: Option<Reverse<usize>>,
     dtype: &'static str,
     is_tiled: bool,
-    is_exact: bool,
+    sharing: Sharing,
 }
 
 impl ParamLayout {
-    /// Buckets whose lengths `num_slices` ranks divide; `is_exact` tells which parameters are to [move as they are](Bucket::is_exact).
+    /// Buckets whose lengths `num_slices` ranks divide; `sharing` tells of each parameter what other tensor-parallel ranks hold of it.
     pub fn new(
         params: &[Param],
         ties: &[Tie],
         num_slices: usize,
-        is_exact: impl Fn(usize) -> bool,
+        sharing: impl Fn(usize) -> Sharing,
     ) -> Self {
         let (trainable, frozen): (Vec<usize>, Vec<usize>) =
             (0..params.len()).partition(|&index| params[index].trainable);
-        let buckets_of =
-            |members: &[usize]| buckets(params, members, ties, (num_slices, &is_exact));
+        let buckets_of = |members: &[usize]| buckets(params, members, ties, (num_slices, &sharing));
         let buckets = buckets_of(&trainable);
         let mut places = vec![None; params.len()];
         for (index, bucket) in buckets.iter().enumerate() {
@@ -120,7 +133,7 @@ fn buckets(
     params: &[Param],
     members: &[usize],
     ties: &[Tie],
-    (num_slices, is_exact): (usize, &impl Fn(usize) -> bool),
+    (num_slices, sharing): (usize, &impl Fn(usize) -> Sharing),
 ) -> Vec<Bucket> {
     let first_block = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
     let key = |&index: &usize| {
@@ -130,7 +143,7 @@ fn buckets(
             block: tie.is_none().then(|| Reverse(first_block(index))),
             dtype: params[index].dtype().as_str(),
             is_tiled: params[index].is_tiled,
-            is_exact: is_exact(index),
+            sharing: sharing(index),
         }
     };
     let mut keys: Vec<Key> = members.iter().map(key).collect();
@@ -156,9 +169,57 @@ fn buckets(
             len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
             dtype: first.unwrap_or(DType::F32),
             is_tiled: wanted.is_tiled,
-            is_exact: wanted.is_exact,
+            sharing: wanted.sharing,
             slots,
         }
     };
     keys.iter().map(bucket).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_comm::{Degrees, Mesh, launch};
+    use candle_core::Device;
+    use candle_nn::Init;
+
+    use super::*;
+    use crate::{Gradient, ParamStore, Placement, Shard};
+
+    /// Of 14 heads and three ranks, two have five and one four: a norm behind them lies at another place on each rank, unless it has a
+    /// bucket of its own.
+    #[test]
+    fn copies_lie_at_the_same_places_on_ranks_with_uneven_parts() -> candle_core::Result<()> {
+        let degrees = Degrees {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: 3,
+        };
+        let places = launch::threads(3, |world| {
+            let mesh = Mesh::new(world, degrees)?;
+            let store = ParamStore::init(0);
+            let vb = store.builder(DType::F32, &Device::Cpu);
+            let heads = Shard::even(0, 14, &mesh.tp)?;
+            vb.get_placed((14, 4), "heads", heads, Init::Const(1.0))?;
+            let partial = Placement::Replicated(Gradient::Partial);
+            vb.get_placed(3, "inner", partial, Init::Const(1.0))?;
+            vb.get(5, "norm", Init::Const(1.0))?;
+            let params = store.seal(&mesh, Default::default())?;
+            let index = |name: &str| params.iter().position(|param| param.name == name);
+            let place = |name: &str| params.layout().place(index(name)?);
+            let sharing = params.layout().buckets.iter().map(|bucket| bucket.sharing);
+            let lens = params.layout().buckets.iter().map(|bucket| bucket.len);
+            let sharing: Vec<_> = sharing.collect();
+            let heads = params.get(index("heads").unwrap_or_default()).num_values();
+            Ok((place("inner"), place("norm"), sharing, lens.last(), heads))
+        })?;
+        let expected = [Sharing::None, Sharing::Copies];
+        for (inner, norm, sharing, copies, _) in &places {
+            assert_eq!((*inner, *norm), (Some((1, 5)), Some((1, 0))));
+            assert_eq!(sharing, &expected);
+            assert_eq!(*copies, Some(SLICE_ALIGNMENT));
+        }
+        assert_ne!(places[0].4, places[1].4, "these parts are even");
+        Ok(())
+    }
 }

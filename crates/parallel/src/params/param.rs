@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Shape, Tensor, TensorId, Var};
+use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var};
 use candle_nn::Init;
+use serde::{Deserialize, Serialize};
 
 use super::pending_weights::PendingWeights;
 use super::placement::{Placement, Shard};
@@ -20,8 +21,10 @@ pub struct Param {
     pub global_shape: Shape,
     /// How it lies on the tensor-parallel ranks.
     pub placement: Placement,
-    /// Blocks of the chain that use it, in the order of construction.
+    /// Blocks of the chain that asked for it, in the order of construction; what was asked for outside of blocks counts as block 0's.
     pub blocks: Vec<usize>,
+    /// Who asked for it without [saying](crate::ParamBuilder::tied) that others do too.
+    pub(super) asked_by: Option<Asker>,
     /// Its distribution if there is no checkpoint.
     pub(super) init: Init,
     /// Whether it gets a gradient and an update.
@@ -40,7 +43,52 @@ pub struct Param {
     pub(super) pending: Arc<PendingWeights>,
 }
 
+/// Who asked for a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Asker {
+    /// A block of the chain.
+    Block(usize),
+    /// The program, with a builder that is no block's.
+    Outside,
+}
+
+impl Asker {
+    /// The block whose parameters it counts among.
+    pub fn block(self) -> usize {
+        match self {
+            Self::Block(index) => index,
+            Self::Outside => 0,
+        }
+    }
+}
+
+impl std::fmt::Display for Asker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Block(index) => write!(f, "block {index}"),
+            Self::Outside => f.write_str("the program, outside of blocks,"),
+        }
+    }
+}
+
+/// Says that a parameter is asked for by two, who do not say that they share it.
+pub(super) fn asked_twice(name: &str, first: Asker, second: Asker) -> String {
+    let who = match first == second {
+        true => format!("{first} asks twice for parameter {name}"),
+        false => format!("{first} and {second} ask for parameter {name}"),
+    };
+    format!(
+        "{who}: both would train one weight\nhint: where each should have a weight of its own, give the builder another name by \
+         pp(..), such as the block's index; a weight that is shared on purpose is asked for by vb.tied() everywhere but in one place"
+    )
+}
+
 impl Param {
+    /// Whether a block asked for it, and not the program outside of blocks.
+    pub(crate) fn is_of_blocks(&self) -> bool {
+        self.asked_by != Some(Asker::Outside)
+    }
+
     /// The local values, outside of any graph, when all updates have arrived.
     ///
     /// # Errors
@@ -95,6 +143,10 @@ impl Param {
 
     pub(crate) fn var(&self) -> &Var {
         &self.var
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        self.var.device()
     }
 
     /// Shape of the values held here, or of the bytes that stand for them.

@@ -10,15 +10,16 @@ use candle_core::{Result, Tensor, bail};
 
 use super::catalog::{Announcements, CatalogEntry, Overlap};
 use super::changes::{Changes, ValuesFrom};
-use super::data_parallel::{DataParallel, ReduceType, ReplicaGroups};
-use super::layout::{ParamLayout, Slot};
+use super::data_parallel::{DataParallel, ReplicaGroups};
+use super::layout::{ParamLayout, Sharing, Slot};
 use super::param::Param;
 use super::pending_weights::PendingWeights;
-use super::placement::{intersect, offset_by};
+use super::placement::{Placement, intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
 use super::store::Allowance;
+use crate::agreement::Facts;
 use crate::checkpoint::Checkpoint;
 use crate::lora::{DropoutPass, LoraConfig};
 use crate::memory::{Held, MemoryCategory, MemoryMeter};
@@ -69,6 +70,7 @@ impl Parameters {
             DropoutPass,
         ),
         (mesh, replicas): (&Mesh, DataParallel),
+        mut facts: Facts,
     ) -> Result<Self> {
         if mesh.degrees.cp > 1 {
             bail!(
@@ -77,8 +79,18 @@ impl Parameters {
                 mesh.degrees.cp
             );
         }
+        replicas.validate(mesh.dp.world_size())?;
+        facts.add("data parallelism", format!("{replicas:?}"));
+        facts.extend(source.facts()?);
+        facts.compare(
+            &mesh.world,
+            "ranks build different models",
+            "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
+             parallelism, in their data",
+        )?;
+        let is_drawn = |param: &Param| source.is_drawn(&param.wanted());
+        let ranks = Announcements::exchange(&params, is_drawn, mesh)?;
         let groups = ReplicaGroups::new(replicas, mesh)?;
-        let ranks = Announcements::exchange(&params, mesh)?;
         let catalog = ranks.catalog()?;
         for param in params.iter_mut().filter(|param| param.is_tiled) {
             param.is_tiled = ranks.is_tiled(&param.name);
@@ -101,10 +113,12 @@ impl Parameters {
             .map(|param| ranks.overlaps(&param.name, stage));
         let owned = owned.collect();
         let overlaps: Vec<Vec<Overlap>> = overlaps.collect();
-        let quantizes = replicas.quantize_weights || replicas.reduce == ReduceType::Int8;
-        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size(), |index| {
-            quantizes && !overlaps[index].is_empty()
-        });
+        let sharing = |index: usize| match (&params[index].placement, overlaps[index].is_empty()) {
+            (_, true) => Sharing::None,
+            (Placement::Replicated(_), false) => Sharing::Copies,
+            (Placement::Sharded(_), false) => Sharing::Overlapping,
+        };
+        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size(), sharing);
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
@@ -150,6 +164,11 @@ impl Parameters {
                 sharded,
             }),
         })
+    }
+
+    /// Whether these are the parameters of the same model, and not equal ones of another.
+    pub(crate) fn are_those_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 
     /// The parameters of this rank, in name order.

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::quantize_int8;
 
 use super::data_parallel::ReplicaGroups;
-use super::layout::{Bucket, ParamLayout, Slot};
+use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
 use super::placement::intersect;
 use super::slices::{GatheredRange, start_gather_range, unpacked};
@@ -80,7 +80,9 @@ impl ShardedWeights {
             let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
             let quantize_weights = groups.config.quantize_weights;
             Ok(ShardedBucket {
-                is_quantized: quantize_weights && !bucket.is_exact && is_float(&slice),
+                is_quantized: quantize_weights
+                    && bucket.sharing == Sharing::None
+                    && is_float(&slice),
                 _held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
                 meter: meter.clone(),
                 slice,

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::init::init_values;
 use super::placement::Shard;
+use crate::agreement::Facts;
 use crate::checkpoint::Checkpoint;
 use crate::lora::{Adapter, LoraConfig, file_name};
 
@@ -78,6 +79,41 @@ impl Source {
             None if wanted.is_adapter => Ok(DType::F32),
             None => Ok(dtype),
         }
+    }
+
+    /// Whether the values are drawn at random.
+    pub fn is_drawn(&self, wanted: &Wanted<'_>) -> bool {
+        self.file(wanted).is_none()
+    }
+
+    /// What ranks must say alike of where their weights come from.
+    pub fn facts(&self) -> Result<Facts> {
+        let base = match &self.base {
+            BaseSource::Init { seed } => format!("seed {seed}"),
+            BaseSource::Pretrained(checkpoint) => {
+                format!("a checkpoint with digest {:016x}", checkpoint.digest()?)
+            }
+        };
+        let lora = match &self.lora {
+            None => "none".to_string(),
+            Some(LoraSource::Init(lora)) => format!(
+                "{:?}",
+                LoraConfig {
+                    base_model: None,
+                    ..lora.clone()
+                }
+            ),
+            Some(LoraSource::Trained(adapter)) => {
+                format!(
+                    "an adapter with digest {:016x}",
+                    adapter.weights().digest()?
+                )
+            }
+        };
+        let mut facts = Facts::default();
+        facts.add("the source of the weights", base);
+        facts.add("the source of the adapters", lora);
+        Ok(facts)
     }
 
     /// The file that has the values, and their name there.

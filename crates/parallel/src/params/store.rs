@@ -11,7 +11,7 @@ use candle_nn::Init;
 use super::builder::ParamBuilder;
 use super::catalog::CatalogEntry;
 use super::data_parallel::{DataParallel, ZeroStage};
-use super::param::Param;
+use super::param::{Asker, Param, asked_twice};
 use super::parameters::Parameters;
 use super::pending_weights::PendingWeights;
 use super::placement::Placement;
@@ -19,6 +19,7 @@ use super::sharded_weights::ShardedWeights;
 use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
 use super::weight_format::{Packing, WeightFormat, hold};
+use crate::agreement::Facts;
 use crate::checkpoint::Checkpoint;
 use crate::lora::{Adapter, DropoutPass, LoraConfig};
 
@@ -104,7 +105,9 @@ pub(crate) struct ParamRequest<'a> {
     pub init: Init,
     pub dtype: DType,
     pub device: &'a Device,
-    pub block: usize,
+    pub asker: Asker,
+    /// Whether others ask for it, too: see [`ParamBuilder::tied`].
+    pub is_tied: bool,
     /// Whether the layer can use its rows tile by tile.
     pub by_tiles: bool,
     /// Whether it is of a low-rank adapter.
@@ -285,6 +288,29 @@ impl ParamStore {
                     request.placement
                 );
             }
+            if param.packing.is_none() && param.dtype() != request.dtype {
+                bail!(
+                    "parameter {} is asked for twice: as {} and as {}\nhint: ask for it in one type, and convert it where it is used",
+                    request.name,
+                    param.dtype().as_str(),
+                    request.dtype.as_str()
+                );
+            }
+            match (param.asked_by, request.is_tied) {
+                (_, true) => {}
+                (None, false) => param.asked_by = Some(request.asker),
+                // A program that builds layers without a model knows what it does.
+                (Some(Asker::Outside), false) if request.asker == Asker::Outside => {}
+                (Some(first), false) => bail!("{}", asked_twice(&param.name, first, request.asker)),
+            }
+            let (first, second) = (format!("{:?}", param.init), format!("{:?}", request.init));
+            if first != second && self.source.is_drawn(&param.wanted()) {
+                bail!(
+                    "parameter {} is asked for twice, with other initial values: {first} and {second}\nhint: ask for it with the \
+                     same Init everywhere",
+                    param.name
+                );
+            }
             if param.packing.is_some() && !request.by_tiles {
                 bail!(
                     "parameter {} is held in fewer bits for one layer, and another one asks for it whole\nhint: ask for it by \
@@ -293,8 +319,9 @@ impl ParamStore {
                 );
             }
             param.is_tiled &= request.by_tiles;
-            if !param.blocks.contains(&request.block) {
-                param.blocks.push(request.block);
+            let block = request.asker.block();
+            if !param.blocks.contains(&block) {
+                param.blocks.push(block);
             }
             return Ok(param.tensor());
         }
@@ -327,7 +354,8 @@ impl ParamStore {
             init,
             dtype,
             device,
-            block,
+            asker,
+            is_tied,
             by_tiles: _,
             is_adapter,
             is_inner,
@@ -383,7 +411,8 @@ impl ParamStore {
             global_shape: shape,
             placement,
             init,
-            blocks: vec![block],
+            blocks: vec![asker.block()],
+            asked_by: (!is_tied).then_some(asker),
             trainable,
             is_tiled: false,
             packing,
@@ -398,10 +427,14 @@ impl ParamStore {
     }
 
     /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
-    /// tensor of the checkpoint. Every rank of the mesh must call it.
-    pub(crate) fn seal(&self, mesh: &Mesh) -> Result<Parameters> {
-        let state = self.lock();
+    /// tensor of the checkpoint. `facts` is what all ranks must say alike of the model. Every rank of the mesh must call it.
+    pub(crate) fn seal(&self, mesh: &Mesh, facts: Facts) -> Result<Parameters> {
+        let mut state = self.lock();
         let params: Vec<Param> = state.params.values().cloned().collect();
+        // Another model that is built from this store has these parameters, too.
+        for param in state.params.values_mut() {
+            param.asked_by = None;
+        }
         let params = Parameters::new(
             params,
             (self.source.clone(), state.allowance.clone()),
@@ -411,6 +444,7 @@ impl ParamStore {
                 self.dropout.clone(),
             ),
             (mesh, state.replicas),
+            facts,
         )?;
         params.check_adapters(&state.linears)?;
         Ok(params)

@@ -68,12 +68,26 @@ pub trait Block: Send + Sync {
 ///
 /// It must depend on its input and on each of its trainable parameters by operations that have a backward: what does not is
 /// reported by name in the backward pass. Parallel layers take part as candle modules.
+///
+/// What is computed from parameters is computed in the forward pass: a `cat`, `contiguous` or `to_dtype` of a weight while the block is
+/// built keeps the initial values for ever, though gradients flow through it; views such as `t` and `narrow` may be made then. What is
+/// trained is asked for from the block's [`ParamBuilder`](crate::ParamBuilder), also if another block has it
+/// ([`ParamBuilder::tied`](crate::ParamBuilder::tied)): a [`Var`] of one's own is an error. Every tensor-parallel rank enters the same
+/// regions in the same order, also where it has no rows for them, and draws the same random numbers.
 pub trait PlainBlock: Send + Sync {
     /// The block's output in candle's graph; for inputs and outputs see [`Block`].
     ///
     /// # Errors
     /// What the block's operations return.
     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor>;
+
+    /// As [`Self::forward`], while nothing is trained: for a block that drops values at random, or does something else in training only.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        self.forward(xs, batch)
+    }
 }
 
 /// A block that is one layer.
@@ -128,6 +142,6 @@ impl<B: PlainBlock> Block for InCandle<B> {
     }
 
     fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        Ok(self.0.forward(xs, batch)?.detach())
+        Ok(self.0.infer(xs, batch)?.detach())
     }
 }

@@ -1,7 +1,9 @@
 //! Forward passes without backward passes.
 
+use std::sync::atomic::Ordering;
+
 use candle_comm::{P2p, ProcessGroup};
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor, bail};
 
 use super::eval_sums::EvalSums;
 use super::micro_batch::MicroBatch;
@@ -23,6 +25,7 @@ impl Pipeline {
         shape: impl Into<Shape>,
         pick: impl Fn(Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
+        stage.begin();
         let result = match infer_stage(pp, stage, batch)? {
             Some(output) => pick(output)?.contiguous()?,
             None => Tensor::zeros(shape, stage.dtype(), stage.device())?,
@@ -32,23 +35,50 @@ impl Pipeline {
 
     /// Forward passes of micro-batches with targets, without backward passes: what the last block gives, added up on the ranks of the last
     /// stage; zeros on the others. Every rank of a replica must be given the same micro-batches; with ZeRO-3 all replicas must be
-    /// given as many.
+    /// given as many. The first batch of all is evaluated twice.
     ///
     /// # Errors
-    /// What `batches` and blocks return, and failures of ranks.
+    /// A block that gives other bits for the same batch the second time, as one does that still drops values at random; what `batches`
+    /// and blocks return, and failures of ranks.
     pub fn evaluate(
         &self,
         stage: &Stage,
         batches: impl IntoIterator<Item = Result<MicroBatch>>,
     ) -> Result<EvalSums> {
         let mut sums = EvalSums::default();
+        stage.begin();
         for batch in batches {
             let batch = batch?;
+            if !self.evaluates_alike.swap(true, Ordering::Relaxed) {
+                self.check_evaluates_alike(stage, &batch)?;
+            }
             if let Some(output) = infer_stage(&self.pp, stage, &batch)? {
                 sums = sums + EvalSums::of(&output, batch.num_targets()?)?;
             }
         }
         Ok(sums)
+    }
+
+    /// An error that names a block of this stage which gives other bits when it runs again.
+    fn check_evaluates_alike(&self, stage: &Stage, batch: &MicroBatch) -> Result<()> {
+        let outputs = || -> Result<Vec<(usize, u64)>> {
+            stage.begin_noting_outputs();
+            infer_stage(&self.pp, stage, batch)?;
+            Ok(stage.noted_outputs())
+        };
+        let (first, second) = (outputs()?, outputs()?);
+        match first
+            .iter()
+            .zip(&second)
+            .find(|(first, second)| first != second)
+        {
+            None => Ok(()),
+            Some(((block, _), _)) => bail!(
+                "block {block} gives other values when the same batch is evaluated again: its loss would be one of many\nhint: a block \
+                 that draws random numbers, as for dropout, must not do so while the model is evaluated; PlainBlock::infer is for \
+                 that"
+            ),
+        }
     }
 }
 

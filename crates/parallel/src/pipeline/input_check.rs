@@ -2,23 +2,23 @@
 //! micro-batch moves something between them.
 //!
 //! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
-//! and 3, with different numbers of micro-batches wait for each other until the deadline.
+//! and 3, with different numbers of micro-batches wait for each other until the deadline. So what ranks have is compared before each
+//! step's passes, by one sum of two numbers.
 
-use std::hash::{DefaultHasher, Hasher};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::hash::Hasher;
 
-use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, Tensor, bail};
+use candle_comm::{Mesh, ReduceOp};
+use candle_core::{DType, Result, Tensor, bail};
+use twox_hash::XxHash64;
 
 use super::micro_batch::MicroBatch;
+use crate::agreement::Comparison;
 
-/// Compares, in the first step, what the ranks of each replica are given.
+/// Compares, before each step's passes, what the ranks of each replica are given.
 pub(super) struct InputCheck {
-    world: ProcessGroup,
-    replica: usize,
+    mesh: Mesh,
     /// Whether ranks share a replica.
     has_mates: bool,
-    was_run: AtomicBool,
 }
 
 impl InputCheck {
@@ -26,37 +26,77 @@ impl InputCheck {
     pub fn new(mesh: &Mesh) -> Option<Self> {
         let is_needed = mesh.world.world_size() > 1;
         is_needed.then(|| Self {
-            world: mesh.world.clone(),
-            replica: mesh.dp.rank(),
             has_mates: mesh.degrees.pp * mesh.degrees.tp > 1,
-            was_run: AtomicBool::new(false),
+            mesh: mesh.clone(),
         })
     }
 
     /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or two replicas with unequal
-    /// numbers of them if these must be equal; nothing after the first call, which every rank must make.
-    pub fn run_once(&self, micro_batches: &[MicroBatch], counts_are_equal: bool) -> Result<()> {
-        let is_needed = self.has_mates || counts_are_equal;
-        if !is_needed || self.was_run.swap(true, Ordering::Relaxed) {
+    /// numbers of them if these must be equal. Every rank must call it.
+    pub fn run(&self, micro_batches: &[MicroBatch], counts_are_equal: bool) -> Result<()> {
+        if !self.has_mates && !counts_are_equal {
             return Ok(());
         }
-        let mut said = vec![self.replica as u64, micro_batches.len() as u64];
+        let given = self.given(micro_batches)?;
+        let mut hasher = XxHash64::default();
+        given.iter().for_each(|number| hasher.write_u64(*number));
+        let (world, degrees) = (&self.mesh.world, self.mesh.degrees);
+        let place = [self.mesh.dp.rank()];
+        let over_replica = Comparison {
+            num_ranks: degrees.pp * degrees.tp,
+            is_first: self.mesh.pp.rank() == 0 && self.mesh.tp.rank() == 0,
+            place: &place,
+        };
+        let over_world = Comparison {
+            num_ranks: world.world_size(),
+            is_first: world.rank() == 0,
+            place: &[],
+        };
+        let count = match counts_are_equal {
+            true => micro_batches.len() as u64,
+            false => 0,
+        };
+        let own = [
+            over_replica.summand(hasher.finish()),
+            over_world.summand(count),
+        ];
+        let own = Tensor::new(&own, world.device())?;
+        let sums = world.all_reduce(&own, ReduceOp::Sum)?.to_vec1::<f64>()?;
+        match sums.iter().all(|sum| *sum == 0.0) {
+            true => Ok(()),
+            false => self.blame(&given, counts_are_equal),
+        }
+    }
+
+    /// The replica, the number of micro-batches, and of each (b, t, tokens, targets, documents), the last three as hashes.
+    fn given(&self, micro_batches: &[MicroBatch]) -> Result<Vec<u64>> {
+        let mut given = vec![self.mesh.dp.rank() as u64, micro_batches.len() as u64];
         for batch in micro_batches {
             let (b, t) = batch.dims()?;
-            let targets = batch.targets.as_ref().map(checksum).transpose()?;
-            let starts = batch
-                .documents
-                .as_ref()
-                .map(|documents| hash_of(documents.starts()));
-            let sums = [
-                checksum(&batch.tokens)?,
+            let targets = batch.targets.as_ref().map(hash_of).transpose()?;
+            let documents = batch.documents.as_ref().map(|documents| {
+                let mut hasher = XxHash64::default();
+                let starts = documents.starts().iter();
+                starts.for_each(|start| hasher.write_u32(*start));
+                hasher.finish()
+            });
+            let hashes = [
+                hash_of(&batch.tokens)?,
                 targets.unwrap_or_default(),
-                starts.unwrap_or_default(),
+                documents.unwrap_or_default(),
             ];
-            said.extend([b as u64, t as u64].into_iter().chain(sums));
+            given.extend([b as u64, t as u64].into_iter().chain(hashes));
         }
-        let bytes: Vec<u8> = said.into_iter().flat_map(u64::to_le_bytes).collect();
-        let all = self.world.all_gather_bytes(&bytes)?;
+        Ok(given)
+    }
+
+    /// The error for what ranks were given, this one `given`; every rank must call it.
+    fn blame(&self, given: &[u64], counts_are_equal: bool) -> Result<()> {
+        let bytes: Vec<u8> = given
+            .iter()
+            .flat_map(|number| number.to_le_bytes())
+            .collect();
+        let all = self.mesh.world.all_gather_bytes(&bytes)?;
         let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
         for (rank, given) in all.iter().enumerate() {
             let mates = all.iter().position(|other| other.first() == given.first());
@@ -108,12 +148,25 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
     numbers.map(u64::from_le_bytes).collect()
 }
 
-fn checksum(ids: &Tensor) -> Result<u64> {
-    Ok(hash_of(&ids.flatten_all()?.to_vec1::<u32>()?))
-}
-
-fn hash_of(ids: &[u32]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    ids.iter().for_each(|&id| hasher.write_u32(id));
-    hasher.finish()
+/// A hash of values on the host, ids of tokens or numbers.
+fn hash_of(values: &Tensor) -> Result<u64> {
+    let values = values.flatten_all()?;
+    let mut hasher = XxHash64::default();
+    match values.dtype() {
+        DType::U32 => {
+            let ids = values.to_vec1::<u32>()?;
+            ids.iter().for_each(|id| hasher.write_u32(*id));
+        }
+        dtype if dtype.is_int() => {
+            let ids = values.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+            ids.iter().for_each(|id| hasher.write_i64(*id));
+        }
+        _ => {
+            let values = values.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            values
+                .iter()
+                .for_each(|value| hasher.write_u64(value.to_bits()));
+        }
+    }
+    Ok(hasher.finish())
 }

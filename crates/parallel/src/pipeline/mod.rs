@@ -2,6 +2,7 @@
 
 mod block;
 mod eval_sums;
+mod graph;
 mod inference;
 mod input_check;
 mod key_value_cache;

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 
-/// Result of [`super::Pipeline::forward_backward`] on one stage.
+/// Result of [`super::Pipeline::forward_backward`] on one stage: what a program may want to print. The step's loss and gradients come
+/// from [`Gradients`](crate::Gradients), which count all passes of the step.
 #[derive(Clone, Debug, Default)]
 pub struct PassReport {
     /// Sum of the losses of this replica's targets, not divided, an f64 scalar on the stage's device; `None` but on the last
@@ -16,8 +17,6 @@ pub struct PassReport {
     pub forward_secs: f64,
     /// The same for backward passes.
     pub backward_secs: f64,
-    /// Whether this rank asks all ranks to stop after the step. The passes do not; whoever drives them may.
-    pub asks_to_stop: bool,
 }
 
 /// Measures time without that spent waiting for other ranks.

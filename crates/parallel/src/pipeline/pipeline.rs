@@ -1,6 +1,7 @@
 //! Runs a schedule: the one train-step engine of every layout.
 
 use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 
 use candle_comm::trace::{self, SpanKind};
@@ -19,10 +20,12 @@ use crate::gradients::Gradients;
 pub struct Pipeline {
     schedule: Schedule,
     pub(super) pp: ProcessGroup,
-    /// Compares what the ranks of a replica are given, once.
+    /// Compares what the ranks of a replica are given.
     input_check: Option<InputCheck>,
     /// Of forward and backward passes on the device, if they are timed there.
     stopwatches: Option<[Mutex<Stopwatch>; 2]>,
+    /// Whether a batch was evaluated twice, to see that it gives the same.
+    pub(super) evaluates_alike: AtomicBool,
 }
 
 /// Places of the stopwatches.
@@ -47,6 +50,7 @@ impl Pipeline {
             pp: mesh.pp.clone(),
             input_check: InputCheck::new(mesh),
             stopwatches: None,
+            evaluates_alike: AtomicBool::new(false),
         }
     }
 
@@ -91,12 +95,28 @@ impl Pipeline {
     /// Forward and backward passes of all micro-batches of a step: adds to `gradients` those of the sum of the losses over
     /// this replica's targets, times [`Gradients::loss_scale`]. [`Gradients::reduce`] makes them those of the mean over the global batch.
     ///
-    /// Every rank of a replica, whatever its stage, must be given the same micro-batches.
+    /// Every rank of a replica, whatever its stage, must be given the same micro-batches. A step may have several calls, whose losses,
+    /// targets and gradients add up; with replicas each call sums over them, unless
+    /// [`DataParallel::overlap`](crate::DataParallel::overlap) is off.
     ///
     /// # Errors
-    /// Ranks of a replica that were given different micro-batches, and with ZeRO-2 and 3 replicas that were given unequal numbers
-    /// of them (found in the first step), and what blocks return.
+    /// Ranks of a replica that were given different micro-batches, with ZeRO-2 and 3 replicas that were given unequal numbers of
+    /// them, gradients of another model, and what blocks return. After an error `gradients` have nothing of the step: it begins anew.
     pub fn forward_backward(
+        &self,
+        stage: &Stage,
+        micro_batches: &[MicroBatch],
+        gradients: &mut Gradients,
+    ) -> Result<PassReport> {
+        gradients.check_are_of(stage.params())?;
+        let report = self.run_passes(stage, micro_batches, gradients);
+        if report.is_err() {
+            gradients.clear();
+        }
+        report
+    }
+
+    fn run_passes(
         &self,
         stage: &Stage,
         micro_batches: &[MicroBatch],
@@ -104,8 +124,10 @@ impl Pipeline {
     ) -> Result<PassReport> {
         if let Some(check) = &self.input_check {
             let counts_are_equal = stage.params().groups().shards_gradients();
-            check.run_once(micro_batches, counts_are_equal)?;
+            check.run(micro_batches, counts_are_equal)?;
         }
+        gradients.begin_passes()?;
+        stage.begin();
         stage.params().meter().begin_passes(stage.device())?;
         let (rank, num_stages) = (self.pp.rank(), self.pp.world_size());
         let instructions = self
@@ -182,6 +204,7 @@ impl Pipeline {
                 Some(sum) => (sum + loss)?,
             });
         }
+        gradients.add_passes(report.loss_sum.as_ref(), report.num_targets)?;
         Ok(report)
     }
 

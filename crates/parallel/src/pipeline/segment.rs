@@ -1,5 +1,6 @@
 //! One block of a stage with its parameters, and its segment of the tape.
 
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -7,6 +8,7 @@ use candle_core::{Result, Tensor, Var, bail};
 use candle_ops::with_backward1;
 
 use super::block::{Backward, Block, Pass};
+use super::graph::{KeptNodes, params_in};
 use super::micro_batch::MicroBatch;
 use super::recompute::{Discard, Recompute, check_repeats, fingerprint};
 use crate::gradients::Gradients;
@@ -27,6 +29,9 @@ pub(super) struct StageBlock {
     pub recompute: Recompute,
     /// Whether the block was seen to give the same output when it ran again.
     is_checked: AtomicBool,
+    kept: KeptNodes,
+    /// Passes in which no gradient reaches the block, but in the first of which its graph was looked at.
+    is_known: AtomicBool,
 }
 
 /// What all passes of a micro-batch share.
@@ -67,7 +72,26 @@ impl StageBlock {
             params: (0..params.len()).filter(is_of_block).collect(),
             recompute: Recompute::None,
             is_checked: AtomicBool::new(false),
+            kept: KeptNodes::default(),
+            is_known: AtomicBool::new(false),
         }
+    }
+
+    /// The output of a block that no gradient reaches.
+    pub fn forward_frozen(
+        &self,
+        xs: &Tensor,
+        pass: &BatchPass,
+        gradients: &Gradients,
+    ) -> Result<(Tensor, Segment)> {
+        if self.is_known.swap(true, Ordering::Relaxed) {
+            return Ok((self.block.infer(xs, &pass.batch)?, Segment::Frozen));
+        }
+        let (output, backward) = self.run(xs, pass, &mut Discard)?;
+        if let Backward::Graph { input, output } = backward {
+            params_in(&output, input.as_ref(), gradients)?;
+        }
+        Ok((output, Segment::Frozen))
     }
 
     /// The output, and what the tape keeps.
@@ -173,7 +197,7 @@ impl StageBlock {
         for (slot, &index) in self.params.iter().enumerate() {
             let param = params.get(index);
             let is_missing = num_writes[slot] + after[slot] == before[slot];
-            if param.trainable && is_missing {
+            if param.trainable && param.is_of_blocks() && is_missing {
                 bail!(
                     "the trainable parameter {} got no gradient\nhint: the block's own backward pass must write one for \
                      each micro-batch, or the parameter should be frozen",
@@ -192,21 +216,26 @@ impl StageBlock {
         params: &Parameters,
         gradients: &mut Gradients,
     ) -> Result<Option<Tensor>> {
-        let trainable = self.params.iter().copied();
-        let trainable = trainable.filter(|&index| params.get(index).trainable);
+        let used = params_in(output, input.as_ref(), gradients)?;
+        self.kept.check(output, params)?;
         let mut grads = if output.track_op() {
             seed(output, upstream)?.backward()?
         } else {
             Default::default()
         };
-        let mut missing = Vec::new();
-        for index in trainable {
-            let param = params.get(index);
-            match grads.remove(param.var()) {
-                Some(grad) => gradients.accumulate(index, &grad)?,
-                None => missing.push(param.name.as_str()),
+        let mut has_gradient = HashSet::new();
+        // In the order of the parameters, which is the same on every rank.
+        for index in used.into_iter().collect::<BTreeSet<_>>() {
+            if let Some(grad) = grads.remove(params.get(index).var()) {
+                gradients.accumulate(index, &grad)?;
+                has_gradient.insert(index);
             }
         }
+        let own = self.params.iter().map(|&index| (index, params.get(index)));
+        let missing = own.filter(|(index, param)| {
+            param.trainable && param.is_of_blocks() && !has_gradient.contains(index)
+        });
+        let missing: Vec<&str> = missing.map(|(_, param)| param.name.as_str()).collect();
         if let Some(first) = missing.first() {
             bail!(
                 "{} trainable parameters got no gradient, the first is {first}\nhint: an operation of the block has no \

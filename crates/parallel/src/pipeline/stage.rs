@@ -1,16 +1,19 @@
 //! The contiguous range of a model's blocks that one pipeline stage runs.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_comm::Mesh;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_comm::{Mesh, Scope};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 
 use super::block::Block;
 use super::micro_batch::MicroBatch;
 use super::recompute::Recompute;
 use super::segment::{BatchPass, Segment, StageBlock};
+use crate::agreement::Facts;
 use crate::gradients::Gradients;
-use crate::params::{ParamBuilder, Parameters, part};
+use crate::params::{ParamBuilder, Parameters, checksum, is_about_released, part};
 
 /// This rank's blocks, in order, and their parameters.
 pub struct Stage {
@@ -20,6 +23,10 @@ pub struct Stage {
     dtype: DType,
     device: Device,
     params: Parameters,
+    /// Passes of blocks since those of a step, or of an evaluation, began.
+    num_passes: AtomicU64,
+    /// Blocks and hashes of what they gave, while that is noted.
+    noted: Mutex<Option<Vec<(usize, u64)>>>,
 }
 
 /// What the backward pass of a micro-batch needs: one segment a block.
@@ -55,6 +62,17 @@ pub fn stage_blocks(num_blocks: usize, stage: usize, num_stages: usize) -> Resul
     Ok(start..end)
 }
 
+/// The error of building a block; if it is that of values which are not in memory, why they are not.
+fn about_released_while_building(err: Error) -> Error {
+    match is_about_released(&err) {
+        false => err,
+        true => err.context(
+            "the values of parameters are not in memory while blocks are built with ZeRO-3\nhint: compute with them in the forward pass; \
+             even without ZeRO-3, what is computed from them while the block is built never sees an update",
+        ),
+    }
+}
+
 impl Stage {
     /// Builds this rank's blocks of a chain of `num_blocks`: `build` gets the index of a block and the builder of its
     /// parameters. Every rank of the mesh must call it.
@@ -67,9 +85,20 @@ impl Stage {
     ) -> Result<Self> {
         let range = stage_blocks(num_blocks, mesh.pp.rank(), mesh.pp.world_size())?;
         let blocks = range
-            .map(|index| Ok((index, build(index, vb.block(index, num_blocks))?)))
+            .map(|index| {
+                let block = build(index, vb.block(index, num_blocks));
+                let block = block.map_err(|err| {
+                    let err = about_released_while_building(err);
+                    err.context(format!("building block {index}"))
+                });
+                Ok((index, block?))
+            })
             .collect::<Result<Vec<_>>>()?;
-        let params = vb.store().seal(mesh)?;
+        let mut facts = Facts::default();
+        facts.add("the number of blocks", num_blocks);
+        facts.add("the hidden size", hidden_size);
+        facts.add("the type", vb.dtype().as_str());
+        let params = vb.store().seal(mesh, facts)?;
         let blocks = blocks
             .into_iter()
             .map(|(index, block)| StageBlock::new(index, block, &params))
@@ -81,7 +110,28 @@ impl Stage {
             dtype: vb.dtype(),
             device: vb.device().clone(),
             params,
+            num_passes: AtomicU64::new(0),
+            noted: Mutex::default(),
         })
+    }
+
+    /// Notes what blocks give from now on, outside of training.
+    pub(super) fn begin_noting_outputs(&self) {
+        *self.noted() = Some(Vec::new());
+    }
+
+    /// Blocks and hashes of what they have given since noting began, which ends.
+    pub(super) fn noted_outputs(&self) -> Vec<(usize, u64)> {
+        self.noted().take().unwrap_or_default()
+    }
+
+    fn noted(&self) -> MutexGuard<'_, Option<Vec<(usize, u64)>>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins the passes of a step or of an evaluation, which all ranks that share a replica begin alike.
+    pub(super) fn begin(&self) {
+        self.num_passes.store(0, Ordering::Relaxed);
     }
 
     /// The stage with activations recomputed: `of_block` tells what to keep of the block with an index. Every rank of the mesh
@@ -154,11 +204,17 @@ impl Stage {
         self.params.set_dropout_pass(pass.dropout.clone());
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
-            let (output, segment) =
+            let (result, num_collectives) =
                 self.run(FORWARD, block, next, || match position < num_frozen {
-                    true => Ok((block.block.infer(&xs, batch)?, Segment::Frozen)),
+                    true => block.forward_frozen(&xs, &pass, gradients),
                     false => block.forward(&xs, &pass, gradients),
-                })?;
+                });
+            let (output, segment) =
+                result.map_err(|err| self.about_released(err, block, (&xs, batch)))?;
+            gradients.count_collectives(num_collectives);
+            if self.is_shared(&output, batch)? {
+                gradients.note_border(block.index, true, &output)?;
+            }
             xs = output;
             segments.push(segment);
             self.params.meter().count_activations(&self.device)?;
@@ -169,25 +225,67 @@ impl Stage {
         Ok((xs, Tape { segments, pass }))
     }
 
-    /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come.
+    /// Whether what leaves a block in a pass of `batch` is what all tensor-parallel ranks share: (b, t, hidden), or the loss. A model
+    /// that divides the sequence between its blocks has something else.
+    fn is_shared(&self, values: &Tensor, batch: &MicroBatch) -> Result<bool> {
+        let shape = Shape::from(self.boundary_shape(batch)?);
+        Ok(values.rank() == 0 || values.shape() == &shape)
+    }
+
+    /// The error of a block's forward pass; if it is that of values which are not in memory, whose they are.
+    fn about_released(
+        &self,
+        err: Error,
+        block: &StageBlock,
+        (xs, batch): (&Tensor, &MicroBatch),
+    ) -> Error {
+        if !is_about_released(&err) {
+            return err;
+        }
+        let fails = || {
+            let again = block.block.infer(xs, batch);
+            again.is_err_and(|err| is_about_released(&err))
+        };
+        match self.params.missed(&block.params, fails) {
+            None => err,
+            Some(param) => err.context(format!(
+                "block {} uses the values of parameter {}, for which another block asked: as replicas divide the weights (ZeRO-3), they \
+                 are in memory for blocks that asked for them only\nhint: each block that uses a shared weight asks for it, by \
+                 vb.tied(), instead of keeping another block's tensor",
+                block.index, param.name
+            )),
+        }
+    }
+
+    /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come. The result,
+    /// and how many collectives the pass made.
     fn run<T>(
         &self,
-        name: &str,
+        name: &'static str,
         block: &StageBlock,
         next: Option<&StageBlock>,
         pass: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
+    ) -> (Result<T>, u64) {
         let next = next.map(|next| next.index);
+        let scope = Scope {
+            what: name,
+            block: block.index,
+            number: self.num_passes.fetch_add(1, Ordering::Relaxed),
+        };
+        let mut num_collectives = 0;
         let result = self.params.acquire(block.index).and_then(|()| {
             if let Some(next) = next {
                 self.params.prefetch(next)?;
             }
             self.params.check_present(&block.params)?;
-            let result = pass()?;
+            let (result, number) = scope.run(pass);
+            num_collectives = number;
+            let result = result?;
             self.params.free(block.index, next)?;
             Ok(result)
         });
-        result.map_err(|err| err.context(format!("{name} of block {}", block.index)))
+        let result = result.map_err(|err| err.context(format!("{name} of block {}", block.index)));
+        (result, num_collectives)
     }
 
     /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
@@ -216,7 +314,11 @@ impl Stage {
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
-            xs = self.run(FORWARD, block, next, || block.block.infer(&xs, batch))?;
+            let (output, _) = self.run(FORWARD, block, next, || block.block.infer(&xs, batch));
+            xs = output.map_err(|err| self.about_released(err, block, (&xs, batch)))?;
+            if let Some(outputs) = &mut *self.noted() {
+                outputs.push((block.index, checksum(&xs)?));
+            }
         }
         Ok(xs)
     }
@@ -257,9 +359,16 @@ impl Stage {
             is_output = false;
             let next = position.checked_sub(1).filter(|&next| next >= num_frozen);
             let next = next.map(|next| &self.blocks[next]);
-            upstream = self.run("backward pass", block, next, || {
+            let (input_grad, num_collectives) = self.run("backward pass", block, next, || {
                 block.backward(segment, &tape.pass, grad, &self.params, gradients)
-            })?;
+            });
+            upstream = input_grad?;
+            gradients.count_collectives(num_collectives);
+            if let Some(grad) = &upstream
+                && self.is_shared(grad, &tape.pass.batch)?
+            {
+                gradients.note_border(block.index, false, grad)?;
+            }
             gradients.block_done(block.index, is_last_micro_batch)?;
             self.params.meter().count_activations(&self.device)?;
         }

@@ -7,10 +7,9 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Block, ColumnParallelLinear, Gradients, MicroBatch, ParamBuilder, ParamStore, PassReport,
-    PlainBlock, RowParallelLinear, Shard, Stage, VocabParallelEmbedding, WEIGHT_INIT,
-    column_parallel_linear, plain_block, row_parallel_linear, vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
+    Block, ColumnParallelLinear, Gradients, MicroBatch, ParamBuilder, ParamStore, PlainBlock,
+    RowParallelLinear, Shard, Stage, VocabParallelEmbedding, WEIGHT_INIT, column_parallel_linear,
+    plain_block, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
 use crate::check::random_ids;
@@ -89,7 +88,10 @@ impl Chain {
             })));
         }
         let shard = Shard::even(0, self.vocab, tp)?;
-        let vb = vb.pp(if self.tied { "embed" } else { "head" });
+        let vb = match self.tied {
+            true => vb.tied().pp("embed"),
+            false => vb.pp("head"),
+        };
         let shape = (self.vocab, HIDDEN);
         // Of a weight that one of its users takes whole there are no tiles.
         let weight = match self.tied {
@@ -138,12 +140,10 @@ impl PlainBlock for Plain {
     }
 }
 
-/// What the passes of a step gave whose gradients are those of one target: the global batch has no more.
-pub fn one_target(mesh: &Mesh) -> PassReport {
-    PassReport {
-        num_targets: usize::from(mesh.dp.rank() == 0),
-        ..PassReport::default()
-    }
+/// The gradients as those of one target: the global batch has no more.
+pub fn one_target<'a>(gradients: &'a mut Gradients, mesh: &Mesh) -> &'a mut Gradients {
+    gradients.set_num_targets(usize::from(mesh.dp.rank() == 0));
+    gradients
 }
 
 impl PlainBlock for Embed {

@@ -80,9 +80,8 @@ fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
         past: None,
     };
     let step = |_| {
-        let passes =
-            pipeline.forward_backward(stage, std::slice::from_ref(&batch), &mut gradients)?;
-        let report = optimizer.step(&mut gradients, &passes, 3e-2, Some(1.0))?;
+        pipeline.forward_backward(stage, std::slice::from_ref(&batch), &mut gradients)?;
+        let report = optimizer.step(&mut gradients, 3e-2, Some(1.0))?;
         Ok((report.loss.mean, report.grad_norm))
     };
     (0..3).map(step).collect()

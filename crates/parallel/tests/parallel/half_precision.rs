@@ -69,7 +69,7 @@ fn masters_are_the_weights_of_training_in_f32_and_weights_are_masters_rounded() 
                 let mut gradients = Gradients::new(stage.params(), &mesh)?;
                 for step in 0..STEPS {
                     accumulate(stage, &mesh, step, &mut gradients)?;
-                    optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
+                    optimizer.step(one_target(&mut gradients, &mesh), 0.01, Some(1.0))?;
                 }
                 let state = optimizer.state()?;
                 let masters = state.iter().filter(|state| state.kind == "master");
@@ -121,7 +121,7 @@ fn updates_smaller_than_a_step_of_bf16_add_up() -> Result<()> {
                 &Tensor::ones(param.local_shape(), DType::F32, mesh.world.device())?,
             )?;
         }
-        optimizer.step(&mut gradients, &one_target(&mesh), LR, None)?;
+        optimizer.step(one_target(&mut gradients, &mesh), LR, None)?;
         let want = 1.0 - LR * num_steps as f64;
         for weight in norm.values()?.to_dtype(DType::F64)?.to_vec1::<f64>()? {
             let error = (weight - want).abs();
@@ -154,7 +154,7 @@ fn bf16_weights_that_were_put_in_are_updated() -> Result<()> {
             stage.params().refill(index, &values.to_dtype(dtype)?)?;
         }
         accumulate(&stage, &mesh, 0, &mut gradients)?;
-        optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
+        optimizer.step(one_target(&mut gradients, &mesh), 0.01, Some(1.0))?;
         for param in stage.params().iter() {
             let values = param.values()?.flatten_all()?.to_dtype(DType::F32)?;
             for value in values.to_vec1::<f32>()? {
@@ -177,7 +177,7 @@ fn masters_move_to_another_layout() {
             let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
             let mut gradients = Gradients::new(stage.params(), &mesh)?;
             accumulate(&stage, &mesh, 0, &mut gradients)?;
-            optimizer.step(&mut gradients, &one_target(&mesh), 0.01, Some(1.0))?;
+            optimizer.step(one_target(&mut gradients, &mesh), 0.01, Some(1.0))?;
             optimizer.state()
         });
         let loaded = on_mesh((1, 3, 1), |mesh| {
@@ -236,7 +236,7 @@ fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
             pipeline.forward_backward(&stage, &batches, &mut gradients)?;
             // Two micro-batches of (2, 3, 6) go one way.
             assert_eq!(mesh.pp.counters().bytes("batch_send_recv"), 2 * 36 * 2);
-            optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
+            optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;
             stage.params().wait_for_updates()?;
             let counters = mesh.dp.counters();
             let once = (padded_values(&stage, dp) / dp * (dp - 1)) as u64;
@@ -276,8 +276,8 @@ fn trained(
         let per_rank = 4 / dp;
         let batches = chain.micro_batches(1, 4)?;
         let batches = &batches[rank * per_rank..(rank + 1) * per_rank];
-        let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
-        let mut reduced = gradients.reduce(&passes)?;
+        pipeline.forward_backward(&stage, batches, &mut gradients)?;
+        let mut reduced = gradients.reduce()?;
         let local = reduced.local_gradients()?;
         let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
         reduced.clip(1.0);

@@ -87,8 +87,8 @@ fn gradient_of_one_replica(gradients: &mut Gradients, mesh: &Mesh) -> Result<Ten
     if mesh.dp.world_size() == 1 {
         return gradients.get(0);
     }
-    let sum = gradients
-        .reduce(&one_target(mesh))?
+    let sum = one_target(gradients, mesh)
+        .reduce()?
         .local_gradients()?
         .remove(&0);
     sum.unwrap() / mesh.dp.world_size() as f64

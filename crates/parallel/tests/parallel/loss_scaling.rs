@@ -55,9 +55,8 @@ impl Run {
             }
             self.gradients.accumulate(index, &grad)?;
         }
-        let passes = one_target(&self.mesh);
-        self.optimizer
-            .step(&mut self.gradients, &passes, 0.01, Some(1.0))
+        let gradients = one_target(&mut self.gradients, &self.mesh);
+        self.optimizer.step(gradients, 0.01, Some(1.0))
     }
 }
 
@@ -136,8 +135,8 @@ fn passes_scale_what_the_reduction_divides() {
             gradients.set_loss_scale(scale);
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let batches = Chain::default().micro_batches(1, 2)?;
-            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-            norms.push(gradients.reduce(&passes)?.norm());
+            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            norms.push(gradients.reduce()?.norm());
         }
         assert!((norms[0] - norms[1]).abs() <= 1e-3 * norms[0], "{norms:?}");
         Ok(())

@@ -33,14 +33,14 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
                     gradients.accumulate(index, &grad)?;
                 }
                 let said =
-                    message(optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0)));
+                    message(optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0)));
                 assert_eq!(local_bits(&stage), before, "the weights moved");
                 assert_eq!(optimizer.num_steps(), 0);
                 // The next step works.
                 for (index, param) in stage.params().iter().enumerate() {
                     gradients.accumulate(index, &random(1, param.local_shape())?)?;
                 }
-                optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
+                optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;
                 Ok(said)
             });
             for said in said {

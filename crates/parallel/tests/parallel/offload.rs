@@ -35,8 +35,8 @@ fn steps(
     for step in 0..3 {
         let batches = chain.micro_batches(50 * step, 6)?;
         let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-        let passes = pipeline.forward_backward(stage, batches, &mut gradients)?;
-        optimizer.step(&mut gradients, &passes, 0.01, Some(1.0))?;
+        pipeline.forward_backward(stage, batches, &mut gradients)?;
+        optimizer.step(&mut gradients, 0.01, Some(1.0))?;
     }
     Ok(())
 }

@@ -128,7 +128,7 @@ fn equals_plain_loops_with_and_without_clipping() {
                 for step in 0..STEPS {
                     accumulate(&stage, &mesh, step, &mut gradients)?;
                     let norm = optimizer
-                        .step(&mut gradients, &one_target(&mesh), LR, max_norm)?
+                        .step(one_target(&mut gradients, &mesh), LR, max_norm)?
                         .grad_norm;
                     let of = (step, dp);
                     let want = reference_step(&stage, &mut expected, config, max_norm, of);
@@ -169,7 +169,7 @@ fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
         for step in 0..STEPS {
             accumulate(&stage, &mesh, step, &mut gradients)?;
-            optimizer.step(&mut gradients, &one_target(&mesh), LR, Some(1.0))?;
+            optimizer.step(one_target(&mut gradients, &mesh), LR, Some(1.0))?;
         }
         Ok((local_bits(&stage), optimizer.state()?))
     })
@@ -284,9 +284,11 @@ fn all_ranks_hear_in_the_same_step_that_one_asks_to_stop() -> Result<()> {
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let step = |step: u64| {
                 let batches = chain.micro_batches(step, 2)?;
-                let mut passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-                passes.asks_to_stop = step == 1 && asking == Some(mesh.world.rank());
-                let report = optimizer.step(&mut gradients, &passes, LR, None)?;
+                pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                if step == 1 && asking == Some(mesh.world.rank()) {
+                    gradients.ask_to_stop();
+                }
+                let report = optimizer.step(&mut gradients, LR, None)?;
                 Ok(report.is_asked_to_stop)
             };
             (0..3).map(step).collect::<Result<Vec<_>>>()
@@ -309,7 +311,7 @@ fn a_step_without_gradients_or_with_wrong_shapes_is_an_error() {
     let config = AdamWConfig::default();
     let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config).unwrap();
     let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
-    let said = message(optimizer.step(&mut gradients, &one_target(&mesh), LR, None));
+    let said = message(optimizer.step(one_target(&mut gradients, &mesh), LR, None));
     assert_says(&said, &["parameter head.weight got no gradient"]);
     let said = message(gradients.accumulate(0, &random(1, 3).unwrap()));
     assert_says(&said, &["embed.weight", "[3]", "[13, 6]"]);

@@ -58,7 +58,7 @@ fn a_rule_of_ones_own_updates_under_zero_1_too() {
             let mut gradients = Gradients::new(stage.params(), &mesh)?;
             for step in 0..2 {
                 accumulate(&stage, &mut gradients, step)?;
-                optimizer.step(&mut gradients, &one_target(&mesh), 0.1, None)?;
+                optimizer.step(one_target(&mut gradients, &mesh), 0.1, None)?;
             }
             // The sum over the replicas of the same gradients; g0, then 0.9 g0 + g1.
             for (index, (param, before)) in stage.params().iter().zip(&before).enumerate() {
@@ -97,7 +97,7 @@ fn groups_have_learning_rates_and_decays_of_their_own() -> Result<()> {
         gradients.accumulate(index, &ones)?;
     }
     const LR: f64 = 0.01;
-    optimizer.step(&mut gradients, &one_target(&mesh), LR, None)?;
+    optimizer.step(one_target(&mut gradients, &mesh), LR, None)?;
     // The first step of AdamW moves by the learning rate along a gradient of one sign.
     for (param, before) in stage.params().iter().zip(&before) {
         let is = |part: &str| param.name.contains(part);
@@ -149,8 +149,8 @@ fn trained(
         for step in steps.clone() {
             let batches = chain.micro_batches(50 * step, 6)?;
             let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-            let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
-            optimizer.step(&mut gradients, &passes, 0.01, Some(1.0))?;
+            pipeline.forward_backward(&stage, batches, &mut gradients)?;
+            optimizer.step(&mut gradients, 0.01, Some(1.0))?;
         }
         Ok((gather_weights(&stage, &mesh)?, optimizer.state()?))
     });

@@ -64,8 +64,8 @@ fn train(mesh: &Mesh, stage: &Stage, chain: &Chain, steps: u64) -> Result<()> {
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     for step in 0..steps {
         let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 2)?;
-        let passes = pipeline.forward_backward(stage, &batches, &mut gradients)?;
-        optimizer.step(&mut gradients, &passes, 0.01, Some(1.0))?;
+        pipeline.forward_backward(stage, &batches, &mut gradients)?;
+        optimizer.step(&mut gradients, 0.01, Some(1.0))?;
     }
     Ok(())
 }
@@ -189,12 +189,12 @@ fn layers_of_candle_take_their_parameters_from_the_store() {
             let mut gradients = Gradients::new(stage.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             let batches = chain.micro_batches(1, 2)?;
-            let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
             let values = gather_gradients(&stage, &mesh, &gradients)?;
             assert_eq!(stage.params().num_global_values(), (13 * 6) + 4 * 6 + 4);
             let config = AdamWConfig::default();
             DistributedOptimizer::adamw(stage.params(), &mesh, config)?
-                .step(&mut gradients, &passes, 0.1, None)
+                .step(&mut gradients, 0.1, None)
                 .map(|report| (report.grad_norm, values))
         });
         let (norm, gradients) = &all[0];

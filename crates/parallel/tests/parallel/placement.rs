@@ -65,8 +65,8 @@ fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
         let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batches = Chain::default().micro_batches(3, 2)?;
         let batches = &batches[rank * 2 / dp..(rank + 1) * 2 / dp];
-        let passes = pipeline.forward_backward(&stage, batches, &mut gradients)?;
-        let reduced = gradients.reduce(&passes)?;
+        pipeline.forward_backward(&stage, batches, &mut gradients)?;
+        let reduced = gradients.reduce()?;
         let local = reduced.local_gradients()?;
         let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
         Ok((grads, reduced.norm()))
@@ -98,8 +98,8 @@ fn partial_gradients_that_were_declared_complete_are_found_in_the_first_step() {
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = Chain::default().micro_batches(3, 2)?;
-        let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-        let said = message(optimizer.step(&mut gradients, &passes, 0.01, None));
+        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let said = message(optimizer.step(&mut gradients, 0.01, None));
         let words = [
             "the gradient of parameter scale differs",
             "ranks 0 and 1",
@@ -132,8 +132,8 @@ fn copies_with_other_values_are_found_in_the_first_step_and_when_saved() {
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(3, 1)?;
-        let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-        let said = message(gradients.reduce(&passes).map(drop));
+        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let said = message(gradients.reduce().map(drop));
         assert_says(
             &said,
             &["parameter", "differs", "ranks 0 and 1", "first step"],

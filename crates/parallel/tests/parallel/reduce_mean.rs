@@ -2,8 +2,7 @@
 
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    DataParallel, Gradients, MicroBatch, ParamStore, PassReport, Pipeline, Schedule, Stage,
-    ZeroStage,
+    DataParallel, Gradients, MicroBatch, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
 };
 
 use crate::chain::{Chain, gather};
@@ -29,8 +28,8 @@ fn reduced(
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let batches = batches(mesh.dp.rank(), mesh.dp.world_size())?;
-        let passes = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-        let reduced = gradients.reduce(&passes)?;
+        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        let reduced = gradients.reduce()?;
         assert_eq!(reduced.loss().num_targets, 36);
         let local = reduced.local_gradients()?;
         let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
@@ -79,7 +78,7 @@ fn a_batch_without_targets_is_an_error() -> Result<()> {
     )?;
     let mut gradients = Gradients::new(stage.params(), &mesh)?;
     zero_gradients(&stage, &mut gradients)?;
-    let refused = gradients.reduce(&PassReport::default());
+    let refused = gradients.reduce();
     assert!(message(refused.map(|_| ())).contains("no targets"));
     Ok(())
 }

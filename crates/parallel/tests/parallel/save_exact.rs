@@ -92,7 +92,7 @@ pub fn step(stage: &Stage, mesh: &Mesh, optimizer: &mut DistributedOptimizer) ->
             gradients.accumulate(index, &grad)?;
         }
     }
-    optimizer.step(&mut gradients, &one_target(mesh), 0.01, Some(1.0))?;
+    optimizer.step(one_target(&mut gradients, mesh), 0.01, Some(1.0))?;
     Ok(())
 }
 

@@ -45,8 +45,8 @@ pub fn trained(
         for step in 0..3 {
             let all = chain.micro_batches(step, 12)?;
             let own = &all[rank * 12 / dp..(rank + 1) * 12 / dp];
-            let passes = pipeline.forward_backward(&stage, own, &mut gradients)?;
-            let report = optimizer.step(&mut gradients, &passes, 0.01, Some(0.5))?;
+            pipeline.forward_backward(&stage, own, &mut gradients)?;
+            let report = optimizer.step(&mut gradients, 0.01, Some(0.5))?;
             norms.push(report.grad_norm);
             loss = report.loss.mean;
         }
@@ -85,8 +85,8 @@ pub fn step(stage: &Stage, mesh: &candle_comm::Mesh, batches: &[MicroBatch]) -> 
     let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())?;
     let mut gradients = Gradients::new(stage.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
-    let passes = pipeline.forward_backward(stage, batches, &mut gradients)?;
-    optimizer.step(&mut gradients, &passes, 0.01, None)?;
+    pipeline.forward_backward(stage, batches, &mut gradients)?;
+    optimizer.step(&mut gradients, 0.01, None)?;
     stage.params().wait_for_updates()
 }
 
@@ -145,7 +145,7 @@ fn copies_in_other_groups_have_the_same_bits() {
 
 /// Bytes of the packed form of a rank's slice of each bucket: 4 for each 256 values, and one a value.
 fn packed_slices(stage: &Stage, dp: usize) -> u64 {
-    let slices = padded_values(stage, dp).into_iter().map(|len| len / dp);
+    let slices = padded_values(stage, dp, 1).into_iter().map(|len| len / dp);
     slices.map(|len| len + 4 * len.div_ceil(256)).sum::<usize>() as u64
 }
 
@@ -174,7 +174,7 @@ fn narrow_gradients_and_weights_move_a_half_and_a_quarter_of_the_bytes() {
                     &chain.micro_batches(mesh.dp.rank() as u64, 1)?,
                 )?;
                 let counters = mesh.dp.counters();
-                let slices = padded_values(&stage, dp).iter().sum::<usize>() / dp;
+                let slices = padded_values(&stage, dp, 1).iter().sum::<usize>() / dp;
                 let (slices, others) = (slices as u64, dp as u64 - 1);
                 let packed = packed_slices(&stage, dp);
                 assert!((0.25..0.26).contains(&(packed as f64 / (4 * slices) as f64)));

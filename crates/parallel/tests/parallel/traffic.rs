@@ -12,13 +12,14 @@ use crate::check::{ZERO_STAGES, on_mesh};
 
 const BYTES: usize = 4;
 
-/// Values of this rank's buckets: one per block, each replica's part of it padded to 64.
-pub fn padded_values(stage: &Stage, dp: usize) -> Vec<usize> {
-    let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
+/// Values of this rank's buckets: one per block, and one for what tensor-parallel ranks have copies of, each replica's part padded to 64.
+pub fn padded_values(stage: &Stage, dp: usize, tp: usize) -> Vec<usize> {
+    let mut by_bucket: BTreeMap<(usize, bool), usize> = BTreeMap::new();
     for param in stage.params().iter() {
-        *by_block.entry(param.blocks[0]).or_default() += param.num_values();
+        let is_copied = tp > 1 && param.shard().is_none();
+        *by_bucket.entry((param.blocks[0], is_copied)).or_default() += param.num_values();
     }
-    let lens = by_block.into_values();
+    let lens = by_bucket.into_values();
     lens.map(|len| len.next_multiple_of(64 * dp)).collect()
 }
 
@@ -48,12 +49,12 @@ fn bytes_per_step_equal_the_formula() {
                 for _step in 0..2 {
                     mesh.dp.reset_counters();
                     pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-                    optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
+                    optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;
                     // Updated weights are on their way until somebody wants them.
                     stage.params().wait_for_updates()?;
                 }
                 let counters = mesh.dp.counters();
-                let buckets = padded_values(&stage, dp);
+                let buckets = padded_values(&stage, dp, tp);
                 let num_values: usize = buckets.iter().sum();
                 let once = (num_values * BYTES / dp * (dp - 1)) as u64;
                 let calls = if dp == 1 { 0 } else { buckets.len() as u64 };
@@ -99,7 +100,7 @@ fn one_rank_moves_nothing() {
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(1, 2)?;
         pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-        optimizer.step(&mut gradients, &one_target(&mesh), 0.1, Some(1.0))?;
+        optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;
         for group in [&mesh.world, &mesh.pp, &mesh.dp, &mesh.cp, &mesh.tp] {
             assert_eq!(group.counters().total(), Default::default());
         }

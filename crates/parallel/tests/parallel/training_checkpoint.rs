@@ -113,10 +113,8 @@ impl Run {
         let (rank, dp) = (self.mesh.dp.rank(), self.mesh.dp.world_size());
         let batches = self.chain.micro_batches(50 * step, 6)?;
         let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-        let passes = pipeline.forward_backward(&self.stage, batches, &mut gradients)?;
-        let report = self
-            .optimizer
-            .step(&mut gradients, &passes, 0.01, Some(1.0))?;
+        pipeline.forward_backward(&self.stage, batches, &mut gradients)?;
+        let report = self.optimizer.step(&mut gradients, 0.01, Some(1.0))?;
         Ok(report.loss.mean)
     }
 

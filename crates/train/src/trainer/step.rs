@@ -72,15 +72,15 @@ impl Trainer {
         let GradientSource::Passes(gradients) = &mut self.source else {
             bail!("a step of passes on a server");
         };
-        // What an earlier step that failed on the way has left.
-        gradients.clear();
         gradients.set_loss_scale(self.optimizer.loss_scale());
         let waited = candle_comm::waited();
         let hidden = candle_comm::hidden();
-        let mut passes = self
+        let passes = self
             .pipeline
             .forward_backward(&self.stage, micro_batches, gradients)?;
-        passes.asks_to_stop = asks_to_stop;
+        if asks_to_stop {
+            gradients.ask_to_stop();
+        }
         let optimizer_timer = (Instant::now(), candle_comm::waited());
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
@@ -88,7 +88,7 @@ impl Trainer {
         let report = timed(&mut stopwatch, self.world.device(), || {
             trace::record(SpanKind::Optimizer, self.world.device(), || {
                 self.optimizer
-                    .step(gradients, &passes, learning_rate, self.config.max_grad_norm)
+                    .step(gradients, learning_rate, self.config.max_grad_norm)
             })
         })?;
         let (optimizer_start, optimizer_waited) = optimizer_timer;

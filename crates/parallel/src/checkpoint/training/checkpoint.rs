@@ -7,11 +7,11 @@ use std::sync::Arc;
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Result, bail};
 
-use super::agreement::{agree, exchange};
 use super::folder::{CheckpointFolder, LockedFolder};
 use super::manifest::CheckpointManifest;
 use super::piece::Piece;
 use super::rank_file::{RankFile, SaveId};
+use crate::agreement::{agree, exchange};
 
 /// A training checkpoint, from which a run of any layout resumes.
 pub struct TrainingCheckpoint {

@@ -5,12 +5,12 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::agreement::agree;
 use super::checkpoint::TrainingCheckpoint;
 use super::manifest::ParamRecord;
 use super::own_values::{OwnValues, own_values};
 use super::piece::Piece;
 use super::staged::{WEIGHT, tensor_name};
+use crate::agreement::agree;
 use crate::checkpoint::reader::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{CatalogEntry, Parameters, ValuesFrom};

@@ -21,7 +21,6 @@
 //! manifest is in it. A folder without a valid manifest is not a checkpoint. A save waits for a copy of the values in the host's
 //! memory only; a thread of each rank writes, and the ranks agree on the end of it between later steps.
 
-mod agreement;
 mod checkpoint;
 mod export;
 mod folder;

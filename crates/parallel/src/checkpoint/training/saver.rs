@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Error, Result, bail};
 
-use super::agreement::{agree, exchange};
 use super::checkpoint::TrainingCheckpoint;
 use super::folder::{CheckpointFolder, LockedFolder};
 use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_FILE, SavedLayout};
 use super::rank_file::{self, SaveId};
 use super::staged::{Staged, written_weights};
+use crate::agreement::{agree, exchange};
 use crate::checkpoint::{SpaceNeed, StagedFolder};
 use crate::optimizer::DistributedOptimizer;
 
@@ -180,6 +180,9 @@ impl CheckpointSaver {
         // What an older checkpoint takes is free again.
         self.wait_for_remover();
         let (params, mesh) = (optimizer.params(), optimizer.mesh());
+        params.check_copies(mesh, "when a checkpoint was to be saved", |index| {
+            params.values(index)
+        })?;
         let rank = self.world.rank();
         let folder = (rank == 0).then(|| self.folder.stage(step)).transpose();
         // Where rank 0 has made it.

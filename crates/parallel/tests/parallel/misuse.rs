@@ -1,0 +1,530 @@
+//! Mistakes in a training loop of one's own, and ranks that are not told the same, are right or a sentence.
+
+use candle_comm::{Degrees, Mesh, ProcessGroup};
+use candle_core::{DType, Module, ModuleT, Result, Tensor};
+use candle_nn::Init;
+use candle_parallel::checkpoint::{CheckpointSaver, HfSave, save_hf};
+use candle_parallel::{
+    AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, MicroBatch,
+    ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule, Stage, ZeroStage,
+    column_parallel_linear, plain_block, row_parallel_linear,
+};
+use serde_json::json;
+
+use crate::chain::{Chain, HIDDEN, local_bits};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
+use crate::device::device;
+use crate::mistaken::{Numbers, build, same, train, with_block};
+
+/// A rank with its model, gradients and optimizer.
+struct Rank {
+    mesh: Mesh,
+    stage: Stage,
+    pipeline: Pipeline,
+    gradients: Gradients,
+    optimizer: DistributedOptimizer,
+}
+
+impl Rank {
+    fn new(mesh: &Mesh, replicas: impl Into<DataParallel>) -> Result<Self> {
+        let store = ParamStore::init(5).with_data_parallel(replicas);
+        let stage = Chain::default().stage(mesh, &store)?;
+        let config = AdamWConfig::default();
+        Ok(Self {
+            pipeline: Pipeline::new(Schedule::OneForwardOneBackward, mesh),
+            gradients: Gradients::new(stage.params(), mesh)?,
+            optimizer: DistributedOptimizer::adamw(stage.params(), mesh, config)?,
+            stage,
+            mesh: mesh.clone(),
+        })
+    }
+
+    /// This replica's part of four micro-batches.
+    fn batches(&self, seed: u64) -> Result<Vec<MicroBatch>> {
+        let (rank, dp) = (self.mesh.dp.rank(), self.mesh.dp.world_size());
+        let batches = Chain::default().micro_batches(seed, 4)?;
+        Ok(batches[rank * 4 / dp..(rank + 1) * 4 / dp].to_vec())
+    }
+
+    fn pass(&mut self, batches: &[MicroBatch]) -> Result<()> {
+        self.pipeline
+            .forward_backward(&self.stage, batches, &mut self.gradients)?;
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<(f64, f64)> {
+        let report = self.optimizer.step(&mut self.gradients, 0.05, Some(1.0))?;
+        Ok((report.loss.mean, report.grad_norm))
+    }
+}
+
+/// Trains three steps, of one call for all micro-batches or of one for each.
+fn accumulated(
+    layout: (usize, usize, usize),
+    replicas: DataParallel,
+    one_by_one: bool,
+) -> Vec<Numbers> {
+    on_mesh(layout, |mesh| {
+        let mut rank = Rank::new(&mesh, replicas)?;
+        let steps = (0..3).map(|step| {
+            let batches = rank.batches(20 * step)?;
+            match one_by_one {
+                true => batches.chunks(1).try_for_each(|batch| rank.pass(batch))?,
+                false => rank.pass(&batches)?,
+            }
+            rank.update()
+        });
+        steps.collect()
+    })
+}
+
+#[test]
+fn several_calls_of_forward_backward_add_up() {
+    let want = accumulated((1, 1, 1), ZeroStage::Zero.into(), false).remove(0);
+    for layout in [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2)] {
+        for zero in ZERO_STAGES {
+            for overlap in [true, false] {
+                let replicas = DataParallel {
+                    zero,
+                    overlap,
+                    ..DataParallel::default()
+                };
+                let once = accumulated(layout, replicas, true);
+                for numbers in &once {
+                    same(numbers, &want);
+                }
+                assert_eq!(
+                    once,
+                    accumulated(layout, replicas, true),
+                    "not the same bits"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pass_that_fails_leaves_nothing_behind() {
+    for (layout, zero) in [
+        ((1, 1, 1), ZeroStage::One),
+        ((1, 1, 2), ZeroStage::One),
+        ((1, 2, 1), ZeroStage::One),
+        ((1, 2, 1), ZeroStage::Three),
+    ] {
+        let results = on_mesh(layout, |mesh| {
+            let step = |fails: bool| {
+                let mut rank = Rank::new(&mesh, zero)?;
+                let batches = rank.batches(1)?;
+                if fails {
+                    let mut bad = rank.batches(50)?;
+                    let last = bad.last_mut().expect("a batch");
+                    let beyond = Tensor::full(99u32, (2, 3), last.tokens.device())?;
+                    last.targets = Some(beyond);
+                    assert_says(&message(rank.pass(&bad)), &["99"]);
+                }
+                rank.pass(&batches)?;
+                rank.update()
+            };
+            Ok((step(false)?, step(true)?))
+        });
+        for (want, got) in results {
+            assert_eq!(want, got);
+        }
+    }
+}
+
+#[test]
+fn data_that_differs_from_the_second_step_on_is_found_before_the_passes() {
+    for layout in [(2, 1, 1), (1, 1, 2), (2, 2, 2)] {
+        for fewer in [false, true] {
+            let results = on_mesh(layout, |mesh| {
+                let mut rank = Rank::new(&mesh, ZeroStage::One)?;
+                let batches = rank.batches(1)?;
+                rank.pass(&batches)?;
+                rank.update()?;
+                let is_other = mesh.world.rank() + 1 == mesh.world.world_size();
+                let mut batches = rank.batches(2)?;
+                match (is_other, fewer) {
+                    (true, true) => drop(batches.pop()),
+                    (true, false) => batches = rank.batches(3)?,
+                    _ => {}
+                }
+                Ok(rank.pass(&batches))
+            });
+            for result in results {
+                assert_says(&message(result), &["different micro-batches", "hint"]);
+            }
+        }
+    }
+}
+
+#[test]
+fn replicas_that_come_to_have_unequal_numbers_of_micro_batches_do_not_wait_for_each_other() {
+    for zero in [ZeroStage::Two, ZeroStage::Three] {
+        let results = on_mesh((1, 2, 1), |mesh| {
+            let mut rank = Rank::new(&mesh, zero)?;
+            let mut batches = rank.batches(1)?;
+            rank.pass(&batches)?;
+            rank.update()?;
+            if mesh.world.rank() == 1 {
+                batches.pop();
+            }
+            Ok(rank.pass(&batches))
+        });
+        for result in results {
+            assert_says(&message(result), &["unequal numbers of micro-batches"]);
+        }
+    }
+}
+
+#[test]
+fn ranks_say_the_same_of_an_update() {
+    for layout in [(1, 2, 1), (1, 1, 2), (2, 1, 1)] {
+        for (is_lr, is_reduced) in [(true, false), (false, false), (true, true)] {
+            let results = on_mesh(layout, |mesh| {
+                let mut rank = Rank::new(&mesh, ZeroStage::Zero)?;
+                let batches = rank.batches(1)?;
+                rank.pass(&batches)?;
+                let other = mesh.world.rank() as f64;
+                let (lr, clip) = match is_lr {
+                    true => (0.1 + other, 1.0),
+                    false => (0.1, 1.0 + other),
+                };
+                let before = local_bits(&rank.stage);
+                let said = message(match is_reduced {
+                    false => rank.optimizer.step(&mut rank.gradients, lr, Some(clip)),
+                    true => {
+                        let reduced = rank.gradients.reduce()?;
+                        rank.optimizer.step_reduced(reduced, lr, Some(clip))
+                    }
+                });
+                assert_eq!(before, local_bits(&rank.stage));
+                Ok(said)
+            });
+            for said in results {
+                let what = if is_lr {
+                    "the learning rate"
+                } else {
+                    "the norm to clip to"
+                };
+                assert_says(&said, &["ranks disagree", what, "on rank 0", "on rank 1"]);
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_of_an_update_that_make_no_sense_are_refused_before_it() {
+    let numbers = [
+        (f64::NAN, Some(1.0), "learning rate is NaN"),
+        (-0.1, Some(1.0), "learning rate is -0.1"),
+        (f64::INFINITY, None, "learning rate is inf"),
+        (0.1, Some(f64::NAN), "clip gradients to is NaN"),
+        (0.1, Some(-1.0), "clip gradients to is -1"),
+        (0.1, Some(f64::INFINITY), "clip gradients to is inf"),
+    ];
+    for (lr, clip, words) in numbers {
+        on_mesh((1, 2, 1), |mesh| {
+            let mut rank = Rank::new(&mesh, ZeroStage::One)?;
+            let before = local_bits(&rank.stage);
+            let batches = rank.batches(1)?;
+            rank.pass(&batches)?;
+            let said = message(rank.optimizer.step(&mut rank.gradients, lr, clip));
+            assert_says(&said, &[words, "expected", "not updated"]);
+            assert_eq!(before, local_bits(&rank.stage));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn gradients_and_optimizers_know_whose_they_are() -> Result<()> {
+    let mesh = single_mesh();
+    let (mut one, mut two) = (
+        Rank::new(&mesh, ZeroStage::One)?,
+        Rank::new(&mesh, ZeroStage::One)?,
+    );
+    let batches = one.batches(1)?;
+    let said = message(
+        one.pipeline
+            .forward_backward(&one.stage, &batches, &mut two.gradients),
+    );
+    assert_says(&said, &["another model", "hint"]);
+    one.pass(&batches)?;
+    let said = message(two.optimizer.step(&mut one.gradients, 0.1, None));
+    assert_says(&said, &["another model", "hint"]);
+    one.update()?;
+    Ok(())
+}
+
+#[test]
+fn a_model_whose_parameters_are_all_frozen_is_not_trained() -> Result<()> {
+    let mesh = single_mesh();
+    let stage = Chain::default().stage(&mesh, &ParamStore::init(5).freeze(|_| true))?;
+    let said = message(DistributedOptimizer::adamw(
+        stage.params(),
+        &mesh,
+        AdamWConfig::default(),
+    ));
+    assert_says(
+        &said,
+        &["parameters of the model are frozen", "nothing to train"],
+    );
+    Ok(())
+}
+
+#[test]
+fn ranks_build_the_same_model() {
+    let layouts = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 2)];
+    for layout in layouts {
+        let of_seeds = on_mesh(layout, |mesh| {
+            let store = ParamStore::init(mesh.world.rank() as u64);
+            Ok(Chain::default().stage(&mesh, &store).map(drop))
+        });
+        for result in of_seeds {
+            assert_says(
+                &message(result),
+                &["different models", "seed 0 on rank 0", "hint"],
+            );
+        }
+        let of_blocks = on_mesh(layout, |mesh| {
+            let num_layers = if mesh.world.rank() == 1 { 5 } else { 3 };
+            let chain = Chain {
+                num_layers,
+                ..Chain::default()
+            };
+            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+        });
+        for result in of_blocks {
+            let words = ["the number of blocks is 5 on rank 0", "7 on rank 1"];
+            assert_says(&message(result), &words);
+        }
+        let of_types = on_mesh(layout, |mesh| {
+            let dtype = [DType::F32, DType::BF16][usize::from(mesh.world.rank() == 1)];
+            let chain = Chain {
+                dtype,
+                ..Chain::default()
+            };
+            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+        });
+        for result in of_types {
+            assert_says(&message(result), &["the type is f32 on rank 0 and bf16"]);
+        }
+    }
+}
+
+#[test]
+fn ranks_read_the_same_checkpoint() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = |seed: u64| folder.path().join(seed.to_string());
+    for seed in [1, 2] {
+        let mesh = single_mesh();
+        let stage = Chain::default().stage(&mesh, &ParamStore::init(seed))?;
+        let save = HfSave::new(path(seed), Vec::new());
+        save_hf(stage.params(), &mesh, &save)?;
+    }
+    let results = on_mesh((1, 2, 1), |mesh| {
+        let store = ParamStore::from_pretrained(path(1 + mesh.world.rank() as u64))?;
+        Ok(Chain::default().stage(&mesh, &store).map(drop))
+    });
+    for result in results {
+        assert_says(&message(result), &["source of the weights", "digest"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_shared_weight_has_one_distribution() {
+    for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 2)] {
+        let results = on_mesh(layout, |mesh| {
+            let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                if index == 1 || index == 3 {
+                    let init = Init::Const(index as f64);
+                    vb.tied().get(HIDDEN, "shared", init)?;
+                }
+                Ok(None)
+            });
+            Ok(built.map(drop))
+        });
+        for result in results {
+            let words = ["parameter shared", "Const(1.0)", "Const(3.0)", "hint"];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+#[test]
+fn a_name_that_two_blocks_ask_for_is_shared_only_if_they_say_so() {
+    for layout in [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 2)] {
+        let results = on_mesh(layout, |mesh| {
+            let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                if index == 1 || index == 3 {
+                    vb.get(HIDDEN, "scale", Init::Const(1.0))?;
+                }
+                Ok(None)
+            });
+            Ok(built.map(drop))
+        });
+        for result in results {
+            let words = [
+                "block 1 and block 3 ask for parameter scale",
+                "pp(..)",
+                "tied()",
+            ];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+/// Drops values at random; with `is_careful` not while the model is evaluated.
+struct Dropout {
+    scale: Tensor,
+    is_careful: bool,
+}
+
+impl PlainBlock for Dropout {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        candle_nn::Dropout::new(0.5).forward_t(&xs.broadcast_mul(&self.scale)?, true)
+    }
+
+    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+        match self.is_careful {
+            true => xs.broadcast_mul(&self.scale),
+            false => self.forward(xs, batch),
+        }
+    }
+}
+
+#[test]
+fn dropout_while_a_model_is_evaluated_is_refused() {
+    for is_careful in [false, true] {
+        let results = on_mesh((1, 1, 1), |mesh| {
+            let stage = with_block(&mesh, ZeroStage::One, |vb| {
+                let scale = vb.get(HIDDEN, "scale", Init::Const(1.0))?;
+                Ok(plain_block(Dropout { scale, is_careful }))
+            })?;
+            let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+            let batches = Chain::default().micro_batches(1, 2)?;
+            let evaluate = || pipeline.evaluate(&stage, batches.iter().cloned().map(Ok));
+            Ok((evaluate(), evaluate()))
+        });
+        for (first, second) in results {
+            match is_careful {
+                true => assert_eq!(first.unwrap(), second.unwrap()),
+                false => {
+                    let words = ["block 2 gives other values", "dropout", "infer"];
+                    assert_says(&message(first), &words);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_builder_of_candle_s_gives_the_type_that_is_asked_for() -> Result<()> {
+    let vb = ParamStore::init(5).builder(DType::BF16, &device());
+    let candle = vb.var_builder();
+    let of = |name: &str, dtype| candle.get_with_hints_dtype(4, name, Init::Const(1.0), dtype);
+    assert_eq!(of("wide", DType::F32)?.dtype(), DType::F32);
+    assert_eq!(candle.get(4, "narrow")?.dtype(), DType::BF16);
+    assert_eq!(
+        candle.to_dtype(DType::F16).get(4, "half")?.dtype(),
+        DType::F16
+    );
+    assert_says(
+        &message(of("ids", DType::U32)),
+        &["parameter ids", "u32", "expected f32"],
+    );
+    assert_says(
+        &message(of("wide", DType::BF16)),
+        &["parameter wide", "f32", "bf16"],
+    );
+    Ok(())
+}
+
+#[test]
+fn parameters_of_two_types_are_trained_together() {
+    let trained = |layout, zero: ZeroStage| {
+        let results = on_mesh(layout, |mesh| {
+            let store = ParamStore::init(5).with_data_parallel(zero);
+            let stage = build(&mesh, &store, |index, vb| {
+                if index != 2 {
+                    return Ok(None);
+                }
+                let up = column_parallel_linear(HIDDEN, 8, true, &mesh.tp, vb.pp("up"))?;
+                let down = row_parallel_linear(8, HIDDEN, true, &mesh.tp, vb.pp("down"))?;
+                let builder = vb.var_builder();
+                let scale = Init::Const(1.0);
+                let scale = builder.get_with_hints_dtype(HIDDEN, "s", scale, DType::BF16)?;
+                Ok(Some(plain_block(Mixed { scale, up, down })))
+            })?;
+            train(&mesh, &stage, 3)
+        });
+        results.into_iter().next().unwrap()
+    };
+    let want = trained((1, 1, 1), ZeroStage::Zero);
+    for layout in [(1, 2, 1), (2, 2, 2)] {
+        for zero in ZERO_STAGES {
+            let got = trained(layout, zero);
+            for ((loss, _), (want, _)) in got.iter().zip(&want) {
+                assert!((loss - want).abs() <= 1e-3 * want, "{got:?}");
+            }
+        }
+    }
+}
+
+struct Mixed {
+    scale: Tensor,
+    up: ColumnParallelLinear,
+    down: RowParallelLinear,
+}
+
+impl PlainBlock for Mixed {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        let scaled = xs.broadcast_mul(&self.scale.to_dtype(DType::F32)?)?;
+        xs + self.down.forward(&self.up.forward(&scaled)?)?
+    }
+}
+
+#[test]
+fn running_statistics_are_refused_by_name() {
+    let vb = ParamStore::init(5)
+        .builder(DType::F32, &device())
+        .pp("norm");
+    let norm = candle_nn::batch_norm(HIDDEN, 1e-5, vb.var_builder());
+    let words = ["norm.running_mean", "batch normalization", "hint"];
+    assert_says(&message(norm.map(drop)), &words);
+}
+
+#[test]
+fn copies_are_compared_before_each_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = on_mesh((1, 1, 2), |mesh| {
+        let rank = Rank::new(&mesh, ZeroStage::One)?;
+        if mesh.tp.rank() == 1 {
+            let params = rank.stage.params();
+            let index = params
+                .iter()
+                .position(|param| param.name == "layers.1.norm.weight");
+            let index = index.expect("a norm");
+            params.refill(index, &(params.get(index).values()? * 2.0)?)?;
+        }
+        let mut saver = CheckpointSaver::new(&mesh.world, (folder.path(), 2), None)?;
+        Ok(saver.start(&rank.optimizer, 1, json!(null)).map(drop))
+    });
+    for result in results {
+        let words = ["value of parameter layers.1.norm.weight", "checkpoint"];
+        assert_says(&message(result), &words);
+    }
+}
+
+#[test]
+fn a_group_of_one_needs_no_comparison() -> Result<()> {
+    let mesh = Mesh::new(ProcessGroup::single(device()), Degrees::default())?;
+    let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+    train(&mesh, &stage, 2)?;
+    for group in [&mesh.world, &mesh.tp, &mesh.dp, &mesh.pp] {
+        assert_eq!(group.counters().total(), Default::default());
+    }
+    Ok(())
+}
