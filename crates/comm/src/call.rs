@@ -39,7 +39,7 @@ impl Call {
             kinds: kinds.collect(),
             site: Location::caller(),
             members: members.clone(),
-            scope: seq.and_then(|_| InScope::next()),
+            scope: seq.and_then(|_| InScope::next(members)),
             seq,
         }
     }

@@ -67,6 +67,12 @@ pub trait Communicator: Send + Sync {
         dtype.size_in_bytes()
     }
 
+    /// Whether values are added in an order that follows from the ranks alone, not from their place in the tensor or in the network: then
+    /// groups whose ranks have the same summands get the same bits.
+    fn sums_in_rank_order(&self) -> bool {
+        true
+    }
+
     /// Starts an operation.
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>>;
 

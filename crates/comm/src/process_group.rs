@@ -96,6 +96,16 @@ impl ProcessGroup {
         self.comm.rank()
     }
 
+    /// Whether sums over more than two ranks depend on nothing but the ranks and what they have; not over NCCL, and not with MPI's own sums.
+    pub fn sums_in_rank_order(&self) -> bool {
+        self.world_size() <= 2 || self.comm.sums_in_rank_order()
+    }
+
+    /// World ranks, by group rank.
+    pub(crate) fn members(&self) -> &[usize] {
+        &self.members
+    }
+
     /// The number of ranks in the group.
     pub fn world_size(&self) -> usize {
         self.comm.world_size()

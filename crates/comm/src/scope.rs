@@ -5,6 +5,9 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::sync::Arc;
+
+use crate::ProcessGroup;
 
 /// A part of a rank's work, by the same name on every rank of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,42 +28,54 @@ pub(crate) struct InScope {
     number: u64,
 }
 
+/// The scope of a thread, and where the list of the group's members lies, which clones of the group share.
+#[derive(Clone, Copy)]
+struct Current {
+    next: InScope,
+    members: usize,
+}
+
 thread_local! {
-    static CURRENT: Cell<Option<InScope>> = const { Cell::new(None) };
+    static CURRENT: Cell<Option<Current>> = const { Cell::new(None) };
 }
 
 impl Scope {
-    /// Does `work`, whose collectives on this thread belong to the scope, and gives their number, too. Ranks whose collectives meet and
-    /// belong to different scopes, or to different places in one, get an [`Error::Mismatch`](crate::Error::Mismatch): on threads and over
-    /// MPI always, over NCCL where collectives are compared.
-    pub fn run<T>(self, work: impl FnOnce() -> T) -> (T, u64) {
+    /// Does `work`, whose collectives of `group` on this thread belong to the scope, and counts these. Ranks whose collectives meet and
+    /// belong to different scopes, or to different places in one, get an [`Error::Mismatch`](crate::Error::Mismatch): on threads and
+    /// over MPI always, over NCCL where collectives are compared.
+    pub fn run<T>(self, group: &ProcessGroup, work: impl FnOnce() -> T) -> (T, u64) {
         /// Puts back what was before, also after a panic.
-        struct Restore(Option<InScope>);
+        struct Restore(Option<Current>);
         impl Drop for Restore {
             fn drop(&mut self) {
                 CURRENT.set(self.0);
             }
         }
-        let begin = InScope {
-            scope: self,
-            number: 0,
+        let begin = Current {
+            next: InScope {
+                scope: self,
+                number: 0,
+            },
+            members: group.members().as_ptr().addr(),
         };
         let _restore = Restore(CURRENT.replace(Some(begin)));
         let result = work();
-        let number = CURRENT.get().map_or(0, |end| end.number);
+        let number = CURRENT.get().map_or(0, |end| end.next.number);
         (result, number)
     }
 }
 
 impl InScope {
-    /// That of a collective which starts now.
-    pub fn next() -> Option<Self> {
+    /// That of a collective which starts now, of the group of these members; `None` if it belongs to no scope.
+    pub fn next(members: &Arc<[usize]>) -> Option<Self> {
         let now = CURRENT.get()?;
-        CURRENT.set(Some(Self {
-            number: now.number + 1,
-            ..now
-        }));
-        Some(now)
+        if now.members != members.as_ptr().addr() {
+            return None;
+        }
+        let mut then = now;
+        then.next.number += 1;
+        CURRENT.set(Some(then));
+        Some(now.next)
     }
 }
 

@@ -96,7 +96,7 @@ fn pass(
         };
         let mut gradients = Gradients::new(stage.params(), &mesh)?;
         let pipeline = Pipeline::new(layout.schedule, &mesh);
-        let report = pipeline.forward_backward(&stage, &micro_batches?, &mut gradients)?;
+        pipeline.forward_backward(&stage, &micro_batches?, &mut gradients)?;
         let reduced = gradients.reduce()?;
         let loss = reduced.loss().mean;
         let local = reduced.local_gradients()?;

@@ -40,6 +40,10 @@ impl Communicator for MpiCommunicator {
         &Device::Cpu
     }
 
+    fn sums_in_rank_order(&self) -> bool {
+        self.group.native.is_none()
+    }
+
     fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
         match self.group.native {
             // As what they are added in.

@@ -176,6 +176,10 @@ impl Communicator for NcclCommunicator {
         &self.device
     }
 
+    fn sums_in_rank_order(&self) -> bool {
+        false
+    }
+
     fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
         Reduction::new(op, dtype, self.half_sums).bytes_per_value(dtype)
     }

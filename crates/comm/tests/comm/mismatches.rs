@@ -46,17 +46,19 @@ fn the_same_operation_for_different_parts_of_the_work() {
     let of_ranks = |scopes: [Scope; 2], num_before: [usize; 2]| {
         errors(2, |world| {
             let xs = zeros(&[2, 3], DType::F32);
-            let group = ProcessGroup::single(Device::Cpu);
             let rank = world.rank();
+            let others = [world.split(0, rank)?, ProcessGroup::single(Device::Cpu)];
             let work = || {
-                // Collectives of another group count, but not of a group of one.
-                group.all_reduce(&xs, ReduceOp::Sum)?;
+                // Those of other groups do not belong to it.
+                for other in &others {
+                    other.all_reduce(&xs, ReduceOp::Sum)?;
+                }
                 for _ in 0..num_before[rank] {
                     world.barrier()?;
                 }
                 world.all_reduce(&xs, ReduceOp::Sum).map(|_| ())
             };
-            let (result, number) = scopes[rank].run(work);
+            let (result, number) = scopes[rank].run(world, work);
             assert_eq!(number, 1 + num_before[rank] as u64);
             // Outside of the scope the calls are equal.
             world.all_reduce(&xs, ReduceOp::Sum)?;

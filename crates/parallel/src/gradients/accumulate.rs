@@ -33,8 +33,10 @@ pub struct Gradients {
     pub(super) reductions: Reductions,
     pub(super) loss_scale: f64,
     pub(super) totals: Totals,
-    /// What is compared over tensor-parallel ranks in the first step.
+    /// What is compared over tensor-parallel ranks in the first steps.
     pub(super) borders: Option<Borders>,
+    /// Steps whose borders were compared.
+    pub(super) num_compared: usize,
 }
 
 /// What the passes of a step have counted on this rank.
@@ -45,8 +47,11 @@ pub(super) struct Totals {
     /// Number of the replica's targets.
     pub num_targets: f64,
     pub asks_to_stop: bool,
-    /// Of how many collectives each pass of a block made.
+    /// A hash of how many collectives of tensor-parallel ranks each pass of a block made.
     pub collectives: u64,
+    /// Sums of squares, of how far this rank's sums of copies' gradients were from the first rank's, and of those; where ranks need not
+    /// come to the same bits.
+    pub distance: Option<[Tensor; 2]>,
 }
 
 impl Gradients {
@@ -85,6 +90,7 @@ impl Gradients {
             loss_scale: 1.0,
             totals: Totals::default(),
             borders: (mesh.tp.world_size() > 1).then(Borders::default),
+            num_compared: 0,
         })
     }
 
@@ -114,13 +120,13 @@ impl Gradients {
         Ok(())
     }
 
-    /// Counts the collectives of a block's pass.
+    /// Counts the collectives of a block's pass that all tensor-parallel ranks must make.
     pub(crate) fn count_collectives(&mut self, number: u64) {
         let earlier = self.totals.collectives;
         self.totals.collectives = earlier.wrapping_mul(31).wrapping_add(number + 1);
     }
 
-    /// Notes, in the first step, what left a block that all tensor-parallel ranks share: its output, or the gradient of its input.
+    /// Notes, in the first steps, what left a block that all tensor-parallel ranks share: its output, or the gradient of its input.
     pub(crate) fn note_border(
         &mut self,
         block: usize,

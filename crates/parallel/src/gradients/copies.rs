@@ -1,10 +1,11 @@
 //! Gradients of what several tensor-parallel ranks hold: copies must have the same, summands must not.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
+use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use crate::agreement::Comparison;
-use crate::params::{Checksums, FlatBuffer, Sharing, checksum, intersect, offset_by};
+use crate::params::{Checksums, FlatBuffer, Gradient, Placement, checksum, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
@@ -15,9 +16,18 @@ impl Gradients {
             return Ok(0.0);
         }
         let mut has = self.totals.collectives;
-        let buckets = self.params.layout().buckets.iter().zip(reduced);
-        let copies = buckets.filter(|(bucket, _)| bucket.sharing == Sharing::Copies);
-        let copies = copies.map(|(_, flat)| flat.tensor());
+        if let Some([distance, size]) = &self.totals.distance {
+            let sums = Tensor::cat(&[distance, size], 0)?.to_vec1::<f64>()?;
+            has ^= u64::from(sums[0] > MAX_DISTANCE * MAX_DISTANCE * sums[1]);
+        }
+        let mut copies = self.copies(reduced, |gradient| gradient == Gradient::Complete)?;
+        if !tp.device().is_cpu() && copies.len() > 1 {
+            // One copy to the host, not many.
+            let all: Vec<&Tensor> = copies.iter().map(|copy| &copy.values).collect();
+            copies[0].values = Tensor::cat(&all, 0)?;
+            copies.truncate(1);
+        }
+        let copies = copies.iter().map(|copy| &copy.values);
         for values in copies.chain(&self.totals.loss_sum) {
             has = has.rotate_left(1) ^ checksum(values)?;
         }
@@ -30,31 +40,77 @@ impl Gradients {
         Ok(comparison.summand(has))
     }
 
-    /// The error, on every rank, for copies that were found to differ. Every rank must call it.
-    pub(super) fn blame_copies(&self, reduced: &[FlatBuffer], when: &str) -> Result<()> {
-        let mut checksums = Checksums::default();
+    /// The gradients in `reduced` of the parameters that every tensor-parallel rank holds whole, and whose own gradients are as `wanted`.
+    fn copies(
+        &self,
+        reduced: &[FlatBuffer],
+        wanted: impl Fn(Gradient) -> bool,
+    ) -> Result<Vec<Copy>> {
+        let mut copies = Vec::new();
         for (bucket, flat) in self.params.layout().buckets.iter().zip(reduced) {
-            if bucket.sharing != Sharing::Copies {
-                continue;
-            }
             let own = self.params.groups().own_range(bucket.len);
             for slot in &bucket.slots {
                 let mine = intersect(&slot.range, &own);
-                let values = flat.view(offset_by(&mine, own.start).start, mine.len())?;
-                let param = self.params.get(slot.param);
-                checksums.add_values(&param.name, mine.start - slot.range.start, &values)?;
+                let is_wanted = match &self.params.get(slot.param).placement {
+                    Placement::Replicated(gradient) => wanted(*gradient),
+                    Placement::Sharded(_) => false,
+                };
+                if is_wanted && !mine.is_empty() {
+                    copies.push(Copy {
+                        param: slot.param,
+                        first_index: mine.start - slot.range.start,
+                        values: flat.view(mine.start - own.start, mine.len())?,
+                    });
+                }
             }
+        }
+        Ok(copies)
+    }
+
+    /// Gives `own`, sums of copies' gradients, the first tensor-parallel rank's bits: where sums over replicas may be made in another order
+    /// on each, the copies would drift apart by a unit in the last place a step.
+    pub(super) fn take_first_copy(&mut self, own: &FlatBuffer) -> Result<()> {
+        let tp = &self.mesh.tp;
+        let first = tp.broadcast(own.tensor(), 0)?;
+        if self.totals.distance.is_none() {
+            let zero = || Tensor::zeros(1, DType::F64, tp.device());
+            self.totals.distance = Some([zero()?, zero()?]);
+        }
+        if let Some([distance, size]) = &self.totals.distance {
+            sum_of_squares_into(distance, true, &(own.tensor() - &first)?)?;
+            sum_of_squares_into(size, true, &first)?;
+        }
+        own.write(0, &first)
+    }
+
+    /// The error, on every rank, for copies that were found to differ. Every rank must call it.
+    pub(super) fn blame_copies(&self, reduced: &[FlatBuffer], when: &str) -> Result<()> {
+        let mut checksums = Checksums::default();
+        for copy in self.copies(reduced, |_| true)? {
+            let name = &self.params.get(copy.param).name;
+            checksums.add_values(name, copy.first_index, &copy.values)?;
         }
         checksums.compare(&self.mesh, "gradient", when)?;
         bail!(
-            "tensor-parallel ranks have other losses, or made other collectives, {when}\nhint: every tensor-parallel rank runs the same \
+            "tensor-parallel ranks have other losses, other gradients of what they have copies of, or made other collectives, {when}\nhint: every tensor-parallel rank runs the same \
              regions in the same order, also one that has no rows for them, and draws the same random numbers"
         )
     }
 }
 
+/// Values of a parameter that every tensor-parallel rank holds whole.
+struct Copy {
+    param: usize,
+    /// Index of the first of them in the parameter.
+    first_index: usize,
+    values: Tensor,
+}
+
+/// How far, relative to their norm, sums of the same summands in another order are apart at most.
+const MAX_DISTANCE: f64 = 1e-4;
+
 /// An error if `mine` is no summand of `sum`, which the `num_holders` ranks that hold a parameter added up, but the whole gradient, on
-/// each of them: it would count as often. Whether something can be said of it: not of zeros.
+/// each of them: it would count as often. Whether something can be said of it: not of zeros, nor of what has overflowed.
 pub(super) fn check_is_summand(
     name: &str,
     mine: &Tensor,
@@ -81,5 +137,5 @@ pub(super) fn check_is_summand(
              is not parallel"
         );
     }
-    Ok(has_values)
+    Ok(has_values && sum.iter().all(|sum| sum.is_finite()))
 }

@@ -16,7 +16,7 @@ use super::shared::sum_overlaps;
 use super::transfer::Sum;
 use crate::agreement::{Comparison, Facts};
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, FlatBuffer, Parameters, intersect, joined};
+use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, intersect, joined};
 
 /// Reductions under way.
 pub(super) struct Reductions {
@@ -39,6 +39,10 @@ struct Compared {
     /// Of what all ranks say about the update.
     update: f64,
 }
+
+/// Steps in which tensor-parallel ranks compare what passes between blocks: more than one, as a weight that begins as zeros hides what is
+/// behind it, and a product of two such weights does so twice.
+const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
 const NUM_SUMS: usize = 6;
@@ -150,13 +154,12 @@ impl Gradients {
     /// Sums the gradients of a step over all ranks, and computes their norm and the loss.
     ///
     /// The result is the gradient of the mean of the losses over all targets of the global batch: this is the one place where the sum of
-    /// losses is divided. Norm, loss and number of targets come to the host in one read, before which, if tensor-parallel ranks hold
-    /// copies of parameters, the gradients of these are read, too, to compare them: on a GPU the only time in a step that the host waits
-    /// for it. The gradients are cleared, also by an error; what is returned may share their buffers and must be used before the next
-    /// backward pass.
+    /// losses is divided. Norm, loss and number of targets come to the host in one read, for which it waits for a GPU; if tensor-parallel
+    /// ranks hold copies of parameters, the gradients of these are read before, to compare them. The gradients are cleared, also by an
+    /// error; what is returned may share their buffers and must be used before the next backward pass.
     ///
     /// # Errors
-    /// A trainable parameter without a gradient, copies of a parameter whose gradients differ, in the first step also blocks whose
+    /// A trainable parameter without a gradient, copies of a parameter whose gradients differ, in the first steps also blocks whose
     /// outputs or gradients differ over tensor-parallel ranks, a global batch without targets, and failures of ranks.
     pub fn reduce(&mut self) -> Result<ReducedGradients> {
         self.reduce_for(None)
@@ -243,13 +246,21 @@ impl Gradients {
         update: Option<&Facts>,
     ) -> Result<()> {
         let params = self.params.clone();
+        let [squares, loss_sum, .., copies, said] = *sums;
         let mut when = "in this step";
-        if let Some(borders) = self.borders.take() {
-            when = "in the first step";
-            params.check_copies(&self.mesh, when, |index| params.values(index))?;
-            borders.compare(&self.mesh)?;
+        // What has overflowed says nothing.
+        let is_finite = squares.is_finite() && loss_sum.is_finite();
+        if let Some(borders) = self.borders.as_ref().filter(|_| is_finite) {
+            if self.num_compared == 0 {
+                when = "in the first step";
+                params.check_copies(&self.mesh, when, |index| params.values(index))?;
+            }
+            borders.compare(&self.mesh, when)?;
+            self.num_compared += 1;
+            if self.num_compared == NUM_COMPARED {
+                self.borders = None;
+            }
         }
-        let [.., copies, said] = *sums;
         if copies != 0.0 {
             self.blame_copies(reduced, when)?;
         }
@@ -306,6 +317,15 @@ impl Gradients {
         let Some(whole) = self.whole[index].clone() else {
             return Ok(()); // The sum is in the slice.
         };
+        // What earlier passes of the step gave to these, and these did not, lies in `earlier`.
+        for slot in bucket
+            .slots
+            .iter()
+            .filter(|slot| !self.is_filled[slot.param])
+        {
+            let zeros = Tensor::zeros(slot.range.len(), DType::F32, whole.tensor().device())?;
+            whole.write(slot.range.start, &zeros)?;
+        }
         let is_summand = &mut self.reductions.is_summand;
         sum_overlaps(&params, bucket, &whole, (&self.mesh.tp, is_summand))?;
         let started = Sum::start(whole, bucket, (groups, params.meter()))?;
@@ -335,6 +355,9 @@ impl Gradients {
             let sum = stages.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
             sum.wait()?;
         }
+        if bucket.sharing == Sharing::Copies && !self.mesh.dp.sums_in_rank_order() {
+            self.take_first_copy(&own)?;
+        }
         Ok(own)
     }
 
@@ -343,11 +366,22 @@ impl Gradients {
         let mut slots = bucket.slots.iter();
         match slots.find(|slot| !self.has_gradient[slot.param]) {
             None => Ok(()),
-            Some(slot) => bail!(
-                "parameter {} got no gradient in this step\nhint: run the backward pass of at least one micro-batch before \
-                 the optimizer",
-                self.params.get(slot.param).name
-            ),
+            Some(slot) => {
+                let param = self.params.get(slot.param);
+                let hint = match param.is_of_blocks() {
+                    true => {
+                        "run the backward pass of at least one micro-batch before the optimizer"
+                    }
+                    false => {
+                        "it was asked for outside of blocks, and no block of this pipeline stage uses it: ask for it with the builder \
+                         of the block that does"
+                    }
+                };
+                bail!(
+                    "parameter {} got no gradient in this step\nhint: {hint}",
+                    param.name
+                )
+            }
         }
     }
 }

@@ -77,8 +77,18 @@ impl ReducedGradients {
     }
 
     /// Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_` does.
-    pub fn clip(&mut self, max_norm: f64) {
+    ///
+    /// # Errors
+    /// A `max_norm` that is not positive and finite.
+    pub fn clip(&mut self, max_norm: f64) -> Result<()> {
+        if !(max_norm > 0.0 && max_norm.is_finite()) {
+            bail!(
+                "the norm to clip gradients to is {max_norm}; expected a finite number > 0; the weights were not updated\nhint: None \
+                 for no clipping"
+            );
+        }
         self.clip = (max_norm / (self.norm + 1e-6)).min(1.0);
+        Ok(())
     }
 
     /// Whether loss and norm are finite: the same on every rank.

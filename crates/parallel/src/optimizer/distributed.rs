@@ -261,17 +261,6 @@ impl DistributedOptimizer {
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
         reduced.compare(&self.update_facts(lr, max_norm))?;
-        if !(lr >= 0.0 && lr.is_finite()) {
-            bail!(
-                "the learning rate is {lr}; expected a finite number >= 0; the weights were not updated"
-            );
-        }
-        if let Some(max_norm) = max_norm.filter(|norm| !(*norm > 0.0 && norm.is_finite())) {
-            bail!(
-                "the norm to clip gradients to is {max_norm}; expected a finite number > 0; the weights were not updated\nhint: None \
-                 for no clipping"
-            );
-        }
         let is_finite = reduced.is_finite();
         let report = StepReport {
             loss: reduced.loss(),
@@ -291,7 +280,7 @@ impl DistributedOptimizer {
             scaler.grow();
         }
         if let Some(max_norm) = max_norm {
-            reduced.clip(max_norm);
+            reduced.clip(max_norm)?;
         }
         self.apply(reduced, lr)?;
         Ok(report)
@@ -301,9 +290,14 @@ impl DistributedOptimizer {
     /// [`DataParallel::overlap`](crate::DataParallel::overlap) that goes on after the return: see there who waits for it.
     ///
     /// # Errors
-    /// Failures of ranks and memory that is missing. After an error some parameters are updated and others are not: the run
-    /// cannot go on.
+    /// A learning rate that is negative or not finite, before anything is updated. Failures of ranks and memory that is missing, after
+    /// which some parameters are updated and others are not: the run cannot go on.
     pub fn apply(&mut self, reduced: ReducedGradients, lr: f64) -> Result<()> {
+        if !(lr >= 0.0 && lr.is_finite()) {
+            bail!(
+                "the learning rate is {lr}; expected a finite number >= 0; the weights were not updated"
+            );
+        }
         // Weights that nobody asked for since the last update are still on their way.
         self.params.pending().wait_for_all()?;
         let params = self.params.clone();

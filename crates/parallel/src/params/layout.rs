@@ -49,12 +49,13 @@ pub(crate) struct Bucket {
 /// blocks of quantized values share a scale with what lies beside them, values that are held twice are never quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Sharing {
-    /// None: each has one holder.
-    None,
-    /// Some: the parts that ranks hold overlap.
-    Overlapping,
+    // The smallest buckets come first: while the last one of a block is summed the passes of the next one run.
     /// All: every rank holds a copy.
     Copies,
+    /// Some: the parts that ranks hold overlap.
+    Overlapping,
+    /// None: each has one holder.
+    None,
 }
 
 /// The place of a parameter in its bucket.
@@ -208,16 +209,16 @@ mod tests {
             let index = |name: &str| params.iter().position(|param| param.name == name);
             let place = |name: &str| params.layout().place(index(name)?);
             let sharing = params.layout().buckets.iter().map(|bucket| bucket.sharing);
-            let lens = params.layout().buckets.iter().map(|bucket| bucket.len);
             let sharing: Vec<_> = sharing.collect();
             let heads = params.get(index("heads").unwrap_or_default()).num_values();
-            Ok((place("inner"), place("norm"), sharing, lens.last(), heads))
+            let len = params.layout().buckets[0].len;
+            Ok((place("inner"), place("norm"), sharing, len, heads))
         })?;
-        let expected = [Sharing::None, Sharing::Copies];
+        let expected = [Sharing::Copies, Sharing::None];
         for (inner, norm, sharing, copies, _) in &places {
-            assert_eq!((*inner, *norm), (Some((1, 5)), Some((1, 0))));
+            assert_eq!((*inner, *norm), (Some((0, 5)), Some((0, 0))));
             assert_eq!(sharing, &expected);
-            assert_eq!(*copies, Some(SLICE_ALIGNMENT));
+            assert_eq!(*copies, SLICE_ALIGNMENT);
         }
         assert_ne!(places[0].4, places[1].4, "these parts are even");
         Ok(())

@@ -81,13 +81,15 @@ impl Parameters {
         }
         replicas.validate(mesh.dp.world_size())?;
         facts.add("data parallelism", format!("{replicas:?}"));
-        facts.extend(source.facts()?);
-        facts.compare(
-            &mesh.world,
-            "ranks build different models",
-            "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
-             parallelism, in their data",
-        )?;
+        if mesh.world.world_size() > 1 {
+            facts.extend(source.facts()?);
+            facts.compare(
+                &mesh.world,
+                "ranks build different models",
+                "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
+                 parallelism, in their data",
+            )?;
+        }
         let is_drawn = |param: &Param| source.is_drawn(&param.wanted());
         let ranks = Announcements::exchange(&params, is_drawn, mesh)?;
         let groups = ReplicaGroups::new(replicas, mesh)?;
@@ -431,7 +433,8 @@ impl Parameters {
         &self.inner.dropout
     }
 
-    pub(super) fn num_updates(&self) -> &AtomicUsize {
+    /// How many updates an optimizer has made.
+    pub(crate) fn num_updates(&self) -> &AtomicUsize {
         &self.inner.num_updates
     }
 

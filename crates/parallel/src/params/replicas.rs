@@ -128,14 +128,16 @@ pub(crate) fn checksum(values: &Tensor) -> Result<u64> {
         .flatten_all()?
         .to_dtype(DType::F32)?
         .to_vec1::<f32>()?;
+    let bits = |value: &f32| match value.is_nan() {
+        true => f32::NAN.to_bits(),
+        false => (value + 0.0).to_bits(),
+    };
     let mut hasher = XxHash64::default();
-    for value in values {
-        let value = if value.is_nan() {
-            f32::NAN
-        } else {
-            value + 0.0
-        };
-        hasher.write_u32(value.to_bits());
+    let mut bytes = Vec::new();
+    for values in values.chunks(1024) {
+        bytes.clear();
+        bytes.extend(values.iter().flat_map(|value| bits(value).to_le_bytes()));
+        hasher.write(&bytes);
     }
     Ok(hasher.finish())
 }

@@ -46,6 +46,17 @@ struct State {
     frozen_format: Option<WeightFormat>,
     /// Linear layers that can have an adapter, whether they get one or not.
     linears: BTreeSet<String>,
+    /// See [`ParamStore::building`].
+    is_building: bool,
+}
+
+/// See [`ParamStore::building`].
+pub(crate) struct Building(ParamStore);
+
+impl Drop for Building {
+    fn drop(&mut self) {
+        self.0.lock().is_building = false;
+    }
 }
 
 type NamePredicate = Box<dyn Fn(&str) -> bool + Send + Sync>;
@@ -277,6 +288,7 @@ impl ParamStore {
 
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
         let mut state = self.lock();
+        let is_building = state.is_building;
         if let Some(param) = state.params.get_mut(&request.name) {
             if param.global_shape != request.shape || param.placement != request.placement {
                 bail!(
@@ -299,8 +311,9 @@ impl ParamStore {
             match (param.asked_by, request.is_tied) {
                 (_, true) => {}
                 (None, false) => param.asked_by = Some(request.asker),
-                // A program that builds layers without a model knows what it does.
-                (Some(Asker::Outside), false) if request.asker == Asker::Outside => {}
+                // A program that makes layers without a model knows what it does.
+                (Some(Asker::Outside), false)
+                    if request.asker == Asker::Outside && !is_building => {}
                 (Some(first), false) => bail!("{}", asked_twice(&param.name, first, request.asker)),
             }
             let (first, second) = (format!("{:?}", param.init), format!("{:?}", request.init));
@@ -426,13 +439,21 @@ impl ParamStore {
         Ok(param)
     }
 
+    /// Says, until it is dropped, that blocks of a model are being built: what asks then with the builder of no block does so by mistake, if
+    /// it asks twice.
+    pub(crate) fn building(&self) -> Building {
+        self.lock().is_building = true;
+        Building(self.clone())
+    }
+
     /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
     /// tensor of the checkpoint. `facts` is what all ranks must say alike of the model. Every rank of the mesh must call it.
     pub(crate) fn seal(&self, mesh: &Mesh, facts: Facts) -> Result<Parameters> {
         let mut state = self.lock();
         let params: Vec<Param> = state.params.values().cloned().collect();
         // Another model that is built from this store has these parameters, too.
-        for param in state.params.values_mut() {
+        let of_blocks = state.params.values_mut();
+        for param in of_blocks.filter(|param| param.is_of_blocks()) {
             param.asked_by = None;
         }
         let params = Parameters::new(

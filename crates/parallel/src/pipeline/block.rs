@@ -45,6 +45,9 @@ pub type Loss = Box<dyn FnOnce(&mut dyn GradientSink) -> Result<Option<Tensor>>>
 /// A [`Layer`] becomes a block by [`layer_block`], a model part in plain candle by [`plain_block`]. A head whose loss has an
 /// explicit backward pass implements the trait itself.
 ///
+/// Tensor-parallel ranks get and give the same, bit by bit. Only where what passes between blocks has another shape than (b, t, hidden) may
+/// it be a part of its own on each, of the sequence for example.
+///
 /// The first block of a model gets the tokens, (b, t) u32, as `xs`, on the CPU wherever the model computes, as are the batch's
 /// targets; blocks between get and give (b, t, hidden); the last block gives the sum of the losses over the micro-batch's
 /// targets, a scalar, or, if the micro-batch has no targets, the logits (b, t, vocab).

@@ -1,6 +1,7 @@
 //! What the output of a block in plain candle was computed from, by candle's graph.
 
 use std::collections::HashSet;
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Result, Storage, Tensor, TensorId, Var, bail};
@@ -36,8 +37,8 @@ pub(super) fn params_in(
     Ok(params)
 }
 
-/// Finds tensors that were computed from parameters before the pass that uses them: when the block was built, or in an earlier pass.
-/// They have the values that the parameters had then, whatever training makes of these, though their gradients look right.
+/// Finds tensors that were computed from parameters before an update and are used after it: when the block was built, or in an earlier
+/// pass. They have the values that the parameters had then, whatever training makes of these, though their gradients look right.
 #[derive(Default)]
 pub(super) struct KeptNodes(Mutex<Seen>);
 
@@ -46,14 +47,15 @@ enum Seen {
     /// No pass.
     #[default]
     Nothing,
-    /// The computed tensors of the first pass: none of them can occur in the second one's graph unless it was kept.
-    First(HashSet<TensorId>),
-    /// Two passes.
+    /// The computed tensors of the first pass, and how many updates came before it: none of them can occur in the graph of a pass after
+    /// the next update unless it was kept.
+    First(HashSet<TensorId>, usize),
+    /// Two passes with an update between them.
     Enough,
 }
 
 impl KeptNodes {
-    /// Looks at the first two passes' outputs.
+    /// Looks at the output of the first pass, and at that of the first one after an update.
     ///
     /// # Errors
     /// A tensor that was kept and that does not share the values of what it was computed from, as views do.
@@ -62,11 +64,15 @@ impl KeptNodes {
         if let Seen::Enough = *seen {
             return Ok(());
         }
+        let num_updates = params.num_updates().load(Ordering::Relaxed);
+        if matches!(*seen, Seen::First(_, before) if before == num_updates) {
+            return Ok(());
+        }
         let nodes = output.sorted_nodes();
         let computed = || nodes.iter().filter(|node| !node.is_variable());
         *seen = match std::mem::take(&mut *seen) {
-            Seen::Nothing => Seen::First(computed().map(|node| node.id()).collect()),
-            Seen::First(first) => {
+            Seen::Nothing => Seen::First(computed().map(|node| node.id()).collect(), num_updates),
+            Seen::First(first, _) => {
                 // From the parameters on, so that the first one found is the one that was made first.
                 let kept = computed().rev().filter(|node| first.contains(&node.id()));
                 kept.copied()

@@ -30,7 +30,7 @@ pub(super) struct StageBlock {
     /// Whether the block was seen to give the same output when it ran again.
     is_checked: AtomicBool,
     kept: KeptNodes,
-    /// Passes in which no gradient reaches the block, but in the first of which its graph was looked at.
+    /// Whether the graph of the block, which no gradient reaches, was looked at.
     is_known: AtomicBool,
 }
 
@@ -84,14 +84,13 @@ impl StageBlock {
         pass: &BatchPass,
         gradients: &Gradients,
     ) -> Result<(Tensor, Segment)> {
-        if self.is_known.swap(true, Ordering::Relaxed) {
-            return Ok((self.block.infer(xs, &pass.batch)?, Segment::Frozen));
+        if !self.is_known.swap(true, Ordering::Relaxed) {
+            let (_, backward) = self.run(xs, pass, &mut Discard)?;
+            if let Backward::Graph { input, output } = backward {
+                params_in(&output, input.as_ref(), gradients)?;
+            }
         }
-        let (output, backward) = self.run(xs, pass, &mut Discard)?;
-        if let Backward::Graph { input, output } = backward {
-            params_in(&output, input.as_ref(), gradients)?;
-        }
-        Ok((output, Segment::Frozen))
+        Ok((self.block.infer(xs, &pass.batch)?, Segment::Frozen))
     }
 
     /// The output, and what the tape keeps.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_comm::{Mesh, Scope};
+use candle_comm::{Mesh, ProcessGroup, Scope};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 
 use super::block::Block;
@@ -22,6 +22,7 @@ pub struct Stage {
     hidden_size: usize,
     dtype: DType,
     device: Device,
+    tp: ProcessGroup,
     params: Parameters,
     /// Passes of blocks since those of a step, or of an evaluation, began.
     num_passes: AtomicU64,
@@ -84,6 +85,7 @@ impl Stage {
         build: impl Fn(usize, ParamBuilder) -> Result<Box<dyn Block>>,
     ) -> Result<Self> {
         let range = stage_blocks(num_blocks, mesh.pp.rank(), mesh.pp.world_size())?;
+        let building = vb.store().building();
         let blocks = range
             .map(|index| {
                 let block = build(index, vb.block(index, num_blocks));
@@ -94,6 +96,7 @@ impl Stage {
                 Ok((index, block?))
             })
             .collect::<Result<Vec<_>>>()?;
+        drop(building);
         let mut facts = Facts::default();
         facts.add("the number of blocks", num_blocks);
         facts.add("the hidden size", hidden_size);
@@ -109,6 +112,7 @@ impl Stage {
             hidden_size,
             dtype: vb.dtype(),
             device: vb.device().clone(),
+            tp: mesh.tp.clone(),
             params,
             num_passes: AtomicU64::new(0),
             noted: Mutex::default(),
@@ -258,7 +262,7 @@ impl Stage {
     }
 
     /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come. The result,
-    /// and how many collectives the pass made.
+    /// and how many collectives of tensor-parallel ranks the pass made.
     fn run<T>(
         &self,
         name: &'static str,
@@ -278,7 +282,7 @@ impl Stage {
                 self.params.prefetch(next)?;
             }
             self.params.check_present(&block.params)?;
-            let (result, number) = scope.run(pass);
+            let (result, number) = scope.run(&self.tp, pass);
             num_collectives = number;
             let result = result?;
             self.params.free(block.index, next)?;

@@ -280,7 +280,7 @@ fn trained(
         let mut reduced = gradients.reduce()?;
         let local = reduced.local_gradients()?;
         let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
-        reduced.clip(1.0);
+        reduced.clip(1.0)?;
         optimizer.apply(reduced, 0.01)?;
         Ok((grads, local_bits(&stage)))
     });

@@ -206,11 +206,11 @@ fn random_numbers_that_differ_between_tensor_parallel_ranks_are_found_where_they
     }
 }
 
-/// A column-parallel and a row-parallel weight without a region around them.
-fn without_region(mesh: &Mesh, vb: &ParamBuilder) -> Result<Box<dyn Block>> {
+/// A column-parallel and a row-parallel weight, this one drawn from `init`, without a region around them.
+fn without_region(mesh: &Mesh, vb: &ParamBuilder, init: Init) -> Result<Box<dyn Block>> {
     let shard = Shard::even(0, 8, &mesh.tp)?;
     let up = vb.get_placed((8, HIDDEN), "up", shard.clone(), WEIGHT_INIT)?;
-    let down = vb.get_placed((HIDDEN, 8), "down", shard.along(1), WEIGHT_INIT)?;
+    let down = vb.get_placed((HIDDEN, 8), "down", shard.along(1), init)?;
     let tp = mesh.tp.clone();
     Ok(with(move |xs| {
         let (b, t, _) = xs.dims3()?;
@@ -315,7 +315,7 @@ fn what_is_computed_from_parameters_while_a_block_is_built_is_refused() {
                 Ok(with(move |xs| xs.broadcast_mul(&scale)))
             })?;
             train(&mesh, &stage, 1)?;
-            Ok(train(&mesh, &stage, 1))
+            Ok(train(&mesh, &stage, 2))
         });
         for result in fused {
             assert_says(

@@ -104,6 +104,30 @@ fn several_calls_of_forward_backward_add_up() {
 }
 
 #[test]
+fn a_call_without_micro_batches_adds_nothing() {
+    let trained = |layout, zero: ZeroStage, calls_again: bool| {
+        let results = on_mesh(layout, |mesh| {
+            let mut rank = Rank::new(&mesh, zero)?;
+            let steps = (0..2).map(|step| {
+                let batches = rank.batches(20 * step)?;
+                rank.pass(&batches)?;
+                if calls_again {
+                    rank.pass(&[])?;
+                }
+                rank.update()
+            });
+            steps.collect::<Result<Numbers>>()
+        });
+        results.into_iter().next().unwrap()
+    };
+    for layout in [(1, 1, 1), (1, 2, 1), (1, 2, 2)] {
+        for zero in ZERO_STAGES {
+            same(&trained(layout, zero, true), &trained(layout, zero, false));
+        }
+    }
+}
+
+#[test]
 fn a_pass_that_fails_leaves_nothing_behind() {
     for (layout, zero) in [
         ((1, 1, 1), ZeroStage::One),
@@ -373,6 +397,24 @@ fn a_name_that_two_blocks_ask_for_is_shared_only_if_they_say_so() {
             ];
             assert_says(&message(result), &words);
         }
+    }
+}
+
+#[test]
+fn a_block_that_asks_with_the_builder_of_no_block_does_not_share_by_mistake() {
+    let results = on_mesh((1, 1, 1), |mesh| {
+        let store = ParamStore::init(5);
+        let outer = store.builder(DType::F32, &device());
+        let built = build(&mesh, &store, |index, _| {
+            if index == 1 || index == 3 {
+                outer.get(HIDDEN, "scale", Init::Const(1.0))?;
+            }
+            Ok(None)
+        });
+        Ok(built.map(drop))
+    });
+    for result in results {
+        assert_says(&message(result), &["outside of blocks", "twice", "scale"]);
     }
 }
 

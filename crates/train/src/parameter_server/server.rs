@@ -275,7 +275,7 @@ impl ParameterServer {
             return Ok(());
         }
         if let Some(max_norm) = step.max_norm {
-            reduced.clip(max_norm);
+            reduced.clip(max_norm)?;
         }
         // The optimizer has the constants that go with it.
         let lr = step.lr.at(at) / (self.workers.len() as f64).sqrt();
