@@ -89,7 +89,7 @@ impl ChatTemplate {
 
     fn not_shown(&self, chat: &Chat, index: usize) -> String {
         format!(
-            "the chat template of {} does not show message {index}, of the role {:?}",
+            "the chat template in {} does not show message {index}, of the role {:?}",
             self.place().display(),
             chat.role(index)
         )
