@@ -37,8 +37,7 @@ pub(super) fn conversation(
         message.map_err(|err| err.of(format!("turn {index}")))
     });
     let turns: Vec<Value> = turns.collect::<Result<_, _>>()?;
-    let system = fields.optional_text("system")?;
-    let system = system.map(|system| message("system", system));
+    let system = system_message(fields, turns.first())?;
     let messages = system.into_iter().chain(turns).collect();
     let mut chat = Chat::new(messages, fields.value("tools"))?;
     for name in MASKS_OF_RECORDS {
@@ -49,6 +48,27 @@ pub(super) fn conversation(
         }
     }
     Ok(chat)
+}
+
+/// The record's `system` as a message, unless the first turn says the same.
+fn system_message(
+    fields: &mut RecordFields<'_>,
+    first: Option<&Value>,
+) -> Result<Option<Value>, RecordError> {
+    let Some(system) = fields.optional_text("system")? else {
+        return Ok(None);
+    };
+    let says = |name: &str, text: &str| {
+        let value = first.and_then(|turn| turn.get_attr(name).ok());
+        value.is_some_and(|value| value.as_str() == Some(text))
+    };
+    match (says("role", "system"), says("content", &system)) {
+        (true, true) => Ok(None),
+        (true, false) => Err(RecordError::Unsupported(
+            "it has a system, and its messages begin with another one".to_string(),
+        )),
+        (false, _) => Ok(Some(message("system", system))),
+    }
 }
 
 /// A turn as templates read it; some files spell it so already.

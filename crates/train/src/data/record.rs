@@ -88,7 +88,8 @@ impl fmt::Display for RecordFormat {
 }
 
 /// Fields without which a record says something else, and that are not understood. So are masks that are no list with an entry for each message.
-const UNSUPPORTED: [&str; 10] = [
+const UNSUPPORTED: [&str; 11] = [
+    "history",
     "image",
     "images",
     "audio",

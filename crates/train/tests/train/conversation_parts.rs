@@ -295,7 +295,11 @@ fn fields_that_nothing_reads_are_told_once_with_a_count_and_the_first_place() {
     let dir = tempfile::tempdir().unwrap();
     let cache = TokenCache::new(dir.path());
     let plain = two_answers(json!({}));
-    assert!(told(&[plain.clone()], &cache).unwrap().is_empty());
+    assert!(
+        told(std::slice::from_ref(&plain), &cache)
+            .unwrap()
+            .is_empty()
+    );
     let call = two_answers(json!({"tool_calls": [{"function": {"name": "f", "arguments": CALL}}]}));
     let mut named = two_answers(json!({"name": "bot"}));
     named["tools"] = json!([{"name": "f"}]);

@@ -40,6 +40,8 @@ fn records_are_known_by_their_fields() {
         pair("assistant", "a"),
     ];
     assert_eq!((format, turns(&record)), (RecordFormat::ShareGpt, want));
+    let system = r#"{"system": "s", "messages": [{"role": "system", "content": "s"}]}"#;
+    assert_eq!(turns(&parse(system).unwrap().1), [pair("system", "s")]);
     let (format, record) = parse(r#"{"instruction": "i", "input": "", "output": "o"}"#).unwrap();
     assert_eq!(
         (format, turns(&record)),
@@ -73,6 +75,10 @@ fn records_are_known_by_their_fields() {
         (
             r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#,
             "message 0 has a part that is no text",
+        ),
+        (
+            r#"{"system": "s", "messages": [{"role": "system", "content": "t"}]}"#,
+            "has a system, and its messages begin with another one",
         ),
         (
             r#"{"conversations": [{"from": "nobody", "value": "x"}]}"#,
