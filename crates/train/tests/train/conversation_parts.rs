@@ -244,6 +244,9 @@ fn parts_without_which_something_else_would_be_learned_are_refused() {
             encoded(TEMPLATE, &record, EncoderConfig::default()).unwrap();
         }
     }
+    let mut earlier = two_answers(json!({}));
+    earlier["history"] = json!([["q", "a"]]);
+    refused(TEMPLATE, &earlier, &["it has history"]);
     refused(
         TEMPLATE,
         &two_answers(json!({"images": ["a.png"]})),
