@@ -40,6 +40,8 @@ pub(crate) struct TrainingData {
     pub warnings: Vec<String>,
     /// Files and folders that were read.
     pub inputs: Vec<PathBuf>,
+    /// Whether there are conversations, rendered with a chat template.
+    pub has_conversations: bool,
     /// The date in the conversations, if the chat template prints it.
     pub date: Option<Date>,
 }
@@ -87,11 +89,12 @@ impl DataArgs {
         } else if !evaluation.eval_data.is_empty() {
             let of_evaluation = reader.read(&evaluation.eval_data, DataUse::Evaluation)?;
             read.date = read.date.or(of_evaluation.date);
+            read.has_conversations |= of_evaluation.has_conversations;
             read.eval_samples = Some(of_evaluation.samples);
             read.warnings.extend(of_evaluation.warnings);
             read.inputs.extend(of_evaluation.inputs);
         }
-        self.check_date(&read)?;
+        self.check(&batches.sequences, &read)?;
         Ok(read)
     }
 
@@ -103,11 +106,17 @@ impl DataArgs {
     ) -> Result<TrainingData> {
         let reader = Reader::new(model, sequences, self.date)?;
         let read = reader.read(&self.data, DataUse::Training)?;
-        self.check_date(&read)?;
+        self.check(sequences.0, &read)?;
         Ok(read)
     }
 
-    fn check_date(&self, read: &TrainingData) -> Result<()> {
+    /// An error if a flag about conversations is given, and has nothing to do with what was read.
+    fn check(&self, sequences: &SequenceArgs, read: &TrainingData) -> Result<()> {
+        if sequences.mask_history && !read.has_conversations {
+            bail!(
+                "--mask-history is given, and the data has no conversations, which alone have a history"
+            );
+        }
         match (self.date, read.date) {
             (Some(date), None) => bail!(
                 "--date {date} is given, and nothing asks for the date: the data has no conversations, or the chat template prints none"
@@ -123,7 +132,7 @@ impl<'a> Reader<'a> {
         (sequences, seed): (&'a SequenceArgs, u64),
         date: Option<Date>,
     ) -> Result<Self> {
-        let encoder = RecordEncoder::new(tokenizer, model, sequences.train_on_prompt)?;
+        let encoder = RecordEncoder::new(tokenizer, model, sequences.encoder_config())?;
         Ok(Self {
             encoder: match date {
                 Some(date) => encoder.with_date(date),
@@ -162,7 +171,12 @@ impl<'a> Reader<'a> {
                 Overlong::Drop | Overlong::Error => "dropped",
             };
             let records = counted(samples.num_overlong(), "record");
-            warnings.push(format!("{became} {records} longer than {seq_len} tokens"));
+            let mut warning = format!("{became} {records} longer than {seq_len} tokens");
+            if samples.num_cut_tokens() > 0 {
+                let tokens = counted(samples.num_cut_tokens(), "token");
+                warning += &format!(", and left out {tokens} of them");
+            }
+            warnings.push(warning);
         }
         if samples.num_cut_off() > 0 {
             let records = counted(samples.num_cut_off(), "record");
@@ -171,7 +185,7 @@ impl<'a> Reader<'a> {
             ));
         }
         let template = self.encoder.template();
-        let date = template.filter(|_| tokens.report().has_conversations());
+        let of_conversations = template.filter(|_| tokens.has_conversations());
         let named = data.specs().iter().map(|spec| spec.path.as_path());
         let inputs = named.chain(data.files()).filter(|path| path.exists());
         Ok(TrainingData {
@@ -179,7 +193,8 @@ impl<'a> Reader<'a> {
             samples,
             eval_samples: None,
             warnings,
-            date: date.and_then(ChatTemplate::date),
+            has_conversations: of_conversations.is_some(),
+            date: of_conversations.and_then(ChatTemplate::date),
         })
     }
 }

@@ -43,7 +43,7 @@ const fn of_replicas(flag: &'static str) -> Rule {
 }
 
 /// What clap cannot say, as it depends on values. What it can is said beside a flag.
-const RULES: [Rule; 19] = [
+const RULES: [Rule; 20] = [
     Rule {
         flag: "sample-tokens",
         by: &["prompt"],
@@ -93,6 +93,12 @@ const RULES: [Rule; 19] = [
         by: &["save-dir"],
         is_idle: |values| values.of("save-dir").is_none(),
         why: "without --save-dir, the folder of the checkpoints",
+    },
+    Rule {
+        flag: "mask-history",
+        by: &["train-on-prompt"],
+        is_idle: |values| values.of("train-on-prompt") == Some("true"),
+        why: "beside --train-on-prompt, which learns all messages",
     },
     of_servers("servers"),
     of_servers("async"),

@@ -2,7 +2,7 @@
 
 use candle_core::{Error, Result};
 use candle_train::hub::resolve_tokenizer;
-use candle_train::{Sample, Tokenizer, counted};
+use candle_train::{Sample, Tokenizer};
 use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
@@ -57,14 +57,7 @@ impl Preview {
         let samples = &data.samples;
         let text = PreviewText::new(&tokenizer);
         if !self.json {
-            let (tokens, num_samples) = (samples.tokens(), samples.len());
-            let found = tokens.report().summary();
-            let num_tokens = counted(tokens.len(), "token");
-            let num_samples = counted(num_samples, "sequence");
-            print_line(&format!(
-                "{found}: {num_tokens} in {num_samples}; {}",
-                text.legend()
-            ));
+            print_line(&format!("{}; {}", samples.summary(), text.legend()));
         }
         for index in 0..self.num.min(samples.len()) {
             let sample = samples.get(index)?;

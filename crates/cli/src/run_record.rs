@@ -60,6 +60,8 @@ impl TrainingArgs {
         settings.extend(is_high.then(|| (MATMUL_PRECISION.to_string(), precision.to_string())));
         let strategy = self.strategy.setting();
         settings.extend(strategy.map(|strategy| ("--strategy".to_string(), strategy)));
+        let mask_history = self.batches.sequences.mask_history;
+        settings.extend(mask_history.then(|| ("--mask-history".to_string(), "true".to_string())));
         settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
             settings,

@@ -1,6 +1,6 @@
 //! Flags about sequences: how records become what passes through the model.
 
-use candle_train::{DataSpec, Overlong, SampleConfig};
+use candle_train::{DataSpec, EncoderConfig, Overlong, SampleConfig};
 use clap::Args;
 
 use crate::number::whole;
@@ -25,9 +25,25 @@ pub(crate) struct SequenceArgs {
     /// Learn to write prompts too, not only completions and what the assistant says
     #[arg(long)]
     pub train_on_prompt: bool,
+    /// Learn of each conversation the assistant's last message only; not with --train-on-prompt
+    #[arg(long)]
+    pub mask_history: bool,
+    /// Leave arguments of tool calls that are JSON in a text as texts, which a chat template may quote once more, as transformers does,
+    /// instead of reading the JSON
+    #[arg(long)]
+    pub keep_argument_strings: bool,
 }
 
 impl SequenceArgs {
+    /// How records become tokens.
+    pub fn encoder_config(&self) -> EncoderConfig {
+        EncoderConfig {
+            train_on_prompt: self.train_on_prompt,
+            mask_history: self.mask_history,
+            keep_argument_strings: self.keep_argument_strings,
+        }
+    }
+
     /// How the records of `specs` become samples.
     pub fn config(&self, specs: &[DataSpec], seed: u64) -> SampleConfig {
         SampleConfig {

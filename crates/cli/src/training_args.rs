@@ -328,10 +328,8 @@ impl TrainingArgs {
             ),
         };
         format!(
-            "{}, {} in {}, {} of {} of {}; {} {}: {layout}",
-            samples.tokens().report().summary(),
-            counted(samples.tokens().len(), "token"),
-            counted(samples.len(), "sequence"),
+            "{}, {} of {} of {}; {} {}: {layout}",
+            samples.summary(),
             counted(num_steps, "step"),
             counted(self.batches.global_batch_size, "sequence"),
             counted(samples.config().seq_len, "token"),

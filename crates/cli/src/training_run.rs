@@ -105,7 +105,7 @@ impl TrainingRun<'_> {
         let max_secs = self.training.batches.max_secs;
         checkpoints.validate(self.output, is_evaluated || max_secs.is_some())?;
         self.training.evaluation.validate()?;
-        let evaluation = self.evaluation((0, 1), EvalHistory::default())?;
+        self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
         self.lora.check()?;
         let model = match &self.initial_weights {
@@ -166,11 +166,10 @@ impl TrainingRun<'_> {
             if !self.taken.is_empty() {
                 print_line(&format!("chosen for you: {}", self.taken.join(" ")));
             }
-            if let Some(evaluation) = evaluation {
-                let num_samples = evaluation.batches.num_samples();
+            if let Some(samples) = eval_samples {
                 print_line(&format!(
                     "evaluation on {} not trained on",
-                    counted(num_samples, "sequence")
+                    samples.summary()
                 ));
             }
         }

@@ -3,6 +3,7 @@
 mod cli {
     mod config;
     mod config_file;
+    mod conversations;
     mod data;
     mod date;
     mod disk_full;

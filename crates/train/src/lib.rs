@@ -27,6 +27,7 @@ mod metrics;
 mod model_flops;
 mod parameter_server;
 mod progress;
+mod record_error;
 mod rows;
 mod sample_config;
 mod sample_order;
@@ -51,8 +52,8 @@ pub use chat::{Chat, ChatTemplate, Rendered};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;
 pub use data::{
-    Data, DataReport, DataSpec, EncodedRecord, Overlong, Record, RecordEncoder, RecordFormat,
-    RecordKind, SkippedRecord, TokenCache, Tokens,
+    Data, DataReport, DataSpec, EncodedRecord, EncoderConfig, Overlong, Record, RecordEncoder,
+    RecordFormat, RecordKind, SkippedRecord, TokenCache, Tokens,
 };
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
@@ -64,6 +65,7 @@ pub use metrics::{Metrics, MetricsLine};
 pub use model_flops::ModelFlops;
 pub use parameter_server::{Consistency, ParameterServer, Staleness, Worker};
 pub use progress::Progress;
+pub use record_error::RecordError;
 pub use sample_config::SampleConfig;
 pub use sampler::{Sampler, SamplingConfig};
 pub use samples::{Sample, Samples};

@@ -4,13 +4,15 @@
 //! one of the next as its target, so that each token of the text but the first is learned once. Any other record is a piece as it is. Pieces
 //! are put into sequences of T tokens by first-fit, in the order of the data.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use candle_ops::IGNORE_INDEX;
 
-use crate::data::{IndexEntry, Overlong, RecordKind, Tokens};
+use crate::counted::counted;
+use crate::data::{IndexEntry, Overlong, RecordFormat, RecordKind, Tokens};
 use crate::first_fit::FirstFit;
 use crate::sample_config::SampleConfig;
 use crate::sample_order::permutation;
@@ -34,6 +36,7 @@ pub struct Samples {
     num_overlong: usize,
     num_without_target: usize,
     num_cut_off: usize,
+    num_cut_tokens: usize,
 }
 
 /// A sequence, as the model gets it and as a person may read it.
@@ -69,6 +72,7 @@ impl Samples {
             num_overlong: 0,
             num_without_target: 0,
             num_cut_off: 0,
+            num_cut_tokens: 0,
         };
         let pieces = samples.cut()?;
         if pieces.is_empty() {
@@ -91,12 +95,9 @@ impl Samples {
         let mut pieces = Vec::new();
         for (record, entry) in self.tokens.index().iter().enumerate() {
             let IndexEntry {
-                len,
-                first_target,
-                source,
-                ..
+                len, first_target, ..
             } = *entry;
-            let is_overlong = entry.kind == RecordKind::Whole && len > seq_len;
+            let is_overlong = entry.kind() == RecordKind::Whole && len > seq_len;
             self.num_overlong += usize::from(is_overlong);
             match (is_overlong, self.config.overlong) {
                 (true, Overlong::Drop) => continue,
@@ -107,7 +108,7 @@ impl Samples {
                 ),
                 _ => {}
             }
-            let used = match entry.kind {
+            let used = match entry.kind() {
                 RecordKind::Whole => len.min(seq_len),
                 RecordKind::Text => len,
             };
@@ -116,12 +117,13 @@ impl Samples {
                 self.num_cut_off += usize::from(first_target.max(1) < len);
                 continue;
             }
+            self.num_cut_tokens += (len - used) as usize;
             let mut start = 0;
             // A token that is alone and last has no target.
             while start + 1 < used {
                 let len = seq_len.min(used - start);
                 let record = record as u32;
-                pieces.push((source, Piece { record, start, len }));
+                pieces.push((entry.origin.source, Piece { record, start, len }));
                 start += len;
             }
         }
@@ -251,7 +253,7 @@ impl Samples {
     fn readable(&self, piece: &Piece) -> Range<usize> {
         let entry = &self.tokens.index()[piece.record as usize];
         let (start, end) = (piece.start as usize, (piece.start + piece.len) as usize);
-        match entry.kind {
+        match entry.kind() {
             RecordKind::Text => start..(end + 1).min(entry.len as usize),
             RecordKind::Whole => start..end,
         }
@@ -275,6 +277,35 @@ impl Samples {
             .sum()
     }
 
+    /// What they are, in words: records by their spelling, their tokens, and the sequences. A text of which some sequences are among them
+    /// counts as one, and so does a record that is in several.
+    pub fn summary(&self) -> String {
+        let mut is_there = vec![false; self.tokens.num_records()];
+        for piece in self.pieces.iter() {
+            is_there[piece.record as usize] = true;
+        }
+        let mut counts: BTreeMap<RecordFormat, usize> = BTreeMap::new();
+        for (entry, _) in self
+            .tokens
+            .index()
+            .iter()
+            .zip(is_there)
+            .filter(|(_, is_there)| *is_there)
+        {
+            *counts.entry(entry.origin.format).or_default() += 1;
+        }
+        let records = counts
+            .into_iter()
+            .map(|(format, count)| format.counted(count));
+        let num_tokens = self.pieces.iter().map(|piece| piece.len as usize).sum();
+        format!(
+            "{}, {} in {}",
+            records.collect::<Vec<_>>().join(", "),
+            counted(num_tokens, "token"),
+            counted(self.len(), "sequence")
+        )
+    }
+
     /// How they were made.
     pub fn config(&self) -> &SampleConfig {
         &self.config
@@ -288,6 +319,11 @@ impl Samples {
     /// Records that were truncated and have nothing to learn in what is left of them; they are not among the samples.
     pub fn num_cut_off(&self) -> usize {
         self.num_cut_off
+    }
+
+    /// Tokens that truncated records among the samples have lost.
+    pub fn num_cut_tokens(&self) -> usize {
+        self.num_cut_tokens
     }
 
     /// Records that are longer than a sequence and no plain text.

@@ -4,6 +4,8 @@
 mod batches;
 #[path = "train/chat.rs"]
 mod chat;
+#[path = "train/conversation_parts.rs"]
+mod conversation_parts;
 #[path = "train/data.rs"]
 mod data;
 #[path = "train/hub.rs"]
@@ -24,6 +26,8 @@ mod parquet;
 mod progress;
 #[path = "train/python_json.rs"]
 mod python_json;
+#[path = "train/records.rs"]
+mod records;
 #[path = "train/sampler.rs"]
 mod sampler;
 #[path = "train/samples.rs"]

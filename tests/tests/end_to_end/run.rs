@@ -13,8 +13,8 @@ use candle_parallel::{
 };
 use candle_train::hub::DataUse;
 use candle_train::{
-    Batches, Data, DataSpec, RecordEncoder, SampleConfig, Samples, StepMetrics, Tokenizer, Tokens,
-    Trainer,
+    Batches, Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, StepMetrics,
+    Tokenizer, Tokens, Trainer,
 };
 use candle_train_models::CausalLm;
 
@@ -281,7 +281,11 @@ pub fn load_variant(
 pub fn tokens(fixture: &Fixture) -> Result<Tokens> {
     let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
     let data = Data::find(&[DataSpec::new(text_file())], DataUse::Training)?;
-    Tokens::encode(&data, &RecordEncoder::new(&tokenizer, None, false)?, None)
+    Tokens::encode(
+        &data,
+        &RecordEncoder::new(&tokenizer, None, EncoderConfig::default())?,
+        None,
+    )
 }
 
 pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {

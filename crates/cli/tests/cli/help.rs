@@ -162,6 +162,8 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--no-packing", &["padding"]),
     ("--no-document-mask", &["other records"]),
     ("--train-on-prompt", &["completions"]),
+    ("--mask-history", &["last message", "--train-on-prompt"]),
+    ("--keep-argument-strings", &["JSON", "transformers"]),
     ("--prompt", &["[default: ", "TEXT"]),
     (
         "--sample-tokens",

@@ -14,6 +14,7 @@ use minijinja::{Environment, Error, ErrorKind, State, Value};
 use super::assistant_spans::find_assistant_spans;
 use super::conversation::Chat;
 use super::generation_marks::{marked_spans, replace_tags};
+use super::loss_masks::take_masked;
 use super::python_json::tojson;
 use super::template_source::TemplateSource;
 
@@ -36,8 +37,10 @@ pub struct ChatTemplate {
 pub struct Rendered {
     /// The text.
     pub text: String,
-    /// What of it the assistant writes, the ends of its turns included, in bytes.
+    /// What of it the assistant writes, the ends of its turns included, in bytes; without the messages that are not learned.
     pub assistant: Vec<Range<usize>>,
+    /// The assistant's messages that are not learned.
+    pub masked: Vec<Range<usize>>,
 }
 
 impl ChatTemplate {
@@ -110,6 +113,7 @@ impl ChatTemplate {
         let TemplateSource {
             default,
             with_tools,
+            ..
         } = &self.source;
         let mut texts = std::iter::once(default).chain(with_tools);
         let asks = texts.any(|text| text.contains("strftime_now"));
@@ -130,7 +134,8 @@ impl ChatTemplate {
     ) -> std::result::Result<Rendered, String> {
         let text = self.text(chat, chat.messages(), false)?;
         let marked = format!("{}{MARKED}", self.name(chat));
-        let assistant = match self.environment.get_template(&marked) {
+        let turns = || find_assistant_spans(self, chat, &text, special_tokens);
+        let mut assistant = match self.environment.get_template(&marked) {
             Ok(_) => {
                 let marked = self.render_named(&marked, chat, chat.messages(), false)?;
                 let spans = marked_spans(&text, &marked);
@@ -138,9 +143,22 @@ impl ChatTemplate {
                     "its generation tags do not come in pairs, or it contains U+FDD0 or U+FDD1",
                 )?
             }
-            Err(_) => find_assistant_spans(self, chat, &text, special_tokens)?,
+            Err(_) => turns()?,
         };
-        Ok(Rendered { text, assistant })
+        let masked = match chat.has_masked_turns() {
+            true => take_masked(&mut assistant, chat, turns()?)?,
+            false => Vec::new(),
+        };
+        Ok(Rendered {
+            text,
+            assistant,
+            masked,
+        })
+    }
+
+    /// The file that it is in.
+    pub(super) fn place(&self) -> &Path {
+        &self.source.path
     }
 
     /// What the template makes of `messages` in place of those of `chat`, perhaps with the header of the assistant's turn.
@@ -195,7 +213,13 @@ impl ChatTemplate {
     /// What decides what is rendered.
     pub(crate) fn identity(&self) -> String {
         let date = self.date().map(|date| date.to_string());
-        format!("{:?} {:?} {date:?}", self.special_tokens, self.source)
+        let TemplateSource {
+            default,
+            with_tools,
+            ..
+        } = &self.source;
+        let special_tokens = &self.special_tokens;
+        format!("{special_tokens:?} {default:?} {with_tools:?} {date:?}")
     }
 }
 

@@ -4,28 +4,40 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::Deserialize;
 
+use super::loss_masks::mask_of_message;
+use crate::record_error::RecordError;
+
 /// Names under which data sets keep what the assistant thought; the first is the one that templates read.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// Parts of a message that a model of texts cannot read.
+const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "video", "videos"];
 
 /// A conversation.
 #[derive(Clone, Debug)]
 pub struct Chat {
     messages: Vec<Value>,
     tools: Option<Value>,
+    /// Of each message, whether its record says that it is learned, or that it is not.
+    masks: Vec<Option<bool>>,
 }
 
 impl Chat {
     /// Checks that each of `messages` is an object with a `role`. Content of several parts that are all text becomes one text, and
-    /// tools that are JSON in a text become what the JSON says, as templates expect them.
+    /// tools that are JSON in a text become what the JSON says, as templates expect them. A message with `"weight": 0`, or `train`,
+    /// `training`, `loss` or `loss_mask` that is false or 0, is not learned.
     ///
     /// # Errors
-    /// What is wrong with a message, as a part of a sentence.
-    pub fn new(messages: Vec<Value>, tools: Option<Value>) -> Result<Self, String> {
+    /// What is wrong with a message.
+    pub fn new(messages: Vec<Value>, tools: Option<Value>) -> Result<Self, RecordError> {
         if messages.is_empty() {
-            return Err("it has no messages".to_string());
+            return Err("it has no messages".to_string().into());
         }
-        let messages = messages.iter().enumerate().map(|(index, message)| {
-            normalized(message).map_err(|err| format!("message {index} {err}"))
+        let read = messages.iter().enumerate().map(|(index, message)| {
+            let of_message = |err: RecordError| err.of(format!("message {index}"));
+            let normalized = normalized(message).map_err(of_message)?;
+            let mask = mask_of_message(message).map_err(of_message)?;
+            Ok::<_, RecordError>((normalized, mask))
         });
         let tools = match tools {
             Some(tools) => match tools.as_str() {
@@ -38,9 +50,11 @@ impl Chat {
             },
             None => None,
         };
+        let (messages, masks) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
         Ok(Self {
-            messages: messages.collect::<Result<_, _>>()?,
+            messages,
             tools: tools.filter(Value::is_true),
+            masks,
         })
     }
 
@@ -48,7 +62,7 @@ impl Chat {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn from_json(messages: &[serde_json::Value]) -> Result<Self, String> {
+    pub fn from_json(messages: &[serde_json::Value]) -> Result<Self, RecordError> {
         let values = messages.iter().map(Value::deserialize);
         let values = values.collect::<Result<_, _>>();
         Self::new(values.map_err(|err| err.to_string())?, None)
@@ -64,11 +78,63 @@ impl Chat {
         self.tools.clone().unwrap_or(Value::from(()))
     }
 
+    /// With these messages in place of its own, one for each.
+    pub(super) fn with_messages(&self, messages: Vec<Value>) -> Self {
+        Self {
+            messages,
+            ..self.clone()
+        }
+    }
+
+    /// Without tools.
+    pub(super) fn without_tools(&self) -> Self {
+        Self {
+            tools: None,
+            ..self.clone()
+        }
+    }
+
+    /// The role of message `index`.
+    pub(crate) fn role(&self, index: usize) -> String {
+        let role = self.messages[index].get_attr("role").unwrap_or_default();
+        role.as_str().unwrap_or_default().to_string()
+    }
+
     /// Indices of the assistant's messages.
     pub(crate) fn assistant_turns(&self) -> impl Iterator<Item = usize> {
-        let is_assistant = |message: &Value| matches!(message.get_attr("role"), Ok(role) if role.as_str() == Some("assistant"));
-        let turns = self.messages.iter().enumerate();
-        turns.filter_map(move |(index, message)| is_assistant(message).then_some(index))
+        (0..self.messages.len()).filter(|&index| self.role(index) == "assistant")
+    }
+
+    /// Of each message, whether its record says that it is learned, or that it is not.
+    pub(crate) fn masks(&self) -> &[Option<bool>] {
+        &self.masks
+    }
+
+    /// Whether there are messages of the assistant that are not learned.
+    pub(super) fn has_masked_turns(&self) -> bool {
+        self.assistant_turns()
+            .any(|turn| self.masks[turn] == Some(false))
+    }
+
+    /// With these masks, one for each of the last messages, beside those of the messages: what one of them rules out is not learned.
+    pub(crate) fn with_last_masks(mut self, masks: &[Option<bool>]) -> Self {
+        for (own, other) in self.masks.iter_mut().rev().zip(masks.iter().rev()) {
+            *own = match (*own, *other) {
+                (Some(own), Some(other)) => Some(own && other),
+                (own, other) => own.or(other),
+            };
+        }
+        self
+    }
+
+    /// With nothing learned but the assistant's last message.
+    pub(crate) fn with_last_answer_only(mut self) -> Self {
+        let mut turns: Vec<usize> = self.assistant_turns().collect();
+        turns.pop();
+        for turn in turns {
+            self.masks[turn] = Some(false);
+        }
+        self
     }
 
     /// The messages, where that at `index` says `content` and nothing else of its own but calls of tools.
@@ -76,9 +142,7 @@ impl Chat {
         let mut messages = self.messages.clone();
         if let Some(message) = messages.get_mut(index) {
             let mut fields = Fields::of(message);
-            fields
-                .0
-                .retain(|(name, _)| !REASONING.contains(&name.as_str()));
+            fields.remove(&REASONING);
             fields.set("content", Value::from(content));
             *message = fields.into_value();
         }
@@ -86,19 +150,24 @@ impl Chat {
     }
 }
 
-fn normalized(message: &Value) -> Result<Value, String> {
+fn normalized(message: &Value) -> Result<Value, RecordError> {
     if message.kind() != ValueKind::Map {
-        return Err(format!("is {}, expected an object", message.kind()));
+        return Err(format!("is {}, expected an object", message.kind()).into());
     }
     let mut fields = Fields::of(message);
     if fields.get("role").and_then(|role| role.as_str()).is_none() {
-        return Err("has no role that is a text".to_string());
+        return Err("has no role that is a text".to_string().into());
+    }
+    if let Some(name) = NO_TEXT.into_iter().find(|name| fields.has_content(name)) {
+        return Err(RecordError::Unsupported(format!(
+            "has {name}, which are not supported: only texts are learned"
+        )));
     }
     let content = fields.get("content").cloned().unwrap_or_default();
     match content.kind() {
         ValueKind::String | ValueKind::None | ValueKind::Undefined => {}
         ValueKind::Seq => fields.set("content", Value::from(joined(&content)?)),
-        kind => return Err(format!("has content that is {kind}, expected a text")),
+        kind => return Err(format!("has content that is {kind}, expected a text").into()),
     }
     if let Some(reasoning) = REASONING.iter().find_map(|name| fields.get(name)).cloned() {
         if fields.get("thinking").is_none() {
@@ -112,27 +181,36 @@ fn normalized(message: &Value) -> Result<Value, String> {
 }
 
 /// The text of a content in parts.
-fn joined(parts: &Value) -> Result<String, String> {
+fn joined(parts: &Value) -> Result<String, RecordError> {
     let mut joined = String::new();
     for part in parts.try_iter().into_iter().flatten() {
         let text = part.get_attr("text").unwrap_or_default();
         match (part.as_str(), text.as_str()) {
             (Some(text), _) | (None, Some(text)) => joined += text,
             _ => {
-                return Err(
+                return Err(RecordError::Unsupported(
                     "has a part that is no text; images and sounds are not supported".to_string(),
-                );
+                ));
             }
         }
     }
     Ok(joined)
 }
 
+/// Whether a value says anything: no null, and no empty text, list or object.
+pub(crate) fn has_content(value: &Value) -> bool {
+    match value.kind() {
+        ValueKind::Undefined | ValueKind::None => false,
+        ValueKind::String | ValueKind::Seq | ValueKind::Map => value.is_true(),
+        _ => true,
+    }
+}
+
 /// An object's fields, in their order.
-struct Fields(Vec<(String, Value)>);
+pub(super) struct Fields(pub Vec<(String, Value)>);
 
 impl Fields {
-    fn of(value: &Value) -> Self {
+    pub fn of(value: &Value) -> Self {
         let names = value.try_iter().into_iter().flatten();
         let fields = names.map(|name| {
             let field = value.get_item(&name).unwrap_or_default();
@@ -142,21 +220,29 @@ impl Fields {
     }
 
     /// A field that is not null.
-    fn get(&self, name: &str) -> Option<&Value> {
+    pub fn get(&self, name: &str) -> Option<&Value> {
         let field = self.0.iter().find(|(known, _)| known == name);
         field
             .map(|(_, value)| value)
             .filter(|value| !value.is_none())
     }
 
-    fn set(&mut self, name: &str, value: Value) {
+    pub fn has_content(&self, name: &str) -> bool {
+        self.get(name).is_some_and(has_content)
+    }
+
+    pub fn set(&mut self, name: &str, value: Value) {
         match self.0.iter_mut().find(|(known, _)| known == name) {
             Some((_, old)) => *old = value,
             None => self.0.push((name.to_string(), value)),
         }
     }
 
-    fn into_value(self) -> Value {
+    pub fn remove(&mut self, names: &[&str]) {
+        self.0.retain(|(name, _)| !names.contains(&name.as_str()));
+    }
+
+    pub fn into_value(self) -> Value {
         Value::from_pairs(self.0)
     }
 }

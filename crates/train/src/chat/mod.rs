@@ -4,8 +4,13 @@ mod assistant_spans;
 mod chat_template;
 mod conversation;
 mod generation_marks;
+mod loss_masks;
 mod python_json;
 mod template_source;
+mod tool_arguments;
+mod unread;
 
 pub use chat_template::{ChatTemplate, Rendered};
 pub use conversation::Chat;
+pub(crate) use conversation::has_content;
+pub(crate) use loss_masks::{MASKS_OF_RECORDS, masks_of_list};

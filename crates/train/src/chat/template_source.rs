@@ -1,15 +1,17 @@
 //! Where a checkpoint has its chat template.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 use serde_json::Value;
 
 use crate::json_file::read_json;
 
-/// The templates of a checkpoint.
+/// The templates of a checkpoint. Line endings are `\n`, whether the file has them, `\r\n` or `\r`: Jinja2 reads templates so.
 #[derive(Clone, Debug)]
 pub(super) struct TemplateSource {
+    /// The file that they are in.
+    pub path: PathBuf,
     /// For conversations.
     pub default: String,
     /// For those with tools, where it is another one.
@@ -20,12 +22,10 @@ impl TemplateSource {
     /// That of `dir`: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, one or a list of named ones, else that of
     /// `chat_template.json`; `None` if there is none.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
-        if let Some(default) = read_text(&dir.join("chat_template.jinja"))? {
+        let path = dir.join("chat_template.jinja");
+        if let Some(default) = read_text(&path)? {
             let with_tools = read_text(&dir.join("additional_chat_templates/tool_use.jinja"))?;
-            return Ok(Some(Self {
-                default,
-                with_tools,
-            }));
+            return Ok(Some(Self::new(path, &default, with_tools.as_deref())));
         }
         for name in ["tokenizer_config.json", "chat_template.json"] {
             let path = dir.join(name);
@@ -34,13 +34,8 @@ impl TemplateSource {
             };
             match &file["chat_template"] {
                 Value::Null => {}
-                Value::String(default) => {
-                    return Ok(Some(Self {
-                        default: default.clone(),
-                        with_tools: None,
-                    }));
-                }
-                Value::Array(named) => return Self::of_list(named, &path).map(Some),
+                Value::String(default) => return Ok(Some(Self::new(path, default, None))),
+                Value::Array(named) => return Self::of_list(named, path).map(Some),
                 other => bail!(
                     "chat_template of {path:?} is {other}, expected a text or a list of named ones"
                 ),
@@ -49,7 +44,16 @@ impl TemplateSource {
         Ok(None)
     }
 
-    fn of_list(named: &[Value], path: &Path) -> Result<Self> {
+    fn new(path: PathBuf, default: &str, with_tools: Option<&str>) -> Self {
+        let with_line_feeds = |text: &str| text.replace("\r\n", "\n").replace('\r', "\n");
+        Self {
+            path,
+            default: with_line_feeds(default),
+            with_tools: with_tools.map(with_line_feeds),
+        }
+    }
+
+    fn of_list(named: &[Value], path: PathBuf) -> Result<Self> {
         let find = |name: &str| {
             let template = named.iter().find(|template| template["name"] == name);
             template.and_then(|template| template["template"].as_str())
@@ -57,10 +61,7 @@ impl TemplateSource {
         let Some(default) = find("default") else {
             bail!("chat_template of {path:?} is a list without a template of the name \"default\"");
         };
-        Ok(Self {
-            default: default.to_string(),
-            with_tools: find("tool_use").map(str::to_string),
-        })
+        Ok(Self::new(path, default, find("tool_use")))
     }
 }
 

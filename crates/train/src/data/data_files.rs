@@ -205,10 +205,9 @@ impl Data {
         let mut records = FileRecords::of(self);
         let mut texts = Vec::new();
         while let Some(record) = records.next_record()? {
-            match record.parse() {
-                Ok((_, Record::Text(text))) => texts.push(text),
-                Ok((
-                    _,
+            match record.parse().map(|parsed| parsed.record) {
+                Ok(Record::Text(text)) => texts.push(text),
+                Ok(
                     Record::Completion {
                         prompt,
                         completion: answer,
@@ -218,11 +217,9 @@ impl Data {
                         output: answer,
                         ..
                     },
-                )) => {
-                    texts.push(prompt + &answer);
-                }
+                ) => texts.push(prompt + &answer),
                 // What is left out is told when all is encoded.
-                Ok((_, Record::Chat(_))) | Err(_) => {}
+                Ok(Record::Chat(_)) | Err(_) => {}
             }
         }
         Ok(texts)

@@ -9,14 +9,15 @@ use rayon::prelude::*;
 
 use super::data_files::Data;
 use super::file_records::{FileRecords, RawRecord};
-use super::record::RecordFormat;
+use super::record::ParsedRecord;
 use super::record_encoder::{EncodedRecord, RecordEncoder};
-use super::record_location::RecordLocation;
-use super::report::{DataReport, NUM_TOLD, SkippedRecord};
+use super::report::{DataReport, NUM_TOLD, RecordNotes, SkippedRecord};
 use super::token_cache::TokenCache;
+use super::token_index::Origin;
 use super::tokens::Tokens;
 use super::tokens_writer::TokensWriter;
 use crate::Activity;
+use crate::record_error::RecordError;
 
 /// Records and bytes of them that are in memory at a time.
 const CHUNK: usize = 4096;
@@ -29,7 +30,8 @@ impl Tokens {
     /// one makes them and the others wait for it. Without a cache, or where there is no room, the tokens are kept in memory.
     ///
     /// # Errors
-    /// A file that cannot be read or changes meanwhile; no record from which anything can be learned.
+    /// A file that cannot be read or changes meanwhile; a record with parts that are not supported; no record from which anything can be
+    /// learned.
     pub fn encode(
         data: &Data,
         encoder: &RecordEncoder<'_>,
@@ -89,12 +91,12 @@ impl Tokens {
     }
 }
 
-/// What became of a record.
-type Encoded = (
-    RecordLocation,
-    usize,
-    std::result::Result<(RecordFormat, EncodedRecord), String>,
-);
+/// What a record became.
+struct Encoded {
+    origin: Origin,
+    record: EncodedRecord,
+    notes: RecordNotes,
+}
 
 fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) -> Result<W> {
     let mut writer = TokensWriter::new(writer);
@@ -118,18 +120,25 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
         if chunk.is_empty() {
             break;
         }
-        let encoded: Vec<Encoded> = chunk
+        let encoded: Vec<_> = chunk
             .into_par_iter()
-            .map(|raw| encode_one(raw, encoder))
+            .map(|raw| (raw.location, encode_one(raw, encoder)))
             .collect();
-        for (location, source, encoded) in encoded {
+        for (location, encoded) in encoded {
             match encoded {
-                Ok((format, record)) => {
-                    *report.formats.entry(format).or_default() += 1;
+                Ok(Encoded {
+                    origin,
+                    record,
+                    notes,
+                }) => {
                     report.num_without_target += usize::from(!record.has_loss.contains(&true));
-                    writer.push(&record, (source, location.file, location.place))?;
+                    report.note(notes, location);
+                    writer.push(&record, origin)?;
                 }
-                Err(reason) => {
+                Err(RecordError::Unsupported(reason)) => {
+                    bail!("{}: {reason}", data.describe(location))
+                }
+                Err(RecordError::Malformed(reason)) => {
                     report.num_malformed += 1;
                     if report.malformed.len() < NUM_TOLD {
                         report.malformed.push(SkippedRecord { location, reason });
@@ -143,9 +152,29 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
     writer.finish(report)
 }
 
-fn encode_one(raw: RawRecord, encoder: &RecordEncoder<'_>) -> Encoded {
+fn encode_one(
+    raw: RawRecord,
+    encoder: &RecordEncoder<'_>,
+) -> std::result::Result<Encoded, RecordError> {
     let (location, source) = (raw.location, raw.source);
-    let encoded = raw.parse();
-    let encoded = encoded.and_then(|(format, record)| Ok((format, encoder.encode(&record)?)));
-    (location, source, encoded)
+    let ParsedRecord {
+        format,
+        record,
+        unread,
+    } = raw.parse()?;
+    let mut notes = RecordNotes {
+        unread,
+        ..RecordNotes::default()
+    };
+    let record = encoder.encode_noting(&record, &mut notes)?;
+    let origin = Origin {
+        format,
+        source,
+        location,
+    };
+    Ok(Encoded {
+        origin,
+        record,
+        notes,
+    })
 }

@@ -9,14 +9,15 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::data_files::{Data, DataFile, FileFormat};
-use super::record::{Record, RecordFormat};
+use super::record::{ParsedRecord, Record, RecordFormat};
 use super::record_location::RecordLocation;
+use crate::record_error::RecordError;
 
 /// A record as its file has it.
 pub(crate) struct RawRecord {
     pub location: RecordLocation,
     /// Index of the [`DataSpec`](super::DataSpec) that it belongs to.
-    pub source: usize,
+    pub source: u32,
     content: Content,
 }
 
@@ -28,13 +29,17 @@ enum Content {
 
 impl RawRecord {
     /// What the record says, or why it says nothing.
-    pub fn parse(self) -> std::result::Result<(RecordFormat, Record), String> {
+    pub fn parse(self) -> std::result::Result<ParsedRecord, RecordError> {
         match self.content {
-            Content::Text(text) => Ok((RecordFormat::Text, Record::Text(text))),
-            Content::Value(value) => Record::parse(&value),
+            Content::Text(text) => Ok(ParsedRecord {
+                format: RecordFormat::Text,
+                record: Record::Text(text),
+                unread: Vec::new(),
+            }),
+            Content::Value(value) => ParsedRecord::of(&value),
             Content::Json(line) => match serde_json::from_slice::<Value>(&line) {
-                Ok(value) => Record::parse(&value),
-                Err(err) => Err(format!("it is not valid JSON: {err}")),
+                Ok(value) => ParsedRecord::of(&value),
+                Err(err) => Err(format!("it is not valid JSON: {err}").into()),
             },
         }
     }
@@ -90,7 +95,7 @@ impl<'a> FileRecords<'a> {
                         file: open.index,
                         place: open.place,
                     };
-                    let source = open.file.source;
+                    let source = open.file.source as u32;
                     return Ok(Some(RawRecord {
                         location,
                         source,

@@ -2,6 +2,8 @@
 //!
 //! [`Data`] is what `--data` names; its files hold [`Record`]s, which a [`RecordEncoder`] makes [`Tokens`] of.
 
+mod alpaca;
+mod conversation_record;
 mod data_files;
 mod data_spec;
 mod encode_data;
@@ -11,6 +13,7 @@ mod overlong;
 mod parquet_rows;
 mod record;
 mod record_encoder;
+mod record_fields;
 mod record_location;
 mod report;
 mod token_cache;
@@ -22,7 +25,7 @@ pub use data_files::Data;
 pub use data_spec::DataSpec;
 pub use overlong::Overlong;
 pub use record::{Record, RecordFormat};
-pub use record_encoder::{EncodedRecord, RecordEncoder};
+pub use record_encoder::{EncodedRecord, EncoderConfig, RecordEncoder};
 pub use report::{DataReport, SkippedRecord};
 pub use token_cache::TokenCache;
 pub(crate) use token_index::IndexEntry;

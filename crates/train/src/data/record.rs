@@ -4,9 +4,12 @@ use std::fmt;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
-use serde::{Deserialize, Serialize};
 
-use crate::chat::Chat;
+use super::alpaca::alpaca;
+use super::conversation_record::conversation;
+use super::record_fields::RecordFields;
+use crate::chat::{Chat, MASKS_OF_RECORDS};
+use crate::record_error::RecordError;
 
 /// What a record says.
 #[derive(Clone, Debug)]
@@ -34,18 +37,42 @@ pub enum Record {
 }
 
 /// How a record is spelled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RecordFormat {
     /// A text file, or `{"text"}`.
     Text,
     /// `{"prompt", "completion"}`
     Completion,
-    /// `{"messages": [{"role", "content"}]}`, which may have `"tools"`.
+    /// `{"messages": [{"role", "content"}]}`, which may have `"system"` and `"tools"`.
     Messages,
-    /// `{"instruction", "input", "output"}`, which may have `"system"`.
+    /// `{"instruction", "input", "output"}`, which may have `"system"` and `"history"`.
     Alpaca,
     /// `{"conversations": [{"from", "value"}]}`, which may have `"system"` and `"tools"`.
     ShareGpt,
+}
+
+impl RecordFormat {
+    /// All of them.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Text,
+        Self::Completion,
+        Self::Messages,
+        Self::Alpaca,
+        Self::ShareGpt,
+    ];
+
+    /// Whether such a record is a conversation for a model with a chat template.
+    pub(crate) fn is_conversation(self) -> bool {
+        !matches!(self, Self::Text | Self::Completion)
+    }
+
+    /// So many records, in words.
+    pub(crate) fn counted(self, count: usize) -> String {
+        match self {
+            Self::Text => crate::counted(count, "text"),
+            format => format!("{} of {format}", crate::counted(count, "record")),
+        }
+    }
 }
 
 impl fmt::Display for RecordFormat {
@@ -60,143 +87,89 @@ impl fmt::Display for RecordFormat {
     }
 }
 
+/// Fields without which a record says something else, and that are not understood. So are masks that are no list with an entry for each message.
+const UNSUPPORTED: [&str; 11] = [
+    "history",
+    "image",
+    "images",
+    "audio",
+    "audios",
+    "video",
+    "videos",
+    "chosen",
+    "rejected",
+    "tool_calls",
+    "functions",
+];
+
+/// A record, and what of it is not read.
+pub(crate) struct ParsedRecord {
+    pub format: RecordFormat,
+    pub record: Record,
+    /// Names of fields that say something and are not read.
+    pub unread: Vec<String>,
+}
+
 impl Record {
     /// Reads a record, whose fields tell how it is spelled.
     ///
     /// # Errors
-    /// Why it is none, as a part of a sentence.
-    pub fn parse(fields: &Value) -> Result<(RecordFormat, Self), String> {
+    /// Why it is none, or that it has parts that are not supported.
+    pub fn parse(fields: &Value) -> Result<(RecordFormat, Self), RecordError> {
+        let ParsedRecord { format, record, .. } = ParsedRecord::of(fields)?;
+        Ok((format, record))
+    }
+}
+
+impl ParsedRecord {
+    /// As [`Record::parse`].
+    pub fn of(fields: &Value) -> Result<Self, RecordError> {
         if fields.kind() != ValueKind::Map {
-            return Err(format!("it is {}, expected an object", fields.kind()));
+            return Err(format!("it is {}, expected an object", fields.kind()).into());
         }
-        let has = |name: &str| field(fields, name).is_some();
-        if has("messages") {
-            let messages = list(fields, "messages")?;
-            let chat = Chat::new(messages, field(fields, "tools"))?;
-            Ok((RecordFormat::Messages, Self::Chat(chat)))
-        } else if has("conversations") {
-            Ok((RecordFormat::ShareGpt, Self::Chat(share_gpt(fields)?)))
-        } else if has("prompt") && has("completion") {
-            let record = Self::Completion {
-                prompt: text(fields, "prompt")?,
-                completion: text(fields, "completion")?,
-            };
-            Ok((RecordFormat::Completion, record))
-        } else if has("instruction") && has("output") {
-            Ok((RecordFormat::Alpaca, alpaca(fields)?))
-        } else if has("text") {
-            Ok((RecordFormat::Text, Self::Text(text(fields, "text")?)))
-        } else {
-            let names = fields.try_iter().into_iter().flatten();
-            let names: Vec<String> = names.map(|name| name.to_string()).collect();
-            Err(format!(
-                "its fields are {names:?}, expected text; prompt and completion; messages; instruction and output; or conversations"
-            ))
-        }
-    }
-}
-
-/// A field that is there and not null.
-fn field(fields: &Value, name: &str) -> Option<Value> {
-    let value = fields.get_attr(name).ok()?;
-    (!value.is_undefined() && !value.is_none()).then_some(value)
-}
-
-fn text(fields: &Value, name: &str) -> Result<String, String> {
-    match field(fields, name) {
-        Some(value) => match value.as_str() {
-            Some(text) => Ok(text.to_string()),
-            None => Err(format!("its {name} is {}, expected a text", value.kind())),
-        },
-        None => Err(format!("it has no {name}")),
-    }
-}
-
-/// A text that may be missing, which is as good as empty.
-fn optional_text(fields: &Value, name: &str) -> Result<Option<String>, String> {
-    let text = field(fields, name)
-        .map(|_| text(fields, name))
-        .transpose()?;
-    Ok(text.filter(|text| !text.is_empty()))
-}
-
-fn list(fields: &Value, name: &str) -> Result<Vec<Value>, String> {
-    let value = field(fields, name).unwrap_or_default();
-    match value.kind() {
-        ValueKind::Seq => Ok(value.try_iter().into_iter().flatten().collect()),
-        kind => Err(format!("its {name} is {kind}, expected a list")),
-    }
-}
-
-/// Roles of ShareGPT, and what chat templates call them.
-const ROLES: [(&str, &str); 13] = [
-    ("system", "system"),
-    ("human", "user"),
-    ("user", "user"),
-    ("gpt", "assistant"),
-    ("assistant", "assistant"),
-    ("model", "assistant"),
-    ("bot", "assistant"),
-    ("chatgpt", "assistant"),
-    ("bing", "assistant"),
-    ("bard", "assistant"),
-    ("tool", "tool"),
-    ("function_response", "tool"),
-    ("observation", "tool"),
-];
-
-fn share_gpt(fields: &Value) -> Result<Chat, String> {
-    let mut messages = Vec::new();
-    if let Some(system) = optional_text(fields, "system")? {
-        messages.push(message("system", system));
-    }
-    for (index, turn) in list(fields, "conversations")?.iter().enumerate() {
-        // Some files have this name for the other spelling.
-        if field(turn, "role").is_some() {
-            messages.push(turn.clone());
-            continue;
-        }
-        let of_turn = |err: String| format!("of turn {index}: {err}");
-        let from = text(turn, "from").map_err(of_turn)?;
-        let role = ROLES.iter().find(|(name, _)| *name == from);
-        let Some((_, role)) = role else {
-            return Err(format!(
-                "turn {index} is from {from:?}, which is no known role"
-            ));
+        let mut fields = RecordFields::of(fields);
+        let (format, record) = parse(&mut fields)?;
+        let unread = fields.unread();
+        let is_unsupported = |name: &&String| {
+            let is_mask = MASKS_OF_RECORDS.contains(&name.as_str()) && !fields.is_one(name);
+            is_mask || UNSUPPORTED.contains(&name.as_str())
         };
-        messages.push(message(role, text(turn, "value").map_err(of_turn)?));
+        match unread.iter().find(is_unsupported) {
+            Some(name) => Err(RecordError::Unsupported(format!(
+                "it has {name}, which is not supported and without which something else would be learned\nhint: \
+                 leave such records out, or the field if it says nothing about what is to be learned"
+            ))),
+            None => Ok(Self {
+                format,
+                record,
+                unread,
+            }),
+        }
     }
-    Chat::new(messages, field(fields, "tools"))
 }
 
-/// The prompt of Stanford's Alpaca, for models without a chat template.
-const WITH_INPUT: &str = "Below is an instruction that describes a task, paired with an input that provides further context. \
-                          Write a response that appropriately completes the request.";
-const WITHOUT_INPUT: &str = "Below is an instruction that describes a task. Write a response that appropriately completes the request.";
-
-fn alpaca(fields: &Value) -> Result<Record, String> {
-    let instruction = text(fields, "instruction")?;
-    let input = optional_text(fields, "input")?;
-    let output = text(fields, "output")?;
-    let system = optional_text(fields, "system")?;
-    let (preamble, asked, input) = match input {
-        Some(input) => (
-            WITH_INPUT,
-            format!("{instruction}\n{input}"),
-            format!("### Input:\n{input}\n\n"),
-        ),
-        None => (WITHOUT_INPUT, instruction.clone(), String::new()),
-    };
-    let preamble = system.clone().unwrap_or(preamble.to_string());
-    let system = system.map(|system| message("system", system));
-    let turns = [message("user", asked), message("assistant", output.clone())];
-    Ok(Record::Instruction {
-        chat: Chat::new(system.into_iter().chain(turns).collect(), None)?,
-        prompt: format!("{preamble}\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"),
-        output,
-    })
-}
-
-fn message(role: &str, content: String) -> Value {
-    minijinja::context! { role => role, content => content }
+fn parse(fields: &mut RecordFields<'_>) -> Result<(RecordFormat, Record), RecordError> {
+    if fields.has("messages") {
+        let chat = conversation(fields, "messages")?;
+        Ok((RecordFormat::Messages, Record::Chat(chat)))
+    } else if fields.has("conversations") {
+        let chat = conversation(fields, "conversations")?;
+        Ok((RecordFormat::ShareGpt, Record::Chat(chat)))
+    } else if fields.has("prompt") && fields.has("completion") {
+        let record = Record::Completion {
+            prompt: fields.text("prompt")?,
+            completion: fields.text("completion")?,
+        };
+        Ok((RecordFormat::Completion, record))
+    } else if fields.has("instruction") && fields.has("output") {
+        Ok((RecordFormat::Alpaca, alpaca(fields)?))
+    } else if fields.has("text") {
+        Ok((RecordFormat::Text, Record::Text(fields.text("text")?)))
+    } else {
+        Err(format!(
+            "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations",
+            fields.names()
+        )
+        .into())
+    }
 }

@@ -1,14 +1,17 @@
 //! Token ids of records, and which of them have loss.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use candle_core::Result;
 use jiff::civil::Date;
 
 use super::record::Record;
+use super::report::RecordNotes;
 use super::token_index::RecordKind;
 use crate::Tokenizer;
 use crate::chat::{Chat, ChatTemplate};
+use crate::record_error::RecordError;
 
 /// A record as token ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,25 +24,36 @@ pub struct EncodedRecord {
     pub has_loss: Vec<bool>,
 }
 
+/// What of records has loss, and how conversations are rendered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EncoderConfig {
+    /// All tokens have loss, not only those of the assistant or of a completion; but those of the assistant's messages that are not
+    /// learned by what their record says.
+    pub train_on_prompt: bool,
+    /// Of a conversation only the assistant's last message has loss.
+    pub mask_history: bool,
+    /// Leave arguments of tool calls that are JSON in a text as they are, as transformers does, instead of reading the JSON.
+    pub keep_argument_strings: bool,
+}
+
 /// Makes token ids of records.
 #[derive(Debug)]
 pub struct RecordEncoder<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<ChatTemplate>,
     special_tokens: Vec<String>,
-    train_on_prompt: bool,
+    config: EncoderConfig,
 }
 
 impl<'a> RecordEncoder<'a> {
-    /// With the chat template of the checkpoint in `model`, if there are both. `train_on_prompt`: all tokens have loss, not only those
-    /// of the assistant or of a completion.
+    /// With the chat template of the checkpoint in `model`, if there are both.
     ///
     /// # Errors
     /// A template that cannot be read.
     pub fn new(
         tokenizer: &'a Tokenizer,
         model: Option<&Path>,
-        train_on_prompt: bool,
+        config: EncoderConfig,
     ) -> Result<Self> {
         let named = tokenizer.named_special_tokens();
         let template = model.map(|model| ChatTemplate::from_dir(model, named.clone()));
@@ -47,7 +61,7 @@ impl<'a> RecordEncoder<'a> {
             tokenizer,
             template: template.transpose()?.flatten(),
             special_tokens: tokenizer.special_tokens(),
-            train_on_prompt,
+            config,
         })
     }
 
@@ -61,17 +75,34 @@ impl<'a> RecordEncoder<'a> {
     /// end of a sequence; of a conversation those of its rendered text.
     ///
     /// # Errors
-    /// Why there are none, as a part of a sentence.
-    pub fn encode(&self, record: &Record) -> std::result::Result<EncodedRecord, String> {
+    /// Why there are none.
+    pub fn encode(&self, record: &Record) -> std::result::Result<EncodedRecord, RecordError> {
+        self.encode_noting(record, &mut RecordNotes::default())
+    }
+
+    /// As [`Self::encode`]; `notes` get what there is to tell of it.
+    pub(crate) fn encode_noting(
+        &self,
+        record: &Record,
+        notes: &mut RecordNotes,
+    ) -> std::result::Result<EncodedRecord, RecordError> {
         match (record, &self.template) {
-            (Record::Text(text), _) => self.text(text),
-            (Record::Completion { prompt, completion }, _) => self.completion(prompt, completion),
-            (Record::Chat(chat), Some(template))
-            | (Record::Instruction { chat, .. }, Some(template)) => self.chat(template, chat),
-            (Record::Instruction { prompt, output, .. }, None) => self.completion(prompt, output),
-            (Record::Chat(_), None) => {
-                Err("it is a conversation, and the checkpoint has no chat template".to_string())
+            (Record::Text(text), _) => Ok(self.text(text)?),
+            (Record::Completion { prompt, completion }, _) => {
+                Ok(self.completion(prompt, completion)?)
             }
+            (Record::Chat(chat), Some(template))
+            | (Record::Instruction { chat, .. }, Some(template)) => {
+                self.chat(template, chat, notes)
+            }
+            (Record::Instruction { prompt, output, .. }, None) => {
+                Ok(self.completion(prompt, output)?)
+            }
+            (Record::Chat(_), None) => Err(
+                "it is a conversation, and the checkpoint has no chat template"
+                    .to_string()
+                    .into(),
+            ),
         }
     }
 
@@ -108,13 +139,51 @@ impl<'a> RecordEncoder<'a> {
         &self,
         template: &ChatTemplate,
         chat: &Chat,
-    ) -> std::result::Result<EncodedRecord, String> {
-        let rendered = template.render(chat, &self.special_tokens)?;
-        let encoded = self
-            .tokenizer
-            .encode_spans(&rendered.text, false, &rendered.assistant);
-        let (ids, has_loss) = encoded.map_err(|err| err.to_string())?;
-        Ok(self.with_losses(RecordKind::Whole, ids, has_loss))
+        notes: &mut RecordNotes,
+    ) -> std::result::Result<EncodedRecord, RecordError> {
+        self.check_masks(chat)?;
+        let mut chat = match self.config.keep_argument_strings {
+            true => Cow::Borrowed(chat),
+            false => chat.with_parsed_arguments(),
+        };
+        notes.has_parsed_arguments = matches!(chat, Cow::Owned(_));
+        if self.config.mask_history {
+            chat = Cow::Owned(chat.into_owned().with_last_answer_only());
+        }
+        let rendered = template.render(&chat, &self.special_tokens)?;
+        notes.unread.extend(template.unread(&chat, &rendered.text)?);
+        let spans = match self.config.train_on_prompt {
+            true => &rendered.masked,
+            false => &rendered.assistant,
+        };
+        let encoded = self.tokenizer.encode_spans(&rendered.text, false, spans);
+        let (ids, in_spans) = encoded.map_err(|err| err.to_string())?;
+        let has_loss = in_spans
+            .into_iter()
+            .map(|is_in| is_in != self.config.train_on_prompt);
+        Ok(with_losses(RecordKind::Whole, ids, has_loss.collect()))
+    }
+
+    /// An error if the record asks for loss, or for none, where there is no choice: on messages that are not the assistant's.
+    fn check_masks(&self, chat: &Chat) -> std::result::Result<(), RecordError> {
+        let on_prompt = self.config.train_on_prompt;
+        let is_asked = |(index, mask): (usize, &Option<bool>)| {
+            let is_prompt = chat.role(index) != "assistant";
+            (is_prompt && *mask == Some(!on_prompt)).then_some(index)
+        };
+        let Some(index) = chat.masks().iter().enumerate().find_map(is_asked) else {
+            return Ok(());
+        };
+        let message = format!("message {index}, of the role {:?}", chat.role(index));
+        Err(RecordError::Unsupported(match on_prompt {
+            true => format!(
+                "{message}, is not to be learned by what the record says, and --train-on-prompt learns all but messages of the assistant"
+            ),
+            false => format!(
+                "{message}, is to be learned by what the record says, and only messages of the assistant are\nhint: --train-on-prompt learns \
+                 the others, too"
+            ),
+        }))
     }
 
     /// With the end of the sequence, if the tokenizer has not added it.
@@ -128,38 +197,33 @@ impl<'a> RecordEncoder<'a> {
             ids.push(eos);
             has_loss.push(true);
         }
-        self.with_losses(kind, ids, has_loss)
-    }
-
-    /// The first token of a record follows nothing from which it could be foretold.
-    fn with_losses(
-        &self,
-        kind: RecordKind,
-        ids: Vec<u32>,
-        mut has_loss: Vec<bool>,
-    ) -> EncodedRecord {
-        if self.train_on_prompt {
+        if self.config.train_on_prompt {
             has_loss.fill(true);
         }
-        if let Some(first) = has_loss.first_mut() {
-            *first = false;
-        }
-        EncodedRecord {
-            kind,
-            ids,
-            has_loss,
-        }
+        with_losses(kind, ids, has_loss)
     }
 
     /// What decides what [`Self::encode`] gives.
     pub(crate) fn identity(&self) -> Result<String> {
         let template = self.template.as_ref().map(ChatTemplate::identity);
-        let (tokenizer, on_prompt) = (self.tokenizer.identity()?, self.train_on_prompt);
-        Ok(format!("{tokenizer} {template:?} {on_prompt}"))
+        let (tokenizer, config) = (self.tokenizer.identity()?, self.config);
+        Ok(format!("{tokenizer} {template:?} {config:?}"))
     }
 
     /// The checkpoint's chat template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
+    }
+}
+
+/// The first token of a record follows nothing from which it could be foretold.
+fn with_losses(kind: RecordKind, ids: Vec<u32>, mut has_loss: Vec<bool>) -> EncodedRecord {
+    if let Some(first) = has_loss.first_mut() {
+        *first = false;
+    }
+    EncodedRecord {
+        kind,
+        ids,
+        has_loss,
     }
 }

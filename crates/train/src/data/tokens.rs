@@ -12,10 +12,11 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
 use super::data_files::Data;
+use super::record::RecordFormat;
 use super::record_encoder::EncodedRecord;
 use super::record_location::RecordLocation;
 use super::report::DataReport;
-use super::token_index::{IndexEntry, RecordKind};
+use super::token_index::{IndexEntry, Origin, RecordKind};
 use super::tokens_writer::TokensWriter;
 
 /// The bit of a token without loss.
@@ -70,7 +71,20 @@ impl Tokens {
     pub fn from_records(records: &[EncodedRecord]) -> Result<Self> {
         let mut writer = TokensWriter::new(Cursor::new(Vec::new()));
         for (place, record) in records.iter().enumerate() {
-            writer.push(record, (0, 0, place as u64 + 1))?;
+            let location = RecordLocation {
+                file: 0,
+                place: place as u64 + 1,
+            };
+            let format = match record.kind {
+                RecordKind::Text => RecordFormat::Text,
+                RecordKind::Whole => RecordFormat::Completion,
+            };
+            let origin = Origin {
+                format,
+                source: 0,
+                location,
+            };
+            writer.push(record, origin)?;
         }
         Self::open(writer.finish(DataReport::default())?)
     }
@@ -130,7 +144,7 @@ impl Tokens {
         };
         let (ids, has_loss) = self.part(index, 0..entry.len as usize)?;
         Ok(EncodedRecord {
-            kind: entry.kind,
+            kind: entry.kind(),
             ids,
             has_loss,
         })
@@ -161,19 +175,22 @@ impl Tokens {
     /// The first record that cannot be cut and is longer than `seq_len`.
     pub fn first_longer_than(&self, seq_len: usize) -> Option<usize> {
         let is_longer =
-            |entry: &IndexEntry| entry.kind == RecordKind::Whole && entry.len as usize > seq_len;
+            |entry: &IndexEntry| entry.kind() == RecordKind::Whole && entry.len as usize > seq_len;
         self.index.iter().position(is_longer)
     }
 
     /// Where in `data`, of which these tokens were made, a record is, in words.
     pub fn place_of(&self, record: usize, data: &Data) -> String {
-        let location = self.index.get(record).map(|entry| RecordLocation {
-            file: entry.file,
-            place: entry.place,
-        });
-        location.map_or(format!("record {record}"), |location| {
-            data.describe(location)
+        let entry = self.index.get(record);
+        entry.map_or(format!("record {record}"), |entry| {
+            data.describe(entry.origin.location)
         })
+    }
+
+    /// Whether there are conversations, or records that a chat template may make one of.
+    pub fn has_conversations(&self) -> bool {
+        let mut formats = self.index.iter().map(|entry| entry.origin.format);
+        formats.any(RecordFormat::is_conversation)
     }
 
     pub(crate) fn index(&self) -> &[IndexEntry] {

@@ -7,7 +7,7 @@ use twox_hash::XxHash3_128;
 
 use super::record_encoder::EncodedRecord;
 use super::report::DataReport;
-use super::token_index::IndexEntry;
+use super::token_index::{IndexEntry, Origin};
 use super::tokens::{Found, MAGIC, NO_LOSS};
 
 /// Writes a file of tokens.
@@ -28,17 +28,9 @@ impl<W: Write> TokensWriter<W> {
         }
     }
 
-    /// Appends a record, of the data spec `source`, which is at `place` of file `file`.
-    pub fn push(
-        &mut self,
-        record: &EncodedRecord,
-        (source, file, place): (usize, u32, u64),
-    ) -> Result<()> {
-        let EncodedRecord {
-            kind,
-            ids,
-            has_loss,
-        } = record;
+    /// Appends a record.
+    pub fn push(&mut self, record: &EncodedRecord, origin: Origin) -> Result<()> {
+        let EncodedRecord { ids, has_loss, .. } = record;
         let mut bytes = Vec::with_capacity(ids.len() * 4);
         for (&id, &has_loss) in ids.iter().zip(has_loss) {
             if id >= NO_LOSS {
@@ -48,7 +40,7 @@ impl<W: Write> TokensWriter<W> {
             let word = if has_loss { id } else { id | NO_LOSS };
             bytes.extend(word.to_le_bytes());
         }
-        let (Ok(len), Ok(source)) = (u32::try_from(ids.len()), u32::try_from(source)) else {
+        let Ok(len) = u32::try_from(ids.len()) else {
             bail!("a record has {} tokens, expected at most 2^32", ids.len());
         };
         let first_target = has_loss.iter().position(|&has_loss| has_loss);
@@ -56,10 +48,7 @@ impl<W: Write> TokensWriter<W> {
             start: self.found.num_tokens,
             len,
             first_target: first_target.map_or(len, |first| first as u32),
-            kind: *kind,
-            source,
-            file,
-            place,
+            origin,
         };
         self.index.extend(entry.to_bytes());
         self.hash.write(&bytes);

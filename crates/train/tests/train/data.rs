@@ -4,134 +4,14 @@ use std::time::{Duration, SystemTime};
 
 use candle_train::hub::DataUse;
 use candle_train::{
-    Data, DataSpec, Record, RecordEncoder, RecordFormat, TokenCache, Tokenizer, Tokens,
+    Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, TokenCache, Tokenizer,
+    Tokens,
 };
-use minijinja::Value;
 
 use crate::assert_error;
 
 fn tokenizer() -> Tokenizer {
     Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280).unwrap()
-}
-
-fn parse(json: &str) -> Result<(RecordFormat, Record), String> {
-    Record::parse(&serde_json::from_str::<Value>(json).unwrap())
-}
-
-/// Roles and contents of a conversation.
-fn turns(record: &Record) -> Vec<(String, String)> {
-    let (Record::Chat(chat) | Record::Instruction { chat, .. }) = record else {
-        panic!("{record:?} is no conversation");
-    };
-    let field = |message: &Value, name: &str| message.get_attr(name).unwrap().to_string();
-    let messages = chat.messages().iter();
-    messages
-        .map(|message| (field(message, "role"), field(message, "content")))
-        .collect()
-}
-
-#[test]
-fn records_are_known_by_their_fields() {
-    let pair = |role: &str, content: &str| (role.to_string(), content.to_string());
-    let messages = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "id": 7}"#;
-    let (format, record) = parse(messages).unwrap();
-    assert_eq!(
-        (format, turns(&record)),
-        (RecordFormat::Messages, vec![pair("user", "ab")])
-    );
-    let share_gpt = r#"{"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
-    let (format, record) = parse(share_gpt).unwrap();
-    let want = vec![
-        pair("system", "s"),
-        pair("user", "q"),
-        pair("assistant", "a"),
-    ];
-    assert_eq!((format, turns(&record)), (RecordFormat::ShareGpt, want));
-    let (format, record) = parse(r#"{"instruction": "i", "input": "", "output": "o"}"#).unwrap();
-    assert_eq!(
-        (format, turns(&record)),
-        (
-            RecordFormat::Alpaca,
-            vec![pair("user", "i"), pair("assistant", "o")]
-        )
-    );
-    let (_, record) =
-        parse(r#"{"instruction": "i", "input": "x", "output": "o", "text": "all"}"#).unwrap();
-    assert_eq!(turns(&record)[0], pair("user", "i\nx"));
-    let (format, _) = parse(r#"{"prompt": "p", "completion": "c"}"#).unwrap();
-    assert_eq!(format, RecordFormat::Completion);
-    assert_eq!(
-        parse(r#"{"text": "t", "messages": null}"#).unwrap().0,
-        RecordFormat::Text
-    );
-    for (json, part) in [
-        ("[]", "expected an object"),
-        ("{}", "its fields are []"),
-        (r#"{"text": 3}"#, "its text is number, expected a text"),
-        (r#"{"messages": []}"#, "has no messages"),
-        (
-            r#"{"messages": "x"}"#,
-            "its messages is string, expected a list",
-        ),
-        (
-            r#"{"messages": [{"content": "x"}]}"#,
-            "message 0 has no role",
-        ),
-        (
-            r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#,
-            "message 0 has a part that is no text",
-        ),
-        (
-            r#"{"conversations": [{"from": "nobody", "value": "x"}]}"#,
-            "turn 0 is from \"nobody\"",
-        ),
-        (
-            r#"{"prompt": "p", "completion": ["c"]}"#,
-            "its completion is sequence",
-        ),
-    ] {
-        let err = parse(json).unwrap_err();
-        assert!(err.contains(part), "{part:?} is not in: {err}");
-    }
-}
-
-#[test]
-fn of_a_completion_its_own_tokens_and_the_end_have_loss() {
-    let tokenizer = tokenizer();
-    let learned = |on_prompt: bool, json: &str| {
-        let encoder = RecordEncoder::new(&tokenizer, None, on_prompt).unwrap();
-        let encoded = encoder.encode(&parse(json).unwrap().1)?;
-        let ids: Vec<u32> = encoded
-            .ids
-            .iter()
-            .zip(&encoded.has_loss)
-            .filter(|(_, has)| **has)
-            .map(|(&id, _)| id)
-            .collect();
-        Ok::<_, String>(tokenizer.decode_with_special_tokens(&ids).unwrap())
-    };
-    let record = r#"{"prompt": "the cat\n", "completion": "sat on the mat"}"#;
-    assert_eq!(
-        learned(false, record).unwrap(),
-        "sat on the mat<|end_of_text|>"
-    );
-    assert!(
-        learned(true, record)
-            .unwrap()
-            .ends_with(" cat\nsat on the mat<|end_of_text|>")
-    );
-    let record = r#"{"instruction": "i", "input": "x", "output": "the mat"}"#;
-    assert_eq!(learned(false, record).unwrap(), "the mat<|end_of_text|>");
-    assert!(
-        learned(false, r#"{"prompt": "p", "completion": ""}"#)
-            .unwrap_err()
-            .contains("empty")
-    );
-    assert!(
-        learned(false, r#"{"messages": [{"role": "user", "content": "q"}]}"#)
-            .unwrap_err()
-            .contains("no chat template")
-    );
 }
 
 fn write(dir: &Path, name: &str, content: &str) {
@@ -272,13 +152,18 @@ fn malformed_records_are_counted_and_placed() {
     let tokenizer = tokenizer();
     let tokens = Tokens::encode(
         &data,
-        &RecordEncoder::new(&tokenizer, None, false).unwrap(),
+        &RecordEncoder::new(&tokenizer, None, EncoderConfig::default()).unwrap(),
         None,
     )
     .unwrap();
     let report = tokens.report();
     assert_eq!((report.num_malformed, report.num_without_target), (3, 1));
-    assert_eq!(report.summary(), "3 texts");
+    let samples = Samples::new(&tokens, SampleConfig::new(64)).unwrap();
+    let num_tokens: usize = (0..2)
+        .map(|record| tokens.record(record * 2).unwrap().ids.len())
+        .sum();
+    let summary = format!("2 texts, {num_tokens} tokens in 1 sequence");
+    assert_eq!(samples.summary(), summary);
     let warnings = report.warnings(&data).join("\n");
     for part in [
         "a.jsonl line 2: it is not valid JSON",
@@ -311,7 +196,7 @@ impl Cached {
     }
 
     fn tokens(&self) -> Tokens {
-        let encoder = RecordEncoder::new(&self.tokenizer, None, false).unwrap();
+        let encoder = RecordEncoder::new(&self.tokenizer, None, EncoderConfig::default()).unwrap();
         let cache = TokenCache::new(self.dir.path().join("cache"));
         let data = found(&self.dir.path().join("data"));
         Tokens::encode(&data, &encoder, Some(&cache)).unwrap()

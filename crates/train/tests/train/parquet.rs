@@ -19,7 +19,7 @@ mod with_feature {
     use std::path::{Path, PathBuf};
 
     use candle_core::Result;
-    use candle_train::{RecordEncoder, Tokenizer, Tokens};
+    use candle_train::{EncoderConfig, RecordEncoder, Tokenizer, Tokens};
 
     use super::*;
     use crate::assert_error;
@@ -39,7 +39,7 @@ mod with_feature {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("chat_template.jinja"), CHATML).unwrap();
         let tokenizer = Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280)?;
-        let encoder = RecordEncoder::new(&tokenizer, Some(dir.path()), false)?;
+        let encoder = RecordEncoder::new(&tokenizer, Some(dir.path()), EncoderConfig::default())?;
         let data = Data::find(&[DataSpec::new(path)], DataUse::Training)?;
         let tokens = Tokens::encode(&data, &encoder, None)?;
         let records = (0..tokens.num_records()).map(|index| {

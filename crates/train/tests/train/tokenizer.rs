@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::Path;
 
-use candle_train::{Record, RecordEncoder, RecordKind, Tokenizer};
+use candle_train::{EncoderConfig, Record, RecordEncoder, RecordKind, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::assert_error;
@@ -71,7 +71,7 @@ fn saved_and_read_again_it_is_the_same() {
 #[test]
 fn texts_end_with_eos() {
     let tokenizer = trained();
-    let encoder = RecordEncoder::new(&tokenizer, None, false).unwrap();
+    let encoder = RecordEncoder::new(&tokenizer, None, EncoderConfig::default()).unwrap();
     let encoded = encoder.encode(&Record::Text("the cat".into())).unwrap();
     let mut expected = tokenizer.encode("the cat").unwrap();
     expected.push(1);

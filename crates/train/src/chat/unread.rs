@@ -1,0 +1,121 @@
+//! What of a conversation its chat template does not show.
+//!
+//! What a template shows of a text may be changed, trimmed or escaped, so the text is not looked for: something else is put in its place, and where
+//! that gives the same rendering the template does not show it.
+
+use std::collections::BTreeSet;
+
+use minijinja::Value;
+
+use super::chat_template::ChatTemplate;
+use super::conversation::{Chat, Fields, REASONING, has_content};
+use super::loss_masks::MASKS;
+use crate::record_error::RecordError;
+
+/// What the assistant writes beside its text.
+const CALLS: [&str; 2] = ["tool_calls", "function_call"];
+
+/// What stands in place of the text of message `index`; nothing that a template looks for.
+fn stand_in(index: usize) -> String {
+    format!("\u{FDD2}{index}\u{FDD3}")
+}
+
+impl ChatTemplate {
+    /// The names of fields, of messages and of the record, that change nothing in `text`, which the template has made of `chat`.
+    ///
+    /// # Errors
+    /// A message whose text or calls of tools the template does not show.
+    pub(crate) fn unread(&self, chat: &Chat, text: &str) -> Result<Vec<String>, RecordError> {
+        if let Some(index) = self.dropped_message(chat, text) {
+            let place = self.not_shown(chat, index);
+            return Err(RecordError::Unsupported(format!(
+                "{place}\nhint: give it a role that the template shows there, such as user or assistant, or put its text into another message"
+            )));
+        }
+        let messages = || chat.messages().iter();
+        let names: BTreeSet<String> = messages().flat_map(names_of_more).collect();
+        let mut unread = Vec::new();
+        for name in names {
+            let removed = match name == REASONING[0] {
+                true => &REASONING[..],
+                false => &[name.as_str()][..],
+            };
+            let without = messages().map(|message| {
+                let mut fields = Fields::of(message);
+                fields.remove(removed);
+                fields.into_value()
+            });
+            if !self.gives(chat, &without.collect::<Vec<_>>(), text) {
+                continue;
+            }
+            if CALLS.contains(&name.as_str()) {
+                let is_call = |message: &Value| Fields::of(message).has_content(&name);
+                let index = messages().position(is_call).unwrap_or_default();
+                let place = self.not_shown(chat, index);
+                return Err(RecordError::Unsupported(format!("{name}: {place}")));
+            }
+            unread.push(format!("messages[].{name}"));
+        }
+        let without_tools = chat.without_tools();
+        if chat.tools().is_true() && self.gives(&without_tools, chat.messages(), text) {
+            unread.push("tools".to_string());
+        }
+        Ok(unread)
+    }
+
+    /// The first message that says something of which nothing is in `text`.
+    fn dropped_message(&self, chat: &Chat, text: &str) -> Option<usize> {
+        let is_said = |message: &Value| {
+            let content = message.get_attr("content").unwrap_or_default();
+            content
+                .as_str()
+                .is_some_and(|content| !content.trim().is_empty())
+        };
+        let all = chat.messages();
+        let said: Vec<usize> = (0..all.len()).filter(|&at| is_said(&all[at])).collect();
+        // Most templates show all of them at once.
+        let shown = self.text(chat, &with_stand_ins(chat, &said), false);
+        let shown = shown.unwrap_or_default();
+        let mut hidden = said
+            .into_iter()
+            .filter(|&index| !shown.contains(&stand_in(index)));
+        hidden.find(|&index| self.gives(chat, &with_stand_ins(chat, &[index]), text))
+    }
+
+    fn gives(&self, chat: &Chat, messages: &[Value], text: &str) -> bool {
+        self.text(chat, messages, false)
+            .is_ok_and(|other| other == text)
+    }
+
+    fn not_shown(&self, chat: &Chat, index: usize) -> String {
+        format!(
+            "the chat template in {} does not show message {index}, of the role {:?}",
+            self.place().display(),
+            chat.role(index)
+        )
+    }
+}
+
+fn with_stand_ins(chat: &Chat, indices: &[usize]) -> Vec<Value> {
+    let mut messages = chat.messages().to_vec();
+    for &index in indices {
+        let mut fields = Fields::of(&messages[index]);
+        fields.set("content", stand_in(index).into());
+        messages[index] = fields.into_value();
+    }
+    messages
+}
+
+/// The names of what a message has beside role, content and masks; what the assistant thought has one name.
+fn names_of_more(message: &Value) -> Vec<String> {
+    let fields = Fields::of(message).0.into_iter();
+    let fields = fields.filter(|(name, value)| {
+        let is_known = ["role", "content"].contains(&name.as_str());
+        !is_known && !MASKS.contains(&name.as_str()) && has_content(value)
+    });
+    let names = fields.map(|(name, _)| match REASONING.contains(&name.as_str()) {
+        true => REASONING[0].to_string(),
+        false => name,
+    });
+    names.collect()
+}
