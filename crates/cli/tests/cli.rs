@@ -35,6 +35,7 @@ mod cli {
     mod layout;
     mod lora;
     mod memory;
+    mod metrics_file;
     mod offload;
     mod output;
     mod parameter_server;
