@@ -28,8 +28,10 @@ impl TrainingRun<'_> {
             print_line(&format!("flags of {}", config.display()));
         }
         print_line(&format!("{}: {described}", self.title));
-        let idle = training.without_effect(flags, ranks);
-        for warning in self.data.warnings.iter().chain(&idle) {
+        if let Some(idle) = training.without_effect(flags, ranks) {
+            print_line(&idle);
+        }
+        for warning in &self.data.warnings {
             eprintln!("warning: {warning}");
         }
         let batches = &training.batches;

@@ -117,14 +117,14 @@ fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
         .iter()
         .fold(program.clone(), |program, flag| program.flag(flag, 1));
     let outcome = of_eight(alone.clone()).succeeds();
-    let said = "warning: without effect here: --zero 3 (one replica, so memory is not divided), --no-overlap (one replica), \
+    let said = "\nwithout effect here: --zero 3 (one replica, so memory is not divided), --no-overlap (one replica), \
                 --schedule gpipe (one stage), --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer (a CPU, so \
                 memory is not divided)\n";
-    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(!outcome.stdout.contains("ZeRO"), "{}", outcome.stdout);
     let outcome = of_eight(program).succeeds();
-    let said = "warning: without effect here: --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer";
-    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    let said = "\nwithout effect here: --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer";
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(outcome.stdout.contains("ZeRO-3"), "{}", outcome.stdout);
     // Defaults, which the file of a run has, do nothing and ask for nothing.
     let outcome = alone
@@ -132,8 +132,8 @@ fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
         .flag("--schedule", "1f1b")
         .succeeds();
     assert!(
-        !outcome.stderr.contains("without effect"),
+        !outcome.stdout.contains("without effect"),
         "{}",
-        outcome.stderr
+        outcome.stdout
     );
 }
