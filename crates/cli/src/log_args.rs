@@ -82,9 +82,7 @@ impl LogArgs {
 
     /// The run whose metrics the file has, if there is one.
     pub fn run_of_metrics(&self) -> Result<Option<String>> {
-        self.metrics
-            .as_ref()
-            .map_or(Ok(None), |path| Metrics::run_of(path))
+        self.metrics.as_ref().map_or(Ok(None), Metrics::run_of)
     }
 
     /// Opens them for a run that begins, or goes on at a step.
