@@ -22,7 +22,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "target/release/candle-train"
-TIMES = {"tokens_per_sec", "step_secs", "gflops_per_sec", "memory"}
+# What differs between two runs of the same: times, bytes, and the run's name.
+TIMES = {"tokens_per_sec", "positions_per_sec", "step_secs", "gflops_per_sec", "memory", "run"}
 
 
 def command(folder, ranks, program):

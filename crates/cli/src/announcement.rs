@@ -1,16 +1,75 @@
 //! What a run says of itself before its first step.
 
-use candle_comm::{Degrees, Mesh};
+use candle_comm::{Degrees, Mesh, RunConfig};
 use candle_core::Result;
 use candle_parallel::Schedule;
-use candle_train::{Trainer, counted, peaks_in_words};
+use candle_train::{Samples, TrainConfig, Trainer, counted, peaks_in_words};
 use candle_train_models::CausalLm;
 
+use crate::flags::Flags;
 use crate::lora_args::adapters_in_words;
 use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
+/// Fewer updates than this hardly change a model.
+const FEW_STEPS: usize = 10;
+
 impl TrainingRun<'_> {
+    /// Says what is trained on what, what was chosen for it, and what may not be what its user wants; for the first rank.
+    pub(crate) fn announce_start(
+        &self,
+        (train, eval_samples): (&TrainConfig, Option<&Samples>),
+        ranks: &RunConfig,
+        flags: &Flags,
+    ) {
+        let (training, num_steps) = (self.training, train.lr_schedule.num_steps);
+        let described = training.describe(&self.data.samples, num_steps, ranks);
+        if let Some(config) = &training.config {
+            print_line(&format!("flags of {}", config.display()));
+        }
+        print_line(&format!("{}: {described}", self.title));
+        if let Some(idle) = training.without_effect(flags, ranks) {
+            print_line(&idle);
+        }
+        for warning in &self.data.warnings {
+            eprintln!("warning: {warning}");
+        }
+        let batches = &training.batches;
+        let is_counted = batches.steps.is_none();
+        if is_counted && (1..FEW_STEPS).contains(&num_steps) {
+            eprintln!(
+                "warning: that is {} of the weights only\nhint: a smaller --global-batch-size or more --epochs make more",
+                counted(num_steps, "update")
+            );
+        }
+        let (global, dp) = (batches.global_batch_size, ranks.degrees.dp);
+        if global % dp != 0 {
+            let (least, most) = (global / dp, global.div_ceil(dp));
+            eprintln!(
+                "warning: {dp} replicas divide {global} sequences of a step into shares of {most} and {least}, and some wait for the \
+                 others\nhint: a --global-batch-size that is a multiple of {dp}"
+            );
+        }
+        let micro = batches.micro_batch_size;
+        // A step may be as large as that of other replicas, before a restart.
+        let accumulation = batches.accumulation();
+        if let Some(steps) = accumulation.filter(|steps| micro * dp * steps == global) {
+            print_line(&format!(
+                "a step: micro-batch {micro} x dp {dp} x accumulation {steps} = {}",
+                counted(global, "sequence")
+            ));
+        }
+        if !self.taken.is_empty() {
+            print_line(&format!("chosen for you: {}", self.taken.join(" ")));
+        }
+        if let Some(samples) = eval_samples {
+            print_line(&format!(
+                "evaluation on {} not trained on",
+                samples.summary()
+            ));
+        }
+    }
+
     /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
     pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
         let params = trainer.stage().params();

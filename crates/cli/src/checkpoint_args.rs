@@ -128,8 +128,15 @@ impl CheckpointArgs {
         self.noted_setting(DATE, is_restart)?.parse().ok()
     }
 
-    /// A setting of the run that this one goes on, if it has it. What is wrong with its checkpoint [`Self::open`] tells.
+    /// A setting of the run that this one goes on, if it has it.
     pub fn noted_setting(&self, name: &str, is_restart: bool) -> Option<String> {
+        let record = self.noted(is_restart)?.record;
+        let record: TrainingRecord = serde_json::from_value(record).ok()?;
+        record.settings.get(name).cloned()
+    }
+
+    /// What is noted of the run that this one goes on, if there is a checkpoint of it. What is wrong with that [`Self::open`] tells.
+    pub fn noted(&self, is_restart: bool) -> Option<CheckpointManifest> {
         let resumes_latest = self.resumes_latest();
         let saved = self
             .save_dir
@@ -137,20 +144,16 @@ impl CheckpointArgs {
             .filter(|_| is_restart || resumes_latest);
         let saved = saved.filter_map(|dir| checkpoints_in(dir).ok());
         let named = self.resume.iter().filter(|_| !resumes_latest).cloned();
-        let manifest = saved.flatten().chain(named);
-        let manifest = manifest
-            .filter_map(|dir| CheckpointManifest::read(&dir).ok())
-            .next()?;
-        let record: TrainingRecord = serde_json::from_value(manifest.record).ok()?;
-        record.settings.get(name).cloned()
+        let mut manifests = saved.flatten().chain(named);
+        manifests.find_map(|dir| CheckpointManifest::read(&dir).ok())
     }
 
     /// What writes checkpoints, if the run is to, and after how many steps each time: to --save-dir, or to the folder `of_best`, which has the
-    /// best and no others. Every rank must call it.
+    /// best and no others. A run that begins is called `run`. Every rank must call it.
     pub fn saver(
         &self,
         world: &ProcessGroup,
-        resumed: Option<&TrainingCheckpoint>,
+        (run, resumed): (&str, Option<&TrainingCheckpoint>),
         of_best: Option<&Path>,
     ) -> Result<Option<(CheckpointSaver, Option<usize>)>> {
         let (folder, every) = match (&self.save_dir, of_best) {
@@ -159,6 +162,10 @@ impl CheckpointArgs {
             (None, None) => return Ok(None),
         };
         let saver = CheckpointSaver::new(world, folder, resumed)?;
+        let saver = match resumed {
+            Some(_) => saver,
+            None => saver.with_run(run),
+        };
         Ok(Some((saver, every)))
     }
 }

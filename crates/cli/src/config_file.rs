@@ -15,7 +15,7 @@ use crate::program::FlagDefault;
 pub(crate) const CONFIG_FILE: &str = "candle_train.toml";
 
 /// Flags that say nothing about a run, or something that is over when it is run again.
-const NOT_STORED: [&str; 10] = [
+const NOT_STORED: [&str; 11] = [
     "help",
     "version",
     "config",
@@ -26,6 +26,7 @@ const NOT_STORED: [&str; 10] = [
     "keep",
     "overwrite",
     "rescue-dir",
+    "metrics",
 ];
 
 /// The words of a command line, and before its flags those of the file that its `--config` names. A flag that is given on the command line is

@@ -6,13 +6,11 @@ use candle_train_models::ModelConfig;
 
 use crate::choices::DTypeChoice;
 use crate::flags::Flags;
-use crate::training_args::TrainingArgs;
+use crate::run_record::GLOBAL_BATCH_SIZE;
+use crate::training_args::{BatchArgs, TrainingArgs};
 
 /// Longest sequence that is taken by default: more need memory that not everybody has.
 const MAX_SEQ_LEN: usize = 2048;
-
-/// The flag that all steps of a run have in common, however many replicas there are.
-const GLOBAL_BATCH_SIZE: &str = "--global-batch-size";
 
 /// Learning rate of adapters, which begin at zero.
 const LORA_LR: f64 = 2e-4;
@@ -66,6 +64,9 @@ impl TrainingArgs {
             taken.push("--dtype bf16".to_string());
         }
         let batches = &mut self.batches;
+        if let Some(size) = batches.per_device_train_batch_size {
+            batches.micro_batch_size = size;
+        }
         let unit = batches
             .micro_batch_size
             .saturating_mul(self.layout.degrees().dp);
@@ -78,7 +79,9 @@ impl TrainingArgs {
         if let Some(size) = noted.and_then(|size| size.parse().ok()) {
             batches.global_batch_size = size;
             taken.push(format!("{GLOBAL_BATCH_SIZE} {size}"));
-        } else if let Some(steps) = batches.gradient_accumulation_steps {
+        } else if let Some(steps) = batches.accumulation()
+            && !flags.is_given(GLOBAL_BATCH_SIZE)
+        {
             batches.global_batch_size = unit.saturating_mul(steps);
             taken.push(format!("{GLOBAL_BATCH_SIZE} {}", batches.global_batch_size));
         } else if is_chosen(GLOBAL_BATCH_SIZE) {
@@ -92,5 +95,13 @@ impl TrainingArgs {
             taken.push(format!("--lr {}", self.optimizer.lr));
         }
         taken
+    }
+}
+
+impl BatchArgs {
+    /// Micro-batches of a replica in a step, where flags give a step by these and not by its size, unless that is given too.
+    pub(crate) fn accumulation(&self) -> Option<usize> {
+        let of_one = self.per_device_train_batch_size.map(|_| 1);
+        self.gradient_accumulation_steps.or(of_one)
     }
 }

@@ -16,7 +16,7 @@ impl TrainingRun<'_> {
         &self,
         trainer: &mut Trainer,
         mesh: &Mesh,
-        position: Option<DataPosition>,
+        (run, position): (&str, Option<DataPosition>),
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
         let replica = match self.training.strategy.num_servers() {
@@ -32,7 +32,7 @@ impl TrainingRun<'_> {
         let mut shown = match is_first {
             true => Some((
                 Progress::new(trainer.num_steps()),
-                self.training.logs.open(resumed_at)?,
+                self.training.logs.open(resumed_at, self.metrics_of(run))?,
             )),
             false => None,
         };

@@ -5,7 +5,7 @@ use std::any::TypeId;
 use candle_core::Result;
 use candle_launch::RankEnv;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
+use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use crate::config_file::{effective, with_config, with_free_defaults};
 use crate::idle_flags::check;
@@ -32,6 +32,8 @@ pub struct Flags {
     values: Vec<(String, String)>,
     /// Names of those that were given.
     given: Vec<String>,
+    /// And of those of them with another value than their default.
+    changed: Vec<String>,
     /// All that decide a run, as a file for `--config`.
     pub(crate) config: toml::Table,
 }
@@ -41,6 +43,19 @@ impl Flags {
     pub fn shared(&self) -> impl Iterator<Item = (&str, &str)> {
         let values = self.values.iter();
         values.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// The value of the flag of this name, with its dashes, if all ranks must have it alike.
+    pub(crate) fn value(&self, name: &str) -> Option<&str> {
+        let mut values = self.shared();
+        values
+            .find(|(other, _)| *other == name)
+            .map(|(_, value)| value)
+    }
+
+    /// Whether the flag of this name, with its dashes, was given a value that is not its default.
+    pub(crate) fn is_changed(&self, name: &str) -> bool {
+        self.changed.iter().any(|changed| changed == name)
     }
 
     /// Whether the flag of this name, with its dashes, was given.
@@ -132,8 +147,8 @@ fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
         let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
         values.join(" ")
     };
-    let names = command.get_arguments();
-    let names = names.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
+    let args = command.get_arguments();
+    let names = args.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
     let names: Vec<_> = names.collect();
     let is_given = |id: &str| {
         let source = matches
@@ -144,12 +159,24 @@ fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
     };
     check(command, matches, is_given)?;
     let given = names.iter().filter(|(id, _)| is_given(id));
+    let is_changed = |arg: &&Arg| {
+        let default = arg.get_default_values();
+        let default: Vec<_> = default
+            .iter()
+            .map(|value| value.to_string_lossy())
+            .collect();
+        let id = arg.get_id().as_str();
+        is_given(id) && value(id) != default.join(" ")
+    };
+    let changed = command.get_arguments().filter(is_changed);
+    let changed = changed.filter_map(|arg| Some(format!("--{}", arg.get_long()?)));
     let shared = names.iter().filter(|(_, long)| !LOCAL.contains(long));
     Ok(Flags {
         values: shared
             .map(|(id, long)| (format!("--{long}"), value(id)))
             .collect(),
         given: given.map(|(_, long)| format!("--{long}")).collect(),
+        changed: changed.collect(),
         config: effective(command, matches, is_given),
     })
 }

@@ -17,6 +17,7 @@ use clap::Parser;
 use jiff::civil::Date;
 use serde_json::{Value, json};
 
+use crate::adapter_base::check_base;
 use crate::choices::DTypeChoice;
 use crate::generation_config::GenerationFile;
 use crate::number::{real, whole};
@@ -146,6 +147,11 @@ impl Generate {
         }
         let model = self.model()?;
         CausalLm::check_degrees(&model.config, &degrees)?;
+        let adapter = self.adapter.as_deref();
+        let warning = adapter.map_or(Ok(None), |dir| check_base(dir, &self.model, &model.dir))?;
+        if let Some(warning) = warning.filter(|_| ranks.is_first()) {
+            eprintln!("warning: {warning}");
+        }
         launch::run(&ranks, |world| {
             let mut writer = self.writer(&model, Mesh::new(world, degrees)?)?;
             match &model.template {

@@ -4,6 +4,7 @@
 //! [`run_with_defaults`].
 #![deny(unsafe_code)]
 
+mod adapter_base;
 mod allocator;
 mod announcement;
 mod best_weights;
@@ -44,6 +45,7 @@ mod preview_text;
 mod program;
 mod rank_args;
 mod resuming;
+mod run_name;
 mod run_record;
 mod samples;
 mod save_args;
@@ -55,6 +57,7 @@ mod timeline;
 mod trace_args;
 mod training_args;
 mod training_run;
+mod without_effect;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};

@@ -12,7 +12,7 @@ use crate::trace_args::TraceArgs;
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LogArgs {
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs [default: none]
+    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak), global_step (step counts from 0, this from 1, as the lines and the names of checkpoints do), epoch, num_positions (num_tokens are those of them with loss), positions_per_sec, run (which tells runs apart); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs, global_step, epoch, run. A run that is resumed continues its file; that of another run is refused, or with --overwrite replaced [default: none]
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves
@@ -23,15 +23,33 @@ pub(crate) struct LogArgs {
     pub trace: TraceArgs,
 }
 
+/// Whose metrics are written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MetricsOf<'a> {
+    pub run: &'a str,
+    /// Whether those of another run may go.
+    pub overwrites: bool,
+}
+
+impl MetricsOf<'_> {
+    /// Opens the file for a run whose next step this is.
+    fn open(self, path: &Path, step: usize) -> Result<Metrics> {
+        let is_other = |other: String| other != self.run;
+        match self.overwrites && Metrics::run_of(path)?.is_some_and(is_other) {
+            true => Metrics::replace(path, self.run),
+            false => Metrics::resume(path, self.run, step),
+        }
+    }
+}
+
 type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
 
 /// What the steps are written to, by name.
 pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
 
 impl LogArgs {
-    /// Checks what can be checked without changing anything; `output` is where the trained model will be. Metrics of a run that is
-    /// resumed are looked at when its step is known.
-    pub fn check(&self, output: &Path, num_steps: usize) -> Result<()> {
+    /// Checks what can be checked without changing anything; `output` is where the trained model will be.
+    pub fn check(&self, output: &Path, num_steps: usize, of: MetricsOf) -> Result<()> {
         for (what, path) in [
             ("metrics file", &self.metrics),
             ("TensorBoard folder", &self.tensorboard),
@@ -59,17 +77,19 @@ impl LogArgs {
         self.trace.check(num_steps)?;
         self.metrics
             .iter()
-            .try_for_each(|path| Metrics::create(path).map(drop))
+            .try_for_each(|path| of.open(path, 0).map(drop))
+    }
+
+    /// The run whose metrics the file has, if there is one.
+    pub fn run_of_metrics(&self) -> Result<Option<String>> {
+        self.metrics.as_ref().map_or(Ok(None), Metrics::run_of)
     }
 
     /// Opens them for a run that begins, or goes on at a step.
-    pub fn open(&self, resumed_at: Option<usize>) -> Result<StepLogs> {
+    pub fn open(&self, resumed_at: Option<usize>, of: MetricsOf) -> Result<StepLogs> {
         let mut logs: Vec<(&str, Log)> = Vec::new();
         if let Some(path) = &self.metrics {
-            let mut metrics = match resumed_at {
-                Some(step) => Metrics::resume(path, step)?,
-                None => Metrics::create(path)?,
-            };
+            let mut metrics = of.open(path, resumed_at.unwrap_or(0))?;
             logs.push(("metrics", Box::new(move |line| metrics.log(line.clone()))));
         }
         if let Some(dir) = &self.tensorboard {

@@ -8,6 +8,7 @@ use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
 use candle_train::{TrainingRecord, counted};
 use clap::Args;
 
+use crate::adapter_base::check_base;
 use crate::choices::BaseChoice;
 use crate::number::{real, whole};
 use crate::run_record::digest_of_weights;
@@ -53,8 +54,9 @@ impl LoraArgs {
         self.lora_rank.is_some() || self.adapter.is_some()
     }
 
-    /// An error if a flag is given without that which it belongs to, or if there is no adapter to go on with.
-    pub fn check(&self) -> Result<()> {
+    /// An error if a flag is given without that which it belongs to, or if there is no adapter to go on with, or one of another type of
+    /// model; what to warn of. `model` is what `--model` says, and its folder.
+    pub fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
         let details = [
             ("--lora-alpha", self.lora_alpha.is_some()),
             ("--lora-dropout", self.lora_dropout.is_some()),
@@ -72,9 +74,10 @@ impl LoraArgs {
                 "--base-dtype is given without adapters, so that there is no base\nhint: give --lora-rank too, or --dtype instead"
             );
         }
-        self.adapter
-            .as_ref()
-            .map_or(Ok(()), |dir| Adapter::open(dir).map(drop))
+        match (&self.adapter, model) {
+            (Some(dir), Some((model, model_dir))) => check_base(dir, model, model_dir),
+            _ => Ok(None),
+        }
     }
 
     /// The store with the adapters that these flags ask for; `base_model` is what `--model` says.

@@ -11,6 +11,7 @@ use candle_train::hub::resolve_model;
 use candle_train::{Activity, counted};
 use clap::Args;
 
+use crate::adapter_base::check_base;
 use crate::choices::StorageChoice;
 use crate::config_dtype::with_config_dtype;
 use crate::config_file::CONFIG_FILE;
@@ -44,6 +45,9 @@ impl Merge {
 
     fn merge(&self) -> Result<()> {
         let model = resolve_model(&self.model)?;
+        if let Some(warning) = check_base(&self.adapter, &self.model, &model)? {
+            eprintln!("warning: {warning}");
+        }
         let dtype = self.save_dtype.map(Into::into);
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);

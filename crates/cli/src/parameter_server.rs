@@ -19,7 +19,7 @@ impl TrainingRun<'_> {
         of_run: OfRun,
         tell: impl Fn(End) -> End + Sync,
     ) -> (Result<Vec<End>>, bool) {
-        let ((_, ranks), _) = of_run;
+        let ranks = of_run.ranks;
         let num_workers = self.training.layout.degrees().dp;
         let is_of_peer = AtomicBool::new(false);
         let results =

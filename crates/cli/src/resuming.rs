@@ -48,6 +48,12 @@ impl TrainingRun<'_> {
         }
         if is_first {
             let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
+            if earlier.repeats_gradients {
+                eprintln!(
+                    "warning: {dir} has gradients of asynchronous workers of steps after {step}, which come again: the run does not go on \
+                     exactly as it was"
+                );
+            }
             print_line(&format!("resumed after step {step} from {dir}"));
         }
         Ok(Some(Resumed {

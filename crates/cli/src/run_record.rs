@@ -25,6 +25,10 @@ pub(crate) const WEIGHTS: &str = "the weights of --model";
 /// Name of how f32 are multiplied.
 const MATMUL_PRECISION: &str = "--matmul-precision";
 
+/// Names of the settings that follow from the number of ranks where no flag says.
+pub(crate) const GLOBAL_BATCH_SIZE: &str = "--global-batch-size";
+pub(crate) const NUM_STEPS: &str = "the number of steps";
+
 /// Name of the date in the conversations.
 pub(crate) const DATE: &str = "--date";
 
@@ -69,6 +73,7 @@ impl TrainingArgs {
             position: DataPosition::default(),
             save_dtype: None,
             evaluation: EvalHistory::default(),
+            repeats_gradients: false,
         })
     }
 
@@ -103,15 +108,12 @@ impl TrainingArgs {
                 format!("{} tokens (xxh3 {})", tokens.len(), tokens.digest()),
             ),
             ("the weights of --data", format!("{:?}", config.weights)),
-            (
-                "the number of steps",
-                train.lr_schedule.num_steps.to_string(),
-            ),
+            (NUM_STEPS, train.lr_schedule.num_steps.to_string()),
             ("--seq-len", config.seq_len.to_string()),
             ("--no-packing", (!config.packing).to_string()),
             ("--no-document-mask", (!config.document_mask).to_string()),
             ("--overlong", config.overlong.to_string()),
-            ("--global-batch-size", batches.global_batch_size.to_string()),
+            (GLOBAL_BATCH_SIZE, batches.global_batch_size.to_string()),
             (
                 "--eval-fraction",
                 self.evaluation

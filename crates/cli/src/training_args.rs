@@ -119,8 +119,12 @@ pub struct LayoutArgs {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BatchArgs {
     /// Sequences that pass through the model at once
-    #[arg(long, visible_alias = "per-device-train-batch-size", default_value_t = 1, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
+    #[arg(long, default_value_t = 1, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
     pub micro_batch_size: usize,
+    /// The same as --micro-batch-size, with which a step has no more than that of each replica, times --gradient-accumulation-steps, unless
+    /// --global-batch-size says otherwise [default: --micro-batch-size]
+    #[arg(long, value_name = "SEQUENCES", conflicts_with = "micro_batch_size", value_parser = whole::<usize>(1..))]
+    pub per_device_train_batch_size: Option<usize>,
     /// Sequences of an optimizer step, over all replicas [default: 16, or the next multiple of --micro-batch-size and --dp]
     #[arg(long, default_value_t = 16, hide_default_value = true, value_name = "SEQUENCES", value_parser = whole::<usize>(1..))]
     pub global_batch_size: usize,
@@ -313,6 +317,7 @@ impl TrainingArgs {
         let strategy = &self.strategy;
         let num_servers = strategy.num_servers();
         let layout = match num_servers {
+            0 if dp == 1 => format!("pp {pp} x dp {dp} x tp {tp}"),
             0 => format!("pp {pp} x dp {dp} x tp {tp}, ZeRO-{}", self.layout.zero),
             _ => format!(
                 "{} and {}, {}",

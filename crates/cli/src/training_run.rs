@@ -12,7 +12,7 @@ use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
-    Tokenizer, TrainConfig, Trainer, TrainingRecord, counted, explain_out_of_memory,
+    Tokenizer, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
@@ -25,15 +25,12 @@ use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
-use crate::output::{in_words, print_for_all, print_line};
+use crate::output::{in_words, print_for_all};
 use crate::run_record::DATE;
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 use crate::training_args::TrainingArgs;
-
-/// Fewer updates than this hardly change a model.
-const FEW_STEPS: usize = 10;
 
 /// Everything that the ranks of this process need, read once.
 pub(crate) struct TrainingRun<'a> {
@@ -64,10 +61,15 @@ pub(crate) struct TrainingRun<'a> {
 }
 
 /// What all ranks of a run are told: how it trains, on which ranks, how it saves, and what it notes.
-pub(crate) type OfRun<'a> = (
-    (&'a TrainConfig, &'a RunConfig),
-    (&'a HfSave, &'a TrainingRecord),
-);
+#[derive(Clone, Copy)]
+pub(crate) struct OfRun<'a> {
+    pub train: &'a TrainConfig,
+    pub ranks: &'a RunConfig,
+    pub save: &'a HfSave,
+    pub record: &'a TrainingRecord,
+    /// What it is called, if it begins.
+    pub name: &'a str,
+}
 
 /// Where a run begins.
 pub(crate) enum InitialWeights {
@@ -90,6 +92,12 @@ impl TrainingRun<'_> {
         let own = text_of(flags.config.clone(), &self.taken)?;
         self.sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
+        let model = match &self.initial_weights {
+            InitialWeights::Random => None,
+            InitialWeights::Checkpoint(model) => Some(model.as_path()),
+        };
+        let warning = self.lora.check(self.base_model.zip(model))?;
+        self.data.warnings.extend(warning);
         let tokenizer = &self.tokenizer;
         let TrainingData {
             samples,
@@ -107,11 +115,6 @@ impl TrainingRun<'_> {
         self.training.evaluation.validate()?;
         self.evaluation((0, 1), EvalHistory::default())?;
         self.samples.check(tokenizer, &self.config)?;
-        self.lora.check()?;
-        let model = match &self.initial_weights {
-            InitialWeights::Random => None,
-            InitialWeights::Checkpoint(model) => Some(model.as_path()),
-        };
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
@@ -124,6 +127,7 @@ impl TrainingRun<'_> {
             let sidecars = &mut self.sidecars;
             sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
         }
+        let run = self.name(&record, &ranks)?;
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
         let beside = checkpoints.save_dir.as_deref();
         let save = HfSave {
@@ -139,39 +143,9 @@ impl TrainingRun<'_> {
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
             let num_steps = train.lr_schedule.num_steps;
-            self.training.logs.check(claimed.place(), num_steps)?;
-            let run = self.training.describe(samples, num_steps, &ranks);
-            if let Some(config) = &self.training.config {
-                print_line(&format!("flags of {}", config.display()));
-            }
-            print_line(&format!("{}: {run}", self.title));
-            for warning in &self.data.warnings {
-                eprintln!("warning: {warning}");
-            }
-            let is_counted = self.training.batches.steps.is_none();
-            if is_counted && (1..FEW_STEPS).contains(&num_steps) {
-                eprintln!(
-                    "warning: that is {} of the weights only\nhint: a smaller --global-batch-size or more --epochs make more",
-                    counted(num_steps, "update")
-                );
-            }
-            let (global, dp) = (self.training.batches.global_batch_size, ranks.degrees.dp);
-            if global % dp != 0 {
-                let (least, most) = (global / dp, global.div_ceil(dp));
-                eprintln!(
-                    "warning: {dp} replicas divide {global} sequences of a step into shares of {most} and {least}, and some wait for the \
-                     others\nhint: a --global-batch-size that is a multiple of {dp}"
-                );
-            }
-            if !self.taken.is_empty() {
-                print_line(&format!("chosen for you: {}", self.taken.join(" ")));
-            }
-            if let Some(samples) = eval_samples {
-                print_line(&format!(
-                    "evaluation on {} not trained on",
-                    samples.summary()
-                ));
-            }
+            let of = self.metrics_of(&run);
+            self.training.logs.check(claimed.place(), num_steps, of)?;
+            self.announce_start((&train, eval_samples.as_ref()), &ranks, &flags);
         }
         let folders = [
             ("--model", model),
@@ -185,7 +159,13 @@ impl TrainingRun<'_> {
             end.tell(&self.stop, num_steps, (self.output, is_alone));
             end
         };
-        let of_run = ((&train, &ranks), (&save, &record));
+        let of_run = OfRun {
+            train: &train,
+            ranks: &ranks,
+            save: &save,
+            record: &record,
+            name: &run,
+        };
         let (ends, is_of_peer) = match self.training.strategy.num_servers() {
             0 => {
                 let ends = launch::run(&ranks, |world| {
@@ -241,12 +221,21 @@ impl TrainingRun<'_> {
     /// One rank's part: of a mesh that trains, or of one of servers.
     pub(crate) fn run_rank(
         &self,
-        ((train, ranks), (save, record)): OfRun,
+        OfRun {
+            train,
+            ranks,
+            save,
+            record,
+            name,
+        }: OfRun,
         mesh: &Mesh,
         server: Option<ParameterServer>,
     ) -> Result<End> {
         let training = self.training;
         let is_restart = ranks.env.num_restarts() > 0;
+        // The first rank's.
+        let name = mesh.world.all_gather_bytes(name.as_bytes())?.swap_remove(0);
+        let mut name = String::from_utf8_lossy(&name).into_owned();
         let checkpoints = self.resumed(record, is_restart, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
@@ -258,9 +247,10 @@ impl TrainingRun<'_> {
             {
                 eprintln!("warning: {err}");
             }
-            let saver = training
-                .checkpoints
-                .saver(&mesh.world, checkpoint, best.as_deref())?;
+            let saver =
+                training
+                    .checkpoints
+                    .saver(&mesh.world, (&name, checkpoint), best.as_deref())?;
             Ok((resumed, saver))
         });
         let (resumed, saver) = match checkpoints {
@@ -269,6 +259,9 @@ impl TrainingRun<'_> {
         };
         let is_first = mesh.world.rank() == 0;
         let stage = self.stage(mesh, is_first)?;
+        if let Some(server) = &server {
+            server.expect(stage.params())?;
+        }
         let last_title = match &self.initial_weights {
             InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
@@ -318,8 +311,11 @@ impl TrainingRun<'_> {
         keep_freed_memory();
         let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
-        let position = resumed.map(|resumed| resumed.position);
-        let batches = match self.fit(&mut trainer, mesh, position) {
+        let position = resumed.map(|resumed| {
+            name = resumed.checkpoint.run().to_string();
+            resumed.position
+        });
+        let batches = match self.fit(&mut trainer, mesh, (&name, position)) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => return Err(err),

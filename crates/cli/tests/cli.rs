@@ -36,6 +36,7 @@ mod cli {
     mod layout;
     mod lora;
     mod memory;
+    mod metrics_file;
     mod offload;
     mod output;
     mod parameter_server;

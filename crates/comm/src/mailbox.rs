@@ -28,6 +28,9 @@ type Result<T> = std::result::Result<T, Error>;
 /// Tags from this one on are those of [groups](Mailbox::group).
 const FIRST_GROUP_TAG: u64 = 1 << 63;
 
+/// What ranks tell each other in words has at most so many bytes.
+const WORDS_BYTES: usize = 16 << 20;
+
 /// How long a rank that fails waits until the others know.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -40,6 +43,9 @@ pub struct MailboxConfig {
     /// Messages of one sender that have come and were not received may have so many bytes before it waits; one more may then be on its
     /// way. Default: 256 MiB.
     pub inbox_bytes: usize,
+    /// A tensor from another process may have so many bytes, until [`Mailbox::expect`] says otherwise. Who announces more is gone, before
+    /// there is memory for it. Default: 256 MiB.
+    pub largest_tensor_bytes: usize,
     /// How long a rank waits for a message, or for another rank to take one. Default: 10 minutes.
     pub deadline: Duration,
     /// A rank that is a process and says nothing for so long is gone. Default: 6 seconds.
@@ -50,6 +56,7 @@ impl Default for MailboxConfig {
     fn default() -> Self {
         Self {
             inbox_bytes: 256 << 20,
+            largest_tensor_bytes: 256 << 20,
             deadline: Duration::from_secs(600),
             silence: Duration::from_secs(6),
         }
@@ -100,7 +107,7 @@ enum Route {
 impl Mailbox {
     /// The mailboxes of ranks that are threads of one process, by rank.
     pub fn of_threads(world_size: usize, config: &MailboxConfig) -> Vec<Self> {
-        let inbox = |_| Arc::new(Inbox::new(world_size, config.inbox_bytes));
+        let inbox = |_| Arc::new(Inbox::new(world_size, config));
         let inboxes: Vec<Arc<Inbox>> = (0..world_size).map(inbox).collect();
         let mailbox = |rank: usize| {
             let to = |(to, inbox): (usize, &Arc<Inbox>)| {
@@ -128,7 +135,7 @@ impl Mailbox {
         streams: Vec<Option<TcpStream>>,
         config: &MailboxConfig,
     ) -> Result<Self> {
-        let inbox = Arc::new(Inbox::new(streams.len(), config.inbox_bytes));
+        let inbox = Arc::new(Inbox::new(streams.len(), config));
         let mut routes = Vec::new();
         for (peer, stream) in streams.into_iter().enumerate() {
             let start = |stream| Connection::start(peer, stream, &inbox, config);
@@ -168,6 +175,13 @@ impl Mailbox {
     /// The end of a rank, if this one has heard of it.
     pub fn departure(&self, rank: usize) -> Option<Departure> {
         self.inbox.departure(rank)
+    }
+
+    /// Takes from now on tensors of at most so many bytes from other processes, in place of
+    /// [`MailboxConfig::largest_tensor_bytes`]; of 16 MiB in any case, for what ranks tell each other beside their tensors. Who sends large
+    /// ones must know that this was called.
+    pub fn expect(&self, largest_tensor_bytes: usize) {
+        self.inbox.expect(largest_tensor_bytes.max(WORDS_BYTES));
     }
 
     /// Sends a message, of any number of tensors of any shape, contiguous and on the CPU.

@@ -89,6 +89,12 @@ struct StepSamples {
     places: Range<usize>,
 }
 
+/// Positions of a step over all data-parallel ranks, and the tokens of the data at them.
+struct Filling {
+    num_tokens: usize,
+    num_positions: usize,
+}
+
 impl Batches {
     /// The batches of rank `dp_rank` of `dp_world_size`, as tensors on `device`.
     ///
@@ -189,11 +195,35 @@ impl Batches {
         micro_batches.collect()
     }
 
+    /// Passes over the data in the steps before `step`, with their fraction.
+    ///
+    /// # Errors
+    /// As [`Self::position`].
+    pub fn epoch(&self, step: usize) -> Result<f64> {
+        Ok(self.position(step)? as f64 / self.num_samples() as f64)
+    }
+
     /// The fraction of positions of `step` that hold no token of the data, over all data-parallel ranks.
     ///
     /// # Errors
     /// As [`Self::position`].
     pub fn padding(&self, step: usize) -> Result<f64> {
+        let Filling {
+            num_tokens,
+            num_positions,
+        } = self.filling(step)?;
+        Ok(1.0 - num_tokens as f64 / num_positions as f64)
+    }
+
+    /// The positions of the micro-batches of `step`, over all data-parallel ranks.
+    ///
+    /// # Errors
+    /// As [`Self::position`].
+    pub fn num_positions(&self, step: usize) -> Result<usize> {
+        Ok(self.filling(step)?.num_positions)
+    }
+
+    fn filling(&self, step: usize) -> Result<Filling> {
         let step = self.step_samples(step)?;
         let (mut num_tokens, mut num_positions) = (0, 0);
         for dp_rank in 0..self.dp_world_size {
@@ -210,7 +240,10 @@ impl Batches {
                 num_positions += lens.len() * lens.iter().max().copied().unwrap_or_default();
             }
         }
-        Ok(1.0 - num_tokens as f64 / num_positions as f64)
+        Ok(Filling {
+            num_tokens,
+            num_positions,
+        })
     }
 
     /// Steps in which every sample is seen once.

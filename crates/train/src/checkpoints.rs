@@ -25,6 +25,15 @@ pub struct Checkpoints {
     last: Option<SaveOutcome>,
 }
 
+/// What is saved: a run after so many steps.
+pub(crate) struct RunState<'a> {
+    pub optimizer: &'a DistributedOptimizer,
+    pub step: usize,
+    pub batches: &'a Batches,
+    /// As in the [`TrainingRecord`].
+    pub repeats_gradients: bool,
+}
+
 impl Checkpoints {
     /// A checkpoint after every `every` steps, if it is given, and after each evaluation with a smaller loss than all before; with `record` and
     /// the place in the data. Only the rank that `is_first` tells about them.
@@ -56,37 +65,33 @@ impl Checkpoints {
         self.saver.space_need(optimizer)
     }
 
-    /// Every rank must call it after `step` steps.
-    pub(crate) fn after_step(
-        &mut self,
-        optimizer: &DistributedOptimizer,
-        step: usize,
-        batches: &Batches,
-    ) -> Result<()> {
+    /// Steps between checkpoints.
+    pub(crate) fn every(&self) -> Option<usize> {
+        self.every
+    }
+
+    /// Every rank must call it after each step.
+    pub(crate) fn after_step(&mut self, run: RunState) -> Result<()> {
+        let step = run.step;
         let is_best = self
             .record
             .evaluation
             .best
             .is_some_and(|(_, at)| at == step);
         if is_best || self.every.is_some_and(|every| step.is_multiple_of(every)) {
-            return self.start(optimizer, step, batches);
+            return self.start(run);
         }
         let outcome = self.saver.poll()?;
         self.tell(outcome);
         Ok(())
     }
 
-    /// A checkpoint after `step` steps, written when this returns; how that ended. Every rank must call it.
-    pub(crate) fn save_now(
-        &mut self,
-        optimizer: &DistributedOptimizer,
-        step: usize,
-        batches: &Batches,
-    ) -> Result<Option<SaveOutcome>> {
+    /// A checkpoint, written when this returns; how that ended. Every rank must call it.
+    pub(crate) fn save_now(&mut self, run: RunState) -> Result<Option<SaveOutcome>> {
         self.end()?;
-        let is_there = |last: &SaveOutcome| last.step == step && last.saved.is_ok();
+        let is_there = |last: &SaveOutcome| last.step == run.step && last.saved.is_ok();
         if !self.last.as_ref().is_some_and(is_there) {
-            self.start(optimizer, step, batches)?;
+            self.start(run)?;
             self.finish()?;
         }
         Ok(self.last.clone())
@@ -107,13 +112,22 @@ impl Checkpoints {
 
     fn start(
         &mut self,
-        optimizer: &DistributedOptimizer,
-        step: usize,
-        batches: &Batches,
+        RunState {
+            optimizer,
+            step,
+            batches,
+            repeats_gradients,
+        }: RunState,
     ) -> Result<()> {
         self.finish()?;
+        if repeats_gradients && self.is_first {
+            tracing::warn!(
+                "the checkpoint after step {step} has gradients of later steps, which come again: it cannot be resumed exactly"
+            );
+        }
         let record = TrainingRecord {
             position: DataPosition::of(batches, step)?,
+            repeats_gradients,
             ..self.record.clone()
         };
         let record = serde_json::to_value(record).map_err(Error::wrap)?;

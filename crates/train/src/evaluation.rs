@@ -6,10 +6,15 @@ use crate::eval_batches::EvalBatches;
 
 /// Numbers of an evaluation, over all ranks. A line of its own in the metrics file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct EvalMetrics {
     /// The last step before it, counted from 0.
     pub step: usize,
+    /// Steps of the run that were done before it: the number by which people are told of it, and of a checkpoint after it.
+    #[serde(default)]
+    pub global_step: usize,
+    /// Passes over the data that were done before it, with their fraction; `None` of an evaluation outside of a run over batches.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<f64>,
     /// Cross-entropy in nats, averaged over all targets. It may be NaN or infinite; JSON has null for both.
     #[serde(deserialize_with = "crate::step_metrics::number_or_null")]
     pub eval_loss: f64,
@@ -25,10 +30,10 @@ pub struct EvalMetrics {
 }
 
 impl EvalMetrics {
-    /// For people: steps count from 1.
+    /// For people.
     pub fn in_words(&self) -> String {
         let Self {
-            step,
+            global_step,
             eval_loss,
             eval_perplexity,
             ..
@@ -37,8 +42,7 @@ impl EvalMetrics {
             format!(", accuracy {:.1}%", 100.0 * accuracy)
         });
         format!(
-            "evaluation after step {}: loss {eval_loss:.4}, perplexity {eval_perplexity:.2}{accuracy}",
-            step + 1
+            "evaluation after step {global_step}: loss {eval_loss:.4}, perplexity {eval_perplexity:.2}{accuracy}"
         )
     }
 }

@@ -1,12 +1,12 @@
 //! Metrics file: one JSON object per line, a step or an evaluation after it, flushed at once, so that a run can be watched and survives a crash.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Result, bail};
-
+use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::{EvalMetrics, StepMetrics};
 
@@ -42,40 +42,119 @@ impl From<&EvalMetrics> for MetricsLine {
     }
 }
 
-/// Writer of a JSON-lines file.
+/// A line of the file as it is written: with the run that writes it.
+#[derive(Serialize)]
+struct RunLine<'a> {
+    #[serde(flatten)]
+    metrics: &'a MetricsLine,
+    run: &'a str,
+}
+
+/// Writer of a JSON-lines file, which is of one run: each of its lines has the name of that as `run`.
+///
+/// While it lives no other run can write the file.
 #[derive(Debug)]
 pub struct Metrics {
     path: PathBuf,
     file: File,
+    run: String,
     /// Bytes that stay, until the first step is written after them.
     kept: Option<u64>,
 }
 
 impl Metrics {
-    /// Opens `path` for writing, creating it when it does not exist.
+    /// Opens `path` for the lines of `run` from its first step on, creating it when it does not exist.
     ///
-    /// An existing file keeps its content until the first [`Metrics::log`] replaces it: a run that fails before its first
-    /// step loses no earlier numbers. While the result lives no other run can write the file.
+    /// What the run has written there before keeps its content until the first [`Metrics::log`] replaces it: a run that fails before its
+    /// first step loses no earlier numbers. Pipes and devices hold nothing, and are anybody's.
+    ///
+    /// ```
+    /// use candle_train::Metrics;
+    ///
+    /// let dir = tempfile::tempdir()?;
+    /// let path = dir.path().join("metrics.jsonl");
+    /// std::fs::write(&path, r#"{"step":0,"loss":2.5,"learning_rate":0.1,"run":"monday"}"#.to_string() + "\n")?;
+    /// assert_eq!(Metrics::run_of(&path)?.as_deref(), Some("monday"));
+    /// // Another run's numbers are not lost by mistake.
+    /// assert!(Metrics::create(&path, "tuesday").is_err());
+    /// Metrics::replace(&path, "tuesday")?;
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// The file cannot be written, holds something else than metrics, or is another run's. Call this before training, so that the error
-    /// comes before the work.
-    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref().to_path_buf();
-        let fail = |err: std::io::Error| {
-            candle_core::Error::msg(format!(
-                "cannot write the metrics file {path:?}: {err}\nhint: its folder must exist and be writable"
-            ))
-        };
-        // Pipes and devices such as /dev/stdout hold nothing, and are anybody's.
-        if path.is_file() && !begins_with_metrics(&path).map_err(fail)? {
-            bail!(
-                "{path:?} is no metrics file of an earlier run, and is not overwritten\nhint: choose another file for the metrics"
-            );
+    /// The file is another run's, whether that is over or is writing it, cannot be written, or holds something else than metrics. Call this
+    /// before training, so that the error comes before the work.
+    pub fn create(path: impl AsRef<Path>, run: &str) -> Result<Self> {
+        Self::resume(path, run, 0)
+    }
+
+    /// As [`Metrics::create`], for a run that goes on at `step`: its lines of the steps before it stay, and those of later ones, which
+    /// come again, go with the first [`Metrics::log`].
+    ///
+    /// # Errors
+    /// As [`Metrics::create`].
+    pub fn resume(path: impl AsRef<Path>, run: &str, step: usize) -> Result<Self> {
+        let path = path.as_ref();
+        match Self::run_of(path)? {
+            Some(other) if other != run => bail!(
+                "the metrics file {path:?} is of another run{}, and is not overwritten\nhint: name another file, or give --overwrite too to \
+                 replace it",
+                match other.as_str() {
+                    "" => String::new(),
+                    name => format!(", {name}"),
+                }
+            ),
+            Some(_) => Self::open(path, run, bytes_before(path, step)?),
+            None => Self::open(path, run, 0),
         }
+    }
+
+    /// As [`Metrics::create`], whichever run the file is of: its lines go with the first [`Metrics::log`].
+    ///
+    /// # Errors
+    /// As [`Metrics::create`], but for a file of another run that is over.
+    pub fn replace(path: impl AsRef<Path>, run: &str) -> Result<Self> {
+        Self::run_of(&path)?;
+        Self::open(path.as_ref(), run, 0)
+    }
+
+    /// The run whose metrics `path` has, by its first line; without a name if an earlier version has written it. `None` if nothing is
+    /// there, or less than a line.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or holds something else.
+    pub fn run_of(path: impl AsRef<Path>) -> Result<Option<String>> {
+        let path = path.as_ref();
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let line = first_line(path).map_err(|err| cannot_write(path, &err))?;
+        // A run that was killed may have left the beginning of one.
+        if line.is_empty() || line.starts_with(BEGINNING) && !line.ends_with(b"\n") {
+            return Ok(None);
+        }
+        let line: Option<Map<String, Value>> = serde_json::from_slice(&line).ok();
+        // Perhaps of another version, with other fields.
+        let has =
+            |line: &Map<_, _>, names: &[&str]| names.iter().all(|name| line.contains_key(*name));
+        match line {
+            Some(line)
+                if has(&line, &["step", "loss", "learning_rate"])
+                    || has(&line, &["step", "eval_loss"]) =>
+            {
+                let run = line.get("run").and_then(Value::as_str);
+                Ok(Some(run.unwrap_or_default().to_string()))
+            }
+            _ => bail!(
+                "{path:?} is no metrics file of an earlier run, and is not overwritten\nhint: choose another file for the metrics"
+            ),
+        }
+    }
+
+    fn open(path: &Path, run: &str, kept: u64) -> Result<Self> {
         let mut options = OpenOptions::new();
         let options = options.write(true).create(true).truncate(false);
-        let file = options.open(&path).map_err(fail)?;
+        let file = options.open(path).map_err(|err| cannot_write(path, &err))?;
         let is_locked = path.is_file() && matches!(file.try_lock(), Err(TryLockError::WouldBlock));
         if is_locked {
             bail!(
@@ -83,27 +162,10 @@ impl Metrics {
             );
         }
         Ok(Self {
-            path,
+            path: path.to_path_buf(),
             file,
-            kept: Some(0),
-        })
-    }
-
-    /// As [`Metrics::create`], for a run that goes on at `step`: the lines of the steps before it stay, and those of later ones, which
-    /// come again, go with the first [`Metrics::log`].
-    ///
-    /// # Errors
-    /// As [`Metrics::create`]; a file that holds something else.
-    pub fn resume(path: impl AsRef<Path>, step: usize) -> Result<Self> {
-        let path = path.as_ref();
-        let kept = match std::fs::metadata(path) {
-            Ok(metadata) if !metadata.is_file() => 0,
-            Err(err) if err.kind() == ErrorKind::NotFound => 0,
-            _ => bytes_before(path, step)?,
-        };
-        Ok(Self {
+            run: run.to_string(),
             kept: Some(kept),
-            ..Self::create(path)?
         })
     }
 
@@ -113,7 +175,11 @@ impl Metrics {
     /// Writing fails, for example because the disk is full.
     pub fn log(&mut self, metrics: impl Into<MetricsLine>) -> Result<()> {
         let metrics = metrics.into();
-        let mut line = serde_json::to_vec(&metrics).map_err(candle_core::Error::wrap)?;
+        let line = RunLine {
+            metrics: &metrics,
+            run: &self.run,
+        };
+        let mut line = serde_json::to_vec(&line).map_err(Error::wrap)?;
         line.push(b'\n');
         match self.write(&line) {
             Ok(()) => Ok(()),
@@ -139,20 +205,17 @@ impl Metrics {
     }
 }
 
-/// Whether a file is empty or its first line is a step's, perhaps of another version, or the beginning of one, which a run that was killed
-/// has left.
-fn begins_with_metrics(path: &Path) -> std::io::Result<bool> {
+fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
+    Error::msg(format!(
+        "cannot write the metrics file {path:?}: {err}\nhint: its folder must exist and be writable"
+    ))
+}
+
+/// As much of a file as may be a line of metrics, up to the end of its first line.
+fn first_line(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut line = Vec::new();
     BufReader::new(File::open(path)?.take(1 << 16)).read_until(b'\n', &mut line)?;
-    let fields: Option<serde_json::Map<String, serde_json::Value>> =
-        serde_json::from_slice(&line).ok();
-    let is_step = |fields: serde_json::Map<_, _>| {
-        ["step", "loss", "learning_rate"]
-            .iter()
-            .all(|name| fields.contains_key(*name))
-    };
-    let is_cut = line.starts_with(BEGINNING) && !line.ends_with(b"\n");
-    Ok(line.is_empty() || is_cut || fields.is_some_and(is_step))
+    Ok(line)
 }
 
 /// With which every line begins.

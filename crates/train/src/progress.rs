@@ -12,7 +12,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Plain lines a run prints at least, however short.
 const NUM_LINES: usize = 10;
 
-/// Shows how far a run is: step, loss, tokens/s, learning rate, steps that were skipped, and the time left.
+/// Shows how far a run is: step, loss, positions and tokens with loss per second, learning rate, steps that were skipped, and the time left.
 pub struct Progress {
     num_steps: usize,
     view: View,
@@ -28,7 +28,8 @@ enum View {
 struct Lines {
     out: Box<dyn Write + Send>,
     start: Instant,
-    first_step: Option<usize>,
+    /// Steps that were done before its first one.
+    num_before: Option<usize>,
     last_line: Option<Instant>,
 }
 
@@ -56,7 +57,7 @@ impl Progress {
         let lines = Lines {
             out,
             start: Instant::now(),
-            first_step: None,
+            num_before: None,
             last_line: None,
         };
         Self {
@@ -78,8 +79,8 @@ impl Progress {
     pub fn update(&mut self, metrics: &StepMetrics) {
         self.activity = None;
         let mut message = format!(
-            "loss {:.4} {:.0} tokens/s lr {:.2e}",
-            metrics.loss, metrics.tokens_per_sec, metrics.learning_rate
+            "loss {:.4} {:.0} positions/s {:.0} loss tokens/s lr {:.2e}",
+            metrics.loss, metrics.positions_per_sec, metrics.tokens_per_sec, metrics.learning_rate
         );
         if metrics.skipped_steps > 0 {
             let StepMetrics {
@@ -95,9 +96,9 @@ impl Progress {
         match &mut self.view {
             View::Bar(bar) => {
                 bar.set_message(message);
-                bar.set_position(metrics.step as u64 + 1);
+                bar.set_position(metrics.global_step as u64);
             }
-            View::Lines(lines) => lines.update(metrics.step, self.num_steps, &message),
+            View::Lines(lines) => lines.update(metrics.global_step, self.num_steps, &message),
         }
     }
 
@@ -121,10 +122,9 @@ impl Progress {
 }
 
 impl Lines {
-    fn update(&mut self, step: usize, num_steps: usize, message: &str) {
+    fn update(&mut self, num_done: usize, num_steps: usize, message: &str) {
         // A resumed run starts late: the time per step counts from its own first step.
-        let first_step = *self.first_step.get_or_insert(step);
-        let num_done = step + 1;
+        let num_before = *self.num_before.get_or_insert(num_done.saturating_sub(1));
         let tenth = num_steps.div_ceil(NUM_LINES).max(1);
         let is_due = num_done >= num_steps
             || num_done.is_multiple_of(tenth)
@@ -135,7 +135,7 @@ impl Lines {
             return;
         }
         self.last_line = Some(Instant::now());
-        let secs_per_step = self.start.elapsed().as_secs_f64() / (num_done - first_step) as f64;
+        let secs_per_step = self.start.elapsed().as_secs_f64() / (num_done - num_before) as f64;
         let left_secs = secs_per_step * num_steps.saturating_sub(num_done) as f64;
         let left = HumanDuration(Duration::try_from_secs_f64(left_secs).unwrap_or(Duration::MAX));
         // See `Progress::update`: a closed log is no reason to stop training.

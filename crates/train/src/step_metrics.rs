@@ -9,6 +9,12 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub struct StepMetrics {
     /// Step, counted from 0.
     pub step: usize,
+    /// Steps of the run that were done with this one: the number that the progress line shows and that a checkpoint after it is called by.
+    #[serde(default)]
+    pub global_step: usize,
+    /// Passes over the data that were done with this step, with their fraction; `None` of a step whose micro-batches come from elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<f64>,
     /// Cross-entropy in nats, averaged over all target tokens of the global batch. Of a skipped step it may be NaN or infinite; JSON has
     /// null for both.
     #[serde(deserialize_with = "number_or_null")]
@@ -26,10 +32,17 @@ pub struct StepMetrics {
     /// 0 of a step whose micro-batches come from elsewhere.
     #[serde(default)]
     pub padding: f64,
-    /// Target tokens of the global batch.
+    /// Target tokens of the global batch: those with loss.
     pub num_tokens: usize,
     /// `num_tokens / step_secs`.
     pub tokens_per_sec: f64,
+    /// Positions of the global batch, with loss or without, padding too. Of a step whose micro-batches come from elsewhere it is right if
+    /// all replicas have as many.
+    #[serde(default)]
+    pub num_positions: usize,
+    /// `num_positions / step_secs`.
+    #[serde(default)]
+    pub positions_per_sec: f64,
     /// Wall-clock time of the step, in seconds.
     pub step_secs: f64,
     /// Operations per second that the model needs for the tokens of the step, targets or not, in 10^9, over all ranks.
@@ -43,6 +56,14 @@ pub struct StepMetrics {
     pub staleness: Option<Staleness>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
+}
+
+impl StepMetrics {
+    /// Takes the positions of the global batch, once they are known.
+    pub(crate) fn set_positions(&mut self, num_positions: usize) {
+        self.num_positions = num_positions;
+        self.positions_per_sec = num_positions as f64 / self.step_secs;
+    }
 }
 
 pub(crate) fn number_or_null<'de, D: Deserializer<'de>>(source: D) -> Result<f64, D::Error> {

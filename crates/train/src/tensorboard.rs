@@ -61,7 +61,7 @@ impl TensorBoard {
         Ok(events)
     }
 
-    /// Appends a step: the numbers of [`crate::StepMetrics`] as `train/loss` and so on, those of its memory as `memory/weights_bytes` and
+    /// Appends a step, as a point at [`crate::StepMetrics::step`]: its other numbers as `train/loss` and so on, those of its memory as `memory/weights_bytes` and
     /// so on; or an evaluation, as `eval/loss` and so on.
     ///
     /// # Errors
@@ -76,10 +76,12 @@ impl TensorBoard {
                         summary.scalar(&format!("{name}/{part}"), value);
                     }
                 }
-                value if name != "step" => match name.strip_prefix("eval_") {
-                    Some(name) => summary.scalar(&format!("eval/{name}"), value),
-                    None => summary.scalar(&format!("train/{name}"), value),
-                },
+                value if !["step", "global_step"].contains(&name.as_str()) => {
+                    match name.strip_prefix("eval_") {
+                        Some(name) => summary.scalar(&format!("eval/{name}"), value),
+                        None => summary.scalar(&format!("train/{name}"), value),
+                    }
+                }
                 _ => {}
             }
         }

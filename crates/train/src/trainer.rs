@@ -13,7 +13,7 @@ use candle_parallel::{
 };
 
 use crate::batches::Batches;
-use crate::checkpoints::Checkpoints;
+use crate::checkpoints::{Checkpoints, RunState};
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
@@ -64,6 +64,16 @@ enum GradientSource {
     Workers(Box<(ParameterServer, Mesh)>),
 }
 
+impl GradientSource {
+    /// Whether the weights have gradients of steps that are not over.
+    fn repeats_gradients(&self) -> bool {
+        match self {
+            Self::Passes(_) => false,
+            Self::Workers(workers) => workers.0.is_within_steps(),
+        }
+    }
+}
+
 impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
     pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
@@ -98,6 +108,7 @@ impl Trainer {
         stage: Stage,
         server: ParameterServer,
     ) -> Result<Self> {
+        server.expect(stage.params())?;
         if stage.dtype() == DType::F16 && server.is_asynchronous() {
             bail!(
                 "f16 needs a loss scale that all workers have in a step, and an asynchronous parameter server has no steps of all \
@@ -244,10 +255,8 @@ impl Trainer {
             let own = (self.stage.params(), &self.optimizer);
             workers.0.admit(own, (self.step, num_steps), position)?;
         }
-        if num_steps == 0
-            && let Some(metrics) = self.evaluate()?
-        {
-            observe(TrainEvent::Evaluation(&metrics))?;
+        if num_steps == 0 {
+            self.evaluate_observed(batches, &mut observe)?;
         }
         while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
             self.world.set_step(self.step, "data");
@@ -261,13 +270,15 @@ impl Trainer {
             let metrics = self.train_step(&batch);
             let mut metrics = metrics.map_err(|err| self.after_failed_step(err, batches))?;
             metrics.padding = batches.padding(metrics.step)?;
+            metrics.epoch = Some(batches.epoch(metrics.global_step)?);
+            if let GradientSource::Passes(_) = &self.source {
+                metrics.set_positions(batches.num_positions(metrics.step)?);
+            }
             observe(TrainEvent::Step(&metrics))?;
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
                 observe(TrainEvent::Begin("evaluating"))?;
-                if let Some(metrics) = self.evaluate()? {
-                    observe(TrainEvent::Evaluation(&metrics))?;
-                }
+                self.evaluate_observed(batches, &mut observe)?;
             }
             self.checkpoint(batches)?;
         }
@@ -280,16 +291,26 @@ impl Trainer {
         }
     }
 
+    /// Evaluates, and has that observed.
+    fn evaluate_observed(
+        &mut self,
+        batches: &Batches,
+        observe: &mut impl FnMut(TrainEvent) -> Result<()>,
+    ) -> Result<()> {
+        let Some(mut metrics) = self.evaluate()? else {
+            return Ok(());
+        };
+        metrics.epoch = Some(batches.epoch(self.step)?);
+        observe(TrainEvent::Evaluation(&metrics))
+    }
+
     /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights, which are as they should be, are
     /// saved and named.
     fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
-        let Some(checkpoints) = &mut self.checkpoints else {
-            return err;
-        };
-        if !self.optimizer.has_diverged() || self.step == 0 {
+        if self.checkpoints.is_none() || !self.optimizer.has_diverged() || self.step == 0 {
             return err;
         }
-        let saved = checkpoints.save_now(&self.optimizer, self.step, batches);
+        let saved = self.save_checkpoint(batches);
         let said = match saved.map(|outcome| outcome.map(|outcome| outcome.saved)) {
             Ok(Some(Ok(path))) => format!("hint: {} has the run as it was then", path.display()),
             Ok(Some(Err(why))) => format!("the run as it was then could not be saved: {why}"),
@@ -308,11 +329,18 @@ impl Trainer {
     /// # Errors
     /// Failures of ranks. A save that fails is a warning.
     pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+        let repeats_gradients = self.source.repeats_gradients();
         let Some(checkpoints) = &mut self.checkpoints else {
             return Ok(());
         };
+        let run = RunState {
+            optimizer: &self.optimizer,
+            step: self.step,
+            batches,
+            repeats_gradients,
+        };
         trace::record(SpanKind::Checkpoint, self.world.device(), || {
-            checkpoints.after_step(&self.optimizer, self.step, batches)
+            checkpoints.after_step(run)
         })
     }
 
@@ -322,10 +350,16 @@ impl Trainer {
     /// # Errors
     /// Failures of ranks.
     pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
-        match &mut self.checkpoints {
-            Some(checkpoints) => checkpoints.save_now(&self.optimizer, self.step, batches),
-            None => Ok(None),
-        }
+        let repeats_gradients = self.source.repeats_gradients();
+        let Some(checkpoints) = &mut self.checkpoints else {
+            return Ok(None);
+        };
+        checkpoints.save_now(RunState {
+            optimizer: &self.optimizer,
+            step: self.step,
+            batches,
+            repeats_gradients,
+        })
     }
 
     /// One optimizer step on this data-parallel rank's micro-batches.

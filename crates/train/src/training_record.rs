@@ -26,6 +26,10 @@ pub struct TrainingRecord {
     pub save_dtype: Option<String>,
     /// What evaluations gave so far.
     pub evaluation: EvalHistory,
+    /// Whether the weights have gradients of steps that come again after resuming: an asynchronous parameter server then has not stopped
+    /// between two steps of all workers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub repeats_gradients: bool,
 }
 
 /// A place in the endless order of samples.

@@ -1,14 +1,17 @@
 //! Servers and workers against data-parallel replicas, delays and deaths of threads.
 
 use std::cell::Cell;
+use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, RankEnv, RunConfig, launch, message_of};
 use candle_core::{Device, Result};
+use candle_parallel::checkpoint::{CheckpointManifest, CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{Recompute, ZeroStage};
 use candle_train::{
-    Batches, Consistency, ParameterServer, SampleConfig, Samples, StepMetrics, Trainer, Worker,
+    Batches, Checkpoints, Consistency, ParameterServer, SampleConfig, Samples, StepMetrics,
+    Trainer, TrainingRecord, Worker,
 };
 
 use crate::fixture::{Fixture, Run};
@@ -25,8 +28,26 @@ type Habit = fn(usize, usize);
 fn serve(
     fixture: &Fixture,
     run: &Run,
+    servers: Servers,
+    habits: (Variant, Habit),
+) -> Result<(Vec<StepMetrics>, Tensors)> {
+    serve_saving(fixture, run, servers, habits, None)
+}
+
+/// Checkpoints after every second step and at the end.
+struct Saving<'a> {
+    dir: &'a Path,
+    /// In which the last worker asks to stop.
+    stops_in_step: usize,
+}
+
+/// As [`serve`], with checkpoints.
+fn serve_saving(
+    fixture: &Fixture,
+    run: &Run,
     (num_servers, num_workers, consistency): Servers,
     (variant, habit): (Variant, Habit),
+    saving: Option<&Saving>,
 ) -> Result<(Vec<StepMetrics>, Tensors)> {
     let layout = Layout {
         zero: ZeroStage::Three,
@@ -48,9 +69,12 @@ fn serve(
         let load = |mesh: &Mesh| load_variant(fixture, mesh, (layout, variant));
         if let Some(worker) = mailbox.rank().checked_sub(num_servers) {
             let num_steps = Cell::new(0);
+            let stops_in = saving.map(|saving| saving.stops_in_step);
+            let stops_in = stops_in.filter(|_| worker == num_workers - 1);
             let stop = move || {
-                habit(worker, num_steps.replace(num_steps.get() + 1));
-                false
+                let step = num_steps.replace(num_steps.get() + 1);
+                habit(worker, step);
+                stops_in.is_some_and(|stops_in| step >= stops_in)
             };
             return match Worker::join(mailbox, num_servers, load)? {
                 Some(joined) => joined.with_stop(stop).train(batches(worker)?),
@@ -62,11 +86,21 @@ fn serve(
         let server = ParameterServer::new(mailbox, num_servers, consistency)?;
         let train = run.train_config(layout);
         let mut trainer = Trainer::of_server(train, &mesh, load(&mesh)?, server)?;
+        if let Some(saving) = saving {
+            let saver = CheckpointSaver::new(&mesh.world, (saving.dir, run.steps), None)?;
+            let is_first = mailbox.rank() == 0;
+            let record = TrainingRecord::default();
+            let checkpoints = Checkpoints::new(saver, Some(2), record, is_first);
+            trainer = trainer.with_checkpoints(checkpoints);
+        }
         let mut metrics = Vec::new();
         trainer.train(&batches(0)?, |step| {
             metrics.push(step.clone());
             Ok(())
         })?;
+        if saving.is_some() {
+            trainer.save_checkpoint(&batches(0)?)?;
+        }
         let params = trainer.stage().params();
         let weights = gather(trainer.stage(), &mesh, |index| params.values(index))?;
         if mailbox.rank() == 0 {
@@ -230,4 +264,37 @@ fn a_thread_that_dies_is_dropped_or_ends_the_run_by_name() {
     let error = serve(&fixture, &run, servers, (Variant::default(), everyone)).unwrap_err();
     let message = message_of(&error);
     assert!(message.contains("no worker is left"), "{message}");
+}
+
+/// Where workers are ahead of each other, a checkpoint has the gradients of its steps, each once, and of no later ones: whether it was due,
+/// or the run was stopped.
+#[test]
+fn a_checkpoint_of_asynchronous_servers_has_each_gradient_once() {
+    let fixture = Fixture::new("gqa");
+    let run = run_of(&fixture, 9);
+    let habit: Habit = |worker, _| {
+        if worker == 0 {
+            std::thread::sleep(Duration::from_millis(60));
+        }
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let saving = Saving {
+        dir: dir.path(),
+        // The quickest worker asks for it in its step 6.
+        stops_in_step: 6,
+    };
+    let servers = (2, 3, Consistency::Asynchronous { max_staleness: 3 });
+    let habits = (Variant::default(), habit);
+    let (metrics, _) = serve_saving(&fixture, &run, servers, habits, Some(&saving)).unwrap();
+    let most = metrics.iter().filter_map(|step| step.staleness);
+    assert!(most.map(|staleness| staleness.max).max() > Some(0));
+    let num_done = metrics.len();
+    assert!((6..9).contains(&num_done), "{num_done}");
+    for step in [2, 4, num_done] {
+        let path = TrainingCheckpoint::path(dir.path(), step);
+        let manifest = CheckpointManifest::read(&path).unwrap();
+        let manifest = serde_json::to_value(manifest).unwrap();
+        assert_eq!(manifest["optimizer"]["num_updates"], 3 * step, "{manifest}");
+        assert!(manifest["record"].get("repeats_gradients").is_none());
+    }
 }

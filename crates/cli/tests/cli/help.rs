@@ -81,8 +81,12 @@ const TRAINING: &[(&str, &[&str])] = &[
         &["[default: none]", "PATTERN", "regular expression"],
     ),
     (
-        "--micro-batch-size",
-        &["per-device-train-batch-size", "SEQUENCES"],
+        "--per-device-train-batch-size",
+        &[
+            "--micro-batch-size",
+            "--gradient-accumulation-steps",
+            "SEQUENCES",
+        ],
     ),
     ("--global-batch-size", &["[default: 16, or", "SEQUENCES"]),
     ("--gradient-accumulation-steps", &["--global-batch-size"]),

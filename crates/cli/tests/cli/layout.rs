@@ -1,8 +1,9 @@
-//! Degrees and batch sizes that do not fit the model, the data or each other.
+//! Degrees and batch sizes: those that follow from others, those that do not fit the model, the data or each other, and flags for more ranks.
 
 use serde_json::json;
 
-use super::workspace::Workspace;
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
 
 #[test]
 fn degrees_and_sizes_that_do_not_fit_are_named_with_their_numbers() {
@@ -67,4 +68,72 @@ fn sequences_are_not_longer_than_the_model_allows() {
         config["rope_parameters"] = json!({"rope_type": "dynamic", "factor": 2})
     });
     workspace.finetune().succeeds();
+}
+
+#[test]
+fn the_batch_size_of_a_device_decides_that_of_a_step_unless_that_is_given() {
+    let workspace = Workspace::new();
+    let program = workspace
+        .finetune()
+        .without("--micro-batch-size")
+        .flag("--steps", 1)
+        .flag("--per-device-train-batch-size", 3);
+    let of_ranks = program.clone().without("--global-batch-size");
+    let out = of_ranks.succeeds().stdout;
+    assert!(out.contains("1 step of 6 sequences"), "{out}");
+    let said = "a step: micro-batch 3 x dp 2 x accumulation 1 = 6 sequences\n";
+    assert!(out.contains(said), "{out}");
+    assert!(out.contains("--global-batch-size 6"), "{out}");
+    // The file of the run says the same, whoever runs it again.
+    let file = workspace.output().join("candle_train.toml");
+    let again = candle_train("finetune")
+        .flag("--config", file.display())
+        .flag("--output", workspace.path("again").display());
+    let out = again.succeeds().stdout;
+    assert!(out.contains("1 step of 6 sequences"), "{out}");
+    let out = program.flag("--global-batch-size", 12).succeeds().stdout;
+    assert!(out.contains("1 step of 12 sequences"), "{out}");
+    assert!(!out.contains("a step: "), "{out}");
+}
+
+#[test]
+fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 1);
+    let of_eight = [
+        ("--zero", "3"),
+        ("--schedule", "gpipe"),
+        ("--rank-timeout", "9"),
+        ("--offload", "optimizer"),
+    ];
+    let of_eight = |program: Program| {
+        let program = of_eight
+            .iter()
+            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        program.switch("--no-overlap").switch("--deterministic")
+    };
+    let alone = ["--tp", "--pp", "--dp"];
+    let alone = alone
+        .iter()
+        .fold(program.clone(), |program, flag| program.flag(flag, 1));
+    let outcome = of_eight(alone.clone()).succeeds();
+    let said = "\nwithout effect here: --zero 3 (one replica, so memory is not divided), --no-overlap (one replica), \
+                --schedule gpipe (one stage), --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer (a CPU, so \
+                memory is not divided)\n";
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    assert!(!outcome.stdout.contains("ZeRO"), "{}", outcome.stdout);
+    let outcome = of_eight(program).succeeds();
+    let said = "\nwithout effect here: --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer";
+    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("ZeRO-3"), "{}", outcome.stdout);
+    // Defaults, which the file of a run has, do nothing and ask for nothing.
+    let outcome = alone
+        .flag("--zero", 1)
+        .flag("--schedule", "1f1b")
+        .succeeds();
+    assert!(
+        !outcome.stdout.contains("without effect"),
+        "{}",
+        outcome.stdout
+    );
 }

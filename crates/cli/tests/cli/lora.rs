@@ -1,6 +1,7 @@
 //! `--lora-rank` and `--adapter`: what is trained, what is saved, and going on; `merge`.
 
 use std::fs;
+use std::path::Path;
 
 use safetensors::Dtype;
 use serde_json::json;
@@ -8,7 +9,7 @@ use serde_json::json;
 use super::folder::{
     copy_folder, edit_json, edit_tensors, fixture, names, read_checkpoint, read_json, read_tensors,
 };
-use super::program::Program;
+use super::program::{Outcome, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
 
@@ -29,6 +30,14 @@ fn merge(workspace: &Workspace, adapter: &str) -> Program {
         .flag("--model", workspace.path("model").display())
         .flag("--adapter", workspace.path(adapter).display())
         .flag("--output", workspace.path("merged").display())
+}
+
+/// Copies an adapter, as one of a model that is called as that of a workspace.
+fn copy_fixture(name: &str, to: &Path) {
+    copy_folder(&fixture(name), to);
+    edit_json(&to.join("adapter_config.json"), |config| {
+        config["base_model_name_or_path"] = json!("org/model")
+    });
 }
 
 #[test]
@@ -145,7 +154,7 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
 #[test]
 fn merge_folds_the_adapter_in_and_keeps_types_and_files() {
     let workspace = Workspace::with_model("qwen3");
-    copy_folder(&fixture("lora/qwen3/adapter"), &workspace.path("adapter"));
+    copy_fixture("lora/qwen3/adapter", &workspace.path("adapter"));
     merge(&workspace, "adapter").succeeds();
     let merged = read_checkpoint(&workspace.path("merged"));
     let before = read_checkpoint(&workspace.path("model"));
@@ -272,12 +281,13 @@ fn adapters_that_do_not_fit_are_refused() {
     let workspace = Workspace::new();
     let adapter = workspace.path("adapter");
     let program = workspace.finetune().flag("--adapter", adapter.display());
-    copy_folder(&fixture("lora/qwen3/adapter"), &adapter);
+    let copy = |name: &str| copy_fixture(name, &adapter);
+    copy("lora/qwen3/adapter");
     workspace.refuses(&program, &[".lora_", "has shape [", "; expected ["]);
     merge(&workspace, "adapter")
         .run()
         .assert_error(&["has shape"]);
-    copy_folder(&fixture("lora/tied_bias/adapter"), &adapter);
+    copy("lora/tied_bias/adapter");
     let parts = ["of the layer model.layers.4.mlp.down_proj", "another model"];
     merge(&workspace, "adapter").run().assert_error(&parts);
     assert!(!workspace.path("merged").exists());
@@ -289,12 +299,82 @@ fn adapters_that_do_not_fit_are_refused() {
         ("a_field_of_tomorrow", json!(1)),
         ("peft_type", json!("IA3")),
     ] {
-        copy_folder(&fixture("lora/qwen3/adapter"), &adapter);
+        copy("lora/qwen3/adapter");
         edit_json(&adapter.join("adapter_config.json"), |config| {
             config[field] = value
         });
         workspace.refuses(&program, &["adapter_config.json", field]);
     }
+}
+
+/// What `merge`, `generate` and `finetune` say of an adapter whose base is called `base`.
+fn with_base(workspace: &Workspace, base: &Path) -> [Outcome; 3] {
+    let adapter = workspace.path("adapter");
+    edit_json(&adapter.join("adapter_config.json"), |config| {
+        config["base_model_name_or_path"] = json!(base);
+    });
+    let generate = candle_train("generate")
+        .flag("--model", workspace.path("model").display())
+        .flag("--adapter", adapter.display())
+        .flag("--prompt", "The Queen")
+        .flag("--max-new-tokens", 1)
+        .flag("--tp", 2);
+    let finetune = workspace.finetune().flag("--adapter", adapter.display());
+    let programs = [merge(workspace, "adapter"), generate, finetune];
+    programs.map(|program| {
+        let hub = workspace.path("hub");
+        let program = program.variable("HF_HOME", hub.display());
+        program.variable("HF_ENDPOINT", "http://127.0.0.1:1").run()
+    })
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_by_its_type_or_told_by_its_name() {
+    let workspace = Workspace::new();
+    let adapter = workspace.path("adapter");
+    lora(&workspace)
+        .flag("--output", adapter.display())
+        .succeeds();
+    let says = |base: &Path, is_right: bool| {
+        for outcome in with_base(&workspace, base) {
+            assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+            let said = format!(
+                "warning: the adapter in {} was trained on {}, and --model is {}",
+                adapter.display(),
+                base.display(),
+                workspace.path("model").display()
+            );
+            let count = outcome.stderr.matches(&said).count();
+            assert_eq!(count, usize::from(!is_right), "{}", outcome.stderr);
+            assert!(is_right != outcome.stderr.contains("was trained on"));
+            let _ = fs::remove_dir_all(workspace.path("merged"));
+        }
+    };
+    says(&workspace.path("model"), true);
+    says("org/model".as_ref(), true);
+    says("org/another".as_ref(), false);
+    // A model of this type that is at hand under another name, and one of another type.
+    let other = workspace.path("other");
+    copy_folder(&workspace.path("model"), &other);
+    says(&other, false);
+    let cached = workspace.path("hub/hub/models--org--cached");
+    let snapshot = cached.join("snapshots").join("a".repeat(40));
+    copy_folder(&workspace.path("model"), &snapshot);
+    fs::create_dir_all(cached.join("refs")).unwrap();
+    fs::write(cached.join("refs/main"), "a".repeat(40)).unwrap();
+    says("org/cached".as_ref(), false);
+    for dir in [&other, &snapshot] {
+        edit_json(&dir.join("config.json"), |config| {
+            config["model_type"] = json!("qwen2")
+        });
+    }
+    for base in [other.as_path(), "org/cached".as_ref()] {
+        for outcome in with_base(&workspace, base) {
+            let of_type = format!("was trained on {}, a model of type qwen2", base.display());
+            outcome.assert_error(&[&of_type, "is of type llama", "hint: --model"]);
+        }
+    }
+    assert!(!workspace.path("merged").exists());
 }
 
 #[test]
@@ -317,7 +397,7 @@ fn merge_blames_the_file_with_a_nan_and_leaves_constants_as_they_are() {
     let merged = read_checkpoint(&workspace.path("merged"));
     assert!(merged[constant] == read_tensors(&workspace.model("model.safetensors"))[constant]);
     assert_eq!(merged["model.norm.weight"].0, Dtype::BF16);
-    let nan = |path: &std::path::Path, part: &str| {
+    let nan = |path: &Path, part: &str| {
         let mut name = String::new();
         edit_tensors(path, |tensors| {
             let (found, tensor) = tensors

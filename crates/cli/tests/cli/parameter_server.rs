@@ -324,6 +324,45 @@ fn a_run_that_diverges_saves_what_there_was_whether_workers_wait_or_not() {
     }
 }
 
+/// What is saved where training diverges has gradients of the step that failed.
+#[test]
+fn a_checkpoint_with_gradients_that_come_again_says_so() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = with_servers(replicas(&workspace, 2).0, 2).switch("--async");
+    let program = program
+        .flag("--save-dir", saves.display())
+        .flag("--save-every", 100);
+    let diverging = program
+        .clone()
+        .flag("--lr", 1e18)
+        .flag("--warmup-steps", 0)
+        .flag("--lr-schedule", "constant");
+    let outcome = diverging.run();
+    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let said = "the checkpoint after step 1 has gradients of later steps, which come again: it cannot be resumed exactly";
+    assert_eq!(
+        outcome.stderr.matches(said).count(),
+        1,
+        "{}",
+        outcome.stderr
+    );
+    let manifest = fs::read_to_string(saves.join("step-000001/manifest.json")).unwrap();
+    assert!(
+        manifest.contains(r#""repeats_gradients": true"#),
+        "{manifest}"
+    );
+    let again = program.flag("--resume", "latest").switch("--resume-anyway");
+    let outcome = again.run();
+    let said = "has gradients of asynchronous workers of steps after 1, which come again";
+    assert_eq!(
+        outcome.stderr.matches(said).count(),
+        1,
+        "{}",
+        outcome.stderr
+    );
+}
+
 #[test]
 fn servers_write_samples_and_give_the_best_weights() {
     let workspace = Workspace::new();

@@ -22,7 +22,14 @@ pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Va
         step.retain(|field, _| {
             !matches!(
                 field.as_str(),
-                "tokens_per_sec" | "step_secs" | "eval_secs" | "gflops_per_sec" | "memory"
+                "tokens_per_sec"
+                    | "positions_per_sec"
+                    | "step_secs"
+                    | "eval_secs"
+                    | "gflops_per_sec"
+                    | "memory"
+                    // The same run again is another one.
+                    | "run"
             )
         });
     }
@@ -40,7 +47,7 @@ fn default_flags_fit_the_model_and_the_machine() {
     // On a machine with GPUs, and a program for them, other ranks and another type are right.
     if cfg!(not(feature = "cuda")) {
         for part in [
-            "sequences of 2048 tokens; 1 rank as a thread: pp 1 x dp 1 x tp 1, ZeRO-1",
+            "sequences of 2048 tokens; 1 rank as a thread: pp 1 x dp 1 x tp 1\n",
             "chosen for you: --dp 1 --seq-len 2048 --global-batch-size 16 --lr 0.00002",
         ] {
             assert!(out.contains(part), "{part:?} is not in: {out}");
@@ -70,9 +77,17 @@ fn names_of_other_programs_flags_are_known() {
     let outcome = program.succeeds();
     let out = &outcome.stdout;
     assert!(out.contains("2 steps of 6 sequences of 16 tokens"), "{out}");
+    let said = "a step: micro-batch 2 x dp 1 x accumulation 3 = 6 sequences\n";
+    assert!(out.contains(said), "{out}");
     assert!(workspace.path("new").join("model.safetensors").is_file());
     let both = program.clone().flag("--num-train-epochs", 1).run();
     both.assert_error(&["--steps", "cannot be used with", "--epochs"]);
+    let both = program.clone().flag("--micro-batch-size", 1).run();
+    both.assert_error(&[
+        "--micro-batch-size",
+        "cannot be used with",
+        "--per-device-train-batch-size",
+    ]);
     let both = program.flag("--dtype", "f32").run();
     both.assert_error(&["--bf16", "cannot be used with", "--dtype"]);
 }
@@ -145,14 +160,19 @@ fn metrics_are_one_object_a_step() {
         let mut fields: Vec<&str> = step.keys().map(String::as_str).collect();
         fields.sort_unstable();
         let expected = [
+            "epoch",
             "gflops_per_sec",
+            "global_step",
             "grad_norm",
             "learning_rate",
             "loss",
             "loss_scale",
             "memory",
+            "num_positions",
             "num_tokens",
             "padding",
+            "positions_per_sec",
+            "run",
             "skipped_steps",
             "step",
             "step_secs",
@@ -161,6 +181,7 @@ fn metrics_are_one_object_a_step() {
         assert_eq!(fields, expected);
         assert_eq!(step["step"], index);
         assert_eq!(step["num_tokens"], 64);
+        assert_eq!(step["num_positions"], 64);
         // For each weight of a product 6 (in a layer q, k, v, o and the MLP's three, and the head), for attention 6 for each of its
         // 4 heads' 8 dims and each of 16 tokens.
         let layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 56;

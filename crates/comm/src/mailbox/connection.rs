@@ -107,7 +107,7 @@ impl Connection {
         let error = loop {
             // A peer whose messages are not taken need not be heard.
             inbox.wait_for_room(rank, Duration::MAX);
-            match Frame::read(&mut reader) {
+            match Frame::read(&mut reader, || inbox.largest_tensor()) {
                 Ok(Frame::Beat) => {}
                 Ok(Frame::Mail(tag, tensors)) => inbox.put(Mail {
                     from: rank,

@@ -1,16 +1,19 @@
 //! What has come for a rank, in the order in which it came.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Departure, Mail, Received};
+use super::{Departure, Mail, MailboxConfig, Received};
 use crate::deadline::Deadline;
 
 /// What has come for a rank. Of each sender it takes messages until these have `limit` bytes; the next one waits, with its sender,
 /// until there is room. So it never holds more of a sender than the limit and one message.
 pub(super) struct Inbox {
     limit: usize,
+    /// Bytes that a tensor from another process may have.
+    largest_tensor: AtomicUsize,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -35,14 +38,15 @@ struct Sender {
 }
 
 impl Inbox {
-    pub fn new(world_size: usize, limit: usize) -> Self {
+    pub fn new(world_size: usize, config: &MailboxConfig) -> Self {
         let state = State {
             mails: VecDeque::new(),
             senders: vec![Sender::default(); world_size],
             is_closed: false,
         };
         Self {
-            limit,
+            limit: config.inbox_bytes,
+            largest_tensor: AtomicUsize::new(config.largest_tensor_bytes),
             state: Mutex::new(state),
             changed: Condvar::new(),
         }
@@ -55,6 +59,17 @@ impl Inbox {
             (state.is_closed || is_there).then_some(!state.is_closed)
         });
         room.unwrap_or(false)
+    }
+
+    /// Notes how many bytes tensors from other processes may have.
+    pub fn expect(&self, largest_tensor_bytes: usize) {
+        self.largest_tensor
+            .store(largest_tensor_bytes, Ordering::Release);
+    }
+
+    /// How many bytes a tensor from another process may have.
+    pub fn largest_tensor(&self) -> usize {
+        self.largest_tensor.load(Ordering::Acquire)
     }
 
     /// Adds a message, unless the owner has left.

@@ -14,9 +14,6 @@ use crate::{bytes, message_of};
 /// The longest head.
 const MAX_HEAD_BYTES: usize = 1 << 20;
 
-/// The largest tensor, in bytes: what is longer is no tensor but noise.
-const MAX_TENSOR_BYTES: usize = 1 << 40;
-
 const BEAT: u32 = 0;
 const MAIL: u32 = 1;
 const FAREWELL: u32 = 2;
@@ -53,7 +50,9 @@ impl Frame {
         }
     }
 
-    pub fn read(from: &mut impl Read) -> Result<Self> {
+    /// Reads the next frame. A tensor of more bytes than the `largest` that is expected when its head has come is an error, before there is
+    /// memory for any of its message.
+    pub fn read(from: &mut impl Read, largest: impl Fn() -> usize) -> Result<Self> {
         let (kind, len) = (read_u32(from)?, read_u32(from)? as usize);
         if len > MAX_HEAD_BYTES {
             return Err(invalid(format!("a head of {len} bytes")));
@@ -68,7 +67,7 @@ impl Frame {
                 let why = Some(head.into_owned());
                 Ok(Self::Farewell(why.filter(|why| !why.is_empty())))
             }
-            MAIL => read_mail(from, &head),
+            MAIL => read_mail(from, &head, largest()),
             kind => Err(invalid(format!("a frame of kind {kind}"))),
         }
     }
@@ -102,18 +101,23 @@ fn parse(head: &str) -> Option<(u64, Parts)> {
     Some((tag, tensors.collect::<Option<_>>()?))
 }
 
-fn read_mail(from: &mut impl Read, head: &str) -> Result<Frame> {
+fn read_mail(from: &mut impl Read, head: &str, largest: usize) -> Result<Frame> {
     let parsed = parse(head).ok_or_else(|| invalid(format!("a message with the head {head:?}")));
     let (tag, parts) = parsed?;
-    let mut tensors = Vec::new();
-    for (dtype, dims) in parts {
+    for (dtype, dims) in &parts {
         let mut left = dims.iter();
         let num_bytes = left.try_fold(dtype.size_in_bytes(), |product, dim| {
             product.checked_mul(*dim)
         });
-        if num_bytes.is_none_or(|num_bytes| num_bytes > MAX_TENSOR_BYTES) {
-            return Err(invalid(format!("a tensor of shape {dims:?}")));
+        if num_bytes.is_none_or(|num_bytes| num_bytes > largest) {
+            let dtype = dtype.as_str();
+            return Err(invalid(format!(
+                "a tensor of shape {dims:?} in {dtype}, expected at most {largest} bytes"
+            )));
         }
+    }
+    let mut tensors = Vec::new();
+    for (dtype, dims) in parts {
         tensors.push(with_element!(dtype, read_tensor(from, dims)).map_err(io_error)?);
     }
     Ok(Frame::Mail(tag, tensors))

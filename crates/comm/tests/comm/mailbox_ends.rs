@@ -140,6 +140,47 @@ fn who_dies_in_the_middle_of_a_message_or_sends_noise_is_gone() {
     }
 }
 
+/// A tensor is as large as it may be, or refused when its head has come, of whatever is behind that nothing.
+#[test]
+fn who_announces_more_than_is_expected_is_gone_before_there_is_memory_for_it() {
+    use std::io::Write;
+    let head = |num_values: usize| {
+        // The first tensor is small, and its values are not there either.
+        let head = format!("7;f32 4;f32 {num_values}");
+        let len = (head.len() as u32).to_le_bytes();
+        [&1u32.to_le_bytes(), &len, head.as_bytes()].concat()
+    };
+    let config = MailboxConfig {
+        largest_tensor_bytes: 1000,
+        ..config()
+    };
+    // A bound that is too small for what ranks say of each other is larger.
+    for (expected, largest) in [
+        (None, 1000),
+        (Some(20 << 20), 20 << 20),
+        (Some(1), 16 << 20),
+    ] {
+        let (zero, mut stream) = raw(&config);
+        if let Some(expected) = expected {
+            zero.expect(expected);
+        }
+        stream.write_all(&head(largest / 4)).unwrap();
+        let wait = Duration::from_millis(200);
+        assert!(zero.recv_timeout(None, None, wait).unwrap().is_none());
+        let (zero, mut stream) = raw(&config);
+        if let Some(expected) = expected {
+            zero.expect(expected);
+        }
+        stream.write_all(&head(1 + largest / 4)).unwrap();
+        let why = left(zero.recv(None, None).unwrap()).why.unwrap();
+        let said = format!(
+            "it sent what is no message (a tensor of shape [{}] in f32, expected at most {largest} bytes)",
+            1 + largest / 4
+        );
+        assert_eq!(why, said);
+    }
+}
+
 #[test]
 fn who_says_nothing_is_gone_and_who_computes_is_not() {
     let config = MailboxConfig {

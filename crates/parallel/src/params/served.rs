@@ -23,6 +23,12 @@ impl Parameters {
         self.layout().buckets.iter().map(own).collect()
     }
 
+    /// Bytes of the largest bucket, as gradients and masters.
+    pub fn largest_bucket_bytes(&self) -> usize {
+        let lens = self.layout().all().map(|bucket| bucket.len);
+        lens.max().unwrap_or_default() * size_of::<f32>()
+    }
+
     /// A copy of the weights at [`Self::own_ranges`], a flat tensor of each bucket.
     ///
     /// # Errors

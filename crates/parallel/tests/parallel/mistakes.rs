@@ -222,16 +222,20 @@ fn without_region(mesh: &Mesh, vb: &ParamBuilder, init: Init) -> Result<Box<dyn 
 
 #[test]
 fn a_region_that_is_missing_is_found_where_it_is() {
-    let results = on_mesh((1, 1, 2), |mesh| {
-        let stage = with_block(&mesh, ZeroStage::One, |vb| without_region(&mesh, &vb))?;
-        Ok(train(&mesh, &stage, 1))
-    });
-    for result in results {
-        let words = [
-            "gradient of block 2's input differs",
-            "copy_to_tensor_parallel_region",
-        ];
-        assert_says(&message(result), &words);
+    // With zeros behind it, only after the first update.
+    for (init, num_steps) in [(WEIGHT_INIT, 1), (Init::Const(0.0), 2)] {
+        let results = on_mesh((1, 1, 2), |mesh| {
+            let block = |vb| without_region(&mesh, &vb, init);
+            let stage = with_block(&mesh, ZeroStage::One, block)?;
+            Ok(train(&mesh, &stage, num_steps))
+        });
+        for result in results {
+            let words = [
+                "gradient of block 2's input differs",
+                "copy_to_tensor_parallel_region",
+            ];
+            assert_says(&message(result), &words);
+        }
     }
 }
 

@@ -54,6 +54,20 @@ pub fn resolve_model_with(spec: &str, config: &HubConfig) -> Result<PathBuf> {
     }
 }
 
+/// The folder of the model `spec` if that is here already: an existing folder, or what the cache has of `org/name[@revision]`, of which there
+/// is at least `config.json`. Nothing is fetched.
+pub fn find_model(spec: &str) -> Option<PathBuf> {
+    let dir = match local_dir(spec).ok()? {
+        Some(dir) => dir,
+        None => {
+            let spec = RepoSpec::parse(spec)?;
+            let snapshots = Snapshots::new(&HubConfig::from_env().ok()?.cache_dir, &spec);
+            snapshots.dir(&snapshots.commit(&spec)?)
+        }
+    };
+    dir.join(REQUIRED_FILES[0]).is_file().then_some(dir)
+}
+
 fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(spec);
     if path.is_file() {

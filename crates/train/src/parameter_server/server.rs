@@ -23,6 +23,10 @@ pub struct ParameterServer {
     last_norm: f64,
     /// What was wrong with the first gradient that could not be applied.
     diverged: Option<String>,
+    /// The step before which all stop, once that was asked for.
+    stops_at: Option<usize>,
+    /// Whether a server has gradients of steps that are not over.
+    is_within_steps: bool,
 }
 
 /// What a server knows of a worker.
@@ -44,6 +48,9 @@ pub(crate) struct ServedStep<'a> {
     pub max_norm: Option<f64>,
     pub mesh: &'a Mesh,
     pub asks_to_stop: bool,
+    /// The next step before which the servers do something else than steps, with the weights of all steps before it and of no other: no
+    /// worker begins it earlier.
+    pub pauses_at: usize,
 }
 
 impl ParameterServer {
@@ -79,7 +86,26 @@ impl ParameterServer {
             },
             last_norm: f64::NAN,
             diverged: None,
+            stops_at: None,
+            is_within_steps: false,
         })
+    }
+
+    /// Whether a server has applied gradients of steps that are not over, which come again if a run goes on from its weights: the same on
+    /// all servers.
+    pub(crate) fn is_within_steps(&self) -> bool {
+        self.is_within_steps
+    }
+
+    /// Takes messages as large as a model of these parameters makes them, and no larger ones. Every server must call it before they gather
+    /// weights; [`Trainer::of_server`](crate::Trainer::of_server) does.
+    ///
+    /// # Errors
+    /// Failures of servers.
+    pub fn expect(&self, params: &Parameters) -> Result<()> {
+        self.mailbox.expect(params.largest_bucket_bytes());
+        // Now each server knows that the others have.
+        params.shard_group().all_gather_bytes(&[]).map(drop)
     }
 
     /// Whether workers need not wait for each other.
@@ -192,10 +218,11 @@ impl ParameterServer {
         max_staleness: usize,
     ) -> Result<StepDone> {
         let mut applied = Applied::default();
+        let pauses_at = (step.pauses_at).min(self.stops_at.unwrap_or(usize::MAX));
         loop {
             let slowest = self.slowest();
             self.answer((params, optimizer), false, |seat| {
-                seat.clock <= slowest.saturating_add(max_staleness)
+                seat.clock <= slowest.saturating_add(max_staleness) && seat.clock < pauses_at
             })?;
             if slowest > step.step {
                 break;
@@ -214,12 +241,14 @@ impl ParameterServer {
         } else {
             self.last_loss.num_targets = 0;
         }
-        let asks_to_stop = step.asks_to_stop || applied.asks_to_stop;
-        let flags = [asks_to_stop, self.diverged.is_some()].map(|flag| f64::from(u8::from(flag)));
-        let flags = Tensor::new(&flags, step.mesh.world.device())?;
-        let flags = step.mesh.world.all_reduce(&flags, ReduceOp::Max)?;
-        let flags = flags.to_vec1::<f64>()?;
-        if flags[1] > 0.0 {
+        let num_done = step.step + 1;
+        let most = self.most_of_all(step, applied.asks_to_stop)?;
+        self.is_within_steps = most.is_diverged || most.clock > num_done;
+        if most.is_asked_to_stop {
+            // Where all workers can meet: some have begun the steps before it.
+            self.stops_at.get_or_insert(most.next_clock.max(num_done));
+        }
+        if most.is_diverged {
             optimizer.set_diverged();
             // The first one prints it, and may not have seen that gradient yet.
             let why = self.diverged.as_deref().unwrap_or_default();
@@ -232,13 +261,35 @@ impl ParameterServer {
                 loss: self.last_loss,
                 grad_norm: self.last_norm,
                 is_skipped: false,
-                is_asked_to_stop: flags[0] > 0.0,
+                is_asked_to_stop: self.stops_at.is_some_and(|at| num_done >= at),
             },
             num_positions: applied.num_positions,
             staleness: Some(Staleness {
                 mean: applied.staleness as f64 / applied.num_pushes.max(1) as f64,
                 max: applied.max_staleness,
             }),
+        })
+    }
+
+    /// What all servers need to know of each other at the end of a step.
+    fn most_of_all(&self, step: &ServedStep, asks_to_stop: bool) -> Result<Most> {
+        let clocks = self.workers.iter().map(|seat| seat.clock);
+        let alive = self.workers.iter().filter(|seat| !seat.is_gone);
+        let next_clocks = alive.map(|seat| seat.clock + usize::from(!seat.waits));
+        let own = [
+            f64::from(u8::from(step.asks_to_stop || asks_to_stop)),
+            f64::from(u8::from(self.diverged.is_some())),
+            clocks.max().unwrap_or_default() as f64,
+            next_clocks.max().unwrap_or_default() as f64,
+        ];
+        let own = Tensor::new(&own, step.mesh.world.device())?;
+        let most = step.mesh.world.all_reduce(&own, ReduceOp::Max)?;
+        let most = most.to_vec1::<f64>()?;
+        Ok(Most {
+            is_asked_to_stop: most[0] > 0.0,
+            is_diverged: most[1] > 0.0,
+            clock: most[2] as usize,
+            next_clock: most[3] as usize,
         })
     }
 
@@ -377,6 +428,16 @@ fn ended_by(departure: &Departure) -> Error {
     Error::msg(format!(
         "{departure}\nhint: without a server nothing goes on, and without a worker only --async does"
     ))
+}
+
+/// The most that any server says of itself and of its workers.
+struct Most {
+    is_asked_to_stop: bool,
+    is_diverged: bool,
+    /// Steps of a worker whose gradients were applied.
+    clock: usize,
+    /// With those that it computes with the weights that it has.
+    next_clock: usize,
 }
 
 /// Sums over the gradients that were applied in a step.

@@ -45,6 +45,8 @@ impl Trainer {
         }
         Ok(Some(EvalMetrics {
             step: self.step.saturating_sub(1),
+            global_step: self.step,
+            epoch: None,
             eval_loss: loss,
             eval_perplexity: loss.exp(),
             eval_accuracy: all.num_right.map(|right| right / num_targets),

@@ -8,6 +8,7 @@ use candle_ops::Stopwatch;
 use candle_parallel::MicroBatch;
 
 use super::{GradientSource, Trainer};
+use crate::checkpoints::Checkpoints;
 use crate::parameter_server::{ServedStep, StepDone};
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
@@ -31,6 +32,8 @@ impl Trainer {
         let loss = report.loss;
         let metrics = StepMetrics {
             step: self.step,
+            global_step: self.step + 1,
+            epoch: None,
             loss: loss.mean,
             grad_norm: report.grad_norm,
             learning_rate,
@@ -39,6 +42,8 @@ impl Trainer {
             padding: 0.0,
             num_tokens: loss.num_targets,
             tokens_per_sec: loss.num_targets as f64 / step_secs,
+            num_positions,
+            positions_per_sec: per_sec,
             step_secs,
             gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
             mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
@@ -52,6 +57,7 @@ impl Trainer {
     /// A step whose gradients the workers compute.
     fn step_of_workers(&mut self) -> Result<StepDone> {
         let asks_to_stop = self.asks_to_stop();
+        let pauses_at = self.next_pause();
         let GradientSource::Workers(workers) = &mut self.source else {
             bail!("a step of workers without a server");
         };
@@ -62,6 +68,7 @@ impl Trainer {
             max_norm: self.config.max_grad_norm,
             mesh,
             asks_to_stop,
+            pauses_at,
         };
         server.step((self.stage.params(), &mut self.optimizer), &step)
     }
@@ -114,6 +121,16 @@ impl Trainer {
             num_positions: self.num_positions(micro_batches)?,
             staleness: None,
         })
+    }
+
+    /// The next step before which the weights are saved or evaluated, but for the end.
+    fn next_pause(&self) -> usize {
+        let of_checkpoint = self.checkpoints.as_ref().and_then(Checkpoints::every);
+        let of_evaluation = self.evaluation.as_ref().and_then(|it| it.every);
+        let all = of_checkpoint.into_iter().chain(of_evaluation);
+        let next = all.map(|every| (self.step + 1).next_multiple_of(every));
+        let next = next.filter(|step| *step < self.num_steps()).min();
+        next.unwrap_or(usize::MAX)
     }
 
     fn asks_to_stop(&self) -> bool {

@@ -297,3 +297,23 @@ fn padding_is_what_the_micro_batches_of_all_ranks_hold_beside_tokens() {
         }
     }
 }
+
+#[test]
+fn positions_are_those_of_all_replicas_and_epochs_have_fractions() {
+    // 15 samples of 8 tokens, the last of 3; steps of 6, 6 and 3.
+    let config = BatchConfig {
+        uneven: true,
+        ..config(2, 6, true)
+    };
+    for dp in [1, 3, 4] {
+        let of_rank = |rank| batches((115, 8), &config, (rank, dp));
+        for step in 0..6 {
+            let positions = (0..dp).flat_map(|rank| of_rank(rank).batch(step).unwrap());
+            let positions = positions.map(|batch| batch.tokens.elem_count());
+            let counted = of_rank(0).num_positions(step).unwrap();
+            assert_eq!(counted, positions.sum::<usize>(), "{dp} {step}");
+        }
+        let epochs = [0, 1, 2, 3, 4].map(|step| of_rank(0).epoch(step).unwrap());
+        assert_eq!(epochs, [0.0, 0.4, 0.8, 1.0, 1.4]);
+    }
+}

@@ -8,6 +8,8 @@ use crate::assert_error;
 pub fn step(step: usize) -> StepMetrics {
     StepMetrics {
         step,
+        global_step: step + 1,
+        epoch: Some(0.5),
         loss: 2.5,
         grad_norm: 0.75,
         learning_rate: 1e-3,
@@ -16,6 +18,8 @@ pub fn step(step: usize) -> StepMetrics {
         padding: 0.25,
         num_tokens: 512,
         tokens_per_sec: 2048.0,
+        num_positions: 1024,
+        positions_per_sec: 4096.0,
         step_secs: 0.25,
         gflops_per_sec: Some(1.5),
         mfu: None,
@@ -28,7 +32,7 @@ pub fn step(step: usize) -> StepMetrics {
 fn one_json_object_per_step_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    let mut metrics = Metrics::create(&path).unwrap();
+    let mut metrics = Metrics::create(&path, "a").unwrap();
     for num_lines in 1..4 {
         metrics.log(&step(num_lines - 1)).unwrap();
         let text = fs::read_to_string(&path).unwrap();
@@ -41,8 +45,12 @@ fn one_json_object_per_step_at_once() {
         );
     }
     let text = fs::read_to_string(&path).unwrap();
-    let begins = r#"{"step":0,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"loss_scale":1.0,"skipped_steps":0,"padding":0.25,"num_tokens":512,"tokens_per_sec":2048.0,"step_secs":0.25,"gflops_per_sec":1.5,"memory":{"activations_bytes":0,"#;
+    let begins = r#"{"step":0,"global_step":1,"epoch":0.5,"loss":2.5,"grad_norm":0.75,"learning_rate":0.001,"loss_scale":1.0,"skipped_steps":0,"padding":0.25,"num_tokens":512,"tokens_per_sec":2048.0,"num_positions":1024,"positions_per_sec":4096.0,"step_secs":0.25,"gflops_per_sec":1.5,"memory":{"activations_bytes":0,"#;
     assert!(text.starts_with(begins), "{text}");
+    assert!(
+        text.lines().all(|line| line.ends_with(r#","run":"a"}"#)),
+        "{text}"
+    );
 }
 
 #[test]
@@ -54,7 +62,7 @@ fn the_numbers_of_a_skipped_step_are_null() {
         grad_norm: f64::INFINITY,
         ..step(0)
     };
-    Metrics::create(&path).unwrap().log(&skipped).unwrap();
+    Metrics::create(&path, "a").unwrap().log(&skipped).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(r#""loss":null,"grad_norm":null"#), "{text}");
     let read: StepMetrics = serde_json::from_str(&text).unwrap();
@@ -69,7 +77,13 @@ fn an_old_file_lasts_until_the_first_step() {
     let line = "{\"step\":0,\"loss\":1.5,\"learning_rate\":0.1,\"of_old\":[1,2,3]}\n";
     let old = line.repeat(40);
     fs::write(&path, &old).unwrap();
-    let mut metrics = Metrics::create(&path).unwrap();
+    let words = [
+        "metrics.jsonl",
+        "is of another run, and is not overwritten",
+        "hint:",
+    ];
+    assert_error(Metrics::create(&path, "a"), &words);
+    let mut metrics = Metrics::replace(&path, "a").unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), old);
     metrics.log(&step(0)).unwrap();
     let text = fs::read_to_string(&path).unwrap();
@@ -90,7 +104,7 @@ fn a_file_that_holds_something_else_is_never_touched() {
     for content in contents {
         fs::write(&path, content).unwrap();
         let words = ["precious", "is no metrics file", "hint:"];
-        assert_error(Metrics::create(&path), &words);
+        assert_error(Metrics::create(&path, "a"), &words);
         assert_eq!(fs::read(&path).unwrap(), content);
     }
 }
@@ -101,7 +115,7 @@ fn a_first_line_that_was_cut_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     fs::write(&path, "{\"step\":0,\"loss\":1.").unwrap();
-    let mut metrics = Metrics::resume(&path, 0).unwrap();
+    let mut metrics = Metrics::resume(&path, "a", 0).unwrap();
     metrics.log(&step(0)).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert_eq!(serde_json::from_str::<StepMetrics>(&text).unwrap(), step(0));
@@ -113,19 +127,24 @@ fn evaluations_stay_with_their_steps() {
     let path = dir.path().join("metrics.jsonl");
     let evaluation = |step| EvalMetrics {
         step,
+        global_step: step + 1,
+        epoch: None,
         eval_loss: f64::NAN,
         eval_perplexity: 7.5,
         eval_accuracy: Some(0.25),
         eval_num_tokens: 9,
         eval_secs: 0.5,
     };
-    let mut metrics = Metrics::create(&path).unwrap();
+    let mut metrics = Metrics::create(&path, "a").unwrap();
     for index in 0..3 {
         metrics.log(&step(index)).unwrap();
         metrics.log(&evaluation(index)).unwrap();
     }
     drop(metrics);
-    Metrics::resume(&path, 2).unwrap().log(&step(2)).unwrap();
+    Metrics::resume(&path, "a", 2)
+        .unwrap()
+        .log(&step(2))
+        .unwrap();
     let text = fs::read_to_string(&path).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
     let lines: Vec<MetricsLine> = lines.collect();
@@ -142,27 +161,57 @@ fn evaluations_stay_with_their_steps() {
 }
 
 #[test]
+fn the_file_of_another_run_is_not_overwritten_unless_that_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    assert_eq!(Metrics::run_of(&path).unwrap(), None);
+    (Metrics::create(&path, "a").unwrap().log(&step(0))).unwrap();
+    assert_eq!(Metrics::run_of(&path).unwrap().as_deref(), Some("a"));
+    let before = fs::read(&path).unwrap();
+    let words = [
+        "metrics.jsonl",
+        "is of another run, a, and is not overwritten",
+        "hint:",
+        "--overwrite",
+    ];
+    for step in [0, 1] {
+        assert_error(Metrics::resume(&path, "b", step), &words);
+    }
+    let mut replacing = Metrics::replace(&path, "b").unwrap();
+    assert!(fs::read(&path).unwrap() == before);
+    replacing.log(&step(0)).unwrap();
+    assert_eq!(Metrics::run_of(&path).unwrap().as_deref(), Some("b"));
+    // An evaluation alone is metrics, too.
+    let line = r#"{"step":0,"eval_loss":1.5,"run":"c"}"#.to_string() + "\n";
+    fs::write(&path, line).unwrap();
+    assert_eq!(Metrics::run_of(&path).unwrap().as_deref(), Some("c"));
+}
+
+#[test]
 fn two_runs_need_two_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    let first = Metrics::create(&path).unwrap();
-    assert_error(Metrics::create(&path), &["another run", "metrics.jsonl"]);
+    let first = Metrics::create(&path, "a").unwrap();
+    assert_error(
+        Metrics::create(&path, "a"),
+        &["another run", "metrics.jsonl"],
+    );
     drop(first);
-    Metrics::create(&path).unwrap();
-    let _null = Metrics::create("/dev/null").unwrap();
-    Metrics::create("/dev/null").unwrap();
+    Metrics::create(&path, "a").unwrap();
+    let _null = Metrics::create("/dev/null", "a").unwrap();
+    Metrics::create("/dev/null", "a").unwrap();
 }
 
 #[test]
 fn an_unwritable_path_is_an_error_at_once() {
     let dir = tempfile::tempdir().unwrap();
     assert_error(
-        Metrics::create(dir.path()),
+        Metrics::create(dir.path(), "a"),
         &["cannot write the metrics file", "hint:"],
     );
     let missing = dir.path().join("missing/metrics.jsonl");
     assert_error(
-        Metrics::create(missing),
+        Metrics::create(missing, "a"),
         &["missing/metrics.jsonl", "folder must exist"],
     );
 }
@@ -171,10 +220,13 @@ fn an_unwritable_path_is_an_error_at_once() {
 #[test]
 fn a_full_disk_is_an_error_and_devices_work() {
     assert_error(
-        Metrics::create("/dev/full").unwrap().log(&step(3)),
+        Metrics::create("/dev/full", "a").unwrap().log(&step(3)),
         &["step 3", "/dev/full"],
     );
-    Metrics::create("/dev/null").unwrap().log(&step(0)).unwrap();
+    Metrics::create("/dev/null", "a")
+        .unwrap()
+        .log(&step(0))
+        .unwrap();
 }
 
 #[test]
@@ -187,9 +239,12 @@ fn a_resumed_run_writes_no_step_twice() {
         steps.map(|step| step.unwrap().step).collect()
     };
     // Nothing is there yet.
-    Metrics::resume(&path, 3).unwrap().log(&step(3)).unwrap();
+    Metrics::resume(&path, "a", 3)
+        .unwrap()
+        .log(&step(3))
+        .unwrap();
     assert_eq!(steps(), [3]);
-    let mut metrics = Metrics::create(&path).unwrap();
+    let mut metrics = Metrics::create(&path, "a").unwrap();
     (0..5).for_each(|index| metrics.log(&step(index)).unwrap());
     drop(metrics);
     let whole = fs::read_to_string(&path).unwrap();
@@ -202,13 +257,14 @@ fn a_resumed_run_writes_no_step_twice() {
         (cut, 5, vec![0, 1, 2, 3, 5]),
     ] {
         fs::write(&path, text).unwrap();
-        let mut metrics = Metrics::resume(&path, first).unwrap();
+        let mut metrics = Metrics::resume(&path, "a", first).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
         metrics.log(&step(first)).unwrap();
         assert_eq!(steps(), expected, "{first}");
     }
-    fs::write(&path, "something else\n").unwrap();
-    let words = ["line 1 of ", "is no step of a metrics file", "hint:"];
-    assert_error(Metrics::resume(&path, 1), &words);
-    assert_eq!(fs::read_to_string(&path).unwrap(), "something else\n");
+    let spoiled = whole.lines().next().unwrap().to_string() + "\nsomething else\n";
+    fs::write(&path, &spoiled).unwrap();
+    let words = ["line 2 of ", "is no step of a metrics file", "hint:"];
+    assert_error(Metrics::resume(&path, "a", 1), &words);
+    assert_eq!(fs::read_to_string(&path).unwrap(), spoiled);
 }

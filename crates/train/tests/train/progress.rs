@@ -32,7 +32,9 @@ fn plain_lines_for_the_first_step_every_tenth_of_the_run_and_the_last_step() {
     let lines = lines(95, 0..95);
     assert_eq!(lines[0], "start");
     assert!(
-        lines[1].starts_with("step 1/95 loss 2.5000 2048 tokens/s lr 1.00e-3 eta "),
+        lines[1].starts_with(
+            "step 1/95 loss 2.5000 4096 positions/s 2048 loss tokens/s lr 1.00e-3 eta "
+        ),
         "{}",
         lines[1]
     );

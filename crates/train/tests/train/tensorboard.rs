@@ -122,11 +122,14 @@ fn each_number_of_a_step_is_a_point_of_its_curve() {
         ("train/grad_norm", 0.75),
         ("train/learning_rate", f64::from(1e-3f32)),
         ("train/num_tokens", 512.0),
+        ("train/tokens_per_sec", 2048.0),
+        ("train/positions_per_sec", 4096.0),
+        ("train/epoch", 0.5),
         ("memory/weights_bytes", 0.0),
     ] {
         assert!(first.contains(&(tag.to_string(), value)), "{tag} {first:?}");
     }
-    assert!(first.iter().all(|(tag, _)| tag != "train/step"));
+    assert!(first.iter().all(|(tag, _)| !tag.ends_with("step")));
     // A number that is none is no point.
     let second = points(&events[3]);
     assert_eq!(number(&events[3], 2), Some(301.0));

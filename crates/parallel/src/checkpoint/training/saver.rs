@@ -132,6 +132,12 @@ impl CheckpointSaver {
         })
     }
 
+    /// Gives a run that begins this name, the same on every rank, in place of a random one.
+    pub fn with_run(mut self, run: &str) -> Self {
+        self.run = run.to_string();
+        self
+    }
+
     /// Puts these files, which a model has beside its weights, into each checkpoint, for
     /// [`TrainingCheckpoint::export_hf`](super::TrainingCheckpoint::export_hf).
     pub fn with_sidecars(mut self, sidecars: Vec<(String, Vec<u8>)>) -> Self {
