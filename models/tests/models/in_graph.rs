@@ -186,13 +186,10 @@ fn ours(
 
 /// The part of a tensor that this rank has: three of the six query heads, one of the two others, half of the MLP.
 fn of_rank(rank: usize, all: &Tensor, like: &Tensor) -> Result<Tensor> {
-    let dims = like.dims().iter().enumerate();
-    dims.fold(Ok(all.clone()), |part, (dim, &mine)| {
-        let part = part?;
-        match part.dim(dim)? {
-            whole if mine < whole => part.narrow(dim, rank * mine, mine),
-            _ => Ok(part),
-        }
+    let mut dims = like.dims().iter().enumerate();
+    dims.try_fold(all.clone(), |part, (dim, &mine)| match part.dim(dim)? {
+        whole if mine < whole => part.narrow(dim, rank * mine, mine),
+        _ => Ok(part),
     })
 }
 
