@@ -5,7 +5,7 @@ use std::time::Duration;
 use candle_comm::{Backend, Degrees, HalfSums, MpiReduction, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_launch::{NEEDS_MPI_EXIT_CODE, StartedBy};
-use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision};
+use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision, ProductChoice};
 use candle_parallel::count_memory_with;
 use clap::Args;
 
@@ -40,7 +40,8 @@ pub struct RankArgs {
     /// more memory; everything else always does
     #[arg(long)]
     pub deterministic: bool,
-    /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16 [default: highest]
+    /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16. On a CPU the environment
+    /// variable CANDLE_TRAIN_PRODUCTS (fma, dots, 1, 2 or 3) goes before it [default: highest]
     #[arg(long, value_name = "PRECISION")]
     pub matmul_precision: Option<MatmulPrecisionChoice>,
     /// How long a rank may wait for the others in one operation before the run ends with a report
@@ -61,6 +62,7 @@ impl RankArgs {
         let mut settings = GpuSettings::get()?;
         settings.deterministic |= self.deterministic;
         settings.set();
+        ProductChoice::from_env()?;
         self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
@@ -132,6 +134,7 @@ impl RankArgs {
         degrees: Degrees,
         num_servers: usize,
     ) -> Result<RunConfig> {
+        ProductChoice::from_env()?;
         self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let num_processes = env.world_size();
@@ -188,9 +191,11 @@ impl RankArgs {
     pub fn warn_of_idle_precision(&self, device: &Device) {
         let is_high = self.matmul_precision() == MatmulPrecision::High;
         if is_high && !MatmulPrecision::matters_on(device) {
-            eprintln!(
-                "warning: --matmul-precision high changes nothing: this processor has no AMX"
-            );
+            let why = match ProductChoice::from_env() {
+                Ok(Some(choice)) => format!("CANDLE_TRAIN_PRODUCTS is {choice}"),
+                _ => "this processor has no AMX".to_string(),
+            };
+            eprintln!("warning: --matmul-precision high changes nothing: {why}");
         }
     }
 

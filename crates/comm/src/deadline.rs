@@ -27,6 +27,11 @@ impl Deadline {
         self.waited >= self.limit
     }
 
+    /// How long it has lasted.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
     /// Sleeps until `condvar` is notified, or a moment, but no longer than the deadline.
     pub fn wait<'a, T>(
         &mut self,

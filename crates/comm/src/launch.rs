@@ -44,6 +44,7 @@ pub fn run<T: Send>(
             let local = LocalConfig {
                 devices: config.devices.clone(),
                 deadline: config.deadline,
+                abort_after: config.abort_after,
                 threads_per_rank: config.threads_per_rank.or(mesh.threads_per_rank),
                 ..mesh
             };
@@ -70,8 +71,10 @@ pub fn threads<T: Send>(
     threads_with(LocalConfig::new(world_size), run)
 }
 
-/// Runs `run` on threads named `rank-0`, `rank-1`, .. and returns what they return, in rank order. It returns when all
-/// of them have ended; a rank that computes for ever cannot be stopped.
+/// Runs `run` on threads named `rank-0`, `rank-1`, .. and returns what they return, in rank order, when all of them have ended. If
+/// one has failed and others have not ended a second later, a line on standard error says so. One that still computes after
+/// [`LocalConfig::abort_after`] cannot be stopped: the process ends, with a message that has the failure and the ranks that did not
+/// end.
 ///
 /// A rank's tensors live on its device, [`ProcessGroup::device`]; with GPUs, operations return when their work is enqueued.
 ///
@@ -120,6 +123,7 @@ pub fn threads_with<T: Send>(
                 }
             }
         }
+        world.wait_for_ends(handles.len());
         handles
             .into_iter()
             .map(|handle| handle.join().ok().flatten())

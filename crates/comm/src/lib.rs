@@ -20,7 +20,8 @@
 //! With [`LocalConfig::devices`] ranks are on GPUs, several on one if need be.
 //!
 //! Nothing hangs for ever: operations that do not match across ranks, ranks that fail, panic or leave early, and
-//! waits that outlast the deadline all become errors that name ranks, operations and call sites.
+//! waits that outlast the deadline all become errors that name ranks, operations and call sites. A rank that goes on computing after
+//! another one has failed ends with the process, which says so: threads after [`LocalConfig::abort_after`], processes after a second.
 #![deny(unsafe_code)]
 
 mod adopted;

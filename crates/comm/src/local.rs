@@ -19,6 +19,7 @@ mod collective;
 mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod end;
 mod host;
 mod messages;
 mod slot;
@@ -28,6 +29,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 
+pub(crate) use config::ABORT_AFTER;
 pub use config::LocalConfig;
 pub(crate) use world::World;
 

@@ -6,6 +6,7 @@ use candle_core::{Device, Result};
 use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
+use crate::local::ABORT_AFTER;
 use crate::{Backend, Degrees, Error, HalfSums, MpiReduction};
 
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
@@ -21,6 +22,10 @@ pub struct RunConfig {
     pub devices: Vec<Device>,
     /// How long a rank may wait for the others in one operation before the run ends with an error. Default: 10 minutes.
     pub deadline: Duration,
+    /// With threads: how long the others may take to end after a rank failed, before the process ends; see
+    /// [`LocalConfig::abort_after`](crate::LocalConfig::abort_after). Processes end a second after they hear of it. Default: 10
+    /// seconds.
+    pub abort_after: Duration,
     /// How long a rank that is a process may say nothing before it is taken for dead; a second at least. Default: 6 seconds.
     pub rank_timeout: Duration,
     /// How NCCL adds bf16 and f16. Default: in f32.
@@ -85,6 +90,7 @@ impl RunConfig {
             degrees,
             devices: vec![Device::Cpu],
             deadline: Duration::from_secs(600),
+            abort_after: ABORT_AFTER,
             rank_timeout: Duration::from_secs(6),
             half_sums: HalfSums::default(),
             mpi_reduction: MpiReduction::default(),

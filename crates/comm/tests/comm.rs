@@ -13,6 +13,8 @@ mod cuda;
 mod cuda_ranks;
 #[path = "comm/determinism.rs"]
 mod determinism;
+#[path = "comm/ends.rs"]
+mod ends;
 #[path = "comm/failures.rs"]
 mod failures;
 #[path = "comm/local.rs"]

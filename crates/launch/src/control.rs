@@ -26,7 +26,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 pub use config::ControlConfig;
-pub use failure::{Failure, FailureKind};
+pub use failure::{Failure, FailureKind, end_process, print_aside};
 pub use message::Verdict;
 pub use operation::{Operation, RankGroup, Ticket};
 

@@ -12,6 +12,7 @@ mod stop_signals;
 
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
+    end_process, print_aside,
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;

@@ -1,5 +1,6 @@
 //! How exact products of f32 are.
 
+use crate::ProductChoice;
 use crate::amx_support::has_amx;
 use candle_core::Device;
 use std::fmt::{Display, Formatter};
@@ -33,10 +34,10 @@ impl MatmulPrecision {
         IS_HIGH.store(self == Self::High, Relaxed);
     }
 
-    /// Whether products on `device` depend on it.
+    /// Whether products on `device` depend on it: not where the environment has a [`ProductChoice`].
     pub fn matters_on(device: &Device) -> bool {
         match device {
-            Device::Cpu => has_amx(),
+            Device::Cpu => has_amx() && matches!(ProductChoice::from_env(), Ok(None)),
             device => device.is_cuda(),
         }
     }

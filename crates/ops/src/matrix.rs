@@ -159,7 +159,8 @@ impl<Out: Element> MatrixMut<'_, Out> {
             Addend::Nothing | Addend::Result => {}
         }
         #[cfg(target_arch = "x86_64")]
-        if product::is_worth_it(self.rows, self.cols) && factors.iter().any(|(lhs, _)| lhs.cols > 0)
+        if product::is_worth_it::<T>(self.rows, self.cols)
+            && factors.iter().any(|(lhs, _)| lhs.cols > 0)
         {
             // SAFETY: the processor can, the shapes fit, and this is the only access to the elements.
             return unsafe { product::product(self, addend, factors) };
@@ -168,7 +169,11 @@ impl<Out: Element> MatrixMut<'_, Out> {
     }
 
     /// As [`Self::parallel_product`], by the `gemm` crate.
-    fn gemm_product<T: Element>(&mut self, addend: Addend<'_, Out>, factors: &[Factors<'_, T>]) {
+    pub(crate) fn gemm_product<T: Element>(
+        &mut self,
+        addend: Addend<'_, Out>,
+        factors: &[Factors<'_, T>],
+    ) {
         let multiplications = |(lhs, rhs): &Factors<'_, T>| lhs.rows * lhs.cols * rhs.cols;
         let multiplications: usize = factors.iter().map(multiplications).sum();
         let parallelism = match rayon::current_num_threads() {

@@ -2,7 +2,8 @@
 //! tile of sums in registers (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", ACM TOMS 34, 2008).
 //!
 //! bf16 are multiplied in pairs by `tdpbf16ps` (AMX) or `vdpbf16ps` (AVX512-BF16) where the processor has them; else they are widened
-//! while they are packed, as f16 are. On processors without AVX-512 the `gemm` crate does all products ([`crate::matrix`]).
+//! while they are packed, as f16 are. On processors without AVX-512 the `gemm` crate does all products ([`crate::matrix`]), but for
+//! emulated tiles if [`ProductChoice`] asks for them.
 //! The example `bench_product` of this crate prints speeds.
 //!
 //! All sums are f32. An element is summed over `k` in the same blocks, in order, whatever tile or thread it belongs to: the
@@ -13,7 +14,6 @@
 mod amx;
 mod blocks;
 mod caches;
-#[cfg(test)]
 mod emulated;
 mod kernel;
 mod lanes;
@@ -23,24 +23,23 @@ mod registers;
 mod store;
 mod transpose;
 
-use crate::MatmulPrecision;
-use crate::amx_support::has_amx;
 use crate::element::Element;
 use crate::matrix::{Addend, Factors, MatrixMut};
+use crate::{MatmulPrecision, ProductChoice};
 pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
 pub(crate) use lanes::Lanes;
 pub(crate) use packed::Small;
-pub(crate) use registers::{Dots, MultiplyAdds};
-use registers::{has_avx512, has_avx512_bf16};
+use registers::has_avx512;
+pub(crate) use registers::{Dots, MultiplyAdds, has_avx512_bf16};
 
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
 
 /// Whether [`product`] can be used, and should be, for a result of `rows` by `cols`.
-pub(crate) fn is_worth_it(rows: usize, cols: usize) -> bool {
-    rows >= MIN_EXTENT && cols >= MIN_EXTENT && has_avx512()
+pub(crate) fn is_worth_it<T: Element>(rows: usize, cols: usize) -> bool {
+    rows >= MIN_EXTENT && cols >= MIN_EXTENT && instructions::<T>(MatmulPrecision::get()).is_some()
 }
 
 /// `out = addend + sum of lhs * rhs`, on all threads of the current pool if that is worth it.
@@ -66,23 +65,27 @@ pub(crate) enum Instructions {
     TilesOfThreeParts,
 }
 
-/// The best for values of `T`, if the processor has AVX-512.
+/// Those for values of `T`: chosen by the environment or the best; none if there is nothing here for them.
 pub(crate) fn instructions<T: Element>(precision: MatmulPrecision) -> Option<Instructions> {
-    if !has_avx512() {
-        return None;
+    use ProductChoice::{Dots, OnePart, ThreeParts, TwoParts};
+    let is_high = precision == MatmulPrecision::High;
+    // One that means nothing has been an error before.
+    let chosen = ProductChoice::from_env().ok().flatten();
+    match (
+        T::DTYPE,
+        chosen.unwrap_or_else(|| ProductChoice::best(is_high)),
+    ) {
+        (DType::BF16, OnePart | TwoParts | ThreeParts) | (DType::F32, OnePart) => {
+            Some(Instructions::Tiles)
+        }
+        (DType::F32, TwoParts) => Some(Instructions::TilesOfTwoParts),
+        (DType::F32, ThreeParts) => Some(Instructions::TilesOfThreeParts),
+        (DType::BF16, Dots) => Some(Instructions::Dots),
+        _ => has_avx512().then_some(Instructions::MultiplyAdds),
     }
-    Some(match T::DTYPE {
-        DType::BF16 if has_amx() => Instructions::Tiles,
-        DType::BF16 if has_avx512_bf16() => Instructions::Dots,
-        DType::F32 if has_amx() => match precision {
-            MatmulPrecision::Highest => Instructions::TilesOfThreeParts,
-            MatmulPrecision::High => Instructions::TilesOfTwoParts,
-        },
-        _ => Instructions::MultiplyAdds,
-    })
 }
 
-/// Evaluates an expression with `$k` being the best kernel for values of `$t`, if the processor has AVX-512.
+/// Evaluates an expression with `$k` being the kernel for values of `$t`, if there is one.
 macro_rules! with_kernel {
     ($t:ty, $precision:expr, $k:ident => $expression:expr) => {{
         use $crate::product::{Amx, Dots, Instructions, MultiplyAdds, instructions};
@@ -108,14 +111,40 @@ pub(crate) use with_kernel;
 mod tests {
     use super::amx::Amx;
     use super::blocks::multiply;
-    use super::emulated::Emulated;
+    use super::emulated::{self, TilePairs};
     use super::kernel::Kernel;
+    use super::packing::Panel;
     use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
+    use crate::ProductChoice;
     use crate::amx_support::has_amx;
     use crate::element::Element;
+    use crate::lines::Line;
     use crate::matrix::{Addend, Matrix, MatrixMut};
     use half::{bf16, f16};
     use rayon::prelude::*;
+
+    /// [`Amx`] without AMX, whether the processor has it or not.
+    struct Emulated<const PARTS: usize>;
+
+    impl<const PARTS: usize> Kernel for Emulated<PARTS> {
+        type Format = TilePairs<PARTS>;
+
+        const ROWS: usize = Amx::<PARTS>::ROWS;
+        const BY_ROWS: bool = Amx::<PARTS>::BY_ROWS;
+        const LANES_STEP: usize = Amx::<PARTS>::LANES_STEP;
+        const SUM_LEN: usize = Amx::<PARTS>::SUM_LEN;
+
+        unsafe fn multiply(
+            sums: &mut [Line],
+            row_lines: usize,
+            (num_rows, _): (usize, usize),
+            add: bool,
+            lhs: Panel<'_>,
+            rhs: Panel<'_>,
+        ) {
+            emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
+        }
+    }
 
     /// Numbers in -1..1, of `T`.
     fn values<T: Element>(len: usize, seed: usize) -> Vec<T> {
@@ -225,21 +254,14 @@ mod tests {
         }
     }
 
-    /// On processors without AMX the packing is the same, and the sums are those of its definition.
+    /// On processors without AMX the tiles are emulated.
     #[test]
     fn odd_products_by_tiles() {
-        if has_avx512_bf16() {
-            check_shapes::<Emulated<1>, bf16, bf16>(0.0);
-            check_shapes::<Emulated<1>, bf16, f32>(0.0);
-            check_shapes::<Emulated<2>, f32, f32>(2f64.powi(-16));
-            check_shapes::<Emulated<3>, f32, f32>(2f64.powi(-24));
-        }
-        if has_amx() {
-            check_shapes::<Amx<1>, bf16, bf16>(0.0);
-            check_shapes::<Amx<1>, bf16, f32>(0.0);
-            check_shapes::<Amx<2>, f32, f32>(2f64.powi(-16));
-            check_shapes::<Amx<3>, f32, f32>(2f64.powi(-24));
-        }
+        check_shapes::<Amx<1>, bf16, bf16>(0.0);
+        check_shapes::<Amx<1>, bf16, f32>(0.0);
+        check_shapes::<Amx<1>, f32, f32>(ProductChoice::OnePart.f32_error());
+        check_shapes::<Amx<2>, f32, f32>(ProductChoice::TwoParts.f32_error());
+        check_shapes::<Amx<3>, f32, f32>(ProductChoice::ThreeParts.f32_error());
     }
 
     fn same_bits<const PARTS: usize, T: Element>() {
@@ -290,9 +312,6 @@ mod tests {
     /// Six products of parts are no less exact than multiply-adds, also of factors whose sizes differ much.
     #[test]
     fn products_of_three_parts_are_as_exact_as_those_of_f32() {
-        if !has_avx512_bf16() {
-            return;
-        }
         for (num_k, spread) in [(64, 0), (515, 0), (515, 12), (2000, 6)] {
             let [rows, cols] = [61, 66];
             let spread_out = |mut values: Vec<f32>| {
@@ -307,9 +326,9 @@ mod tests {
                 Matrix::new(&lhs, rows, num_k, num_k),
                 Matrix::new(&rhs, num_k, cols, cols),
             )];
-            let error = |product: &dyn Fn(&MatrixMut<'_>)| {
+            let error = |product: &dyn Fn(&mut MatrixMut<'_>)| {
                 let mut out = vec![0f32; rows * cols];
-                product(&MatrixMut::new(&mut out, rows, cols, cols));
+                product(&mut MatrixMut::new(&mut out, rows, cols, cols));
                 let off = out.iter().enumerate().map(|(i, got)| {
                     let (lhs, rhs) = (&lhs[i / cols * num_k..], &rhs[i % cols..]);
                     let terms = lhs.iter().zip(rhs.iter().step_by(cols)).take(num_k);
@@ -318,15 +337,17 @@ mod tests {
                 });
                 off.sum::<f64>().sqrt()
             };
-            // SAFETY: the processor has the instructions, and the shapes fit.
-            let [parts, f32s] = unsafe {
-                [
-                    error(&|out| multiply::<Emulated<3>, f32, f32>(out, Addend::Nothing, &factors)),
-                    error(&|out| {
-                        multiply::<MultiplyAdds, f32, f32>(out, Addend::Nothing, &factors)
-                    }),
-                ]
-            };
+            // SAFETY: the processor has the instructions or they are emulated, and the shapes fit.
+            let parts = error(&|out| unsafe {
+                multiply::<Amx<3>, f32, f32>(out, Addend::Nothing, &factors);
+            });
+            let f32s = error(&|out| match has_avx512() {
+                // SAFETY: as above.
+                true => unsafe {
+                    multiply::<MultiplyAdds, f32, f32>(out, Addend::Nothing, &factors);
+                },
+                false => out.gemm_product(Addend::Nothing, &factors),
+            });
             assert!(parts <= f32s, "{num_k} terms: {parts:e}, of f32 {f32s:e}");
         }
     }

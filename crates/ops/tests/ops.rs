@@ -32,6 +32,8 @@ mod linear;
 mod optimizer;
 #[path = "ops/pieces.rs"]
 mod pieces;
+#[path = "ops/product_choice.rs"]
+mod product_choice;
 #[path = "ops/profile.rs"]
 mod profile;
 #[path = "ops/quantized.rs"]

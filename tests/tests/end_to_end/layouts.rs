@@ -1,9 +1,14 @@
 //! Every layout against one rank.
 
+use std::process::Command;
+
+use candle_core::DType;
+use candle_ops::ProductChoice;
 use candle_parallel::{Schedule, ZeroStage};
 use candle_train_models::CausalLm;
 
 use crate::fixture::{ALL, Fixture, Run};
+use crate::half_precision::{assert_near, gradient_tolerance};
 use crate::run::{Layout, Outcome, train};
 use crate::tensors::assert_close;
 
@@ -135,5 +140,40 @@ fn embeddings_tied_across_many_stages_equal_one_rank() {
             let ours = train(&fixture, &run, layout).unwrap();
             assert_same(&ours, &one_rank, &format!("{layout:?}"));
         }
+    }
+}
+
+/// Of pipeline stages, replicas and tensor-parallel ranks, in the way of multiplying that the environment chooses.
+#[test]
+fn a_layout_of_all_axes_equals_one_rank() {
+    let fixture = Fixture::new("gqa");
+    let run = run_for(&fixture, 2);
+    let one_rank = train(&fixture, &run, Layout::new(1, 1, 1)).unwrap();
+    let ours = train(&fixture, &run, Layout::new(2, 2, 2)).unwrap();
+    let what = "pp 2 x dp 2 x tp 2";
+    match ProductChoice::from_env().unwrap() {
+        // Each factor is rounded to bf16, which may turn the last bits of f32 into one of bf16.
+        Some(ProductChoice::OnePart) => {
+            assert_near(&ours, &one_rank, gradient_tolerance(DType::BF16), what);
+        }
+        _ => assert_same(&ours, &one_rank, what),
+    }
+}
+
+/// The environment decides for a whole process, so each way of multiplying has one.
+#[test]
+fn in_each_way_of_multiplying() {
+    let possible = ProductChoice::ALL.into_iter();
+    for choice in possible.filter(|choice| choice.is_possible()) {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "layouts::a_layout_of_all_axes_equals_one_rank"])
+            .env("CANDLE_TRAIN_PRODUCTS", choice.to_string())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            said.contains("test result: ok. 1 passed"),
+            "{choice}: {said}"
+        );
     }
 }

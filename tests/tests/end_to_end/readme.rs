@@ -55,3 +55,21 @@ fn the_rust_of_the_readme_is_compiled() {
         assert!(source.contains(&without_indent(block)), "{block}");
     }
 }
+
+/// What the README says runs the tests is what runs before a change lands.
+#[test]
+fn the_test_command_of_the_readme_is_that_of_ci() {
+    let readme = include_str!("../../../README.md");
+    let lines = readme.lines().filter_map(|line| line.split_once('#'));
+    let mut commands = lines.map(|(command, _)| command.trim_end());
+    let command = commands
+        .find(|command| command.starts_with("cargo test "))
+        .unwrap();
+    assert!(command.contains("--no-fail-fast"), "{command}");
+    for text in [
+        include_str!("../../../CONTRIBUTING.md"),
+        include_str!("../../../.ci/run"),
+    ] {
+        assert!(text.contains(&format!("\n{command} ")), "{command}");
+    }
+}

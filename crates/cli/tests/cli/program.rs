@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 /// No run here takes more than a few seconds; one that takes this long hangs.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -25,6 +28,19 @@ pub struct Program {
     variables: Vec<(String, String)>,
     limits_files: bool,
     has_reader: bool,
+}
+
+/// A command's process hears SIGINT, also if the tests do not: a shell lets what it runs in the background ignore it, and that passes to
+/// every process started from there.
+#[allow(unsafe_code)]
+pub fn hear_sigint(command: &mut Command) -> &mut Command {
+    let hear = || {
+        // SAFETY: no handler is set, and none is there that could be replaced in a process of one thread that starts a program.
+        unsafe { signal(Signal::SIGINT, SigHandler::SigDfl) }?;
+        Ok(())
+    };
+    // SAFETY: what is called there is one system call, which may be made between fork and exec.
+    unsafe { command.pre_exec(hear) }
 }
 
 /// How a run ended.
@@ -215,7 +231,7 @@ impl Program {
         // The error is one sentence all the same.
         command.env("RUST_BACKTRACE", "1");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
-        command
+        hear_sigint(&mut command)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

@@ -10,6 +10,9 @@ use crate::device::has_a_stream;
 use crate::device::name;
 use crate::{Degrees, Error};
 
+/// Longer than ranks take that notice, on a machine with much else to do.
+pub(crate) const ABORT_AFTER: Duration = Duration::from_secs(10);
+
 /// How to run ranks as threads of this process; see [`launch::threads_with`](crate::launch::threads_with).
 #[derive(Debug, Clone)]
 pub struct LocalConfig {
@@ -21,6 +24,10 @@ pub struct LocalConfig {
     /// How long one wait may last before it becomes an error. Default: 10 minutes, more than any step of a run on
     /// one machine should take.
     pub deadline: Duration,
+    /// How long the others may take to end after a rank failed. They notice in their next operation; one that computes for ever does
+    /// not, and cannot be stopped: then the process ends, with exit code 1 and a message that has the failure and the ranks that did
+    /// not end. Default: 10 seconds.
+    pub abort_after: Duration,
     /// With a seed: every rank sleeps 0 to 2 ms before each operation, so that tests meet many interleavings.
     /// Default: none.
     pub delays: Option<u64>,
@@ -104,6 +111,7 @@ impl Default for LocalConfig {
             world_size: 1,
             devices: Vec::new(),
             deadline: Duration::from_secs(600),
+            abort_after: ABORT_AFTER,
             delays: None,
             threads_per_rank: None,
         }

@@ -23,12 +23,15 @@ use crate::{Error, Request, message_of};
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
 pub(crate) struct World {
     deadline: Duration,
+    pub(super) abort_after: Duration,
     delays: Option<u64>,
     devices: Vec<Device>,
     /// Beside that of all ranks.
     num_groups: AtomicI64,
     state: Mutex<State>,
     wake: Vec<Condvar>,
+    /// Wakes who waits for the ends of ranks.
+    pub(super) ended: Condvar,
     /// Threads for the work of large operations. Not those of a rank's own pool: a rank may be blocked in a wait on them.
     /// `None` if the system gives no more threads.
     jobs: OnceLock<Option<ThreadPool>>,
@@ -56,6 +59,8 @@ struct RankState {
     last: Option<Call>,
     /// Whether the rank has returned.
     left: bool,
+    /// Whether it has returned or failed.
+    ended: bool,
     num_delays: u64,
 }
 
@@ -89,8 +94,27 @@ impl State {
         }
     }
 
+    /// Those of the first `num_ranks` that have not ended.
+    pub fn running(&self, num_ranks: usize) -> Vec<usize> {
+        let ranks = 0..num_ranks;
+        ranks.filter(|rank| !self.ranks[*rank].ended).collect()
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// What failed first, in words; nothing if nothing has.
+    pub fn first_failure(&self) -> String {
+        let failure = self.failure.as_ref();
+        failure.map_or_else(String::new, |Failure { rank, message, .. }| {
+            let (rank, message) = (*rank, message.clone());
+            Error::RankFailed { rank, message }.to_string()
+        })
+    }
+
     /// One line per rank: its last operation.
-    fn last_operations(&self) -> String {
+    pub fn last_operations(&self) -> String {
         let line = |(rank, state): (usize, &RankState)| {
             let last = state.last.as_ref().map(Call::in_group);
             let last = last.unwrap_or_else(|| "has started no operation".into());
@@ -125,11 +149,13 @@ impl World {
         };
         Ok(Arc::new(Self {
             deadline: config.deadline,
+            abort_after: config.abort_after,
             delays: config.delays,
             devices,
             num_groups: AtomicI64::new(0),
             state: Mutex::new(state),
             wake: ranks.map(|_| Condvar::new()).collect(),
+            ended: Condvar::new(),
             jobs: OnceLock::new(),
         }))
     }
@@ -191,14 +217,21 @@ impl World {
             num_ranks: 0,
         });
         first.num_ranks += usize::from(first.message == message);
-        drop(state);
-        self.wake.iter().for_each(Condvar::notify_all);
+        self.end(rank, state);
     }
 
     /// Records that a rank has returned, which ends the waits of those that need it.
     pub(crate) fn leave(&self, rank: usize) {
-        self.lock().ranks[rank].left = true;
+        let mut state = self.lock();
+        state.ranks[rank].left = true;
+        self.end(rank, state);
+    }
+
+    fn end(&self, rank: usize, mut state: MutexGuard<'_, State>) {
+        state.ranks[rank].ended = true;
+        drop(state);
         self.wake.iter().for_each(Condvar::notify_all);
+        self.ended.notify_all();
     }
 
     /// The first failure, if any rank failed. To be called once, when all ranks have ended.

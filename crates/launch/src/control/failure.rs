@@ -1,6 +1,7 @@
 //! Why a run ended, in words that both ends of a connection use, and how a process ends of it.
 
 use std::io::{self, Write};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -61,9 +62,8 @@ pub(super) const DIED_HINT: &str = "hint: see what this rank itself printed; a p
 pub(super) const SILENT_HINT: &str =
     "hint: its process is stopped, its host is down or the network between the hosts is cut";
 
-/// Prints `text` and calls `printed`, on a thread of its own, since standard error may be locked or its pipe full; ends
-/// the process after a moment if `ends_process`.
-pub(super) fn end(text: String, ends_process: bool, printed: impl FnOnce() + Send + 'static) {
+/// Prints `text` on standard error and calls `printed`, on a thread of its own, since standard error may be locked or its pipe full.
+fn print(text: String, printed: impl FnOnce() + Send + 'static) {
     let print = move || {
         // In one piece, so that lines of ranks do not mix. There is nowhere else to say that it failed.
         let _ = io::stderr().write_all(text.as_bytes());
@@ -72,18 +72,38 @@ pub(super) fn end(text: String, ends_process: bool, printed: impl FnOnce() + Sen
     if let Err(error) = spawn("control-print", print) {
         tracing::error!("no thread to say why the run ends: {error}");
     }
+}
+
+/// Prints `text` on standard error, without waiting for who reads it.
+pub fn print_aside(text: String) {
+    print(text, || ());
+}
+
+/// Prints `text` on standard error and ends this process with this exit code, within a second whatever its threads do: no exit
+/// handler runs.
+pub fn end_process(text: String, exit_code: u8) -> ! {
+    let (printed, is_printed) = mpsc::channel();
+    print(text, move || drop(printed));
+    // Either it is dropped, or it takes too long.
+    let _: Result<(), _> = is_printed.recv_timeout(GRACE);
+    exit_at_once(exit_code)
+}
+
+/// Prints `text` and calls `printed`; ends the process after a moment if `ends_process`.
+pub(super) fn end(text: String, ends_process: bool, printed: impl FnOnce() + Send + 'static) {
+    print(text, printed);
     let exit = || {
         std::thread::sleep(GRACE);
-        exit_at_once();
+        exit_at_once(PEER_FAILED_EXIT_CODE);
     };
     if ends_process && spawn("control-exit", exit).is_err() {
-        exit_at_once();
+        exit_at_once(PEER_FAILED_EXIT_CODE);
     }
 }
 
 /// Ends the process without running exit handlers: those of MPI and CUDA may wait for the rank that is gone.
 #[allow(unsafe_code)]
-fn exit_at_once() {
+fn exit_at_once(exit_code: u8) -> ! {
     // SAFETY: `_exit` has no preconditions; it runs no code of this process.
-    unsafe { nix::libc::_exit(i32::from(PEER_FAILED_EXIT_CODE)) }
+    unsafe { nix::libc::_exit(i32::from(exit_code)) }
 }

@@ -5,9 +5,10 @@
 //! one of the first and one of the second numbers of the pairs, by multiply-adds from 0; the sum of the two is added to the
 //! element. Numbers below 2^-126 count as 0.
 
+use super::emulated::{self, TilePairs};
 use super::kernel::{COLS, Kernel, tile_lines};
-use super::lanes::Pairs;
 use super::packing::Panel;
+use crate::amx_support::has_amx;
 use crate::lines::{LANES, Line};
 use std::arch::asm;
 
@@ -18,7 +19,8 @@ pub(super) const SUM_LEN: usize = 512;
 /// Lines that a step reads of each matrix.
 pub(super) const STEP_LINES: usize = 2 * LANES;
 
-/// Products of sums of `PARTS` bf16: all pairs of parts but those that are smaller than the error, the smallest first.
+/// Products of sums of `PARTS` bf16: all pairs of parts but those that are smaller than the error, the smallest first. Where there is no AMX it is
+/// emulated.
 pub(crate) struct Amx<const PARTS: usize>;
 
 /// The parts of the left and the right matrix that are multiplied, in the order in which they are added.
@@ -56,7 +58,7 @@ struct Start {
 }
 
 impl<const PARTS: usize> Kernel for Amx<PARTS> {
-    type Format = Pairs<PARTS>;
+    type Format = TilePairs<PARTS>;
 
     const ROWS: usize = ROWS;
     const BY_ROWS: bool = true;
@@ -64,23 +66,30 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
     const SUM_LEN: usize = SUM_LEN;
 
     unsafe fn begin() {
-        // SAFETY: the caller vouches for AMX; no compiler uses tiles of its own.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) }
+        if has_amx() {
+            // SAFETY: the processor can; no compiler uses tiles of its own.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) }
+        }
     }
 
     unsafe fn end() {
-        // SAFETY: as above.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) }
+        if has_amx() {
+            // SAFETY: as above.
+            unsafe { asm!("tilerelease", options(nostack, nomem)) }
+        }
     }
 
     unsafe fn multiply(
         sums: &mut [Line],
         row_lines: usize,
-        _extent: (usize, usize),
+        (num_rows, _): (usize, usize),
         add: bool,
         lhs: Panel<'_>,
         rhs: Panel<'_>,
     ) {
+        if !has_amx() {
+            return emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
+        }
         let len = lhs.part(0).len();
         assert!(len > 0 && len.is_multiple_of(STEP_LINES));
         assert!(sums.len() >= tile_lines(ROWS, row_lines));

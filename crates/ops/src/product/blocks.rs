@@ -5,6 +5,7 @@ use super::caches::second_level;
 use super::kernel::{COLS, Kernel, ROW_LINES};
 use super::lanes::Format;
 use super::packing::Layout;
+use super::registers::has_avx512;
 use super::store::Target;
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};
@@ -243,10 +244,13 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
                 }
             }
             let (is_first, is_last) = (self.pass.is_first, self.pass.is_last);
-            // SAFETY: all kernels need AVX-512; nobody else uses these rows, and passes follow each other.
+            let (rows, pass) = (rows.clone(), (is_first, is_last));
+            // SAFETY: the processor is asked; nobody else uses these rows, and passes follow each other.
             unsafe {
-                let (rows, cols) = (rows.clone(), cols.clone());
-                self.target.store(rows, cols, &tiles, (is_first, is_last));
+                match has_avx512() {
+                    true => self.target.store(rows, cols, &tiles, pass),
+                    false => self.target.store_anywhere(rows, cols, &tiles, pass),
+                }
             }
         }
         // SAFETY: as above.

@@ -1,66 +1,129 @@
-//! Tiles without AMX, for tests: on every processor with AVX-512 they show that the packing is right, on one with AMX that its tiles
-//! compute what they are said to.
+//! Tiles without AMX, for [`ProductChoice`](crate::ProductChoice) and for tests: by instructions that every processor has, with the bits
+//! that AMX gives.
 
-use super::amx::{ROWS, STEP_LINES, SUM_LEN, products};
-use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::Pairs;
-use super::packing::Panel;
+use super::amx::{STEP_LINES, products};
+use super::kernel::{COLS, ROW_LINES};
+use super::lanes::{Format, Pairs};
+use super::packing::{Layout, Panel};
+use super::registers::has_avx512_bf16;
+use crate::element::Element;
 use crate::lines::{LANES, Line};
+use crate::matrix::Matrix;
+use crate::vectorised::vectorised;
+use half::bf16;
+use std::ops::Range;
 
-/// [`Amx`] by instructions that every processor has.
-pub(super) struct Emulated<const PARTS: usize>;
+/// [`Pairs`], which AVX512-BF16 packs where the processor has it.
+pub(super) struct TilePairs<const PARTS: usize>;
 
-impl<const PARTS: usize> Kernel for Emulated<PARTS> {
-    type Format = Pairs<PARTS>;
+impl<const PARTS: usize> Format for TilePairs<PARTS> {
+    const TERMS: usize = Pairs::<PARTS>::TERMS;
+    const PARTS: usize = PARTS;
 
-    const ROWS: usize = ROWS;
-    const BY_ROWS: bool = true;
-    const LANES_STEP: usize = LANES;
-    const SUM_LEN: usize = SUM_LEN;
-
-    unsafe fn multiply(
-        sums: &mut [Line],
-        row_lines: usize,
-        _extent: (usize, usize),
-        add: bool,
-        lhs: Panel<'_>,
-        rhs: Panel<'_>,
+    unsafe fn pack<T: Element>(
+        source: Matrix<'_, T>,
+        vectors: Range<usize>,
+        k: Range<usize>,
+        layout: Layout,
+        lines: &mut [Line],
     ) {
-        let normal = |x: f32| if x.abs() < f32::MIN_POSITIVE { 0.0 } else { x };
-        let number = |lane: u32, second: bool| {
-            normal(f32::from_bits(if second {
-                lane & 0xffff_0000
-            } else {
-                lane << 16
-            }))
-        };
-        if !add {
-            for row in sums.chunks_mut(row_lines).take(ROWS) {
-                row[..ROW_LINES].fill(Line::ZERO);
-            }
+        if has_avx512_bf16() {
+            // SAFETY: the processor can.
+            return unsafe { Pairs::<PARTS>::pack(source, vectors, k, layout, lines) };
         }
-        for (left, right) in products(PARTS) {
-            let lhs = lhs.part(*left).chunks_exact(STEP_LINES);
-            let rhs = rhs.part(*right).chunks_exact(STEP_LINES);
-            for (lhs, rhs) in lhs.zip(rhs) {
-                for row in 0..ROWS {
-                    for col in 0..COLS {
-                        let mut dots = [0f32; 2];
-                        for lane in 0..LANES {
-                            let a = lhs[row].0[lane];
-                            let b = rhs[lane * ROW_LINES + col / LANES].0[col % LANES];
-                            for (second, dot) in [false, true].into_iter().zip(&mut dots) {
-                                let (a, b) = (number(a, second), number(b, second));
-                                // The product has at most 16 bits: it is not rounded.
-                                *dot = normal(a * b + *dot);
-                            }
-                        }
-                        let sum = &mut sums[row * row_lines + col / LANES].0[col % LANES];
-                        let before = normal(f32::from_bits(*sum));
-                        *sum = normal(before + normal(dots[0] + dots[1])).to_bits();
-                    }
+        let value = |vector: usize, k: usize| {
+            source.data[vector * source.row_stride + k * source.col_stride].widen()
+        };
+        for vector in vectors.clone() {
+            for lane in 0..layout.lanes {
+                let (line, place) = layout.lane(vector - vectors.start, lane);
+                let k = [0, 1]
+                    .map(|term| k.start + lane * Self::TERMS + term)
+                    .map(|at| k.contains(&at).then_some(at));
+                for part in 0..PARTS {
+                    let [first, second] = k.map(|k| {
+                        let part = k.map_or(bf16::ZERO, |k| part_of(value(vector, k), part));
+                        u32::from(part.to_bits())
+                    });
+                    lines[part * layout.part_lines() + line].0[place] = second << 16 | first;
                 }
             }
         }
+    }
+}
+
+/// Number `part` of the bf16 that add up to a value.
+fn part_of(value: f32, part: usize) -> bf16 {
+    let nearest = |x: f32| bf16::from_f32(normal(x));
+    let rest = (0..part).fold(value, |rest, _| rest - nearest(rest).to_f32());
+    nearest(rest)
+}
+
+/// Numbers below 2^-126 count as 0.
+#[inline(always)]
+fn normal(x: f32) -> f32 {
+    if x.abs() < f32::MIN_POSITIVE { 0.0 } else { x }
+}
+
+/// The two numbers of a lane.
+#[inline(always)]
+fn numbers(lane: u32) -> [f32; 2] {
+    [lane << 16, lane & 0xffff_0000].map(|bits| normal(f32::from_bits(bits)))
+}
+
+/// What [`Amx`](super::Amx) computes, of as many rows as count.
+pub(super) fn multiply<const PARTS: usize>(
+    sums: &mut [Line],
+    row_lines: usize,
+    num_rows: usize,
+    add: bool,
+    lhs: Panel<'_>,
+    rhs: Panel<'_>,
+) {
+    let mut rows: Vec<_> = sums.chunks_mut(row_lines).take(num_rows).collect();
+    if !add {
+        rows.iter_mut()
+            .for_each(|row| row[..ROW_LINES].fill(Line::ZERO));
+    }
+    vectorised(
+        #[inline(always)]
+        || {
+            for (left, right) in products(PARTS) {
+                let lhs = lhs.part(*left).chunks_exact(STEP_LINES);
+                let rhs = rhs.part(*right).chunks_exact(STEP_LINES);
+                for (lhs, rhs) in lhs.zip(rhs) {
+                    let mut columns = [[[0f32; COLS]; 2]; LANES];
+                    for (columns, lane) in columns.iter_mut().zip(rhs.as_chunks::<ROW_LINES>().0) {
+                        for col in 0..COLS {
+                            let [first, second] = numbers(lane[col / LANES].0[col % LANES]);
+                            columns[0][col] = first;
+                            columns[1][col] = second;
+                        }
+                    }
+                    for (sums, lhs) in rows.iter_mut().zip(lhs) {
+                        add_dots(sums, lhs, &columns);
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// Adds the products of a row of the left matrix with all columns, of one step.
+#[inline(always)]
+fn add_dots(sums: &mut [Line], lhs: &Line, columns: &[[[f32; COLS]; 2]; LANES]) {
+    let mut dots = [[0f32; COLS]; 2];
+    for (lane, columns) in lhs.0.iter().zip(columns) {
+        for ((dots, a), columns) in dots.iter_mut().zip(numbers(*lane)).zip(columns) {
+            for (dot, b) in dots.iter_mut().zip(columns) {
+                // The product has at most 16 bits: it is not rounded.
+                *dot = normal(a * b + *dot);
+            }
+        }
+    }
+    for col in 0..COLS {
+        let sum = &mut sums[col / LANES].0[col % LANES];
+        let dot = normal(dots[0][col] + dots[1][col]);
+        *sum = normal(normal(f32::from_bits(*sum)) + dot).to_bits();
     }
 }

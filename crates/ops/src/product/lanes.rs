@@ -1,6 +1,7 @@
 //! Lanes of 32 bits, which the kernels multiply: one f32, or two bf16 that follow each other along `k`.
 
 use super::packing::Layout;
+use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use half::{bf16, f16};
@@ -225,7 +226,7 @@ pub(super) trait Format {
     ///
     /// # Safety
     /// The processor can make such lanes.
-    unsafe fn pack<T: Lanes>(
+    unsafe fn pack<T: Element>(
         source: Matrix<'_, T>,
         vectors: Range<usize>,
         k: Range<usize>,

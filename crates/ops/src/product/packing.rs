@@ -6,6 +6,7 @@
 
 use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
+use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use std::arch::x86_64::{
@@ -40,6 +41,16 @@ impl Layout {
             lines: &panel[first * lines_per_lane..],
             len: count * lines_per_lane,
             part_stride: self.part_lines(),
+        }
+    }
+
+    /// The line of a lane of one vector, and its place there.
+    pub(super) fn lane(&self, vector: usize, lane: usize) -> (usize, usize) {
+        let in_group = vector % self.width % LANES;
+        let (first, step) = self.place(vector - in_group, lane / LANES * LANES);
+        match self.by_vectors {
+            true => (first + in_group * step, lane % LANES),
+            false => (first + lane % LANES * step, in_group),
         }
     }
 
@@ -78,7 +89,7 @@ macro_rules! impl_format {
             const PARTS: usize = $parts;
 
             #[target_feature(enable = $features)]
-            unsafe fn pack<T: Lanes>(
+            unsafe fn pack<T: Element>(
                 source: Matrix<'_, T>,
                 vectors: Range<usize>,
                 k: Range<usize>,

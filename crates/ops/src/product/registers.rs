@@ -33,7 +33,7 @@ pub(super) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512dq")
 }
 
-pub(super) fn has_avx512_bf16() -> bool {
+pub(crate) fn has_avx512_bf16() -> bool {
     has_avx512() && is_x86_feature_detected!("avx512bf16")
 }
 

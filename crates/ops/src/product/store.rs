@@ -3,7 +3,7 @@
 use super::kernel::ROW_LINES;
 use super::lanes::Lanes;
 use crate::element::Element;
-use crate::lines::{LANES, Line};
+use crate::lines::{LANES, Line, floats};
 use crate::matrix::{Addend, MatrixMut};
 use candle_core::DType;
 use std::arch::x86_64::{
@@ -64,6 +64,44 @@ impl<'a, Out: Element> Target<'a, Out> {
                 unsafe {
                     _mm_prefetch::<_MM_HINT_T0>(out.wrapping_sub(in_line).wrapping_add(byte))
                 };
+            }
+        }
+    }
+
+    /// As [`Self::store`], on any processor.
+    ///
+    /// # Safety
+    /// As there, but for the processor.
+    pub(super) unsafe fn store_anywhere(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        sums: &[Line],
+        (is_first, is_last): (bool, bool),
+    ) {
+        for (row, sums) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
+            for (col, sum) in cols.clone().zip(floats(sums)) {
+                let out = self.out.data.wrapping_add(row * self.out.row_stride + col);
+                let partial = self.partial.map(|partial| {
+                    partial.wrapping_add(row * self.cols.len() + col - self.cols.start)
+                });
+                // SAFETY: the element lies in the result, only ours as promised by the caller; it, or the memory of the sums, holds a value
+                // where it is read.
+                unsafe {
+                    let added = match (partial, self.addend) {
+                        (Some(partial), _) if !is_first => partial.read(),
+                        (None, _) if !is_first => out.read().widen(),
+                        // Added to 0, it leaves the sign.
+                        (_, Addend::Nothing) => -0.0,
+                        (_, Addend::Result) => out.read().widen(),
+                        (_, Addend::Values(values)) => values[row * self.out.cols + col].widen(),
+                        (_, Addend::Bias(bias)) => bias[col],
+                    };
+                    match partial {
+                        Some(partial) if !is_last => partial.write(sum + added),
+                        _ => out.write(Out::nearest(sum + added)),
+                    }
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Random inputs, gradients and comparisons, on the CPU and on a GPU.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
-use candle_ops::DeviceChoice;
+use candle_ops::{DeviceChoice, ProductChoice};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::cell::RefCell;
@@ -62,14 +62,15 @@ pub fn at_most(most: usize, size: usize) -> usize {
     }
 }
 
-/// A bound on the error of a GPU: its sums have other orders, and its exponentials, logarithms and divisions are exact to
-/// some more units in the last place.
+/// A bound on the error, of the size of f32's on a CPU. On a GPU sums have other orders, and exponentials, logarithms and divisions are
+/// exact to some more units in the last place; on a CPU the environment may have chosen products of fewer bits.
 fn on_this_device(bound: f64) -> f64 {
-    if device().is_cpu() {
-        bound
-    } else {
-        2.0 * bound
+    if !device().is_cpu() {
+        return 2.0 * bound;
     }
+    let choice = ProductChoice::from_env().expect("a way of multiplying");
+    let error = choice.unwrap_or(ProductChoice::Fma).f32_error();
+    bound * error / ProductChoice::Fma.f32_error()
 }
 
 /// Values in -1..1, a function of the seed and the shape.

@@ -1,0 +1,146 @@
+//! With what a CPU multiplies matrices, if the environment says it.
+
+use crate::amx_support::has_amx;
+#[cfg(target_arch = "x86_64")]
+use crate::product::has_avx512_bf16;
+use candle_core::{Error, Result};
+use std::fmt::{Display, Formatter};
+use std::str::FromStr;
+use std::sync::LazyLock;
+
+/// The variable that chooses.
+const VARIABLE: &str = "CANDLE_TRAIN_PRODUCTS";
+
+/// With what products on the CPU are computed, of linear layers and of attention: what the environment variable `CANDLE_TRAIN_PRODUCTS`
+/// says, so that each way can be tried on any processor that has it; without it the fastest that is as exact as f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProductChoice {
+    /// `fma`: multiply-adds of f32, to which bf16 and f16 are widened.
+    Fma,
+    /// `dots`: AVX512-BF16 multiplies pairs of bf16; f32 and f16 as with [`Self::Fma`].
+    Dots,
+    /// `1`: AMX multiplies tiles of bf16, and each f32 as the one nearest to it; f16 as with [`Self::Fma`].
+    OnePart,
+    /// `2`: as [`Self::OnePart`], with each f32 as the sum of two bf16.
+    TwoParts,
+    /// `3`: as [`Self::OnePart`], with each f32 as the sum of three bf16.
+    ThreeParts,
+}
+
+impl ProductChoice {
+    /// All of them.
+    pub const ALL: [Self; 5] = [
+        Self::Fma,
+        Self::Dots,
+        Self::OnePart,
+        Self::TwoParts,
+        Self::ThreeParts,
+    ];
+
+    /// That of this process, if the environment has one: read once.
+    ///
+    /// # Errors
+    /// When the variable has a value that means nothing, or one that [is not possible](Self::is_possible) here.
+    pub fn from_env() -> Result<Option<Self>> {
+        static CHOSEN: LazyLock<std::result::Result<Option<ProductChoice>, String>> =
+            LazyLock::new(|| {
+                // Set to nothing is not set: a script can leave a variable out so.
+                let value = std::env::var_os(VARIABLE).filter(|value| !value.is_empty());
+                let chosen = value.map(|value| value.to_string_lossy().parse());
+                chosen.transpose().map_err(|error: Error| error.to_string())
+            });
+        CHOSEN.clone().map_err(Error::Msg)
+    }
+
+    /// Whether this processor can. AMX is emulated where there is none, with its bits and slowly, on all of x86-64.
+    pub fn is_possible(self) -> bool {
+        match self {
+            Self::Fma => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Dots => has_avx512_bf16(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Dots => false,
+            Self::OnePart | Self::TwoParts | Self::ThreeParts => cfg!(target_arch = "x86_64"),
+        }
+    }
+
+    /// What a product of f32 takes each of them for is off by so much of it, at most: for [`Self::Fma`] half a unit in the last place, by
+    /// which its sums are rounded.
+    pub fn f32_error(self) -> f64 {
+        match self {
+            Self::Fma | Self::Dots | Self::ThreeParts => 2f64.powi(-24),
+            Self::TwoParts => 2f64.powi(-16),
+            Self::OnePart => 2f64.powi(-8),
+        }
+    }
+
+    /// The fastest of this processor that keeps so many bits of f32.
+    pub(crate) fn best(is_high: bool) -> Self {
+        match (has_amx(), is_high) {
+            (true, false) => Self::ThreeParts,
+            (true, true) => Self::TwoParts,
+            _ if Self::Dots.is_possible() => Self::Dots,
+            _ => Self::Fma,
+        }
+    }
+}
+
+/// `fma`, `dots`, `1`, `2` or `3`.
+impl Display for ProductChoice {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Fma => "fma",
+            Self::Dots => "dots",
+            Self::OnePart => "1",
+            Self::TwoParts => "2",
+            Self::ThreeParts => "3",
+        })
+    }
+}
+
+/// The names of [`Display`].
+impl FromStr for ProductChoice {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let named = Self::ALL
+            .into_iter()
+            .find(|choice| choice.to_string() == name);
+        match named {
+            Some(choice) if choice.is_possible() => Ok(choice),
+            Some(choice) => Err(Error::Msg(format!(
+                "{VARIABLE}: this processor cannot do `{choice}`, which needs {}\nhint: leave the variable out, or set it to fma",
+                match choice {
+                    Self::Dots => "AVX512-BF16",
+                    _ => "x86-64",
+                }
+            ))),
+            None => Err(Error::Msg(format!(
+                "{VARIABLE}: expected fma, dots, 1, 2 or 3, got `{name}`\nhint: leave the variable out for what is fastest here"
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ProductChoice;
+
+    #[test]
+    fn names_are_read_as_they_are_written_and_others_refused() {
+        for choice in ProductChoice::ALL {
+            match choice.to_string().parse::<ProductChoice>() {
+                Ok(read) => assert!(read == choice && choice.is_possible()),
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(!choice.is_possible(), "{error}");
+                    assert!(error.contains("cannot do") && error.contains("\nhint: "));
+                }
+            }
+        }
+        for name in ["", "4", "FMA", "amx"] {
+            let error = name.parse::<ProductChoice>().unwrap_err().to_string();
+            assert!(error.contains("CANDLE_TRAIN_PRODUCTS: expected fma, dots, 1, 2 or 3"));
+        }
+    }
+}
