@@ -15,7 +15,8 @@ use serde_json::Value;
 /// An adapter that cannot be read; that model is at hand, a folder or in the hub's cache, and is of another type.
 pub(crate) fn check_base(dir: &Path, model: &str, model_dir: &Path) -> Result<Option<String>> {
     let adapter = Adapter::open(dir)?;
-    let Some(base) = adapter.config().base_model.as_deref() else {
+    let base = adapter.config().base_model.as_deref();
+    let Some(base) = base.filter(|base| !base.is_empty()) else {
         return Ok(None);
     };
     let shown = dir.display();

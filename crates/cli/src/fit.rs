@@ -32,7 +32,9 @@ impl TrainingRun<'_> {
         let mut shown = match is_first {
             true => Some((
                 Progress::new(trainer.num_steps()),
-                self.training.logs.open(resumed_at, self.metrics_of(run))?,
+                self.training
+                    .logs
+                    .open(resumed_at, self.metrics_of(run, resumed_at.is_some()))?,
             )),
             false => None,
         };

@@ -1,5 +1,6 @@
 //! Flags about what is written of the steps and evaluations.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
@@ -27,6 +28,8 @@ pub(crate) struct LogArgs {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MetricsOf<'a> {
     pub run: &'a str,
+    /// Whether it goes on from a checkpoint.
+    pub is_resumed: bool,
     /// Whether those of another run may go.
     pub overwrites: bool,
 }
@@ -34,10 +37,12 @@ pub(crate) struct MetricsOf<'a> {
 impl MetricsOf<'_> {
     /// Opens the file for a run whose next step this is.
     fn open(self, path: &Path, step: usize) -> Result<Metrics> {
-        let is_other = |other: String| other != self.run;
+        // An earlier version wrote no names.
+        let is_other = |other: String| other != self.run && !(self.is_resumed && other.is_empty());
         match self.overwrites && Metrics::run_of(path)?.is_some_and(is_other) {
             true => Metrics::replace(path, self.run),
-            false => Metrics::resume(path, self.run, step),
+            false if self.is_resumed => Metrics::resume(path, self.run, step),
+            false => Metrics::create(path, self.run),
         }
     }
 }
@@ -75,9 +80,13 @@ impl LogArgs {
             bail!("--tensorboard {} is no folder", dir.display());
         }
         self.trace.check(num_steps)?;
-        self.metrics
-            .iter()
-            .try_for_each(|path| of.open(path, 0).map(drop))
+        // A pipe is opened once, to be written to: who reads it leaves when it is closed.
+        let is_pipe = |path: &&PathBuf| {
+            let metadata = std::fs::metadata(path);
+            metadata.is_ok_and(|metadata| metadata.file_type().is_fifo())
+        };
+        let mut files = self.metrics.iter().filter(|path| !is_pipe(path));
+        files.try_for_each(|path| of.open(path, 0).map(drop))
     }
 
     /// The run whose metrics the file has, if there is one.

@@ -8,11 +8,11 @@ use candle_train::TrainingRecord;
 use twox_hash::XxHash64;
 
 use crate::log_args::MetricsOf;
-use crate::run_record::{GLOBAL_BATCH_SIZE, NUM_STEPS};
+use crate::run_record::{DATE, GLOBAL_BATCH_SIZE, NUM_STEPS};
 use crate::training_run::TrainingRun;
 
-/// Settings that ranks may choose otherwise when fewer of them start again.
-const OF_THE_RANKS: [&str; 2] = [GLOBAL_BATCH_SIZE, NUM_STEPS];
+/// Settings that may be others when a run starts again: what fewer ranks choose, and the day.
+const MAY_CHANGE: [&str; 3] = [GLOBAL_BATCH_SIZE, NUM_STEPS, DATE];
 
 impl TrainingRun<'_> {
     /// What this run is called: as in the checkpoint that it goes on from. One that was to go on and has no checkpoint begins again, and is
@@ -39,9 +39,10 @@ impl TrainingRun<'_> {
     }
 
     /// Whose metrics the run writes.
-    pub(crate) fn metrics_of<'a>(&self, run: &'a str) -> MetricsOf<'a> {
+    pub(crate) fn metrics_of<'a>(&self, run: &'a str, is_resumed: bool) -> MetricsOf<'a> {
         MetricsOf {
             run,
+            is_resumed,
             overwrites: self.training.save.overwrite,
         }
     }
@@ -50,7 +51,7 @@ impl TrainingRun<'_> {
 /// Of what a run trains and how, as a name begins with it.
 fn digest_of(record: &TrainingRecord) -> Result<String> {
     let mut settings = record.settings.clone();
-    settings.retain(|name, _| !OF_THE_RANKS.contains(&name.as_str()));
+    settings.retain(|name, _| !MAY_CHANGE.contains(&name.as_str()));
     let all = serde_json::to_vec(&(settings, &record.model)).map_err(Error::wrap)?;
     Ok(format!("{:08x}-", XxHash64::oneshot(0, &all) >> 32))
 }

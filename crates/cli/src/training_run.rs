@@ -143,7 +143,8 @@ impl TrainingRun<'_> {
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
             let num_steps = train.lr_schedule.num_steps;
-            let of = self.metrics_of(&run);
+            let noted = checkpoints.noted(ranks.env.num_restarts() > 0);
+            let of = self.metrics_of(&run, noted.is_some());
             self.training.logs.check(claimed.place(), num_steps, of)?;
             self.announce_start((&train, eval_samples.as_ref()), &ranks, &flags);
         }

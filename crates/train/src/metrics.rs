@@ -85,25 +85,21 @@ impl Metrics {
     /// The file is another run's, whether that is over or is writing it, cannot be written, or holds something else than metrics. Call this
     /// before training, so that the error comes before the work.
     pub fn create(path: impl AsRef<Path>, run: &str) -> Result<Self> {
-        Self::resume(path, run, 0)
+        match Self::run_of(&path)? {
+            Some(other) if other.is_empty() => Err(is_of_another(path.as_ref(), &other)),
+            _ => Self::resume(path, run, 0),
+        }
     }
 
     /// As [`Metrics::create`], for a run that goes on at `step`: its lines of the steps before it stay, and those of later ones, which
-    /// come again, go with the first [`Metrics::log`].
+    /// come again, go with the first [`Metrics::log`]. A file without the names of runs, of an earlier version, is taken for its own.
     ///
     /// # Errors
     /// As [`Metrics::create`].
     pub fn resume(path: impl AsRef<Path>, run: &str, step: usize) -> Result<Self> {
         let path = path.as_ref();
         match Self::run_of(path)? {
-            Some(other) if other != run => bail!(
-                "the metrics file {path:?} is of another run{}, and is not overwritten\nhint: name another file, or give --overwrite too to \
-                 replace it",
-                match other.as_str() {
-                    "" => String::new(),
-                    name => format!(", {name}"),
-                }
-            ),
+            Some(other) if !other.is_empty() && other != run => Err(is_of_another(path, &other)),
             Some(_) => Self::open(path, run, bytes_before(path, step)?),
             None => Self::open(path, run, 0),
         }
@@ -128,7 +124,9 @@ impl Metrics {
         if !path.is_file() {
             return Ok(None);
         }
-        let line = first_line(path).map_err(|err| cannot_write(path, &err))?;
+        let line = first_line(path);
+        let line = line
+            .map_err(|err| Error::msg(format!("cannot read the metrics file {path:?}: {err}")))?;
         // A run that was killed may have left the beginning of one.
         if line.is_empty() || line.starts_with(BEGINNING) && !line.ends_with(b"\n") {
             return Ok(None);
@@ -205,6 +203,17 @@ impl Metrics {
     }
 }
 
+fn is_of_another(path: &Path, run: &str) -> Error {
+    let named = match run {
+        "" => String::new(),
+        name => format!(", {name}"),
+    };
+    Error::msg(format!(
+        "the metrics file {path:?} is of another run{named}, and is not overwritten\nhint: name another file, or give --overwrite too to \
+         replace it"
+    ))
+}
+
 fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
     Error::msg(format!(
         "cannot write the metrics file {path:?}: {err}\nhint: its folder must exist and be writable"
@@ -223,19 +232,19 @@ const BEGINNING: &[u8] = br#"{"step":"#;
 
 /// Bytes of the lines of a metrics file whose steps are before `step`.
 fn bytes_before(path: &Path, step: usize) -> Result<u64> {
-    let text = match std::fs::read_to_string(path) {
+    let text = match std::fs::read(path) {
         Ok(text) => text,
         Err(err) => bail!("cannot read the metrics file {path:?}: {err}"),
     };
     let mut kept = 0;
-    for (index, line) in text.split_inclusive('\n').enumerate() {
-        match serde_json::from_str::<MetricsLine>(line) {
-            Ok(metrics) if metrics.step() < step && line.ends_with('\n') => {
+    for (index, line) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        match serde_json::from_slice::<MetricsLine>(line) {
+            Ok(metrics) if metrics.step() < step && line.ends_with(b"\n") => {
                 kept += line.len() as u64
             }
             Ok(_) => break,
             // What a run that was killed has not written to its end.
-            Err(_) if !line.ends_with('\n') => break,
+            Err(_) if !line.ends_with(b"\n") => break,
             Err(err) => bail!(
                 "line {} of {path:?} is no step of a metrics file: {err}\nhint: --metrics of a run that is resumed names the file \
                  of that run, or a new one",

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
@@ -24,6 +25,21 @@ fn saving(program: Program, workspace: &Workspace, saves: &str) -> Program {
     program
         .flag("--save-every", 2)
         .flag("--save-dir", workspace.path(saves).display())
+}
+
+#[test]
+fn a_pipe_gets_the_lines_of_all_steps() {
+    let workspace = Workspace::new();
+    let pipe = workspace.path("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let reader = {
+        let pipe = pipe.clone();
+        std::thread::spawn(move || fs::read_to_string(pipe).unwrap())
+    };
+    let program = run(&workspace, "out").without("--metrics");
+    program.flag("--metrics", pipe.display()).succeeds();
+    assert_eq!(reader.join().unwrap().lines().count(), 2);
 }
 
 /// The runs of the lines, and their steps.

@@ -24,6 +24,9 @@ pub(super) fn mask_of_message(message: &Value) -> Result<Option<bool>, RecordErr
     let mut said: Option<(&str, bool)> = None;
     for name in MASKS {
         let value = message.get_attr(name).unwrap_or_default();
+        if is_score(name, &value) {
+            continue;
+        }
         let mask = mask_of(name, &value).map_err(|err| err.of(format!("has {name}")));
         let Some(mask) = mask? else {
             continue;
@@ -40,6 +43,13 @@ pub(super) fn mask_of_message(message: &Value) -> Result<Option<bool>, RecordErr
         }
     }
     Ok(said.map(|(_, mask)| mask))
+}
+
+/// Whether a field is a note of how well something was predicted, and no mask.
+pub(super) fn is_score(name: &str, value: &Value) -> bool {
+    let number = f64::try_from(value.clone()).ok();
+    let is_number = value.kind() == ValueKind::Number;
+    name == "loss" && is_number && number.is_some_and(|number| number != 0.0 && number != 1.0)
 }
 
 /// What a list of this name with an entry for each message says.

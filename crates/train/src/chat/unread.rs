@@ -9,7 +9,7 @@ use minijinja::Value;
 
 use super::chat_template::ChatTemplate;
 use super::conversation::{Chat, Fields, REASONING, has_content};
-use super::loss_masks::MASKS;
+use super::loss_masks::{MASKS, is_score};
 use crate::record_error::RecordError;
 
 /// What the assistant writes beside its text.
@@ -32,6 +32,10 @@ impl ChatTemplate {
                 "{place}\nhint: give it a role that the template shows there, such as user or assistant, or put its text into another message"
             )));
         }
+        if let Some((name, index)) = self.hidden_calls(chat, text) {
+            let place = self.not_shown(chat, index);
+            return Err(RecordError::Unsupported(format!("{name}: {place}")));
+        }
         let messages = || chat.messages().iter();
         let names: BTreeSet<String> = messages().flat_map(names_of_more).collect();
         let mut unread = Vec::new();
@@ -45,22 +49,29 @@ impl ChatTemplate {
                 fields.remove(removed);
                 fields.into_value()
             });
-            if !self.gives(chat, &without.collect::<Vec<_>>(), text) {
-                continue;
+            if self.gives(chat, &without.collect::<Vec<_>>(), text) {
+                unread.push(format!("messages[].{name}"));
             }
-            if CALLS.contains(&name.as_str()) {
-                let is_call = |message: &Value| Fields::of(message).has_content(&name);
-                let index = messages().position(is_call).unwrap_or_default();
-                let place = self.not_shown(chat, index);
-                return Err(RecordError::Unsupported(format!("{name}: {place}")));
-            }
-            unread.push(format!("messages[].{name}"));
         }
         let without_tools = chat.without_tools();
         if chat.tools().is_true() && self.gives(&without_tools, chat.messages(), text) {
             unread.push("tools".to_string());
         }
         Ok(unread)
+    }
+
+    /// The first calls of tools of which nothing is in `text`: their name, and the message.
+    fn hidden_calls(&self, chat: &Chat, text: &str) -> Option<(&'static str, usize)> {
+        let all = chat.messages();
+        let calls = (0..all.len()).flat_map(|index| CALLS.map(|name| (name, index)));
+        let mut calls = calls.filter(|(name, index)| Fields::of(&all[*index]).has_content(name));
+        calls.find(|(name, index)| {
+            let mut messages = all.to_vec();
+            let mut fields = Fields::of(&messages[*index]);
+            fields.remove(&[name]);
+            messages[*index] = fields.into_value();
+            self.gives(chat, &messages, text)
+        })
     }
 
     /// The first message that says something of which nothing is in `text`.
@@ -111,7 +122,8 @@ fn names_of_more(message: &Value) -> Vec<String> {
     let fields = Fields::of(message).0.into_iter();
     let fields = fields.filter(|(name, value)| {
         let is_known = ["role", "content"].contains(&name.as_str());
-        !is_known && !MASKS.contains(&name.as_str()) && has_content(value)
+        let is_mask = MASKS.contains(&name.as_str()) && !is_score(name, value);
+        !is_known && !is_mask && has_content(value)
     });
     let names = fields.map(|(name, _)| match REASONING.contains(&name.as_str()) {
         true => REASONING[0].to_string(),

@@ -49,7 +49,7 @@ pub(super) fn alpaca(fields: &mut RecordFields<'_>) -> Result<Record, RecordErro
 /// The messages of earlier turns, of which `history` is a list: of an instruction and its answer each.
 fn history(fields: &mut RecordFields<'_>) -> Result<Vec<Value>, RecordError> {
     let mut messages = Vec::new();
-    if !fields.has("history") {
+    if !fields.is_true("history") {
         return Ok(messages);
     }
     for (index, turn) in fields.list("history")?.iter().enumerate() {

@@ -3,7 +3,7 @@
 use minijinja::Value;
 
 use super::record_fields::RecordFields;
-use crate::chat::{Chat, MASKS_OF_RECORDS, masks_of_list};
+use crate::chat::{Chat, MASKS_OF_RECORDS, has_content, masks_of_list};
 use crate::record_error::RecordError;
 
 /// Roles of ShareGPT, and what chat templates call them.
@@ -91,8 +91,17 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
     let Some(content) = text("value") else {
         return Err("has no value that is a text".to_string().into());
     };
+    let other = turn.get_attr("content").unwrap_or_default();
+    if has_content(&other) && other.as_str() != Some(&content) {
+        return Err(RecordError::Unsupported(
+            "has a value, and a content that is another one".to_string(),
+        ));
+    }
+    let is_more = |name: &Value| {
+        !["from", "value", "role", "content"].contains(&name.as_str().unwrap_or_default())
+    };
     let names = turn.try_iter().into_iter().flatten();
-    let more = names.filter(|name| !["from", "value"].contains(&name.as_str().unwrap_or_default()));
+    let more = names.filter(is_more);
     let more = more.map(|name| (name.to_string(), turn.get_item(&name).unwrap_or_default()));
     let own = [
         ("role".to_string(), Value::from(*role)),

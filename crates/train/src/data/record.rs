@@ -132,7 +132,9 @@ impl ParsedRecord {
         let unread = fields.unread();
         let is_unsupported = |name: &&String| {
             let is_mask = MASKS_OF_RECORDS.contains(&name.as_str()) && !fields.is_one(name);
-            is_mask || UNSUPPORTED.contains(&name.as_str())
+            // 0 or false images are none.
+            let has_more = UNSUPPORTED.contains(&name.as_str()) && fields.is_true(name);
+            is_mask || has_more
         };
         match unread.iter().find(is_unsupported) {
             Some(name) => Err(RecordError::Unsupported(format!(

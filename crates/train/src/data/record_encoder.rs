@@ -177,7 +177,7 @@ impl<'a> RecordEncoder<'a> {
         let message = format!("message {index}, of the role {:?}", chat.role(index));
         Err(RecordError::Unsupported(match on_prompt {
             true => format!(
-                "{message}, is not to be learned by what the record says, and --train-on-prompt learns all but messages of the assistant"
+                "{message}, is not to be learned by what the record says, and with --train-on-prompt only messages of the assistant can be left out"
             ),
             false => format!(
                 "{message}, is to be learned by what the record says, and only messages of the assistant are\nhint: --train-on-prompt learns \

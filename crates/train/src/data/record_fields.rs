@@ -41,6 +41,12 @@ impl<'a> RecordFields<'a> {
         !value.is_undefined() && !value.is_none()
     }
 
+    /// Whether a field is neither 0, false, null nor empty.
+    pub fn is_true(&self, name: &str) -> bool {
+        let value = self.object.get_attr(name).unwrap_or_default();
+        value.is_true()
+    }
+
     /// Whether a field is 1 or true.
     pub fn is_one(&self, name: &str) -> bool {
         let value = self.object.get_attr(name).unwrap_or_default();

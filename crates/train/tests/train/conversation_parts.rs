@@ -222,6 +222,60 @@ fn what_the_template_leaves_out_is_refused_by_role() {
     );
 }
 
+/// Records of several sources have fields of each, of which most are null.
+#[test]
+fn turns_with_fields_of_two_spellings_say_one_thing() {
+    let turns = |more: serde_json::Value| {
+        let mut answer = json!({"from": "gpt", "value": "a"});
+        let fields = answer.as_object_mut().unwrap();
+        fields.extend(more.as_object().unwrap().clone());
+        json!({"conversations": [{"from": "human", "value": "q", "content": null, "role": null}, answer]})
+    };
+    for more in [
+        json!({"content": null, "role": null}),
+        json!({"content": ""}),
+        json!({"content": "a"}),
+    ] {
+        assert_eq!(learned(&turns(more), EncoderConfig::default()), ["a"]);
+    }
+    refused(TEMPLATE, &turns(json!({"content": "b"})), &["another one"]);
+}
+
+#[test]
+fn each_call_of_a_tool_is_shown() {
+    // Beside a text no call is.
+    let template = "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{% endfor %}";
+    let call = json!([{"function": {"name": "f", "arguments": {}}}]);
+    let record = |first: &str| {
+        json!({"messages": [{"role": "user", "content": "q"},
+            {"role": "assistant", "content": first, "tool_calls": call}, {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "", "tool_calls": call}]})
+    };
+    assert!(encoded(template, &record(""), EncoderConfig::default()).is_ok());
+    refused(
+        template,
+        &record("Let me see"),
+        &["tool_calls", "message 1"],
+    );
+}
+
+#[test]
+fn notes_that_are_called_like_parts_are_notes() {
+    let scored = two_answers(json!({"loss": 0.25}));
+    assert_eq!(learned(&scored, EncoderConfig::default()), ["one", "two"]);
+    let masked = two_answers(json!({"loss": 0}));
+    assert_eq!(learned(&masked, EncoderConfig::default()), ["two"]);
+    for (name, value) in [
+        ("images", json!(0)),
+        ("video", json!(false)),
+        ("history", json!("")),
+    ] {
+        let mut record = json!({"instruction": "i", "output": "o"});
+        record[name] = value;
+        assert!(encoded(TEMPLATE, &record, EncoderConfig::default()).is_ok());
+    }
+}
+
 #[test]
 fn parts_without_which_something_else_would_be_learned_are_refused() {
     for (name, value) in [

@@ -188,6 +188,28 @@ fn the_file_of_another_run_is_not_overwritten_unless_that_is_asked_for() {
 }
 
 #[test]
+fn a_file_of_an_earlier_version_belongs_to_a_run_that_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let mut metrics = Metrics::create(&path, "a").unwrap();
+    (0..3).for_each(|index| metrics.log(&step(index)).unwrap());
+    drop(metrics);
+    let named = fs::read_to_string(&path).unwrap();
+    let mut nameless = named.replace(r#","run":"a""#, "").into_bytes();
+    // The beginning of a line that a run which was killed has left, of bytes that were never written.
+    nameless.extend(b"{\"step\":3,\xff\xff");
+    fs::write(&path, &nameless).unwrap();
+    let words = ["is of another run, and is not overwritten"];
+    assert_error(Metrics::create(&path, "b"), &words);
+    assert!(fs::read(&path).unwrap() == nameless);
+    let mut metrics = Metrics::resume(&path, "b", 3).unwrap();
+    metrics.log(&step(3)).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(text.lines().count(), 4);
+    assert!(text.ends_with("\"run\":\"b\"}\n"), "{text}");
+}
+
+#[test]
 fn two_runs_need_two_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
