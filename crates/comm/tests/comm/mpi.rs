@@ -165,7 +165,7 @@ fn ranks_that_disagree() {
             number,
         };
         let xs = zeros(&[2, 3])?;
-        let (scopes, _) = scope.run(world, || world.all_reduce(&xs, ReduceOp::Sum));
+        let (scopes, _) = scope.run(&world, || world.all_reduce(&xs, ReduceOp::Sum));
         assert_says(scopes, &["block 2, collective 0", "block 3, collective 0"]);
         world.barrier()
     });
