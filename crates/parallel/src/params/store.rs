@@ -439,6 +439,11 @@ impl ParamStore {
         Ok(param)
     }
 
+    /// Whether values are not in memory while blocks are built.
+    pub(crate) fn defers_values(&self) -> bool {
+        self.lock().replicas.zero == ZeroStage::Three
+    }
+
     /// Says, until it is dropped, that blocks of a model are being built: what asks then with the builder of no block does so by mistake, if
     /// it asks twice.
     pub(crate) fn building(&self) -> Building {

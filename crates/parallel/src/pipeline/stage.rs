@@ -90,7 +90,10 @@ impl Stage {
             .map(|index| {
                 let block = build(index, vb.block(index, num_blocks));
                 let block = block.map_err(|err| {
-                    let err = about_released_while_building(err);
+                    let err = match vb.store().defers_values() {
+                        true => about_released_while_building(err),
+                        false => err,
+                    };
                     err.context(format!("building block {index}"))
                 });
                 Ok((index, block?))
