@@ -3,7 +3,7 @@
 use candle_comm::{Degrees, Mesh, RunConfig};
 use candle_core::Result;
 use candle_parallel::Schedule;
-use candle_train::{Samples, TrainConfig, Trainer, counted, peaks_in_words};
+use candle_train::{TrainConfig, Trainer, counted, peaks_in_words};
 use candle_train_models::CausalLm;
 
 use crate::flags::Flags;
@@ -16,12 +16,7 @@ const FEW_STEPS: usize = 10;
 
 impl TrainingRun<'_> {
     /// Says what is trained on what, what was chosen for it, and what may not be what its user wants; for the first rank.
-    pub(crate) fn announce_start(
-        &self,
-        (train, eval_samples): (&TrainConfig, Option<&Samples>),
-        ranks: &RunConfig,
-        flags: &Flags,
-    ) {
+    pub(crate) fn announce_start(&self, train: &TrainConfig, ranks: &RunConfig, flags: &Flags) {
         let (training, num_steps) = (self.training, train.lr_schedule.num_steps);
         let described = training.describe(&self.data.samples, num_steps, ranks);
         if let Some(config) = &training.config {
@@ -62,7 +57,7 @@ impl TrainingRun<'_> {
         if !self.taken.is_empty() {
             print_line(&format!("chosen for you: {}", self.taken.join(" ")));
         }
-        if let Some(samples) = eval_samples {
+        if let Some(samples) = &self.data.eval_samples {
             print_line(&format!(
                 "evaluation on {} not trained on",
                 samples.summary()

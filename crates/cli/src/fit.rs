@@ -16,7 +16,8 @@ impl TrainingRun<'_> {
         &self,
         trainer: &mut Trainer,
         mesh: &Mesh,
-        (run, position): (&str, Option<DataPosition>),
+        run: &str,
+        position: Option<DataPosition>,
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
         let replica = match self.training.strategy.num_servers() {

@@ -146,7 +146,7 @@ impl TrainingRun<'_> {
             let noted = checkpoints.noted(ranks.env.num_restarts() > 0);
             let of = self.metrics_of(&run, noted.is_some());
             self.training.logs.check(claimed.place(), num_steps, of)?;
-            self.announce_start((&train, eval_samples.as_ref()), &ranks, &flags);
+            self.announce_start(&train, &ranks, &flags);
         }
         let folders = [
             ("--model", model),
@@ -235,8 +235,9 @@ impl TrainingRun<'_> {
         let training = self.training;
         let is_restart = ranks.env.num_restarts() > 0;
         // The first rank's.
-        let name = mesh.world.all_gather_bytes(name.as_bytes())?.swap_remove(0);
-        let mut name = String::from_utf8_lossy(&name).into_owned();
+        let names = mesh.world.all_gather_bytes(name.as_bytes())?;
+        let name = names.first().map_or(&[][..], Vec::as_slice);
+        let mut name = String::from_utf8_lossy(name).into_owned();
         let checkpoints = self.resumed(record, is_restart, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
@@ -261,7 +262,7 @@ impl TrainingRun<'_> {
         let is_first = mesh.world.rank() == 0;
         let stage = self.stage(mesh, is_first)?;
         if let Some(server) = &server {
-            server.expect(stage.params())?;
+            server.bound_messages(stage.params())?;
         }
         let last_title = match &self.initial_weights {
             InitialWeights::Random => "sample",
@@ -316,7 +317,7 @@ impl TrainingRun<'_> {
             name = resumed.checkpoint.run().to_string();
             resumed.position
         });
-        let batches = match self.fit(&mut trainer, mesh, (&name, position)) {
+        let batches = match self.fit(&mut trainer, mesh, &name, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => return Err(err),

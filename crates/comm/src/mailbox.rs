@@ -43,7 +43,7 @@ pub struct MailboxConfig {
     /// Messages of one sender that have come and were not received may have so many bytes before it waits; one more may then be on its
     /// way. Default: 256 MiB.
     pub inbox_bytes: usize,
-    /// A tensor from another process may have so many bytes, until [`Mailbox::expect`] says otherwise. Who announces more is gone, before
+    /// A tensor from another process may have so many bytes, until [`Mailbox::bound_tensors`] says otherwise. Who announces more is gone, before
     /// there is memory for it. Default: 256 MiB.
     pub largest_tensor_bytes: usize,
     /// How long a rank waits for a message, or for another rank to take one. Default: 10 minutes.
@@ -180,8 +180,9 @@ impl Mailbox {
     /// Takes from now on tensors of at most so many bytes from other processes, in place of
     /// [`MailboxConfig::largest_tensor_bytes`]; of 16 MiB in any case, for what ranks tell each other beside their tensors. Who sends large
     /// ones must know that this was called.
-    pub fn expect(&self, largest_tensor_bytes: usize) {
-        self.inbox.expect(largest_tensor_bytes.max(WORDS_BYTES));
+    pub fn bound_tensors(&self, largest_tensor_bytes: usize) {
+        self.inbox
+            .bound_tensors(largest_tensor_bytes.max(WORDS_BYTES));
     }
 
     /// Sends a message, of any number of tensors of any shape, contiguous and on the CPU.

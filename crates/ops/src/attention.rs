@@ -9,7 +9,7 @@ use crate::element::by_float;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::with_backward::with_backward3_of_result;
-use crate::{AttentionCode, AttentionSpec, OpOutput};
+use crate::{AttentionCode, AttentionSpec, OpOutput, ProductChoice};
 use candle_core::{Device, Result, Tensor, bail};
 
 const NAME: &str = "causal_attention";
@@ -122,6 +122,7 @@ pub fn attention_backward(
     on_cuda!(q => crate::cuda::attention_backward(pass, spec));
     let _timer = crate::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
+    ProductChoice::from_env()?;
     let [q_host, k_host, v_host, grad] = [("q", q), ("k", k), ("v", v), ("the gradient", grad)]
         .map(|(what, tensor)| HostFloats::new(NAME, what, tensor));
     let (q_host, k_host, v_host, grad) = (q_host?, k_host?, v_host?, grad?);
@@ -149,6 +150,7 @@ fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(
     on_cuda!(q => crate::cuda::attention_forward(q, k, v, spec));
     let _timer = crate::op_timer::op("attention_forward");
     AttentionCode::Cpu.note();
+    ProductChoice::from_env()?;
     let shape = q.shape();
     let q = HostFloats::new(NAME, "q", q)?;
     let k = HostFloats::new(NAME, "k", k)?;

@@ -1,6 +1,5 @@
 //! Tensors of f32, bf16 or f16 in host memory: the check that an operation makes first, and the values where they are.
 
-use crate::ProductChoice;
 use crate::host::{Values, detached};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
@@ -9,10 +8,8 @@ use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 pub(crate) struct HostFloats(Tensor);
 
 impl HostFloats {
-    /// Checks `tensor`, the argument `what` of the operation `op`, and what the environment says about products; copies it only if it is
-    /// not contiguous.
+    /// Checks `tensor`, the argument `what` of the operation `op`; copies it only if it is not contiguous.
     pub(crate) fn new(op: &str, what: &str, tensor: &Tensor) -> Result<Self> {
-        ProductChoice::from_env()?;
         let is_float = matches!(tensor.dtype(), DType::F32 | DType::BF16 | DType::F16);
         if !matches!(tensor.device(), Device::Cpu) || !is_float {
             bail!(

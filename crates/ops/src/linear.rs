@@ -12,7 +12,7 @@ use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Addend, Factors, Matrix, parallel_product};
 use crate::op_timer;
-use crate::{OpOutput, with_backward2, with_backward3};
+use crate::{OpOutput, ProductChoice, with_backward2, with_backward3};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "linear";
@@ -126,6 +126,7 @@ impl Rows {
     fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
         let (num_out, num_in) = weight_dims(op, weight)?;
         let (rows, _) = rows_of(op, "xs", xs, num_in)?;
+        ProductChoice::from_env()?;
         let xs = HostFloats::new(op, "xs", xs)?;
         let weight = HostFloats::new(op, "weight", weight)?;
         one_dtype(op, &[("xs", &xs), ("weight", &weight)])?;

@@ -1,7 +1,6 @@
 //! Gradients of the linear layer, each by itself, for layers that communicate or do not train everything:
 //! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
 
-use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
@@ -11,6 +10,7 @@ use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Addend, Matrix, MatrixMut, parallel_product};
 use crate::op_timer;
+use crate::{OpOutput, ProductChoice};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
@@ -43,6 +43,7 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> 
     on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
     let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
     let _timer = op_timer::product(op, &dims, all_out, [first.dtype(); 2]);
+    ProductChoice::from_env()?;
     let mut hosts = Vec::with_capacity(terms.len());
     for (dy, weight) in terms {
         let dy = HostFloats::new(op, "dy", dy)?;
@@ -214,6 +215,7 @@ fn sum_rows_of<T: Element>(dst: &mut [f32], add: bool, values: &[T]) {
 }
 
 fn dy_and_xs(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(HostFloats, HostFloats)> {
+    ProductChoice::from_env()?;
     let (dy, xs) = (
         HostFloats::new(op, "dy", dy)?,
         HostFloats::new(op, "xs", xs)?,

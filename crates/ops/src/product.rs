@@ -69,7 +69,7 @@ pub(crate) enum Instructions {
 pub(crate) fn instructions<T: Element>(precision: MatmulPrecision) -> Option<Instructions> {
     use ProductChoice::{Dots, OnePart, ThreeParts, TwoParts};
     let is_high = precision == MatmulPrecision::High;
-    // One that means nothing has been an error before.
+    // A choice that means nothing was an error of the operation, before it came here.
     let chosen = ProductChoice::from_env().ok().flatten();
     match (
         T::DTYPE,

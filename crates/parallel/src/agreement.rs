@@ -96,7 +96,16 @@ pub(crate) struct Comparison<'a> {
     pub place: &'a [usize],
 }
 
-impl Comparison<'_> {
+impl<'a> Comparison<'a> {
+    /// Over the ranks of a group.
+    pub fn over(group: &ProcessGroup, place: &'a [usize]) -> Self {
+        Self {
+            num_ranks: group.world_size(),
+            is_first: group.rank() == 0,
+            place,
+        }
+    }
+
     /// This rank's summand for what it has.
     pub fn summand(&self, has: u64) -> f64 {
         let mut hasher = XxHash64::with_seed(has);

@@ -87,6 +87,7 @@
 
 mod agreement;
 pub mod checkpoint;
+mod checksums;
 mod gradients;
 mod layers;
 mod lora;

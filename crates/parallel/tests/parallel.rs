@@ -1,5 +1,7 @@
 //! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
 
+#[path = "parallel/building.rs"]
+mod building;
 #[path = "parallel/chain.rs"]
 mod chain;
 #[path = "parallel/check.rs"]

@@ -108,7 +108,7 @@ impl Trainer {
         stage: Stage,
         server: ParameterServer,
     ) -> Result<Self> {
-        server.expect(stage.params())?;
+        server.bound_messages(stage.params())?;
         if stage.dtype() == DType::F16 && server.is_asynchronous() {
             bail!(
                 "f16 needs a loss scale that all workers have in a step, and an asynchronous parameter server has no steps of all \

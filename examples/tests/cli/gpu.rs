@@ -107,12 +107,14 @@ fn num_waits(program: &Program, steps: usize) -> usize {
 }
 
 #[test]
-fn a_step_waits_for_the_loss_and_for_nothing_else() {
-    for layout in [
-        vec![],
-        vec![("--dp", 2)],
-        vec![("--pp", 2)],
-        vec![("--tp", 2)],
+fn a_step_waits_for_the_loss_and_for_what_ranks_must_have_alike() {
+    // Each rank waits for the loss; where ranks share a replica, also for the comparison of what they are given; where they hold copies of
+    // parameters, also for the gradients of these.
+    for (layout, waits_of_rank) in [
+        (vec![], 1),
+        (vec![("--dp", 2)], 1),
+        (vec![("--pp", 2)], 2),
+        (vec![("--tp", 2)], 3),
     ] {
         let num_ranks = 1 + layout.len();
         for dtype in ["f32", "bf16"] {
@@ -123,7 +125,7 @@ fn a_step_waits_for_the_loss_and_for_nothing_else() {
                 return;
             }
             let per_step = num_waits(&program, 2) - num_waits(&program, 1);
-            assert_eq!(per_step, num_ranks, "{dtype}, {layout:?}");
+            assert_eq!(per_step, waits_of_rank * num_ranks, "{dtype}, {layout:?}");
         }
     }
 }

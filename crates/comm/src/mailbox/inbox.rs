@@ -62,7 +62,7 @@ impl Inbox {
     }
 
     /// Notes how many bytes tensors from other processes may have.
-    pub fn expect(&self, largest_tensor_bytes: usize) {
+    pub fn bound_tensors(&self, largest_tensor_bytes: usize) {
         self.largest_tensor
             .store(largest_tensor_bytes, Ordering::Release);
     }

@@ -331,7 +331,7 @@ fn who_is_not_received_from_has_a_deadline() {
 fn a_message_of_300_mib() {
     let [zero, one] = boxes(Over::Connections, &config());
     let len = 75 << 20;
-    zero.expect(300 << 20);
+    zero.bound_tensors(300 << 20);
     let value = Tensor::arange(0u32, len, &Device::Cpu).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| one.send(0, 0, std::slice::from_ref(&value)).unwrap());

@@ -162,14 +162,14 @@ fn who_announces_more_than_is_expected_is_gone_before_there_is_memory_for_it() {
     ] {
         let (zero, mut stream) = raw(&config);
         if let Some(expected) = expected {
-            zero.expect(expected);
+            zero.bound_tensors(expected);
         }
         stream.write_all(&head(largest / 4)).unwrap();
         let wait = Duration::from_millis(200);
         assert!(zero.recv_timeout(None, None, wait).unwrap().is_none());
         let (zero, mut stream) = raw(&config);
         if let Some(expected) = expected {
-            zero.expect(expected);
+            zero.bound_tensors(expected);
         }
         stream.write_all(&head(1 + largest / 4)).unwrap();
         let why = left(zero.recv(None, None).unwrap()).why.unwrap();

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, TensorId, bail};
 
-use super::borders::Borders;
 use super::reduce::Reductions;
+use crate::checksums::{Checksums, Shared};
 use crate::layers::GradientSink;
 use crate::memory::MemoryCategory;
 use crate::params::{FlatBuffer, Parameters};
@@ -33,8 +33,8 @@ pub struct Gradients {
     pub(super) reductions: Reductions,
     pub(super) loss_scale: f64,
     pub(super) totals: Totals,
-    /// What is compared over tensor-parallel ranks in the first steps.
-    pub(super) borders: Option<Borders>,
+    /// What left each block that all tensor-parallel ranks share, in the steps in which it is compared.
+    pub(super) borders: Option<Checksums>,
     /// Steps whose borders were compared.
     pub(super) num_compared: usize,
 }
@@ -89,7 +89,7 @@ impl Gradients {
             mesh: mesh.clone(),
             loss_scale: 1.0,
             totals: Totals::default(),
-            borders: (mesh.tp.world_size() > 1).then(Borders::default),
+            borders: (mesh.tp.world_size() > 1).then(Checksums::default),
             num_compared: 0,
         })
     }
@@ -126,16 +126,12 @@ impl Gradients {
         self.totals.collectives = earlier.wrapping_mul(31).wrapping_add(number + 1);
     }
 
-    /// Notes, in the first steps, what left a block that all tensor-parallel ranks share: its output, or the gradient of its input.
-    pub(crate) fn note_border(
-        &mut self,
-        block: usize,
-        is_output: bool,
-        values: &Tensor,
-    ) -> Result<()> {
+    /// Notes, in the first steps, what left a block that all tensor-parallel ranks share: so that, if they do not, the block is named, and
+    /// not only the parameters before it.
+    pub(crate) fn note_border(&mut self, what: Shared, values: &Tensor) -> Result<()> {
         match &mut self.borders {
             None => Ok(()),
-            Some(borders) => borders.add(block, is_output, values),
+            Some(borders) => borders.add(what, borders.len(), values),
         }
     }
 
@@ -245,7 +241,7 @@ impl Gradients {
     /// Forgets what was accumulated; the buffers stay.
     pub fn clear(&mut self) {
         self.totals = Totals::default();
-        self.borders.iter_mut().for_each(Borders::clear);
+        self.borders.iter_mut().for_each(Checksums::clear);
         self.reductions.clear();
         self.is_filled.fill(false);
         self.has_gradient.fill(false);

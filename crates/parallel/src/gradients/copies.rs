@@ -5,7 +5,8 @@ use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use crate::agreement::Comparison;
-use crate::params::{Checksums, FlatBuffer, Gradient, Placement, checksum, intersect};
+use crate::checksums::{Checksums, Shared, checksum};
+use crate::params::{FlatBuffer, Gradient, Placement, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
@@ -20,24 +21,20 @@ impl Gradients {
             let sums = Tensor::cat(&[distance, size], 0)?.to_vec1::<f64>()?;
             has ^= u64::from(sums[0] > MAX_DISTANCE * MAX_DISTANCE * sums[1]);
         }
-        let mut copies = self.copies(reduced, |gradient| gradient == Gradient::Complete)?;
-        if !tp.device().is_cpu() && copies.len() > 1 {
-            // One copy to the host, not many.
-            let all: Vec<&Tensor> = copies.iter().map(|copy| &copy.values).collect();
-            copies[0].values = Tensor::cat(&all, 0)?;
-            copies.truncate(1);
+        let copies = self.copies(reduced, |gradient| gradient == Gradient::Complete)?;
+        let mut compared: Vec<Tensor> = copies.into_iter().map(|copy| copy.values).collect();
+        if let Some(loss_sum) = &self.totals.loss_sum {
+            compared.push(loss_sum.reshape(1)?.to_dtype(DType::F32)?);
         }
-        let copies = copies.iter().map(|copy| &copy.values);
-        for values in copies.chain(&self.totals.loss_sum) {
+        if !tp.device().is_cpu() && compared.len() > 1 {
+            // One copy to the host, not many.
+            compared = vec![Tensor::cat(&compared, 0)?];
+        }
+        for values in &compared {
             has = has.rotate_left(1) ^ checksum(values)?;
         }
         let place = [self.mesh.pp.rank(), self.mesh.dp.rank()];
-        let comparison = Comparison {
-            num_ranks: tp.world_size(),
-            is_first: tp.rank() == 0,
-            place: &place,
-        };
-        Ok(comparison.summand(has))
+        Ok(Comparison::over(tp, &place).summand(has))
     }
 
     /// The gradients in `reduced` of the parameters that every tensor-parallel rank holds whole, and whose own gradients are as `wanted`.
@@ -87,13 +84,14 @@ impl Gradients {
     pub(super) fn blame_copies(&self, reduced: &[FlatBuffer], when: &str) -> Result<()> {
         let mut checksums = Checksums::default();
         for copy in self.copies(reduced, |_| true)? {
-            let name = &self.params.get(copy.param).name;
-            checksums.add_values(name, copy.first_index, &copy.values)?;
+            let name = self.params.get(copy.param).name.clone();
+            checksums.add(Shared::Gradient(name), copy.first_index, &copy.values)?;
         }
-        checksums.compare(&self.mesh, "gradient", when)?;
+        checksums.compare(&self.mesh, when)?;
         bail!(
-            "tensor-parallel ranks have other losses, other gradients of what they have copies of, or made other collectives, {when}\nhint: every tensor-parallel rank runs the same \
-             regions in the same order, also one that has no rows for them, and draws the same random numbers"
+            "tensor-parallel ranks have other losses, other gradients of what they have copies of, or made other collectives, \
+             {when}\nhint: every tensor-parallel rank runs the same regions in the same order, also one that has no rows for them, and \
+             draws the same random numbers"
         )
     }
 }
@@ -138,4 +136,54 @@ pub(super) fn check_is_summand(
         );
     }
     Ok(has_values && sum.iter().all(|sum| sum.is_finite()))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_comm::{Degrees, Mesh, launch};
+    use candle_core::Device;
+    use candle_nn::Init;
+
+    use super::*;
+    use crate::ParamStore;
+    use crate::agreement::Facts;
+
+    /// What two tensor-parallel ranks, whose sums of a norm's gradient are these, take for it, and whether they say that it is the same.
+    fn taken(sums: [f32; 2]) -> Result<(Vec<f32>, bool)> {
+        let degrees = Degrees {
+            pp: 1,
+            dp: 1,
+            cp: 1,
+            tp: 2,
+        };
+        let ranks = launch::threads(2, |world| {
+            let mesh = Mesh::new(world, degrees)?;
+            let store = ParamStore::init(0);
+            let vb = store.builder(DType::F32, &Device::Cpu);
+            vb.get(3, "norm", Init::Const(1.0))?;
+            let params = store.seal(&mesh, Facts::default())?;
+            let mut gradients = Gradients::new(&params, &mesh)?;
+            let own = FlatBuffer::zeros(params.layout().buckets[0].len, &Device::Cpu)?;
+            own.write(
+                0,
+                &Tensor::new(&[1.0, sums[mesh.tp.rank()], -2.0], &Device::Cpu)?,
+            )?;
+            gradients.take_first_copy(&own)?;
+            let values = own.values(0, 3)?;
+            Ok((values, gradients.compared_copies(&[own])?))
+        })?;
+        assert_eq!(ranks[0].0, ranks[1].0, "the ranks have different copies");
+        let sum = ranks[0].1 + ranks[1].1;
+        Ok((ranks[0].0.clone(), sum == 0.0))
+    }
+
+    #[test]
+    fn copies_are_the_first_rank_s_and_may_have_differed_by_rounding_only() -> Result<()> {
+        let next = f32::from_bits(0.1f32.to_bits() + 1);
+        assert_eq!(taken([0.1, 0.1])?, (vec![1.0, 0.1, -2.0], true));
+        assert_eq!(taken([0.1, next])?, (vec![1.0, 0.1, -2.0], true));
+        assert_eq!(taken([next, 0.1])?, (vec![1.0, next, -2.0], true));
+        assert_eq!(taken([0.1, 0.11])?, (vec![1.0, 0.1, -2.0], false));
+        Ok(())
+    }
 }

@@ -1,7 +1,6 @@
 //! Gradients: f32, in flat buckets, summed over the ranks of the mesh under the backward pass.
 
 mod accumulate;
-mod borders;
 mod copies;
 mod gradient_sums;
 mod reduce;

@@ -127,7 +127,7 @@ impl Gradients {
             self.is_filled[slot.param] = false;
         }
         let is_summand = &mut self.reductions.is_summand;
-        sum_overlaps(&params, bucket, &whole, (&self.mesh.tp, is_summand))?;
+        sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
         let sum = Sum::start(whole, bucket, (params.groups(), params.meter()))?;
         self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
@@ -228,14 +228,8 @@ impl Gradients {
 
     /// What this rank adds to the step's sum to compare what all say of the update.
     fn compared_update(&self, update: Option<&Facts>) -> f64 {
-        let world = &self.mesh.world;
-        let comparison = Comparison {
-            num_ranks: world.world_size(),
-            is_first: world.rank() == 0,
-            place: &[],
-        };
         let says = update.map_or(0, Facts::hash);
-        comparison.summand(says ^ self.loss_scale.to_bits())
+        Comparison::over(&self.mesh.world, &[]).summand(says ^ self.loss_scale.to_bits())
     }
 
     /// An error on every rank if ranks do not have alike what they must.
@@ -327,7 +321,7 @@ impl Gradients {
             whole.write(slot.range.start, &zeros)?;
         }
         let is_summand = &mut self.reductions.is_summand;
-        sum_overlaps(&params, bucket, &whole, (&self.mesh.tp, is_summand))?;
+        sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
         let started = Sum::start(whole, bucket, (groups, params.meter()))?;
         self.reductions.started[index] = Some(started);
         Ok(())

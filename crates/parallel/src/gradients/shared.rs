@@ -13,7 +13,8 @@ pub(super) fn sum_overlaps(
     params: &Parameters,
     bucket: &Bucket,
     flat: &FlatBuffer,
-    (tp, is_summand): (&ProcessGroup, &mut [bool]),
+    tp: &ProcessGroup,
+    is_summand: &mut [bool],
 ) -> Result<()> {
     if tp.world_size() == 1 {
         return Ok(());

@@ -36,7 +36,6 @@ pub(crate) use pending_weights::BucketWeights;
 pub use placement::{Gradient, Placement, Shard, part};
 pub(crate) use placement::{intersect, joined, offset_by};
 pub(crate) use released::{is_about_released, move_storage};
-pub(crate) use replicas::{Checksums, checksum};
 pub(crate) use sharded_weights::is_adopted;
 pub(crate) use slices::gather_range;
 pub use store::ParamStore;

@@ -3,7 +3,8 @@
 //!
 //! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
 //! and 3, with different numbers of micro-batches wait for each other until the deadline. So what ranks have is compared before each
-//! step's passes, by one sum of two numbers.
+//! step's passes, by one sum of two numbers, for which the host waits for a GPU: ranks that wait for each other would not come to the sum
+//! at the end of the step.
 
 use std::hash::Hasher;
 
@@ -47,20 +48,18 @@ impl InputCheck {
             is_first: self.mesh.pp.rank() == 0 && self.mesh.tp.rank() == 0,
             place: &place,
         };
-        let over_world = Comparison {
-            num_ranks: world.world_size(),
-            is_first: world.rank() == 0,
-            place: &[],
-        };
+        let over_world = Comparison::over(world, &[]);
         let count = match counts_are_equal {
             true => micro_batches.len() as u64,
             false => 0,
         };
+        // Filled by kernels: copies of the host's numbers would wait for the GPU, as the read below must.
+        let zero = Tensor::zeros(1, DType::F64, world.device())?;
         let own = [
-            over_replica.summand(hasher.finish()),
-            over_world.summand(count),
+            zero.affine(0.0, over_replica.summand(hasher.finish()))?,
+            zero.affine(0.0, over_world.summand(count))?,
         ];
-        let own = Tensor::new(&own, world.device())?;
+        let own = Tensor::cat(&own, 0)?;
         let sums = world.all_reduce(&own, ReduceOp::Sum)?.to_vec1::<f64>()?;
         match sums.iter().all(|sum| *sum == 0.0) {
             true => Ok(()),

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::checksums::checksum;
 use crate::layers::GradientSink;
-use crate::params::checksum;
 
 /// What the tape keeps of a block between its forward and its backward pass. Losses and gradients are the same, bit for bit.
 ///

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup, Scope};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
@@ -12,8 +11,9 @@ use super::micro_batch::MicroBatch;
 use super::recompute::Recompute;
 use super::segment::{BatchPass, Segment, StageBlock};
 use crate::agreement::Facts;
+use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::params::{ParamBuilder, Parameters, checksum, is_about_released, part};
+use crate::params::{ParamBuilder, Parameters, is_about_released, part};
 
 /// This rank's blocks, in order, and their parameters.
 pub struct Stage {
@@ -26,8 +26,6 @@ pub struct Stage {
     params: Parameters,
     /// Passes of blocks since those of a step, or of an evaluation, began.
     num_passes: AtomicU64,
-    /// Blocks and hashes of what they gave, while that is noted.
-    noted: Mutex<Option<Vec<(usize, u64)>>>,
 }
 
 /// What the backward pass of a micro-batch needs: one segment a block.
@@ -118,22 +116,7 @@ impl Stage {
             tp: mesh.tp.clone(),
             params,
             num_passes: AtomicU64::new(0),
-            noted: Mutex::default(),
         })
-    }
-
-    /// Notes what blocks give from now on, outside of training.
-    pub(super) fn begin_noting_outputs(&self) {
-        *self.noted() = Some(Vec::new());
-    }
-
-    /// Blocks and hashes of what they have given since noting began, which ends.
-    pub(super) fn noted_outputs(&self) -> Vec<(usize, u64)> {
-        self.noted().take().unwrap_or_default()
-    }
-
-    fn noted(&self) -> MutexGuard<'_, Option<Vec<(usize, u64)>>> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins the passes of a step or of an evaluation, which all ranks that share a replica begin alike.
@@ -220,7 +203,7 @@ impl Stage {
                 result.map_err(|err| self.about_released(err, block, (&xs, batch)))?;
             gradients.count_collectives(num_collectives);
             if self.is_shared(&output, batch)? {
-                gradients.note_border(block.index, true, &output)?;
+                gradients.note_border(Shared::Output(block.index), &output)?;
             }
             xs = output;
             segments.push(segment);
@@ -317,15 +300,23 @@ impl Stage {
     /// # Errors
     /// As [`Self::forward`].
     pub fn infer(&self, input: Option<Tensor>, batch: &MicroBatch) -> Result<Tensor> {
+        self.infer_observed(input, batch, &mut |_, _| Ok(()))
+    }
+
+    /// As [`Self::infer`]; `observe` gets what each block, by its index, gives.
+    pub(super) fn infer_observed(
+        &self,
+        input: Option<Tensor>,
+        batch: &MicroBatch,
+        observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
         self.params.set_dropout_pass(None);
         let mut xs = input.unwrap_or_else(|| batch.tokens.clone());
         for (position, block) in self.blocks.iter().enumerate() {
             let next = self.blocks.get(position + 1);
             let (output, _) = self.run(FORWARD, block, next, || block.block.infer(&xs, batch));
             xs = output.map_err(|err| self.about_released(err, block, (&xs, batch)))?;
-            if let Some(outputs) = &mut *self.noted() {
-                outputs.push((block.index, checksum(&xs)?));
-            }
+            observe(block.index, &xs)?;
         }
         Ok(xs)
     }
@@ -374,7 +365,7 @@ impl Stage {
             if let Some(grad) = &upstream
                 && self.is_shared(grad, &tape.pass.batch)?
             {
-                gradients.note_border(block.index, false, grad)?;
+                gradients.note_border(Shared::InputGrad(block.index), grad)?;
             }
             gradients.block_done(block.index, is_last_micro_batch)?;
             self.params.meter().count_activations(&self.device)?;

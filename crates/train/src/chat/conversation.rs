@@ -11,7 +11,7 @@ use crate::record_error::RecordError;
 pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// Parts of a message that a model of texts cannot read.
-const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "video", "videos"];
+pub(crate) const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "video", "videos"];
 
 /// A conversation.
 #[derive(Clone, Debug)]
@@ -158,7 +158,9 @@ fn normalized(message: &Value) -> Result<Value, RecordError> {
     if fields.get("role").and_then(|role| role.as_str()).is_none() {
         return Err("has no role that is a text".to_string().into());
     }
-    if let Some(name) = NO_TEXT.into_iter().find(|name| fields.has_content(name)) {
+    // 0 or false images are none.
+    let is_there = |name: &&str| fields.get(name).is_some_and(Value::is_true);
+    if let Some(name) = NO_TEXT.into_iter().find(is_there) {
         return Err(RecordError::Unsupported(format!(
             "has {name}, which are not supported: only texts are learned"
         )));

@@ -12,5 +12,5 @@ mod unread;
 
 pub use chat_template::{ChatTemplate, Rendered};
 pub use conversation::Chat;
-pub(crate) use conversation::has_content;
+pub(crate) use conversation::{NO_TEXT, has_content};
 pub(crate) use loss_masks::{MASKS_OF_RECORDS, masks_of_list};

@@ -8,7 +8,7 @@ use minijinja::value::ValueKind;
 use super::alpaca::alpaca;
 use super::conversation_record::conversation;
 use super::record_fields::RecordFields;
-use crate::chat::{Chat, MASKS_OF_RECORDS};
+use crate::chat::{Chat, MASKS_OF_RECORDS, NO_TEXT};
 use crate::record_error::RecordError;
 
 /// What a record says.
@@ -87,20 +87,9 @@ impl fmt::Display for RecordFormat {
     }
 }
 
-/// Fields without which a record says something else, and that are not understood. So are masks that are no list with an entry for each message.
-const UNSUPPORTED: [&str; 11] = [
-    "history",
-    "image",
-    "images",
-    "audio",
-    "audios",
-    "video",
-    "videos",
-    "chosen",
-    "rejected",
-    "tool_calls",
-    "functions",
-];
+/// Fields without which a record says something else, and that are not understood. So are parts that are no text ([`NO_TEXT`]), and masks that
+/// are no list with an entry for each message.
+const UNSUPPORTED: [&str; 5] = ["history", "chosen", "rejected", "tool_calls", "functions"];
 
 /// A record, and what of it is not read.
 pub(crate) struct ParsedRecord {
@@ -132,8 +121,9 @@ impl ParsedRecord {
         let unread = fields.unread();
         let is_unsupported = |name: &&String| {
             let is_mask = MASKS_OF_RECORDS.contains(&name.as_str()) && !fields.is_one(name);
+            let names = || NO_TEXT.iter().chain(&UNSUPPORTED);
             // 0 or false images are none.
-            let has_more = UNSUPPORTED.contains(&name.as_str()) && fields.is_true(name);
+            let has_more = names().any(|other| other == name) && fields.is_true(name);
             is_mask || has_more
         };
         match unread.iter().find(is_unsupported) {

@@ -102,8 +102,8 @@ impl ParameterServer {
     ///
     /// # Errors
     /// Failures of servers.
-    pub fn expect(&self, params: &Parameters) -> Result<()> {
-        self.mailbox.expect(params.largest_bucket_bytes());
+    pub fn bound_messages(&self, params: &Parameters) -> Result<()> {
+        self.mailbox.bound_tensors(params.largest_bucket_bytes());
         // Now each server knows that the others have.
         params.shard_group().all_gather_bytes(&[]).map(drop)
     }

@@ -50,7 +50,7 @@ impl Worker {
             },
             asks_to_stop: None,
         };
-        mailbox.expect(worker.stage.params().largest_bucket_bytes());
+        mailbox.bound_tensors(worker.stage.params().largest_bucket_bytes());
         for server in 0..num_servers {
             worker.send(server, HELLO, &[])?;
         }

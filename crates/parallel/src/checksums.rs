@@ -1,0 +1,136 @@
+//! Checksums of what tensor-parallel ranks must have alike, and their comparison, which names what differs.
+
+use std::collections::HashMap;
+use std::hash::Hasher;
+
+use candle_comm::Mesh;
+use candle_core::{DType, Error, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash64;
+
+use crate::agreement::exchange;
+
+/// What tensor-parallel ranks must have alike.
+#[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) enum Shared {
+    /// Values of a parameter of which several ranks hold copies.
+    Value(String),
+    /// Their gradient.
+    Gradient(String),
+    /// The output of a block.
+    Output(usize),
+    /// The gradient of a block's input.
+    InputGrad(usize),
+}
+
+/// The bits of it, condensed.
+#[derive(Clone, Serialize, Deserialize)]
+struct Checksum {
+    what: Shared,
+    /// Index of the first value of a parameter, or place of a block's among the passes: the same on all ranks that have it.
+    place: usize,
+    sum: u64,
+}
+
+/// What a rank has of all that is shared, in the order in which it came by it.
+#[derive(Default)]
+pub(crate) struct Checksums(Vec<Checksum>);
+
+impl Checksums {
+    /// Adds values; `place` tells them from others of the same name.
+    pub fn add(&mut self, what: Shared, place: usize, values: &Tensor) -> Result<()> {
+        self.0.push(Checksum {
+            what,
+            place,
+            sum: checksum(values)?,
+        });
+        Ok(())
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// An error on every rank of the mesh that names the first thing of which two tensor-parallel ranks have different ones; `when` that
+    /// was goes into it. All ranks must call it.
+    pub fn compare(&self, mesh: &Mesh, when: &str) -> Result<()> {
+        match self.difference(mesh, when)? {
+            None => Ok(()),
+            Some(difference) => bail!("{difference}"),
+        }
+    }
+
+    /// As [`Self::compare`], with the message in place of the error.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn difference(&self, mesh: &Mesh, when: &str) -> Result<Option<String>> {
+        let own = serde_json::to_vec(&(mesh.world.rank(), &self.0)).map_err(Error::wrap)?;
+        let mut seen = HashMap::new();
+        let mut difference = None;
+        for bytes in mesh.tp.all_gather_bytes(&own)? {
+            let (rank, sums): (usize, Vec<Checksum>) =
+                serde_json::from_slice(&bytes).map_err(Error::wrap)?;
+            for Checksum { what, place, sum } in sums {
+                let (first, expected) = *seen.entry((what.clone(), place)).or_insert((rank, sum));
+                if difference.is_none() && sum != expected {
+                    difference = Some(what.differs((first, rank), when));
+                }
+            }
+        }
+        match exchange(&mesh.world, &Ok(difference))? {
+            Ok(of_ranks) => Ok(of_ranks.into_iter().flatten().next()),
+            Err(message) => bail!("{message}"),
+        }
+    }
+}
+
+impl Shared {
+    /// Says that two ranks have different ones.
+    fn differs(&self, (first, second): (usize, usize), when: &str) -> String {
+        let (what, why) = match self {
+            Self::Value(name) => (format!("value of parameter {name}"), HELD),
+            Self::Gradient(name) => (format!("gradient of parameter {name}"), HELD),
+            Self::Output(block) => (format!("output of block {block}"), PASSED_ON),
+            Self::InputGrad(block) => (format!("gradient of block {block}'s input"), PASSED_BACK),
+        };
+        format!(
+            "the {what} differs between ranks {first} and {second} {when}: these tensor-parallel ranks {why}"
+        )
+    }
+}
+
+const HELD: &str = "hold copies of it that must be the same\nhint: a block that draws random numbers, as for dropout, must draw the same \
+    ones on every tensor-parallel rank, and what is computed with each rank's own weights must be inside a tensor-parallel region \
+    (regions); a weight that each rank uses on values of its own, such as a norm inside such a region, is asked for by get_placed with \
+    Placement::Replicated(Gradient::Partial), which sums its gradient";
+const PASSED_ON: &str = "share what passes between blocks\nhint: a block that draws random numbers, as for dropout, must draw the same ones \
+    on every tensor-parallel rank; what each rank computes with weights of its own is summed or gathered (regions, RowParallelLinear), \
+    over mesh.tp";
+const PASSED_BACK: &str = "share what passes between blocks\nhint: what each rank computes with weights of its own begins with \
+    regions::copy_to_tensor_parallel_region or a ColumnParallelLinear, over mesh.tp, which sum the gradients of all ranks; a block that \
+    draws random numbers must draw the same ones on every tensor-parallel rank";
+
+/// The bits of all values; -0 and 0 are the same, and so are all NaNs, of which others tell.
+pub(crate) fn checksum(values: &Tensor) -> Result<u64> {
+    let values = values
+        .flatten_all()?
+        .to_dtype(DType::F32)?
+        .to_vec1::<f32>()?;
+    let bits = |value: &f32| match value.is_nan() {
+        true => f32::NAN.to_bits(),
+        false => (value + 0.0).to_bits(),
+    };
+    let mut hasher = XxHash64::default();
+    let mut bytes = Vec::new();
+    for values in values.chunks(1024) {
+        bytes.clear();
+        bytes.extend(values.iter().flat_map(|value| bits(value).to_le_bytes()));
+        hasher.write(&bytes);
+    }
+    Ok(hasher.finish())
+}

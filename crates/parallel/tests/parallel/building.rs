@@ -1,0 +1,211 @@
+//! Mistakes in what a model asks for while it is built, and ranks that build different models, are a sentence.
+
+use candle_core::{DType, Module, Result, Tensor};
+use candle_nn::Init;
+use candle_parallel::checkpoint::{HfSave, save_hf};
+use candle_parallel::{
+    ColumnParallelLinear, MicroBatch, ParamStore, PlainBlock, RowParallelLinear, ZeroStage,
+    column_parallel_linear, plain_block, row_parallel_linear,
+};
+
+use crate::chain::{Chain, HIDDEN};
+use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
+use crate::device::device;
+use crate::mistaken::{build, train};
+
+#[test]
+fn ranks_build_the_same_model() {
+    let layouts = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 2)];
+    for layout in layouts {
+        let of_seeds = on_mesh(layout, |mesh| {
+            let store = ParamStore::init(mesh.world.rank() as u64);
+            Ok(Chain::default().stage(&mesh, &store).map(drop))
+        });
+        for result in of_seeds {
+            assert_says(
+                &message(result),
+                &["different models", "seed 0 on rank 0", "hint"],
+            );
+        }
+        let of_blocks = on_mesh(layout, |mesh| {
+            let num_layers = if mesh.world.rank() == 1 { 5 } else { 3 };
+            let chain = Chain {
+                num_layers,
+                ..Chain::default()
+            };
+            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+        });
+        for result in of_blocks {
+            let words = ["the number of blocks is 5 on rank 0", "7 on rank 1"];
+            assert_says(&message(result), &words);
+        }
+        let of_types = on_mesh(layout, |mesh| {
+            let dtype = [DType::F32, DType::BF16][usize::from(mesh.world.rank() == 1)];
+            let chain = Chain {
+                dtype,
+                ..Chain::default()
+            };
+            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+        });
+        for result in of_types {
+            assert_says(&message(result), &["the type is f32 on rank 0 and bf16"]);
+        }
+    }
+}
+
+#[test]
+fn ranks_read_the_same_checkpoint() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = |seed: u64| folder.path().join(seed.to_string());
+    for seed in [1, 2] {
+        let mesh = single_mesh();
+        let stage = Chain::default().stage(&mesh, &ParamStore::init(seed))?;
+        let save = HfSave::new(path(seed), Vec::new());
+        save_hf(stage.params(), &mesh, &save)?;
+    }
+    let results = on_mesh((1, 2, 1), |mesh| {
+        let store = ParamStore::from_pretrained(path(1 + mesh.world.rank() as u64))?;
+        Ok(Chain::default().stage(&mesh, &store).map(drop))
+    });
+    for result in results {
+        assert_says(&message(result), &["source of the weights", "digest"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_shared_weight_has_one_distribution() {
+    for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 2)] {
+        let results = on_mesh(layout, |mesh| {
+            let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                if index == 1 || index == 3 {
+                    let init = Init::Const(index as f64);
+                    vb.tied().get(HIDDEN, "shared", init)?;
+                }
+                Ok(None)
+            });
+            Ok(built.map(drop))
+        });
+        for result in results {
+            let words = ["parameter shared", "Const(1.0)", "Const(3.0)", "hint"];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+#[test]
+fn a_name_that_two_blocks_ask_for_is_shared_only_if_they_say_so() {
+    for layout in [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 2)] {
+        let results = on_mesh(layout, |mesh| {
+            let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                if index == 1 || index == 3 {
+                    vb.get(HIDDEN, "scale", Init::Const(1.0))?;
+                }
+                Ok(None)
+            });
+            Ok(built.map(drop))
+        });
+        for result in results {
+            let words = [
+                "block 1 and block 3 ask for parameter scale",
+                "pp(..)",
+                "tied()",
+            ];
+            assert_says(&message(result), &words);
+        }
+    }
+}
+
+#[test]
+fn a_block_that_asks_with_the_builder_of_no_block_does_not_share_by_mistake() {
+    let results = on_mesh((1, 1, 1), |mesh| {
+        let store = ParamStore::init(5);
+        let outer = store.builder(DType::F32, &device());
+        let built = build(&mesh, &store, |index, _| {
+            if index == 1 || index == 3 {
+                outer.get(HIDDEN, "scale", Init::Const(1.0))?;
+            }
+            Ok(None)
+        });
+        Ok(built.map(drop))
+    });
+    for result in results {
+        assert_says(&message(result), &["outside of blocks", "twice", "scale"]);
+    }
+}
+
+#[test]
+fn a_builder_of_candle_s_gives_the_type_that_is_asked_for() -> Result<()> {
+    let vb = ParamStore::init(5).builder(DType::BF16, &device());
+    let candle = vb.var_builder();
+    let of = |name: &str, dtype| candle.get_with_hints_dtype(4, name, Init::Const(1.0), dtype);
+    assert_eq!(of("wide", DType::F32)?.dtype(), DType::F32);
+    assert_eq!(candle.get(4, "narrow")?.dtype(), DType::BF16);
+    assert_eq!(
+        candle.to_dtype(DType::F16).get(4, "half")?.dtype(),
+        DType::F16
+    );
+    assert_says(
+        &message(of("ids", DType::U32)),
+        &["parameter ids", "u32", "expected f32"],
+    );
+    assert_says(
+        &message(of("wide", DType::BF16)),
+        &["parameter wide", "f32", "bf16"],
+    );
+    Ok(())
+}
+
+#[test]
+fn parameters_of_two_types_are_trained_together() {
+    let trained = |layout, zero: ZeroStage| {
+        let results = on_mesh(layout, |mesh| {
+            let store = ParamStore::init(5).with_data_parallel(zero);
+            let stage = build(&mesh, &store, |index, vb| {
+                if index != 2 {
+                    return Ok(None);
+                }
+                let up = column_parallel_linear(HIDDEN, 8, true, &mesh.tp, vb.pp("up"))?;
+                let down = row_parallel_linear(8, HIDDEN, true, &mesh.tp, vb.pp("down"))?;
+                let builder = vb.var_builder();
+                let scale = Init::Const(1.0);
+                let scale = builder.get_with_hints_dtype(HIDDEN, "s", scale, DType::BF16)?;
+                Ok(Some(plain_block(Mixed { scale, up, down })))
+            })?;
+            train(&mesh, &stage, 3)
+        });
+        results.into_iter().next().unwrap()
+    };
+    let want = trained((1, 1, 1), ZeroStage::Zero);
+    for layout in [(1, 2, 1), (2, 2, 2)] {
+        for zero in ZERO_STAGES {
+            let got = trained(layout, zero);
+            for ((loss, _), (want, _)) in got.iter().zip(&want) {
+                assert!((loss - want).abs() <= 1e-3 * want, "{got:?}");
+            }
+        }
+    }
+}
+
+struct Mixed {
+    scale: Tensor,
+    up: ColumnParallelLinear,
+    down: RowParallelLinear,
+}
+
+impl PlainBlock for Mixed {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        let scaled = xs.broadcast_mul(&self.scale.to_dtype(DType::F32)?)?;
+        xs + self.down.forward(&self.up.forward(&scaled)?)?
+    }
+}
+
+#[test]
+fn running_statistics_are_refused_by_name() {
+    let vb = ParamStore::init(5)
+        .builder(DType::F32, &device())
+        .pp("norm");
+    let norm = candle_nn::batch_norm(HIDDEN, 1e-5, vb.var_builder());
+    let words = ["norm.running_mean", "batch normalization", "hint"];
+    assert_says(&message(norm.map(drop)), &words);
+}
