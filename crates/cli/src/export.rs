@@ -5,13 +5,12 @@ use std::sync::atomic::Ordering;
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
-use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint};
+use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint, with_config_dtype};
 use candle_train::hub::resolve_model;
 use candle_train::{Activity, TrainingRecord};
 use clap::Args;
 
 use crate::choices::StorageChoice;
-use crate::config_dtype::with_config_dtype;
 use crate::number::num_bytes;
 use crate::output::print_line;
 use crate::run_record::{WEIGHTS, digest_of_weights};

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::{CheckpointManifest, FileRecord, checkpoints_in, size_in_words};
+use candle_parallel::checkpoint::{
+    CheckpointManifest, FileRecord, checkpoints_in, set_aside_in, size_in_words,
+};
 use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
@@ -18,7 +20,7 @@ pub(crate) struct Inspect {
     /// Checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
     #[arg(value_name = "CHECKPOINT|DIR")]
     checkpoint: PathBuf,
-    /// Read all files and compare their checksums
+    /// Read all files, compare their checksums and look for values that are NaN or infinite
     #[arg(long)]
     verify: bool,
 }
@@ -32,16 +34,17 @@ impl Inspect {
             bail!("the folder {} does not exist", dir.display());
         }
         let manifest = CheckpointManifest::read(dir);
-        let inside = match &manifest {
-            Ok(_) => Vec::new(),
-            Err(_) => checkpoints_in(dir)?,
-        };
+        let (mut inside, mut aside) = (Vec::new(), Vec::new());
+        if manifest.is_err() {
+            (inside, aside) = (checkpoints_in(dir)?, set_aside_in(dir)?);
+        }
+        let is_empty = inside.is_empty() && aside.is_empty();
         let is_checkpoint = CheckpointManifest::is_in(dir) || is_named_as_checkpoint(dir);
-        match (manifest, inside.is_empty()) {
+        match (manifest, is_empty) {
             (Ok(manifest), _) => self.checkpoint(&manifest),
             (Err(err), true) if is_checkpoint => Err(err),
             (Err(_), true) => inspect_model(dir),
-            (Err(_), false) => self.list(&inside),
+            (Err(_), false) => self.list(&inside, &aside),
         }
     }
 
@@ -128,30 +131,48 @@ impl Inspect {
     /// What is wrong with a file of the checkpoint `dir`.
     fn damage(&self, dir: &Path, file: &FileRecord) -> Option<String> {
         let checked = file.check_size(dir).and_then(|()| match self.verify {
-            true => file.check_sum(dir),
+            true => file.check_sum(dir).and_then(|()| file.check_finite(dir)),
             false => Ok(()),
         });
-        checked.err().map(|err| message_of(&err))
+        let why = checked.err().map(|err| message_of(&err))?;
+        Some(match dir.is_dir() {
+            true => why,
+            false => format!(
+                "{} was removed while it was read: its run has newer ones",
+                dir.display()
+            ),
+        })
     }
 
-    fn list(&self, checkpoints: &[PathBuf]) -> Result<()> {
+    /// What a checkpoint is, or what is wrong with it.
+    fn state(&self, dir: &Path) -> Result<String> {
+        let manifest = CheckpointManifest::read(dir)?;
+        let files = manifest.files.iter();
+        match files.filter_map(|file| self.damage(dir, file)).next() {
+            Some(damage) => bail!("{damage}"),
+            None => Ok(summary(&manifest)),
+        }
+    }
+
+    fn list(&self, checkpoints: &[PathBuf], aside: &[PathBuf]) -> Result<()> {
         let mut num_damaged = 0;
         for dir in checkpoints {
             let name = dir.file_name().unwrap_or_default().to_string_lossy();
-            let state = CheckpointManifest::read(dir).and_then(|manifest| {
-                let files = manifest.files.iter();
-                match files.filter_map(|file| self.damage(dir, file)).next() {
-                    Some(damage) => bail!("{damage}"),
-                    None => Ok(summary(&manifest)),
-                }
-            });
-            print_line(&match state {
+            print_line(&match self.state(dir) {
                 Ok(summary) => format!("{name}: {summary}"),
+                // A run that saves here has newer ones.
+                Err(_) if !dir.is_dir() => format!("{name}: removed meanwhile"),
                 Err(err) => {
                     num_damaged += 1;
                     format!("{name}: NOT VALID: {}", message_of(&err))
                 }
             });
+        }
+        for dir in aside {
+            let name = dir.file_name().unwrap_or_default().to_string_lossy();
+            let state = self.state(dir);
+            let state = state.unwrap_or_else(|err| format!("NOT VALID: {}", message_of(&err)));
+            print_line(&format!("{name}: set aside: {state}"));
         }
         match num_damaged {
             0 => Ok(()),

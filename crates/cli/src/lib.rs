@@ -10,7 +10,6 @@ mod announcement;
 mod best_weights;
 mod checkpoint_args;
 mod choices;
-mod config_dtype;
 mod config_file;
 mod counting_allocator;
 mod data_args;

@@ -6,14 +6,15 @@ use std::sync::atomic::Ordering;
 
 use candle_core::Result;
 use candle_parallel::Adapter;
-use candle_parallel::checkpoint::{Checkpoint, HfSave, merge_adapter, sidecar_files};
+use candle_parallel::checkpoint::{
+    Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
+};
 use candle_train::hub::resolve_model;
 use candle_train::{Activity, counted};
 use clap::Args;
 
 use crate::adapter_base::check_base;
 use crate::choices::StorageChoice;
-use crate::config_dtype::with_config_dtype;
 use crate::config_file::CONFIG_FILE;
 use crate::output::{exit_with, print_line};
 

@@ -3,7 +3,7 @@
 use candle_comm::ProcessGroup;
 use candle_core::Result;
 use candle_parallel::checkpoint::TrainingCheckpoint;
-use candle_train::{Activity, DataPosition, EvalHistory, TrainConfig, TrainingRecord};
+use candle_train::{Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord};
 
 use crate::output::print_line;
 use crate::training_run::TrainingRun;
@@ -15,6 +15,8 @@ pub(crate) struct Resumed {
     pub position: DataPosition,
     /// What its evaluations gave.
     pub evaluation: EvalHistory,
+    /// Its losses.
+    pub losses: LossHistory,
 }
 
 impl TrainingRun<'_> {
@@ -59,6 +61,7 @@ impl TrainingRun<'_> {
         Ok(Some(Resumed {
             position: earlier.position,
             evaluation: earlier.evaluation,
+            losses: earlier.losses,
             checkpoint,
         }))
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Error, Result};
 use candle_ops::MatmulPrecision;
-use candle_train::{DataPosition, EvalHistory, Samples, TrainConfig, TrainingRecord};
+use candle_train::{DataPosition, EvalHistory, LossHistory, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -73,6 +73,7 @@ impl TrainingArgs {
             position: DataPosition::default(),
             save_dtype: None,
             evaluation: EvalHistory::default(),
+            losses: LossHistory::default(),
             repeats_gradients: false,
         })
     }

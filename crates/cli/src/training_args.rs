@@ -7,7 +7,10 @@ use std::path::PathBuf;
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
-use candle_train::{BatchConfig, Batches, LrDecay, LrSchedule, Samples, TrainConfig, counted};
+use candle_train::{
+    BatchConfig, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples, TrainConfig,
+    counted,
+};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
@@ -198,6 +201,13 @@ pub(crate) struct OptimizerArgs {
     pub max_grad_norm: f64,
     #[command(flatten)]
     pub loss_scale: LossScaleArgs,
+    /// A loss of more than so many times the median of the last 100 steps is out of its range: a warning says so, and the newest checkpoint
+    /// from before it is kept while it lasts
+    #[arg(long, default_value_t = LossRange::default().max_ratio, value_name = "RATIO", value_parser = real((Excluded(1.0), Unbounded)))]
+    pub max_loss_ratio: f64,
+    /// End the run at the first loss that is out of the range of --max-loss-ratio, as at one that is NaN or infinite
+    #[arg(long)]
+    pub stop_on_divergence: bool,
 }
 
 impl LayoutArgs {
@@ -243,6 +253,15 @@ impl LayoutArgs {
 }
 
 impl OptimizerArgs {
+    /// The range in which losses are usual, after those of the run so far.
+    pub fn loss_range(&self, losses: Option<LossHistory>) -> LossRange {
+        LossRange {
+            max_ratio: self.max_loss_ratio,
+            stops: self.stop_on_divergence,
+            history: losses.unwrap_or_default(),
+        }
+    }
+
     /// Steps of the warm-up; of a fraction at least one, as long as there is a warm-up.
     fn warmup_steps(&self, num_steps: usize) -> usize {
         let steps = (self.warmup_ratio * num_steps as f64).ceil() as usize;

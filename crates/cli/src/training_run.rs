@@ -8,7 +8,7 @@ use candle_comm::{Mesh, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
-use candle_parallel::checkpoint::HfSave;
+use candle_parallel::checkpoint::{HfSave, with_config_dtype};
 use candle_parallel::{ParamStore, Stage};
 use candle_train::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
@@ -18,7 +18,6 @@ use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
 use crate::allocator::keep_freed_memory;
 use crate::best_weights::{remove_best, take_best, tell_of_best};
-use crate::config_dtype::with_config_dtype;
 use crate::config_file::{CONFIG_FILE, text_of};
 use crate::data_args::TrainingData;
 use crate::end::End;
@@ -283,6 +282,8 @@ impl TrainingRun<'_> {
             Some(server) => Trainer::of_server(train, mesh, stage, server)?,
         };
         let mut trainer = trainer.with_flops(flops);
+        let losses = resumed.as_ref().map(|resumed| resumed.losses.clone());
+        trainer = trainer.with_loss_range(training.optimizer.loss_range(losses));
         let history = resumed.as_ref().map(|resumed| resumed.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;

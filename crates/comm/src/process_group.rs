@@ -174,11 +174,11 @@ impl ProcessGroup {
     }
 
     /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'
-    /// messages say so, and so does a [trace].
+    /// messages say so, counting from 1, and so does a [trace], from 0.
     pub fn set_step(&self, step: usize, phase: &'static str) {
         trace::set_step(step);
         if let Some(watch) = &self.watch {
-            watch.control.set_step(step as u64, phase);
+            watch.control.set_step(step as u64 + 1, phase);
         }
     }
 

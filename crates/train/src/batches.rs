@@ -151,7 +151,10 @@ impl Batches {
         });
         match position {
             Some(position) => Ok(position),
-            None => bail!("step {step} of {batch} sequences each is out of range"),
+            None => bail!(
+                "step {} of {batch} sequences each is out of range",
+                step + 1
+            ),
         }
     }
 

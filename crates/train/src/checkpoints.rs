@@ -1,17 +1,22 @@
 //! When a trainer saves, and what becomes of it.
 
+use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
-use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SpaceNeed};
+use candle_parallel::checkpoint::{
+    CheckpointNote, CheckpointSaver, SaveOutcome, SetAside, SpaceNeed,
+};
 
 use crate::EvalHistory;
 use crate::batches::Batches;
+use crate::loss_range::LossHistory;
 use crate::training_record::{DataPosition, TrainingRecord};
 
 /// A trainer's checkpoints: see [`Trainer::with_checkpoints`](crate::Trainer::with_checkpoints).
 ///
 /// The step after which a checkpoint is due waits for a copy of the values only; later steps look whether it is written. A save that
-/// fails is a warning on rank 0, and training goes on.
+/// fails is a warning on rank 0, and training goes on. Older checkpoints are removed when the next step's loss has shown that the weights of
+/// a new one are of use.
 pub struct Checkpoints {
     saver: CheckpointSaver,
     every: Option<usize>,
@@ -23,6 +28,8 @@ pub struct Checkpoints {
     evaluated: Option<(usize, f64)>,
     /// How the newest save that ended did.
     last: Option<SaveOutcome>,
+    /// Steps of the newest checkpoint, if there may be older ones to be removed.
+    outdates: Option<usize>,
 }
 
 /// What is saved: a run after so many steps.
@@ -30,6 +37,7 @@ pub(crate) struct RunState<'a> {
     pub optimizer: &'a DistributedOptimizer,
     pub step: usize,
     pub batches: &'a Batches,
+    pub losses: &'a LossHistory,
     /// As in the [`TrainingRecord`].
     pub repeats_gradients: bool,
 }
@@ -44,13 +52,14 @@ impl Checkpoints {
         is_first: bool,
     ) -> Self {
         Self {
-            saver,
+            saver: saver.removing_on_request(),
             every,
             record,
             is_first,
             is_ending: false,
             evaluated: None,
             last: None,
+            outdates: None,
         }
     }
 
@@ -83,24 +92,57 @@ impl Checkpoints {
         }
         let outcome = self.saver.poll()?;
         self.tell(outcome);
+        self.remove_old(step, run.losses);
         Ok(())
     }
 
     /// A checkpoint, written when this returns; how that ended. Every rank must call it.
     pub(crate) fn save_now(&mut self, run: RunState) -> Result<Option<SaveOutcome>> {
-        self.end()?;
+        let losses = run.losses;
+        self.save_last(run)?;
+        self.remove_old(usize::MAX, losses);
+        Ok(self.last.clone())
+    }
+
+    /// A checkpoint of a run that has failed: it and all after `first` and more steps are set aside, and none is removed. How that ended,
+    /// and where they are. Every rank must call it.
+    pub(crate) fn save_failed(
+        &mut self,
+        run: RunState,
+        first: usize,
+    ) -> Result<(Option<SaveOutcome>, SetAside)> {
+        self.save_last(run)?;
+        Ok((self.last.clone(), self.saver.set_failed_aside(first)?))
+    }
+
+    /// Has a checkpoint of a run's last step.
+    fn save_last(&mut self, run: RunState) -> Result<()> {
+        self.is_ending = true;
+        self.finish()?;
         let is_there = |last: &SaveOutcome| last.step == run.step && last.saved.is_ok();
         if !self.last.as_ref().is_some_and(is_there) {
             self.start(run)?;
             self.finish()?;
         }
-        Ok(self.last.clone())
+        Ok(())
     }
 
     /// Waits for a save that is under way when no step comes any more. Every rank must call it.
-    pub(crate) fn end(&mut self) -> Result<()> {
+    pub(crate) fn end(&mut self, losses: &LossHistory) -> Result<()> {
         self.is_ending = true;
-        self.finish()
+        self.finish()?;
+        self.remove_old(usize::MAX, losses);
+        Ok(())
+    }
+
+    /// Removes the checkpoints that are older than the newest one, if that is of fewer than `step` steps: then its loss is known.
+    fn remove_old(&mut self, step: usize, losses: &LossHistory) {
+        if let Some(newest) = self.outdates.filter(|newest| *newest < step) {
+            self.outdates = None;
+            if let Err(err) = self.saver.remove_old(newest, losses.left_at()) {
+                tracing::warn!("{}", message_of(&err));
+            }
+        }
     }
 
     /// Waits for a save that is under way. Every rank must call it.
@@ -116,10 +158,12 @@ impl Checkpoints {
             optimizer,
             step,
             batches,
+            losses,
             repeats_gradients,
         }: RunState,
     ) -> Result<()> {
         self.finish()?;
+        self.remove_old(step, losses);
         if repeats_gradients && self.is_first {
             tracing::warn!(
                 "the checkpoint after step {step} has gradients of later steps, which come again: it cannot be resumed exactly"
@@ -127,6 +171,7 @@ impl Checkpoints {
         }
         let record = TrainingRecord {
             position: DataPosition::of(batches, step)?,
+            losses: losses.clone(),
             repeats_gradients,
             ..self.record.clone()
         };
@@ -146,11 +191,14 @@ impl Checkpoints {
         let Some(outcome) = outcome else {
             return;
         };
+        if outcome.saved.is_ok() {
+            self.outdates = Some(outcome.step);
+        }
         if self.is_first {
             match &outcome.saved {
                 Ok(path) => tracing::debug!("saved {}", path.display()),
                 Err(message) => tracing::warn!(
-                    "there is no checkpoint of step {}{}: {message}",
+                    "there is no checkpoint after step {}{}: {message}",
                     outcome.step,
                     if self.is_ending {
                         ""

@@ -183,7 +183,7 @@ impl Metrics {
             Ok(()) => Ok(()),
             Err(e) => bail!(
                 "cannot write step {} to the metrics file {:?}: {e}",
-                metrics.step(),
+                metrics.step() + 1,
                 self.path
             ),
         }

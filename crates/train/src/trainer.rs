@@ -15,6 +15,7 @@ use candle_parallel::{
 use crate::batches::Batches;
 use crate::checkpoints::{Checkpoints, RunState};
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
+use crate::loss_range::{LossChange, LossRange};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
 use crate::parameter_server::ParameterServer;
@@ -49,6 +50,7 @@ pub struct Trainer {
     asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
     is_stopped: bool,
     checkpoints: Option<Checkpoints>,
+    losses: LossRange,
     num_replicas: usize,
     flops: Option<ModelFlops>,
     evaluation: Option<Evaluation>,
@@ -153,6 +155,7 @@ impl Trainer {
             asks_to_stop: None,
             is_stopped: false,
             checkpoints: None,
+            losses: LossRange::default(),
             num_replicas: mesh.dp.world_size(),
             flops: None,
             evaluation: None,
@@ -178,7 +181,14 @@ impl Trainer {
         self
     }
 
-    /// Whether a loss or gradients that are no numbers have ended [`Self::train`]: the same on every rank.
+    /// Says on rank 0 when a loss leaves or comes back to this range, from now on; without this, to the default one.
+    pub fn with_loss_range(mut self, range: LossRange) -> Self {
+        self.losses = range;
+        self
+    }
+
+    /// Whether a loss or gradients that are no numbers, or a loss out of a [range](LossRange) that stops, have ended [`Self::train`]: the
+    /// same on every rank.
     pub fn has_diverged(&self) -> bool {
         self.optimizer.has_diverged()
     }
@@ -275,6 +285,10 @@ impl Trainer {
                 metrics.set_positions(batches.num_positions(metrics.step)?);
             }
             observe(TrainEvent::Step(&metrics))?;
+            if self.losses.stops && self.losses.history.left_at() == Some(metrics.step) {
+                self.optimizer.set_diverged();
+                return Err(self.after_failed_step(self.out_of_range(&metrics), batches));
+            }
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
                 observe(TrainEvent::Begin("evaluating"))?;
@@ -285,7 +299,7 @@ impl Trainer {
         match &mut self.checkpoints {
             Some(checkpoints) => {
                 observe(TrainEvent::Begin("writing the checkpoint"))?;
-                checkpoints.end()
+                checkpoints.end(&self.losses.history)
             }
             None => Ok(()),
         }
@@ -304,23 +318,91 @@ impl Trainer {
         observe(TrainEvent::Evaluation(&metrics))
     }
 
-    /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights, which are as they should be, are
-    /// saved and named.
+    /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights as they were then are saved and
+    /// named, apart from the checkpoints that a run goes on from.
     fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
         if self.checkpoints.is_none() || !self.optimizer.has_diverged() || self.step == 0 {
             return err;
         }
-        let saved = self.save_checkpoint(batches);
-        let said = match saved.map(|outcome| outcome.map(|outcome| outcome.saved)) {
-            Ok(Some(Ok(path))) => format!("hint: {} has the run as it was then", path.display()),
-            Ok(Some(Err(why))) => format!("the run as it was then could not be saved: {why}"),
-            Ok(None) => return err,
+        let said = match self.save_failed(batches) {
+            Ok(said) => said,
             Err(why) => format!(
                 "the run as it was then could not be saved: {}",
                 message_of(&why)
             ),
         };
         Error::msg(format!("{}\n{said}", message_of(&err)))
+    }
+
+    /// Sets aside what the run has ruined, with a checkpoint of it as it is; says where that is, and what there is from before.
+    fn save_failed(&mut self, batches: &Batches) -> Result<String> {
+        // With these weights the loss was out of its range for the first time, or no number.
+        let first = self.losses.history.left_at().unwrap_or(self.step);
+        let repeats_gradients = self.source.repeats_gradients();
+        let Some(checkpoints) = &mut self.checkpoints else {
+            bail!("there are no checkpoints");
+        };
+        let run = RunState {
+            optimizer: &self.optimizer,
+            step: self.step,
+            batches,
+            losses: &self.losses.history,
+            repeats_gradients,
+        };
+        let (outcome, set_aside) = checkpoints.save_failed(run, first.min(self.step))?;
+        let mut said = Vec::new();
+        match (set_aside.failed.first(), outcome.map(|it| it.saved)) {
+            (Some(path), Some(Ok(_))) => {
+                said.push(format!(
+                    "hint: {} has the run as it was then",
+                    path.display()
+                ));
+            }
+            (_, Some(Err(why))) => {
+                said.push(format!("the run as it was then could not be saved: {why}"));
+            }
+            _ => {}
+        }
+        said.push(match &set_aside.newest {
+            Some(path) => format!(
+                "hint: the newest checkpoint from before is {}",
+                path.display()
+            ),
+            None => "hint: there is no checkpoint from before".to_string(),
+        });
+        Ok(said.join("\n"))
+    }
+
+    /// The error of a step whose loss has left its range.
+    fn out_of_range(&self, metrics: &StepMetrics) -> Error {
+        Error::msg(format!(
+            "the loss of step {} is {:.4}, more than {} times the median of the steps before: the training is stopped\nhint: a lower learning \
+             rate or a longer warm-up, or look at the data of this step",
+            metrics.global_step, metrics.loss, self.losses.max_ratio
+        ))
+    }
+
+    /// Notes the loss of a step, and says so where it leaves its range or comes back.
+    fn note_loss(&mut self, metrics: &StepMetrics) {
+        let change = self.losses.note(metrics.step, metrics.loss);
+        let Some(change) = change.filter(|_| self.world.rank() == 0) else {
+            return;
+        };
+        let (step, loss) = (metrics.global_step, metrics.loss);
+        match change {
+            LossChange::Left { median } => tracing::warn!(
+                "the loss of step {step} is {loss:.4}, more than {} times {median:.4}, the median of the steps before{}",
+                self.losses.max_ratio,
+                match &self.checkpoints {
+                    Some(_) =>
+                        ": the newest checkpoint from before that step is kept until it is back",
+                    None => "",
+                }
+            ),
+            LossChange::CameBack => {
+                tracing::info!("the loss of step {step} is {loss:.4}: back in its usual range");
+            }
+        }
     }
 
     /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
@@ -337,6 +419,7 @@ impl Trainer {
             optimizer: &self.optimizer,
             step: self.step,
             batches,
+            losses: &self.losses.history,
             repeats_gradients,
         };
         trace::record(SpanKind::Checkpoint, self.world.device(), || {
@@ -358,6 +441,7 @@ impl Trainer {
             optimizer: &self.optimizer,
             step: self.step,
             batches,
+            losses: &self.losses.history,
             repeats_gradients,
         })
     }
@@ -373,7 +457,7 @@ impl Trainer {
         let device = self.world.device().clone();
         trace::record(SpanKind::Step, &device, || self.run_step(micro_batches))
             .map_err(|err| explain(err, &self.stage))
-            .map_err(|err| err.context(format!("step {step} failed")))
+            .map_err(|err| err.context(format!("step {} failed", step + 1)))
     }
 
     /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.

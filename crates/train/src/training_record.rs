@@ -7,7 +7,7 @@ use candle_parallel::checkpoint::TrainingCheckpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::{Batches, EvalHistory};
+use crate::{Batches, EvalHistory, LossHistory};
 
 /// What a run notes in its checkpoints, and compares when it resumes.
 ///
@@ -26,6 +26,9 @@ pub struct TrainingRecord {
     pub save_dtype: Option<String>,
     /// What evaluations gave so far.
     pub evaluation: EvalHistory,
+    /// The losses so far.
+    #[serde(default, skip_serializing_if = "LossHistory::is_empty")]
+    pub losses: LossHistory,
     /// Whether the weights have gradients of steps that come again after resuming: an asynchronous parameter server then has not stopped
     /// between two steps of all workers.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

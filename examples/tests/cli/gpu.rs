@@ -142,7 +142,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
         .clone()
         .variable("EMULATED_GPU_BYTES", 20 * parameters);
     in_step.run().assert_error(&[
-        "step 0 failed",
+        "step 1 failed",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "Emulated GPU",
         "this rank: weights",

@@ -207,7 +207,7 @@ fn a_run_that_diverges_names_its_step() {
     };
     let said = failure(|| train(&fixture, &run, layout));
     let words = [
-        "step 1 failed",
+        "step 2 failed",
         "first parameter with a NaN or infinite gradient is model.",
     ];
     assert_says(&said, &words);

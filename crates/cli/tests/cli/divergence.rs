@@ -1,8 +1,10 @@
 //! Numbers that are no longer numbers.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use super::folder::{names, read_json, read_tensors};
+use super::program::Program;
 use super::workspace::{Workspace, candle_train, refuses_model};
 
 const NAN: [u8; 4] = f32::NAN.to_le_bytes();
@@ -30,12 +32,12 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
     let workspace = Workspace::new();
     let program = workspace.finetune().flag("--steps", 6).flag("--lr", 1e30);
     let parts = [
-        "step 1 failed",
+        "step 2 failed",
         "NaN or infinite gradient is model.",
         "hint: a lower learning rate",
     ];
     workspace.refuses(&program, &parts);
-    // What there was before is saved, and named.
+    // What there was before is saved, named, and set aside.
     for (every, zero) in [(1, 1), (100, 0), (100, 3)] {
         let saves = workspace.path(&format!("saves-{every}-{zero}"));
         let saving = program.clone().flag("--save-every", every);
@@ -44,9 +46,13 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
             .flag("--lr-schedule", "constant")
             .flag("--warmup-steps", 0);
         let saving = saving.flag("--save-dir", saves.display());
-        let last = saves.join("step-000001");
+        let last = saves.join("step-000001.failed");
         let named = format!("{} has the run as it was then", last.display());
-        saving.run().assert_error(&[parts[0], parts[1], &named]);
+        let before = "there is no checkpoint from before";
+        saving
+            .run()
+            .assert_error(&[parts[0], parts[1], &named, before]);
+        assert_eq!(names(&saves), ["step-000001.failed"]);
         // The weights after the first step, as a run has them that ends there.
         let (out, one) = (workspace.path("exported"), workspace.path("one"));
         let export = candle_train("export").argument(last.display());
@@ -69,6 +75,70 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
     workspace.refuses(&program, &parts);
 }
 
+/// A run of four good steps, each saved, of which one checkpoint is kept.
+fn four_good_steps(workspace: &Workspace) -> (Program, PathBuf) {
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--save-every", 1);
+    let program = program.flag("--keep", 1);
+    let program = program
+        .flag("--lr-schedule", "constant")
+        .flag("--warmup-steps", 0);
+    let program = program.flag("--save-dir", saves.display());
+    program.clone().flag("--steps", 4).succeeds();
+    assert_eq!(names(&saves), ["step-000004"]);
+    let program = program.flag("--steps", 8).flag("--resume", "latest");
+    (program.switch("--resume-anyway"), saves)
+}
+
+#[test]
+fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
+    let workspace = Workspace::new();
+    let (program, saves) = four_good_steps(&workspace);
+    let outcome = program.clone().flag("--lr", 1e30).run();
+    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let (failed, good) = (saves.join("step-000005.failed"), saves.join("step-000004"));
+    outcome.assert_error(&[
+        "step 6 failed",
+        &format!("{} has the run as it was then", failed.display()),
+        &format!(
+            "the newest checkpoint from before is {}",
+            good.display()
+        ),
+    ]);
+    assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
+    let list = candle_train("inspect").argument(saves.display()).succeeds();
+    let failed = list.stdout.lines().find(|line| line.contains(".failed"));
+    assert!(failed.unwrap().contains("set aside: after step 5"), "{}", list.stdout);
+    let resumed = program.succeeds_with_warnings();
+    let said = format!("resumed after step 4 from {}", good.display());
+    assert!(resumed.stdout.contains(&said), "{}", resumed.stdout);
+    assert_eq!(names(&saves), ["step-000005.failed", "step-000008"]);
+}
+
+#[test]
+fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
+    let workspace = Workspace::new();
+    let (program, saves) = four_good_steps(&workspace);
+    let program = program.flag("--lr", 1).flag("--max-grad-norm", 0);
+    let program = program.flag("--max-loss-ratio", 1.5);
+    let ends = program.clone().switch("--stop-on-divergence").run();
+    assert_eq!(ends.code, Some(2), "{}", ends.stderr);
+    let good = saves.join("step-000004");
+    let named = format!("the newest checkpoint from before is {}", good.display());
+    ends.assert_error(&["the loss of step 6 is ", "more than 1.5 times the median", &named]);
+    assert_eq!(
+        names(&saves),
+        ["step-000004", "step-000005.failed", "step-000006.failed"]
+    );
+    let goes_on = program.succeeds_with_warnings();
+    let said = "the loss of step 6 is ";
+    assert_eq!(goes_on.stderr.matches(said).count(), 1, "{}", goes_on.stderr);
+    let kept = "the newest checkpoint from before that step is kept";
+    assert!(goes_on.stderr.contains(kept), "{}", goes_on.stderr);
+    assert_eq!(names(&saves)[..1], ["step-000004"]);
+    assert!(saves.join("step-000008").is_dir());
+}
+
 #[test]
 fn weights_that_became_infinite_in_the_last_step_are_not_saved() {
     let workspace = Workspace::new();
@@ -84,7 +154,7 @@ fn weights_that_became_infinite_in_the_last_step_are_not_saved() {
 }
 
 #[test]
-fn weights_that_do_not_fit_the_type_to_be_saved_are_not_saved() {
+fn weights_that_do_not_fit_the_type_to_be_saved_are_rescued_in_f32() {
     let workspace = Workspace::new();
     workspace.edit_weights(|tensors| {
         let norm = tensors.get_mut("model.norm.weight").unwrap();
@@ -94,9 +164,21 @@ fn weights_that_do_not_fit_the_type_to_be_saved_are_not_saved() {
         .finetune()
         .flag("--steps", 0)
         .flag("--save-dtype", "f16");
-    workspace.refuses(
-        &program,
-        &["model.norm.weight", "NaN or infinite in F16", "f32 or bf16"],
+    let rescued = workspace.path("output-rescued");
+    let said = format!(
+        "the model was saved in f32, which holds them, to {} instead",
+        rescued.display()
     );
+    let parts = ["model.norm.weight", "NaN or infinite in F16", "f32 or bf16", &said];
+    program.run().assert_error(&parts);
+    workspace.assert_output_is_untouched();
+    let config = read_json(&rescued.join("config.json"));
+    assert_eq!(config["dtype"], "float32");
+    let weights = read_tensors(&rescued.join("model.safetensors"));
+    let (before, after) = (
+        read_tensors(&workspace.model("model.safetensors")),
+        &weights["model.norm.weight"],
+    );
+    assert!(before["model.norm.weight"] == *after);
     program.flag("--save-dtype", "bf16").succeeds();
 }

@@ -37,7 +37,7 @@ fn a_run_that_fails_makes_no_folder() {
     refused.run().assert_error(&["tp(5)"]);
     assert_eq!(names(&workspace.path("")), before);
     let diverges = program.clone().flag("--steps", 6).flag("--lr", 1e30);
-    diverges.run().assert_error(&["step 1 failed"]);
+    diverges.run().assert_error(&["step 2 failed"]);
     assert_eq!(names(&workspace.path("")), before);
     program.succeeds();
     assert_eq!(names(&workspace.path("new/folders")), ["output"]);

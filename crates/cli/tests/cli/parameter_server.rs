@@ -312,11 +312,11 @@ fn a_run_that_diverges_saves_what_there_was_whether_workers_wait_or_not() {
             outcome.stderr
         );
         assert_eq!(outcome.code, Some(2), "{what}");
-        let last = saves.join("step-000001");
+        let last = saves.join("step-000001.failed");
         let named = format!("{} has the run as it was then", last.display());
         // The launcher repeats the last lines of a rank, if the first one that ended has written any.
         let by_ranks = outcome.stderr.split("candle-train: ").next().unwrap();
-        for said in ["step 1 failed", "hint: a lower learning rate", &named] {
+        for said in ["step 2 failed", "hint: a lower learning rate", &named] {
             assert_eq!(by_ranks.matches(said).count(), 1, "{said}: {what}");
         }
         assert!(!names(&last).is_empty(), "{what}");
@@ -347,12 +347,14 @@ fn a_checkpoint_with_gradients_that_come_again_says_so() {
         "{}",
         outcome.stderr
     );
-    let manifest = fs::read_to_string(saves.join("step-000001/manifest.json")).unwrap();
+    let manifest = fs::read_to_string(saves.join("step-000001.failed/manifest.json")).unwrap();
     assert!(
         manifest.contains(r#""repeats_gradients": true"#),
         "{manifest}"
     );
-    let again = program.flag("--resume", "latest").switch("--resume-anyway");
+    let failed = saves.join("step-000001.failed");
+    let again = program.flag("--resume", failed.display());
+    let again = again.switch("--resume-anyway");
     let outcome = again.run();
     let said = "has gradients of asynchronous workers of steps after 1, which come again";
     assert_eq!(

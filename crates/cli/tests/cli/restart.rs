@@ -175,7 +175,7 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
             program.flag("--resume", newer.display()),
             newer.display().to_string(),
         ),
-        (diverging.flag("--steps", 6), "step 1 failed".to_string()),
+        (diverging.flag("--steps", 6), "step 2 failed".to_string()),
     ] {
         let alone = program.run();
         assert_eq!(alone.code, Some(2), "{}", alone.stderr);

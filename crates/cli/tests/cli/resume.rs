@@ -254,9 +254,9 @@ fn a_full_disk_is_a_warning() {
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
     for step in 1..=6 {
         let said = match step {
-            6 => "there is no checkpoint of step 6: cannot write".to_string(),
+            6 => "there is no checkpoint after step 6: cannot write".to_string(),
             _ => {
-                format!("there is no checkpoint of step {step}, and training goes on: cannot write")
+                format!("there is no checkpoint after step {step}, and training goes on: cannot write")
             }
         };
         assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);

@@ -222,7 +222,7 @@ fn a_run_that_diverges_leaves_its_trace() {
     let program = workspace.finetune().flag("--steps", 6).flag("--lr", 1e30);
     let outcome = program.flag("--trace", path.display()).run();
     assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
-    for said in ["the trace of 2 steps is in", "error: step 1 failed"] {
+    for said in ["the trace of 2 steps is in", "error: step 2 failed"] {
         assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
     }
     let (events, _) = events(&path, 8);

@@ -184,7 +184,7 @@ fn the_deadline_names_the_operation_that_a_rank_waits_in() {
     let zero = line("  rank 0 on host here");
     assert!(zero.contains("s in barrier at "), "{zero}");
     assert!(
-        zero.contains("(group [0, 1], operation number 1); step 7, forward"),
+        zero.contains("(group [0, 1], operation number 1); step 8, forward"),
         "{zero}"
     );
     let one = line("  rank 1 on host here");
@@ -192,7 +192,7 @@ fn the_deadline_names_the_operation_that_a_rank_waits_in() {
         one.contains("started batch_send_recv(receive f32 [1] from rank 0) at "),
         "{one}"
     );
-    assert!(one.contains("not waited for yet; step 7, forward"), "{one}");
+    assert!(one.contains("not waited for yet; step 8, forward"), "{one}");
 }
 
 /// Gradients of two buckets under way on one group when a rank is late at the first, and waits elsewhere itself.

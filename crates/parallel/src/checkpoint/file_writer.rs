@@ -101,8 +101,11 @@ impl FileWriter {
         name: &str,
         values: &Tensor,
     ) -> std::result::Result<(), SaveFailure> {
-        let bytes = check_finite(name, values).and_then(|()| to_le_bytes(values));
-        self.write_bytes(&bytes.map_err(SaveFailure::Weights)?)
+        check_finite(name, values).map_err(match values.dtype() {
+            DType::F32 => SaveFailure::Weights,
+            _ => SaveFailure::Range,
+        })?;
+        self.write_bytes(&to_le_bytes(values).map_err(SaveFailure::Weights)?)
     }
 
     fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {

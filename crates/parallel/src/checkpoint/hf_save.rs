@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicU64;
 
 use candle_core::{DType, Result};
 
+use super::config_dtype::with_config_dtype;
 use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
@@ -39,7 +40,7 @@ pub struct HfSave {
     pub inputs: Vec<PathBuf>,
     /// Counts the bytes of weights that are written: to show how far a save is.
     pub num_written_bytes: Arc<AtomicU64>,
-    /// If the model cannot be saved to its folder, it goes to a new one in this; `None`: nowhere.
+    /// If the model cannot be saved to its folder, or not in its type, it goes to a new one in this; `None`: nowhere.
     pub rescue_dir: Option<PathBuf>,
 }
 
@@ -154,6 +155,16 @@ impl HfSave {
             (Some(_), None) => false,
         };
         is_further && RunFile::of(place, run, note.steps).is_ok_and(|now| now == note)
+    }
+
+    /// This save with all weights in f32.
+    pub(super) fn in_f32(self) -> Result<Self> {
+        let dtype = Some(DType::F32);
+        Ok(Self {
+            dtype,
+            sidecars: with_config_dtype(self.sidecars, dtype)?,
+            ..self
+        })
     }
 
     /// This save to a new folder in [`Self::rescue_dir`], if there is one.

@@ -1,6 +1,7 @@
 //! Weights as Hugging Face safetensors folders: read part by part, written tensor by tensor, and what makes writing safe. And
 //! checkpoints to resume from.
 
+mod config_dtype;
 mod file_writer;
 mod folder_lock;
 mod free_space;
@@ -17,6 +18,7 @@ mod save_failure;
 mod staged_folder;
 mod training;
 
+pub use config_dtype::with_config_dtype;
 pub use folder_lock::FolderLock;
 pub use free_space::{SpaceNeed, check_free_space, size_in_words};
 pub use gather::gather_full;
@@ -30,5 +32,5 @@ pub(crate) use save::save_with_masters;
 pub use staged_folder::StagedFolder;
 pub use training::{
     CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, ParamRecord, SaveOutcome,
-    SavedLayout, TrainingCheckpoint, checkpoints_in,
+    SavedLayout, SetAside, TrainingCheckpoint, checkpoints_in, set_aside_in,
 };

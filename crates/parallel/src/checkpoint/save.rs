@@ -28,8 +28,9 @@ use crate::params::{Parameters, ValuesFrom};
 /// disk or a crash leaves what was there as it was. An error of rank 0 is returned on every rank.
 ///
 /// # Errors
-/// Weights that are NaN or infinite, ranks whose copies of a weight differ, a folder that holds what must not be replaced, and files
-/// that cannot be written. In the last two cases the model goes to [`HfSave::rescue_dir`], and the error says so.
+/// Weights that are NaN or infinite, ranks whose copies of a weight differ, weights that do not fit the type in which they are to be
+/// saved, a folder that holds what must not be replaced, and files that cannot be written. In the last three cases the model goes to
+/// [`HfSave::rescue_dir`], where weights did not fit in f32, and the error says so.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
     save_with_masters(params, mesh, save, |_| Ok(None))
 }
@@ -46,8 +47,8 @@ pub(crate) fn save_with_masters(
     })?;
     let values_from = params.values_from(mesh)?;
     let model = SavedModel::of(params, &values_from);
-    let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
     let write = |save: &HfSave| {
+        let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
         write(params, mesh, &plan, save, |index, dtype| {
             let is_refilled = values_from[index] == ValuesFrom::Refill;
             let local = |index: usize| match is_refilled || params.get(index).dtype() == dtype {
@@ -59,10 +60,15 @@ pub(crate) fn save_with_masters(
     };
     let failure = match (write(save)?, save.rescue()) {
         (Ok(()), _) => return Ok(()),
-        (Err(failure @ SaveFailure::Folder(_)), Some(rescue)) => {
+        (Err(failure @ (SaveFailure::Folder(_) | SaveFailure::Range(_))), Some(mut rescue)) => {
+            let mut how = "";
+            if let SaveFailure::Range(_) = failure {
+                rescue = rescue.in_f32()?;
+                how = "in f32, which holds them, ";
+            }
             let line = match write(&rescue)? {
                 Ok(()) => format!(
-                    "hint: the model was saved to {} instead",
+                    "hint: the model was saved {how}to {} instead",
                     rescue.output.path().display()
                 ),
                 Err(second) => {

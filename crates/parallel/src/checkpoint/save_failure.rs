@@ -10,6 +10,8 @@ use candle_core::{Error, Result};
 pub(super) enum SaveFailure {
     /// The folder: another one may do.
     Folder(Error),
+    /// Weights that do not fit the type in which they are to be saved: f32 may do.
+    Range(Error),
     /// The weights, wherever they are to be saved.
     Weights(Error),
 }
@@ -31,6 +33,7 @@ impl SaveFailure {
         let said = match &own {
             Ok(()) => String::new(),
             Err(Self::Folder(err)) => format!("f{}", message_of(err)),
+            Err(Self::Range(err)) => format!("r{}", message_of(err)),
             Err(Self::Weights(err)) => format!("w{}", message_of(err)),
         };
         let all = mesh.world.all_gather_bytes(said.as_bytes())?;
@@ -39,6 +42,7 @@ impl SaveFailure {
         Ok(match (own, said.split_at_checked(1)) {
             (Err(own), _) => Err(own),
             (Ok(()), Some(("f", message))) => Err(Self::Folder(error(message))),
+            (Ok(()), Some(("r", message))) => Err(Self::Range(error(message))),
             (Ok(()), Some((_, message))) => Err(Self::Weights(error(message))),
             (Ok(()), None) => Ok(()),
         })
@@ -53,7 +57,7 @@ impl SaveFailure {
 impl From<SaveFailure> for Error {
     fn from(failure: SaveFailure) -> Self {
         match failure {
-            SaveFailure::Folder(err) | SaveFailure::Weights(err) => err,
+            SaveFailure::Folder(err) | SaveFailure::Range(err) | SaveFailure::Weights(err) => err,
         }
     }
 }

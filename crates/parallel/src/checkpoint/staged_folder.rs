@@ -1,8 +1,8 @@
 //! A folder that is written beside its place and gets its name when all of it is on the disk.
 //!
 //! ```text
-//! .NAME.saving     what is being written
-//! .NAME.replaced   what was NAME before, until this one has the name
+//! .NAME.saving     what is being written; after the names were exchanged, what was NAME before
+//! .NAME.replaced   what was NAME before, until this one has the name, where a file system cannot exchange names
 //! .NAME.removed    what is being deleted
 //! ```
 //! Who writes holds the [`FolderLock`](super::FolderLock) of the place, so what has these names is a dead process's.
@@ -60,7 +60,15 @@ impl StagedFolder {
         Ok(())
     }
 
+    /// Takes the place of what has the name: at no moment does nothing have it, where the file system can exchange two folders.
     fn swap(&mut self) -> Result<()> {
+        if exchange(&self.staged, &self.place).is_ok() {
+            // What has the staged name now is what was replaced; `recover` deletes what stays of it.
+            if sync_parent(&self.place).is_ok() {
+                let _ = remove(&self.staged);
+            }
+            return Ok(());
+        }
         let replaced = beside(&self.place, "replaced")?;
         fs::rename(&self.place, &replaced)?;
         let renamed = sync_parent(&self.place).and_then(|()| fs::rename(&self.staged, &self.place));
@@ -120,6 +128,19 @@ impl Drop for StagedFolder {
             let _ = fs::remove_dir_all(&self.staged);
         }
     }
+}
+
+/// Gives each of two folders the other's name, in one step.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn exchange(one: &Path, other: &Path) -> Result<()> {
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    let flags = RenameFlags::RENAME_EXCHANGE;
+    renameat2(AT_FDCWD, one, AT_FDCWD, other, flags).map_err(Error::from)
+}
+
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+fn exchange(_one: &Path, _other: &Path) -> Result<()> {
+    Err(Error::from(ErrorKind::Unsupported))
 }
 
 /// `.NAME.role` in the folder of `place`.

@@ -159,13 +159,14 @@ impl DistributedOptimizer {
         self.scaler.as_ref().map_or(0, LossScaler::num_skipped)
     }
 
-    /// Whether the last step was an error because its loss or norm was not finite: the same on every rank, and none has failed.
+    /// Whether the last step was an error because its loss or norm was not finite, or [was said to be](Self::set_diverged): the same on every
+    /// rank, and none has failed.
     pub fn has_diverged(&self) -> bool {
         self.has_diverged
     }
 
-    /// Says that training has diverged, for an update that was left out because its gradients were not finite. Every rank must say so
-    /// in the same step.
+    /// Says that training has diverged: for an update that was left out because its gradients were not finite, or a loss that is too large.
+    /// Every rank must say so in the same step.
     pub fn set_diverged(&mut self) {
         self.has_diverged = true;
     }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::Result;
 use candle_parallel::ParamStore;
@@ -282,6 +283,34 @@ fn a_kill_at_any_moment_leaves_one_whole_model() {
     let said = message(OutputFolder::new(dir.path().join("model")).claim());
     assert_says(&said, &[SAVING, REPLACED, "both complete", "hint:"]);
     assert_eq!(names(dir.path()), before);
+}
+
+#[test]
+fn at_no_moment_of_a_replacement_has_nothing_the_name() {
+    let dir = tempdir().unwrap();
+    let place = dir.path().join("model");
+    std::fs::create_dir(&place).unwrap();
+    std::fs::write(place.join("number"), "0").unwrap();
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watched = scope.spawn(|| {
+            let mut num_looks = 0;
+            while !is_done.load(Ordering::Relaxed) {
+                assert!(place.join("number").exists(), "after {num_looks} looks");
+                num_looks += 1;
+            }
+            num_looks
+        });
+        for number in 1..200 {
+            let staged = StagedFolder::create(&place).unwrap();
+            std::fs::write(staged.path().join("number"), number.to_string()).unwrap();
+            staged.commit(true).unwrap();
+        }
+        is_done.store(true, Ordering::Relaxed);
+        assert!(watched.join().unwrap() > 0);
+    });
+    assert_eq!(std::fs::read(place.join("number")).unwrap(), b"199");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
 #[test]

@@ -284,23 +284,85 @@ fn the_newest_are_kept_and_other_folders_left_alone() {
         names(dir),
         [
             "notes",
-            "step-000002",
+            "step-000002.damaged",
             "step-000003",
             "step-000004",
             "step-1"
         ]
     );
-    let failed: Vec<usize> = outcomes
-        .iter()
-        .filter(|outcome| outcome.saved.is_err())
-        .map(|outcome| outcome.step)
-        .collect();
-    assert_eq!(failed, [2]);
-    let said = outcomes[1].saved.clone().unwrap_err();
-    assert_says(
-        &said,
-        &["step-000002 exists and is not replaced", "no checkpoint"],
-    );
+    assert!(outcomes.iter().all(|outcome| outcome.saved.is_ok()));
+    assert_eq!(names(&dir.join("step-000002.damaged")), ["inside"]);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_put_aside_when_its_step_is_saved_again() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    save(dir, &[1, 2], 3);
+    for number in ["", "-2"] {
+        std::fs::write(dir.join("step-000002/manifest.json"), "{").unwrap();
+        let (latest, skipped) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
+        let latest = latest.unwrap();
+        assert_eq!((latest.step(), skipped.len()), (1, 1));
+        save_after(dir, &latest, 2);
+        let aside = dir.join(format!("step-000002.damaged{number}"));
+        assert_eq!(std::fs::read(aside.join("manifest.json")).unwrap(), b"{");
+        drop(latest);
+        let (latest, skipped) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
+        assert_eq!((latest.unwrap().step(), skipped.len()), (2, 0));
+    }
+}
+
+/// Saves after `step` as the run of `resumed`, which it goes on from.
+fn save_after(dir: &Path, resumed: &TrainingCheckpoint, step: usize) {
+    let alone = (1, 1, 1);
+    on_mesh(alone, |mesh| {
+        let mut run = Run::new(Chain::default(), layout(alone, ZeroStage::Zero), mesh, 5, dir)?;
+        run.step(step as u64)?;
+        let mut saver = CheckpointSaver::new(&mesh.world, (dir, 3), Some(resumed))?;
+        saver.start(&run.optimizer, step, json!(step))?;
+        assert!(saver.finish()?.unwrap().saved.is_ok());
+        Ok(())
+    });
+}
+
+#[test]
+fn old_checkpoints_are_removed_on_request_but_for_the_newest_before_a_step() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    on_mesh(TWO_REPLICAS, |mesh| {
+        let layout = layout(TWO_REPLICAS, ZeroStage::One);
+        let mut run = Run::new(Chain::default(), layout, mesh, 5, dir)?;
+        let mut saver = run.saver(dir, 1)?.removing_on_request();
+        for step in 1..=5 {
+            run.step(step)?;
+            saver.start(&run.optimizer, step as usize, json!(step))?;
+            saver.finish()?;
+        }
+        mesh.world.barrier()?;
+        if mesh.world.rank() == 0 {
+            assert_eq!(names(dir).len(), 6, "with the lock");
+            saver.remove_old(5, Some(3))?;
+            // The next save waits for the removal, and this one.
+            saver.remove_old(5, Some(3))?;
+            assert_eq!(names(dir), [".lock", "step-000002", "step-000005"]);
+        }
+        let set_aside = saver.set_failed_aside(3)?;
+        assert_eq!(set_aside.failed, [dir.join("step-000005.failed")]);
+        assert_eq!(set_aside.newest, Some(dir.join("step-000002")));
+        // Saved once more, and once more of no use.
+        saver.start(&run.optimizer, 5, json!("again"))?;
+        saver.finish()?;
+        let set_aside = saver.set_failed_aside(1)?;
+        assert_eq!(set_aside.failed.len(), 2);
+        assert_eq!(set_aside.newest, None);
+        Ok(())
+    });
+    assert_eq!(names(dir), ["step-000002.failed", "step-000005.failed"]);
+    let (latest, skipped) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
+    assert!(latest.is_none() && skipped.is_empty());
+    let failed = TrainingCheckpoint::open(&alone(), &dir.join("step-000005.failed")).unwrap();
+    assert_eq!((failed.step(), failed.record()), (5, &json!("again")));
 }
 
 #[test]

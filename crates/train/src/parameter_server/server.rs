@@ -317,8 +317,9 @@ impl ParameterServer {
         if !reduced.is_finite() {
             self.diverged.get_or_insert_with(|| {
                 format!(
-                    "in step {at} of rank {worker} the loss is {} and the gradient norm {}\nhint: a lower learning rate, more warm-up \
+                    "in step {} of rank {worker} the loss is {} and the gradient norm {}\nhint: a lower learning rate, more warm-up \
                      steps or gradient clipping may help; its gradient was not applied",
+                    at + 1,
                     reduced.loss().mean,
                     reduced.norm()
                 )
@@ -346,8 +347,8 @@ impl ParameterServer {
             seat => bail!(
                 "rank {} sent gradients of step {}, expected those of {:?}",
                 push.worker,
-                push.step,
-                seat.map(|seat| seat.clock)
+                push.step + 1,
+                seat.map(|seat| seat.clock + 1)
             ),
         }
     }

@@ -92,7 +92,7 @@ impl Worker {
         };
         for step in step..num_steps {
             self.push(step, &batches.batch(step)?)
-                .map_err(|err| err.context(format!("step {step} failed")))?;
+                .map_err(|err| err.context(format!("step {} failed", step + 1)))?;
             if !self.take_replies()? {
                 break;
             }

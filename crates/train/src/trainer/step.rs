@@ -50,6 +50,7 @@ impl Trainer {
             staleness,
             memory: self.memory(),
         };
+        self.note_loss(&metrics);
         self.step += 1;
         Ok(metrics)
     }

@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use candle_comm::message_of;
 use candle_core::{Error, Result};
 use nix::unistd::{AccessFlags, access};
 
@@ -14,6 +15,10 @@ use crate::checkpoint::{FolderLock, StagedFolder};
 const PREFIX: &str = "step-";
 /// A checkpoint that is being removed: `.NAME.removed`.
 const REMOVED: &str = "removed";
+/// Whose weights gave no usual loss, in a run that has failed: `NAME.failed`.
+const FAILED: &str = "failed";
+/// What is no whole checkpoint, and had the name of one that was to be written: `NAME.damaged`.
+const DAMAGED: &str = "damaged";
 
 /// A folder of checkpoints.
 #[derive(Clone, Debug)]
@@ -43,6 +48,24 @@ pub fn checkpoints_in(save_dir: &Path) -> Result<Vec<PathBuf>> {
     let folder = CheckpointFolder::new(save_dir);
     let steps = folder.steps()?.into_iter();
     Ok(steps.map(|step| folder.path(step)).collect())
+}
+
+/// The folders in `save_dir` that were checkpoints and are set aside: `step-000015.failed`, whose weights gave no usual loss in a run that
+/// has failed, and `step-000015.damaged`, which was not whole. Neither is the latest checkpoint, ever; each can be named to be resumed.
+///
+/// # Errors
+/// It cannot be read.
+pub fn set_aside_in(save_dir: &Path) -> Result<Vec<PathBuf>> {
+    let folder = CheckpointFolder::new(save_dir);
+    let mut names = folder.names()?;
+    names.retain(|name| {
+        let parts = name.split_once('.');
+        parts.is_some_and(|(step, role)| {
+            step_of(step).is_some() && (role == FAILED || role.starts_with(DAMAGED))
+        })
+    });
+    names.sort();
+    Ok(names.iter().map(|name| save_dir.join(name)).collect())
 }
 
 impl CheckpointFolder {
@@ -113,30 +136,40 @@ impl CheckpointFolder {
 
     fn clean(&self) -> Result<()> {
         for name in self.names()? {
-            let hidden = name.strip_prefix('.').and_then(|name| name.split_once('.'));
-            let Some((step, role)) = hidden.and_then(|(name, role)| Some((step_of(name)?, role)))
-            else {
+            let hidden = name
+                .strip_prefix('.')
+                .and_then(|name| name.rsplit_once('.'));
+            let is_ours = |of: &str| step_of(of.split('.').next().unwrap_or(of)).is_some();
+            let Some((of, role)) = hidden.filter(|(of, _)| is_ours(of)) else {
                 continue;
             };
             let cleaned = match role {
                 REMOVED => std::fs::remove_dir_all(self.0.join(&name)),
-                _ => StagedFolder::recover(&self.path(step)),
+                _ => StagedFolder::recover(&self.0.join(of)),
             };
             cleaned.map_err(|err| self.error("clean", &err))?;
         }
         Ok(())
     }
 
-    /// Begins the checkpoint after `step` steps. One of ours that has its name is replaced by it in the end.
+    /// Begins the checkpoint after `step` steps. One that has its name is replaced by it in the end; what is none is set aside.
     pub fn stage(&self, step: usize) -> Result<StagedFolder> {
         let path = self.path(step);
-        if path.exists() {
-            CheckpointManifest::read(&path).map_err(|err| {
-                err.context(format!(
-                    "{} exists and is not replaced, as it is no checkpoint",
+        if path.symlink_metadata().is_ok()
+            && let Err(damage) = CheckpointManifest::read(&path)
+        {
+            let aside = self.set_aside_damaged(step).map_err(|err| {
+                Error::msg(format!(
+                    "{} exists, is no checkpoint, and cannot be set aside: {err}",
                     path.display()
                 ))
             })?;
+            tracing::warn!(
+                "{} was no whole checkpoint, and is {} now: {}",
+                path.display(),
+                aside.display(),
+                message_of(&damage)
+            );
         }
         StagedFolder::create(&path).map_err(|err| {
             Error::msg(format!(
@@ -146,9 +179,55 @@ impl CheckpointFolder {
         })
     }
 
-    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep` and the one with the least
-    /// evaluation loss; returns the folders, which are to be removed.
-    pub fn hide_old(&self, step: usize, keep: usize) -> Result<Vec<PathBuf>> {
+    /// Gives what has the name of the checkpoint after `step` steps, and is none, a name that is free.
+    fn set_aside_damaged(&self, step: usize) -> std::io::Result<PathBuf> {
+        let path = self.path(step);
+        let mut aside = path.with_extension(DAMAGED);
+        let mut number = 1;
+        while aside.symlink_metadata().is_ok() {
+            number += 1;
+            aside = path.with_extension(format!("{DAMAGED}-{number}"));
+        }
+        std::fs::rename(path, &aside)?;
+        Ok(aside)
+    }
+
+    /// Marks the checkpoints after `first` and more steps as those of a run that has failed; one that was marked before, and has the name,
+    /// is replaced. Returns where they are, the newest first.
+    pub fn set_failed_aside(&self, first: usize) -> Result<Vec<PathBuf>> {
+        let steps = self.steps()?.into_iter().filter(|&step| step >= first);
+        let aside = steps.map(|step| {
+            let (path, aside) = (self.path(step), self.path(step).with_extension(FAILED));
+            let set_aside = || -> std::io::Result<()> {
+                if aside.symlink_metadata().is_ok() {
+                    std::fs::remove_dir_all(hide(&aside)?)?;
+                }
+                std::fs::rename(&path, &aside)
+            };
+            set_aside().map_err(|err| {
+                let (path, aside) = (path.display(), aside.display());
+                Error::msg(format!("cannot rename {path} to {aside}: {err}"))
+            })?;
+            Ok(aside)
+        });
+        aside.collect()
+    }
+
+    /// The newest checkpoint whose manifest can be read.
+    pub fn newest(&self) -> Result<Option<PathBuf>> {
+        let paths = self.steps()?.into_iter().map(|step| self.path(step));
+        let mut valid = paths.filter(|path| CheckpointManifest::read(path).is_ok());
+        Ok(valid.next())
+    }
+
+    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`, the one with the least evaluation
+    /// loss, and the newest one of fewer than `spared_before` steps; returns the folders, which are to be removed.
+    pub fn hide_old(
+        &self,
+        step: usize,
+        keep: usize,
+        spared_before: Option<usize>,
+    ) -> Result<Vec<PathBuf>> {
         let steps = self.steps()?.into_iter().filter(|&other| other <= step);
         let ours = steps.filter_map(|step| {
             let manifest = CheckpointManifest::read(&self.path(step)).ok()?;
@@ -158,11 +237,13 @@ impl CheckpointFolder {
         let evaluated = ours.iter().filter_map(|&(step, loss)| Some((step, loss?)));
         let best = evaluated.min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
         let best = best.map(|(step, _)| step);
-        let old = ours.into_iter().skip(keep).map(|(step, _)| step);
-        let old = old.filter(|&step| Some(step) != best);
+        let mut steps = ours.iter().map(|(step, _)| *step);
+        let spared = spared_before.and_then(|before| steps.find(|&step| step < before));
+        let old = ours.iter().skip(keep).map(|(step, _)| *step);
+        let old = old.filter(|&step| Some(step) != best && Some(step) != spared);
         let hidden = old.map(|step| {
-            self.hide(step).map_err(|err| {
-                let path = self.path(step);
+            let path = self.path(step);
+            hide(&path).map_err(|err| {
                 Error::msg(format!(
                     "cannot remove the old checkpoint {}: {err}",
                     path.display()
@@ -171,14 +252,13 @@ impl CheckpointFolder {
         });
         hidden.collect()
     }
+}
 
-    /// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.
-    fn hide(&self, step: usize) -> std::io::Result<PathBuf> {
-        let path = self.path(step);
-        let hidden = beside(&path, REMOVED)?;
-        std::fs::rename(path, &hidden)?;
-        Ok(hidden)
-    }
+/// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.
+fn hide(path: &Path) -> std::io::Result<PathBuf> {
+    let hidden = beside(path, REMOVED)?;
+    std::fs::rename(path, &hidden)?;
+    Ok(hidden)
 }
 
 fn name(step: usize) -> String {

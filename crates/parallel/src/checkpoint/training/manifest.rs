@@ -11,6 +11,7 @@ use twox_hash::XxHash64;
 
 use super::folder::CheckpointFolder;
 use super::piece::Piece;
+use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
 use crate::checkpoint::save::write_small;
 use crate::lora::LoraConfig;
@@ -328,6 +329,14 @@ impl FileRecord {
             );
         }
         Ok(())
+    }
+
+    /// An error that names the first tensor of the file in `dir` with values that are NaN or infinite; reads all of it.
+    pub fn check_finite(&self, dir: &Path) -> Result<()> {
+        match self.is_of_rank() {
+            true => rank_file::check_finite(&dir.join(&self.name)),
+            false => Ok(()),
+        }
     }
 
     /// An error unless the file in `dir` has the right checksum; reads all of it.

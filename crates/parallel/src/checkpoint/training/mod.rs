@@ -17,6 +17,9 @@
 //! a rank holds (tensor parallelism), and a range of the row-major values of these (ZeRO's slices of buckets). From two pieces
 //! follow the runs of values that they have in common, so a rank of any other layout copies from the mapped files just what it needs.
 //!
+//! **What is set aside.** `step-000015.failed` holds weights with which a run has failed, and `step-000015.damaged` what had the name of
+//! a checkpoint that was to be written and was none: neither is the latest, nor counts among those that are kept.
+//!
 //! **When it exists.** Files are written into a hidden folder beside the final one, synced, and the folder is renamed once the
 //! manifest is in it. A folder without a valid manifest is not a checkpoint. A save waits for a copy of the values in the host's
 //! memory only; a thread of each rank writes, and the ranks agree on the end of it between later steps.
@@ -33,6 +36,6 @@ mod saver;
 mod staged;
 
 pub use checkpoint::TrainingCheckpoint;
-pub use folder::checkpoints_in;
+pub use folder::{checkpoints_in, set_aside_in};
 pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, ParamRecord, SavedLayout};
-pub use saver::{CheckpointSaver, SaveOutcome};
+pub use saver::{CheckpointSaver, SaveOutcome, SetAside};

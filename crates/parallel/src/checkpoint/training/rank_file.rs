@@ -170,6 +170,45 @@ fn write_values<T: Copy, const SIZE: usize>(
     Ok(all_finite)
 }
 
+/// An error that names the first tensor of a rank's file with values that are NaN or infinite.
+pub(super) fn check_finite(path: &Path) -> Result<()> {
+    let map = map(path)?;
+    let file = SafeTensors::deserialize(&map)
+        .map_err(|err| Error::msg(format!("cannot read {}: {err}", path.display())))?;
+    for (name, tensor) in file.iter() {
+        let pairs = tensor.data().chunks_exact(2);
+        let num_wrong = match tensor.dtype() {
+            Dtype::F32 => {
+                let values = tensor.data().chunks_exact(4);
+                let values = values.filter_map(|bytes| bytes.try_into().ok());
+                values
+                    .filter(|&bytes| !f32::from_le_bytes(bytes).is_finite())
+                    .count()
+            }
+            Dtype::F16 => {
+                let values = pairs.filter_map(|bytes| bytes.try_into().ok());
+                values
+                    .filter(|&bytes| !f16::from_le_bytes(bytes).is_finite())
+                    .count()
+            }
+            Dtype::BF16 => {
+                let values = pairs.filter_map(|bytes| bytes.try_into().ok());
+                values
+                    .filter(|&bytes| !bf16::from_le_bytes(bytes).is_finite())
+                    .count()
+            }
+            _ => 0,
+        };
+        if num_wrong > 0 {
+            bail!(
+                "{name} in {} has {num_wrong} values that are NaN or infinite: the training had diverged when it was saved",
+                path.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 impl RankFile {
     /// Opens a file whose size and checksum were compared, and that belongs to the save `id`.
     pub fn open(path: &Path, id: &SaveId) -> Result<Self> {
@@ -226,5 +265,37 @@ impl RankFile {
             );
         }
         Ok(Some((*dtype, bytes)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+
+    #[test]
+    fn values_that_are_not_finite_are_found_in_every_type() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rank-00000.safetensors");
+        let write = |dtype: Dtype, bytes: Vec<u8>| {
+            let shape = vec![bytes.len() * 8 / dtype.bitsize()];
+            let tensor = TensorView::new(dtype, shape, &bytes).unwrap();
+            let file = safetensors::serialize([("a.weight", tensor)], None).unwrap();
+            std::fs::write(&path, file).unwrap();
+            check_finite(&path)
+        };
+        write(Dtype::F32, [1.0f32, f32::MAX].map(f32::to_le_bytes).concat()).unwrap();
+        // Their bits are those of a NaN in halves.
+        write(Dtype::I32, [u32::MAX].map(u32::to_le_bytes).concat()).unwrap();
+        for (dtype, bytes) in [
+            (Dtype::F32, [1.0, f32::NAN, f32::NEG_INFINITY].map(f32::to_le_bytes).concat()),
+            (Dtype::F16, [f16::NAN, f16::MAX, f16::INFINITY].map(f16::to_le_bytes).concat()),
+            (Dtype::BF16, [bf16::NAN, bf16::INFINITY, bf16::MAX].map(bf16::to_le_bytes).concat()),
+        ] {
+            let message = write(dtype, bytes).unwrap_err().to_string();
+            assert!(message.contains("a.weight in "), "{message}");
+            assert!(message.contains("has 2 values that are NaN or infinite"), "{message}");
+        }
     }
 }

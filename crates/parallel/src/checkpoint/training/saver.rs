@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Error, Result, bail};
+use serde::{Deserialize, Serialize};
 
 use super::checkpoint::TrainingCheckpoint;
 use super::folder::{CheckpointFolder, LockedFolder};
@@ -26,6 +27,7 @@ pub struct CheckpointSaver {
     run: String,
     keep: usize,
     keeps_best: bool,
+    removes_on_request: bool,
     sidecars: Arc<Vec<(String, Vec<u8>)>>,
     in_flight: Option<InFlight>,
     /// Removes old checkpoints, which takes a while.
@@ -79,6 +81,15 @@ pub struct SaveOutcome {
     pub warning: Option<String>,
 }
 
+/// Checkpoints of a run that has failed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetAside {
+    /// Where those are that it may have ruined, the newest first.
+    pub failed: Vec<PathBuf>,
+    /// The newest one from before.
+    pub newest: Option<PathBuf>,
+}
+
 impl CheckpointSaver {
     /// Writes to `dir`, where the newest `keep` checkpoints are kept. A run that goes on from `resumed` has its name; a new one
     /// gets a name of its own, and a folder without checkpoints. Every rank must call it.
@@ -125,6 +136,7 @@ impl CheckpointSaver {
             run: run.unwrap_or_default().into_owned(),
             keep,
             keeps_best: false,
+            removes_on_request: false,
             sidecars: Arc::default(),
             in_flight: None,
             remover: None,
@@ -148,6 +160,13 @@ impl CheckpointSaver {
     /// Reckons with checkpoints that have an evaluation loss, of which the best is kept beside the newest.
     pub fn keeping_best(mut self) -> Self {
         self.keeps_best = true;
+        self
+    }
+
+    /// Leaves older checkpoints where they are until [`Self::remove_old`]: the newest one's weights may be of no use, which the next step
+    /// tells.
+    pub fn removing_on_request(mut self) -> Self {
+        self.removes_on_request = true;
         self
     }
 
@@ -333,20 +352,52 @@ impl CheckpointSaver {
                 path.display()
             ))
         })?;
+        let removed = match self.removes_on_request {
+            false => self.remove_old(step, None),
+            true => Ok(()),
+        };
+        Ok((path, removed.err().map(|err| message_of(&err))))
+    }
+
+    /// Removes the older ones of the checkpoints up to `step`, but for as many as are kept and the newest one of fewer than
+    /// `spared_before` steps. Only rank 0 does anything.
+    ///
+    /// # Errors
+    /// One that cannot be removed.
+    pub fn remove_old(&mut self, step: usize, spared_before: Option<usize>) -> Result<()> {
+        if self.world.rank() != 0 {
+            return Ok(());
+        }
         self.wait_for_remover();
-        let hidden = self.folder.hide_old(step, self.keep);
-        let warning = hidden.and_then(|hidden| {
-            let remove = move || {
-                // What stays is hidden, and the next run removes it.
-                hidden
-                    .into_iter()
-                    .for_each(|dir| drop(std::fs::remove_dir_all(dir)));
-            };
-            let remover = std::thread::Builder::new().name("checkpoint".into());
-            self.remover = Some(remover.spawn(remove).map_err(Error::wrap)?);
-            Ok(())
-        });
-        Ok((path, warning.err().map(|err| message_of(&err))))
+        let hidden = self.folder.hide_old(step, self.keep, spared_before)?;
+        let remove = move || {
+            // What stays is hidden, and the next run removes it.
+            hidden
+                .into_iter()
+                .for_each(|dir| drop(std::fs::remove_dir_all(dir)));
+        };
+        let remover = std::thread::Builder::new().name("checkpoint".into());
+        self.remover = Some(remover.spawn(remove).map_err(Error::wrap)?);
+        Ok(())
+    }
+
+    /// Marks the checkpoints after `first` and more steps as those of a run that has failed, so that none of them is the latest or counts
+    /// among those that are kept. Every rank must call it, while no save is under way.
+    ///
+    /// # Errors
+    /// The same on every rank: one that cannot be renamed.
+    pub fn set_failed_aside(&mut self, first: usize) -> Result<SetAside> {
+        let own = match self.world.rank() {
+            0 => self.folder.set_failed_aside(first).and_then(|failed| {
+                let newest = self.folder.newest()?;
+                Ok(SetAside { failed, newest })
+            }),
+            _ => Ok(SetAside::default()),
+        };
+        match exchange(&self.world, &own.map_err(|err| message_of(&err)))? {
+            Ok(of_ranks) => Ok(of_ranks.into_iter().next().unwrap_or_default()),
+            Err(message) => bail!("{message}"),
+        }
     }
 
     fn wait_for_remover(&mut self) {

@@ -4,6 +4,9 @@ use candle_core::{DType, Result};
 use serde_json::{Value, json};
 
 /// The files with the type in `config.json` set to `dtype`, in the spellings of transformers 4 and 5; unchanged for `None`.
+///
+/// # Errors
+/// A `config.json` that is not JSON.
 pub fn with_config_dtype(
     mut files: Vec<(String, Vec<u8>)>,
     dtype: Option<DType>,
