@@ -285,7 +285,7 @@ impl Trainer {
                 metrics.set_positions(batches.num_positions(metrics.step)?);
             }
             observe(TrainEvent::Step(&metrics))?;
-            if self.losses.stops && self.losses.history.left_at() == Some(metrics.step) {
+            if self.losses.stops && self.losses.history.left_at().is_some() {
                 self.optimizer.set_diverged();
                 return Err(self.after_failed_step(self.out_of_range(&metrics), batches));
             }

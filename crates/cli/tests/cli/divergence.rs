@@ -100,15 +100,16 @@ fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
     outcome.assert_error(&[
         "step 6 failed",
         &format!("{} has the run as it was then", failed.display()),
-        &format!(
-            "the newest checkpoint from before is {}",
-            good.display()
-        ),
+        &format!("the newest checkpoint from before is {}", good.display()),
     ]);
     assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
     let list = candle_train("inspect").argument(saves.display()).succeeds();
     let failed = list.stdout.lines().find(|line| line.contains(".failed"));
-    assert!(failed.unwrap().contains("set aside: after step 5"), "{}", list.stdout);
+    assert!(
+        failed.unwrap().contains("set aside: after step 5"),
+        "{}",
+        list.stdout
+    );
     let resumed = program.succeeds_with_warnings();
     let said = format!("resumed after step 4 from {}", good.display());
     assert!(resumed.stdout.contains(&said), "{}", resumed.stdout);
@@ -125,14 +126,23 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     assert_eq!(ends.code, Some(2), "{}", ends.stderr);
     let good = saves.join("step-000004");
     let named = format!("the newest checkpoint from before is {}", good.display());
-    ends.assert_error(&["the loss of step 6 is ", "more than 1.5 times the median", &named]);
+    ends.assert_error(&[
+        "the loss of step 6 is ",
+        "more than 1.5 times the median",
+        &named,
+    ]);
     assert_eq!(
         names(&saves),
         ["step-000004", "step-000005.failed", "step-000006.failed"]
     );
     let goes_on = program.succeeds_with_warnings();
     let said = "the loss of step 6 is ";
-    assert_eq!(goes_on.stderr.matches(said).count(), 1, "{}", goes_on.stderr);
+    assert_eq!(
+        goes_on.stderr.matches(said).count(),
+        1,
+        "{}",
+        goes_on.stderr
+    );
     let kept = "the newest checkpoint from before that step is kept";
     assert!(goes_on.stderr.contains(kept), "{}", goes_on.stderr);
     assert_eq!(names(&saves)[..1], ["step-000004"]);
@@ -169,7 +179,12 @@ fn weights_that_do_not_fit_the_type_to_be_saved_are_rescued_in_f32() {
         "the model was saved in f32, which holds them, to {} instead",
         rescued.display()
     );
-    let parts = ["model.norm.weight", "NaN or infinite in F16", "f32 or bf16", &said];
+    let parts = [
+        "model.norm.weight",
+        "NaN or infinite in F16",
+        "f32 or bf16",
+        &said,
+    ];
     program.run().assert_error(&parts);
     workspace.assert_output_is_untouched();
     let config = read_json(&rescued.join("config.json"));

@@ -256,7 +256,9 @@ fn a_full_disk_is_a_warning() {
         let said = match step {
             6 => "there is no checkpoint after step 6: cannot write".to_string(),
             _ => {
-                format!("there is no checkpoint after step {step}, and training goes on: cannot write")
+                format!(
+                    "there is no checkpoint after step {step}, and training goes on: cannot write"
+                )
             }
         };
         assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);

@@ -317,7 +317,8 @@ fn a_damaged_checkpoint_is_put_aside_when_its_step_is_saved_again() {
 fn save_after(dir: &Path, resumed: &TrainingCheckpoint, step: usize) {
     let alone = (1, 1, 1);
     on_mesh(alone, |mesh| {
-        let mut run = Run::new(Chain::default(), layout(alone, ZeroStage::Zero), mesh, 5, dir)?;
+        let layout = layout(alone, ZeroStage::Zero);
+        let mut run = Run::new(Chain::default(), layout, mesh.clone(), 5, dir)?;
         run.step(step as u64)?;
         let mut saver = CheckpointSaver::new(&mesh.world, (dir, 3), Some(resumed))?;
         saver.start(&run.optimizer, step, json!(step))?;
@@ -332,7 +333,7 @@ fn old_checkpoints_are_removed_on_request_but_for_the_newest_before_a_step() {
     let dir = dir.path();
     on_mesh(TWO_REPLICAS, |mesh| {
         let layout = layout(TWO_REPLICAS, ZeroStage::One);
-        let mut run = Run::new(Chain::default(), layout, mesh, 5, dir)?;
+        let mut run = Run::new(Chain::default(), layout, mesh.clone(), 5, dir)?;
         let mut saver = run.saver(dir, 1)?.removing_on_request();
         for step in 1..=5 {
             run.step(step)?;

@@ -285,17 +285,39 @@ mod tests {
             std::fs::write(&path, file).unwrap();
             check_finite(&path)
         };
-        write(Dtype::F32, [1.0f32, f32::MAX].map(f32::to_le_bytes).concat()).unwrap();
+        write(
+            Dtype::F32,
+            [1.0f32, f32::MAX].map(f32::to_le_bytes).concat(),
+        )
+        .unwrap();
         // Their bits are those of a NaN in halves.
         write(Dtype::I32, [u32::MAX].map(u32::to_le_bytes).concat()).unwrap();
         for (dtype, bytes) in [
-            (Dtype::F32, [1.0, f32::NAN, f32::NEG_INFINITY].map(f32::to_le_bytes).concat()),
-            (Dtype::F16, [f16::NAN, f16::MAX, f16::INFINITY].map(f16::to_le_bytes).concat()),
-            (Dtype::BF16, [bf16::NAN, bf16::INFINITY, bf16::MAX].map(bf16::to_le_bytes).concat()),
+            (
+                Dtype::F32,
+                [1.0, f32::NAN, f32::NEG_INFINITY]
+                    .map(f32::to_le_bytes)
+                    .concat(),
+            ),
+            (
+                Dtype::F16,
+                [f16::NAN, f16::MAX, f16::INFINITY]
+                    .map(f16::to_le_bytes)
+                    .concat(),
+            ),
+            (
+                Dtype::BF16,
+                [bf16::NAN, bf16::INFINITY, bf16::MAX]
+                    .map(bf16::to_le_bytes)
+                    .concat(),
+            ),
         ] {
             let message = write(dtype, bytes).unwrap_err().to_string();
             assert!(message.contains("a.weight in "), "{message}");
-            assert!(message.contains("has 2 values that are NaN or infinite"), "{message}");
+            assert!(
+                message.contains("has 2 values that are NaN or infinite"),
+                "{message}"
+            );
         }
     }
 }
