@@ -129,6 +129,33 @@ fn a_run_that_is_resumed_continues_its_file_with_its_name() {
     assert_eq!(lines(&other).1, [2]);
 }
 
+#[test]
+fn a_file_that_lacks_steps_is_told_and_one_that_cannot_be_read_ends_the_run_before_any() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let program = saving(run(&workspace, "first"), &workspace, "saves").flag("--steps", 3);
+    program.succeeds();
+    let whole = fs::read_to_string(&path).unwrap();
+    let first = whole.split_inclusive('\n').next().unwrap();
+    let program = program.flag("--resume", "latest").switch("--overwrite");
+    for (text, num_there) in [(Some(first), 1), (Some(""), 0), (None, 0)] {
+        fs::remove_file(&path).unwrap();
+        text.iter().for_each(|text| fs::write(&path, text).unwrap());
+        let said = program.succeeds().stderr;
+        let warning = format!("ends after step {num_there} of the 2 that are done");
+        assert_eq!(said.matches(&warning).count(), 1, "{said}");
+    }
+    fs::write(&path, whole.replacen("{\"step\":1,", "something else", 1)).unwrap();
+    let outcome = program.run();
+    outcome.assert_error(&["line 2 of ", "is no step of a metrics file"]);
+    assert_eq!(outcome.code, Some(2));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let outcome = program.run();
+    outcome.assert_error(&["cannot write the metrics file", "hint:"]);
+    assert_eq!(outcome.code, Some(2));
+}
+
 /// As after a kill before the first checkpoint.
 #[test]
 fn a_run_that_begins_again_for_want_of_a_checkpoint_keeps_its_file() {
