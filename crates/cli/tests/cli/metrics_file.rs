@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use candle_train::TensorBoard;
 use serde_json::Value;
 
 use super::folder::names;
@@ -154,6 +155,22 @@ fn a_file_that_lacks_steps_is_told_and_one_that_cannot_be_read_ends_the_run_befo
     let outcome = program.run();
     outcome.assert_error(&["cannot write the metrics file", "hint:"]);
     assert_eq!(outcome.code, Some(2));
+}
+
+#[test]
+fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
+    let workspace = Workspace::new();
+    let curves = workspace.path("curves");
+    let other = TensorBoard::create(&curves, 0).unwrap();
+    let program = run(&workspace, "first").flag("--tensorboard", curves.display());
+    let outcome = program.run();
+    let process = format!("process {}", std::process::id());
+    outcome.assert_error(&["TensorBoard", "another run is writing to it", &process]);
+    assert_eq!(outcome.code, Some(2));
+    drop(other);
+    program.succeeds();
+    // The event files of both, and no lock.
+    assert_eq!(names(&curves).len(), 2);
 }
 
 /// As after a kill before the first checkpoint.

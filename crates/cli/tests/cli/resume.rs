@@ -105,6 +105,13 @@ fn other_layouts_go_on_too() {
             assert!((loss - want).abs() <= 1e-5 * want, "{what}");
         }
     }
+    // The ranks as before, and other micro-batches.
+    let step = workspace.path("saves/step-000005");
+    let program = program.flag("--save-dir", workspace.path("more").display());
+    let program = program.flag("--resume", step.display());
+    let said = program.flag("--micro-batch-size", 2).succeeds().stderr;
+    let warning = "warning: --micro-batch-size is 2, and 1 in the checkpoint: the same numbers";
+    assert!(said.starts_with(warning), "{said}");
 }
 
 #[test]
