@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_text_file;
 use serde::Serialize;
 
 use crate::activation::Activation;
@@ -90,7 +91,7 @@ impl ModelConfig {
     /// What this crate does not implement is an error that names the field, its value and what is supported.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path).map_err(|err| {
+        let text = read_text_file(path).map_err(|err| {
             candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
         })?;
         Self::from_json(&text).map_err(|err| err.context(path.display().to_string()))

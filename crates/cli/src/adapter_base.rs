@@ -5,6 +5,7 @@ use std::path::{Component, Path};
 
 use candle_core::{Result, bail};
 use candle_parallel::Adapter;
+use candle_parallel::checkpoint::read_text_file;
 use candle_train::hub::find_model;
 use serde_json::Value;
 
@@ -43,7 +44,7 @@ pub(crate) fn check_base(dir: &Path, model: &str, model_dir: &Path) -> Result<Op
 
 /// The `model_type` of the model in a folder.
 fn type_of(dir: &Path) -> Option<String> {
-    let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
+    let text = read_text_file(&dir.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
     config["model_type"].as_str().map(str::to_string)
 }

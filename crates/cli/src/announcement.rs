@@ -1,9 +1,9 @@
 //! What a run says of itself before its first step.
 
-use candle_comm::{Degrees, Mesh, RunConfig};
+use candle_comm::{Degrees, Mesh, RankEnv, RunConfig};
 use candle_core::Result;
 use candle_parallel::Schedule;
-use candle_train::{TrainConfig, Trainer, counted, peaks_in_words};
+use candle_train::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
 use candle_train_models::CausalLm;
 
 use crate::flags::Flags;
@@ -103,6 +103,17 @@ impl TrainingRun<'_> {
             "memory of the largest rank, expected: {}",
             peaks_in_words(&expected)
         ));
+        if mesh.world.device().is_cpu() {
+            // What is wrong with the environment is told before.
+            let num_processes = RankEnv::from_env().map_or(1, |env| env.local_world_size());
+            let ranks = match num_processes {
+                1 => (mesh.world.world_size(), 1),
+                _ => (1, num_processes),
+            };
+            if let Some(warning) = warning_of_memory(&expected, ranks) {
+                eprintln!("{warning}");
+            }
+        }
         Ok(())
     }
 

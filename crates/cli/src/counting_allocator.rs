@@ -4,9 +4,11 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use candle_comm::MIN_ADOPTED_BYTES;
+use candle_train::LESS_MEMORY_HINT;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
@@ -37,6 +39,19 @@ pub fn peak_allocated_bytes() -> usize {
     PEAK.load(Ordering::Relaxed)
 }
 
+/// Says once that there is no memory, before whoever asked for it ends the process, as nearly all do. Nothing is allocated for it.
+fn refused(size: usize) {
+    static IS_TOLD: AtomicBool = AtomicBool::new(false);
+    if !IS_TOLD.swap(true, Ordering::Relaxed) {
+        // There is nobody else to tell.
+        let _ = writeln!(
+            std::io::stderr(),
+            "error: there is no memory for {size} bytes, beside {} that are held\n{LESS_MEMORY_HINT}",
+            LIVE.load(Ordering::Relaxed)
+        );
+    }
+}
+
 fn gained(size: usize) {
     if size >= MIN_SIZE {
         let live = LIVE.fetch_add(size, Ordering::Relaxed) + size;
@@ -57,8 +72,9 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
         let block = unsafe { self.0.alloc(layout) };
-        if !block.is_null() {
-            gained(layout.size());
+        match block.is_null() {
+            true => refused(layout.size()),
+            false => gained(layout.size()),
         }
         block
     }
@@ -66,8 +82,9 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
         let block = unsafe { self.0.alloc_zeroed(layout) };
-        if !block.is_null() {
-            gained(layout.size());
+        match block.is_null() {
+            true => refused(layout.size()),
+            false => gained(layout.size()),
         }
         block
     }
@@ -75,9 +92,12 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         // SAFETY: the caller's promise.
         let moved = unsafe { self.0.realloc(block, layout, new_size) };
-        if !moved.is_null() {
-            gained(new_size);
-            lost(layout.size());
+        match moved.is_null() {
+            true => refused(new_size),
+            false => {
+                gained(new_size);
+                lost(layout.size());
+            }
         }
         moved
     }

@@ -13,6 +13,7 @@ use candle_train::{
 use clap::Args;
 use jiff::civil::Date;
 
+use crate::eval_args::EvalArgs;
 use crate::sequence_args::SequenceArgs;
 use crate::training_args::TrainingArgs;
 
@@ -20,7 +21,7 @@ use crate::training_args::TrainingArgs;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
     /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
-    /// split train, or those that the path names. A number after a colon is how
+    /// split train, or those that the path names; no pipes, as data is read twice. A number after a colon is how
     /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
     /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
@@ -59,6 +60,17 @@ impl DataArgs {
         Data::find(&self.data, DataUse::Training)
     }
 
+    /// An error if what is held out would be trained on, too.
+    pub fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
+        let repeated = self.data.iter().find(|spec| spec.weight > 1.0);
+        match (evaluation.eval_fraction, repeated) {
+            (Some(_), Some(spec)) => bail!(
+                "--eval-fraction and --data {spec}: what is held out of it would be trained on, as it is there more than once\nhint: name other files with --eval-data, or take a weight of at most 1"
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// The samples of a run; `model` has the chat template, whose date is that of the checkpoint from which the run goes on, if it does.
     pub fn read(
         &self,
@@ -68,15 +80,6 @@ impl DataArgs {
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
         let seed = batches.seed;
-        let is_repeated = |spec: &DataSpec| spec.weight > 1.0;
-        if let (Some(_), Some(spec)) = (
-            evaluation.eval_fraction,
-            self.data.iter().find(|spec| is_repeated(spec)),
-        ) {
-            bail!(
-                "--eval-fraction and --data {spec}: what is held out of it would be trained on, as it is there more than once\nhint: name other files with --eval-data, or take a weight of at most 1"
-            );
-        }
         let is_restart = ranks.env.num_restarts() > 0;
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);

@@ -57,12 +57,17 @@ impl TrainingCommand for Finetune {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let mut training = self.training.clone();
+        training.validate(&self.output)?;
+        self.lora.validate()?;
+        self.data.validate(&training.evaluation)?;
         let ranks = training.run_config_with_defaults()?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
         let taken = training.fill(&flags, Some(&config), &ranks);
+        training.validate_filled()?;
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
+        self.samples.check(&tokenizer, &config)?;
         let data = self
             .data
             .read(&tokenizer, Some(&model), (&training, &ranks))?;

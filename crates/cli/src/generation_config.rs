@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_file;
 use serde_json::Value;
 
 /// Tokens that transformers samples from where nothing says.
@@ -28,7 +29,7 @@ impl GenerationFile {
     /// A file that cannot be read, or is no JSON.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("generation_config.json");
-        let text = match std::fs::read(&path) {
+        let text = match read_file(&path) {
             Ok(text) => text,
             Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(err) => bail!("cannot read {}: {err}", path.display()),

@@ -16,8 +16,8 @@ pub(crate) struct LogArgs {
     /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak), global_step (step counts from 0, this from 1, as the lines and the names of checkpoints do), epoch, num_positions (num_tokens are those of them with loss), positions_per_sec, run (which tells runs apart); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs, global_step, epoch, run. A run that is resumed continues its file; that of another run is refused, or with --overwrite replaced [default: none]
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
-    /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves
-    /// [default: none]
+    /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves, and no other
+    /// one may write there at the same time [default: none]
     #[arg(long, value_name = "DIR")]
     tensorboard: Option<PathBuf>,
     #[command(flatten)]
@@ -53,8 +53,14 @@ type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
 pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
 
 impl LogArgs {
-    /// Checks what can be checked without changing anything; `output` is where the trained model will be.
-    pub fn check(&self, output: &Path, num_steps: usize, of: MetricsOf) -> Result<()> {
+    /// Checks what can be checked without changing anything, for a run that goes on at `step`, if it does; `output` is where the trained
+    /// model will be.
+    pub fn check(
+        &self,
+        output: &Path,
+        (step, num_steps): (Option<usize>, usize),
+        of: MetricsOf,
+    ) -> Result<()> {
         for (what, path) in [
             ("metrics file", &self.metrics),
             ("TensorBoard folder", &self.tensorboard),
@@ -75,9 +81,11 @@ impl LogArgs {
         }
         if let Some(dir) = &self.tensorboard
             && dir.exists()
-            && !dir.is_dir()
         {
-            bail!("--tensorboard {} is no folder", dir.display());
+            if !dir.is_dir() {
+                bail!("--tensorboard {} is no folder", dir.display());
+            }
+            TensorBoard::lock(dir)?;
         }
         self.trace.check(num_steps)?;
         // A pipe is opened once, to be written to: who reads it leaves when it is closed.
@@ -86,7 +94,7 @@ impl LogArgs {
             metadata.is_ok_and(|metadata| metadata.file_type().is_fifo())
         };
         let mut files = self.metrics.iter().filter(|path| !is_pipe(path));
-        files.try_for_each(|path| of.open(path, 0).map(drop))
+        files.try_for_each(|path| of.open(path, step.unwrap_or(0)).map(drop))
     }
 
     /// The run whose metrics the file has, if there is one.
@@ -99,6 +107,14 @@ impl LogArgs {
         let mut logs: Vec<(&str, Log)> = Vec::new();
         if let Some(path) = &self.metrics {
             let mut metrics = of.open(path, resumed_at.unwrap_or(0))?;
+            if let (Some(next), Some(step)) = (metrics.next_step(), resumed_at)
+                && next < step
+            {
+                eprintln!(
+                    "warning: the metrics file {} ends after step {next} of the {step} that are done: it lacks the others",
+                    path.display()
+                );
+            }
             logs.push(("metrics", Box::new(move |line| metrics.log(line.clone()))));
         }
         if let Some(dir) = &self.tensorboard {

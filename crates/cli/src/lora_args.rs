@@ -54,9 +54,8 @@ impl LoraArgs {
         self.lora_rank.is_some() || self.adapter.is_some()
     }
 
-    /// An error if a flag is given without that which it belongs to, or if there is no adapter to go on with, or one of another type of
-    /// model; what to warn of. `model` is what `--model` says, and its folder.
-    pub fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
+    /// An error if a flag is given without that which it belongs to.
+    pub fn validate(&self) -> Result<()> {
         let details = [
             ("--lora-alpha", self.lora_alpha.is_some()),
             ("--lora-dropout", self.lora_dropout.is_some()),
@@ -74,6 +73,12 @@ impl LoraArgs {
                 "--base-dtype is given without adapters, so that there is no base\nhint: give --lora-rank too, or --dtype instead"
             );
         }
+        Ok(())
+    }
+
+    /// An error if there is no adapter to go on with, or one of another type of model; what to warn of. `model` is what `--model` says, and
+    /// its folder.
+    pub fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
         match (&self.adapter, model) {
             (Some(dir), Some((model, model_dir))) => check_base(dir, model, model_dir),
             _ => Ok(None),

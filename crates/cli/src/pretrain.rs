@@ -105,8 +105,13 @@ impl TrainingCommand for Pretrain {
     fn run(&self, flags: Flags) -> Result<ExitCode> {
         let stop = Stop::new(self.training.batches.max_secs);
         let mut training = self.training.clone();
+        training.validate(&self.output)?;
+        self.data.validate(&training.evaluation)?;
         let ranks = training.run_config_with_defaults()?;
         let taken = training.fill(&flags, None, &ranks);
+        training.validate_filled()?;
+        let seq_len = training.batches.sequences.seq_len;
+        training.check_model(&self.model.config(None, seq_len)?)?;
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => {
@@ -117,9 +122,9 @@ impl TrainingCommand for Pretrain {
                 Tokenizer::train_bpe(texts, self.model.vocab_size)?
             }
         };
-        let seq_len = training.batches.sequences.seq_len;
-        let config = self.model.config(&tokenizer, seq_len)?;
+        let config = self.model.config(Some(&tokenizer), seq_len)?;
         training.check_model(&config)?;
+        self.samples.check(&tokenizer, &config)?;
         let model = self.tokenizer.as_deref();
         let data = self.data.read(&tokenizer, model, (&training, &ranks))?;
         let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
@@ -166,7 +171,8 @@ impl Pretrain {
 }
 
 impl ModelArgs {
-    fn config(&self, tokenizer: &Tokenizer, seq_len: usize) -> Result<ModelConfig> {
+    /// The model for this tokenizer; before there is one, that for as many tokens as were asked for.
+    fn config(&self, tokenizer: Option<&Tokenizer>, seq_len: usize) -> Result<ModelConfig> {
         let (hidden_size, heads) = (self.hidden_size, self.heads);
         // The heads share the residual stream's width.
         if !hidden_size.is_multiple_of(heads) {
@@ -177,7 +183,7 @@ impl ModelArgs {
         }
         let config = json!({
             "model_type": "llama",
-            "vocab_size": tokenizer.vocab_size(),
+            "vocab_size": tokenizer.map_or(self.vocab_size, Tokenizer::vocab_size),
             "hidden_size": hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.layers,
@@ -186,8 +192,8 @@ impl ModelArgs {
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": self.max_positions.unwrap_or(MAX_POSITIONS.max(seq_len)),
             "tie_word_embeddings": !self.untied,
-            "bos_token_id": tokenizer.bos_id(),
-            "eos_token_id": tokenizer.eos_id(),
+            "bos_token_id": tokenizer.and_then(Tokenizer::bos_id),
+            "eos_token_id": tokenizer.map(Tokenizer::eos_id),
         });
         ModelConfig::from_json(&config.to_string())
     }

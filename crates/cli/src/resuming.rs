@@ -56,6 +56,13 @@ impl TrainingRun<'_> {
                      exactly as it was"
                 );
             }
+            let other_sums = record.other_sums(&earlier);
+            if !other_sums.is_empty() {
+                eprintln!(
+                    "warning: {}: the same numbers are added in another order, so that the last bits of the weights will differ",
+                    other_sums.join("; ")
+                );
+            }
             print_line(&format!("resumed after step {step} from {dir}"));
         }
         Ok(Some(Resumed {

@@ -1,13 +1,14 @@
 //! What of a run decides its weights: noted in checkpoints, compared when one is resumed.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::hash::Hasher;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use candle_comm::Degrees;
 use candle_core::{DType, Error, Result};
 use candle_ops::MatmulPrecision;
+use candle_parallel::checkpoint::open_file;
 use candle_train::{DataPosition, EvalHistory, LossHistory, Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
@@ -69,6 +70,7 @@ impl TrainingArgs {
         settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
             settings,
+            sum_order: self.sum_order(),
             model,
             position: DataPosition::default(),
             save_dtype: None,
@@ -76,6 +78,25 @@ impl TrainingArgs {
             losses: LossHistory::default(),
             repeats_gradients: false,
         })
+    }
+
+    /// What decides the order in which the same numbers are added.
+    fn sum_order(&self) -> BTreeMap<String, String> {
+        let (Degrees { pp, dp, tp, .. }, replicas) = (self.layout.degrees(), self.data_parallel());
+        let numbers = [
+            ("--micro-batch-size", self.batches.micro_batch_size),
+            ("--pp", pp),
+            ("--dp", dp),
+            ("--tp", tp),
+            ("--tile-linears", replicas.tile_linears),
+        ];
+        let order = numbers.map(|(name, number)| (name.to_string(), number.to_string()));
+        let mut order = BTreeMap::from(order);
+        if dp > 1 {
+            let zero = format!("{:?}", replicas.zero).to_lowercase();
+            order.insert("the ZeRO stage".into(), zero);
+        }
+        order
     }
 
     /// A digest of what decides the bits of the saved weights: the record of the run, its layout and the type of the files.
@@ -167,7 +188,9 @@ pub(crate) fn digest_of_weights(dir: &Path) -> Result<String> {
     let mut hash = XxHash64::default();
     let mut block = vec![0; BLOCK as usize];
     for path in files {
-        let mut file = File::open(&path)?;
+        let opened = open_file(&path);
+        let mut file =
+            opened.map_err(|err| Error::msg(format!("cannot read {}: {err}", path.display())))?;
         let len = file.metadata()?.len();
         hash.write(&len.to_le_bytes());
         let last = len.saturating_sub(BLOCK);

@@ -2,7 +2,7 @@
 
 use std::ops::Bound::{Excluded, Unbounded};
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
@@ -316,6 +316,22 @@ impl TrainingArgs {
             0 => self.ranks.config(degrees),
             num_servers => self.ranks.config_of_mailboxes(degrees, num_servers),
         }
+    }
+
+    /// An error if flags contradict each other, whatever the model and the data are; `output` is where the trained model will be.
+    pub(crate) fn validate(&self, output: &Path) -> Result<()> {
+        let is_saved_otherwise = self.evaluation.has_data() || self.batches.max_secs.is_some();
+        self.checkpoints.validate(output, is_saved_otherwise)?;
+        self.evaluation.validate()
+    }
+
+    /// The same of flags that [`Self::fill`] may give their values.
+    pub(crate) fn validate_filled(&self) -> Result<()> {
+        let (batches, dp) = (&self.batches, self.layout.degrees().dp);
+        let seq_len = batches.sequences.seq_len;
+        batches.config().validate(seq_len, dp)?;
+        let loss_scale = self.optimizer.loss_scale;
+        loss_scale.config(self.layout.dtype).map(drop)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.

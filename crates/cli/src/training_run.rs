@@ -108,12 +108,7 @@ impl TrainingRun<'_> {
         }
         let train = self.training.train_config(samples)?;
         let checkpoints = &self.training.checkpoints;
-        let is_evaluated = self.training.evaluation.has_data();
-        let max_secs = self.training.batches.max_secs;
-        checkpoints.validate(self.output, is_evaluated || max_secs.is_some())?;
-        self.training.evaluation.validate()?;
         self.evaluation((0, 1), EvalHistory::default())?;
-        self.samples.check(tokenizer, &self.config)?;
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
@@ -144,7 +139,8 @@ impl TrainingRun<'_> {
             let num_steps = train.lr_schedule.num_steps;
             let noted = checkpoints.noted(ranks.env.num_restarts() > 0);
             let of = self.metrics_of(&run, noted.is_some());
-            self.training.logs.check(claimed.place(), num_steps, of)?;
+            let steps = (noted.map(|noted| noted.step), num_steps);
+            self.training.logs.check(claimed.place(), steps, of)?;
             self.announce_start(&train, &ranks, &flags);
         }
         let folders = [

@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_file;
 use serde_json::Value;
 
 /// `None` when there is no such file.
 pub(crate) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match read_file(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => bail!("cannot read {path:?}: {e}"),

@@ -8,6 +8,7 @@
 pub mod hub;
 
 mod activity;
+mod available_memory;
 mod batches;
 mod chat;
 mod checkpoints;
@@ -62,7 +63,9 @@ pub use generate::{GenerateConfig, generate};
 pub use held_out::held_out;
 pub use loss_range::{LossHistory, LossRange};
 pub use lr_schedule::{LrDecay, LrSchedule};
-pub use memory_report::{explain_out_of_memory, peaks_in_words};
+pub use memory_report::{
+    LESS_MEMORY_HINT, explain_out_of_memory, peaks_in_words, warning_of_memory,
+};
 pub use metrics::{Metrics, MetricsLine};
 pub use model_flops::ModelFlops;
 pub use parameter_server::{Consistency, ParameterServer, Staleness, Worker};

@@ -5,6 +5,8 @@ use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
 use candle_parallel::{MemoryCategory, MemoryReport, Stage};
 
+use crate::available_memory::available_memory;
+
 /// What errors of the driver, cuBLAS and cuDNN about missing memory contain.
 const OUT_OF_MEMORY: [&str; 4] = [
     "OUT_OF_MEMORY",
@@ -13,7 +15,8 @@ const OUT_OF_MEMORY: [&str; 4] = [
     "out of memory",
 ];
 
-const HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
+/// What takes less memory.
+pub const LESS_MEMORY_HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
     --dp with --zero 3, --offload optimizer, --tp and --pp less for the rest";
 
 const HINT_FOR_WEIGHTS: &str =
@@ -29,7 +32,7 @@ pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {
 
 /// `err`, and if a GPU had no memory left what this rank holds of it.
 pub(crate) fn explain(err: Error, stage: &Stage) -> Error {
-    with_report(err, HINT, || report(stage))
+    with_report(err, LESS_MEMORY_HINT, || report(stage))
 }
 
 fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<String>>) -> Error {
@@ -59,6 +62,29 @@ fn report(stage: &Stage) -> Result<Option<String>> {
         in_words(|category| held.of(category).now),
         size(gpu.used.saturating_sub(known)),
     )))
+}
+
+/// A warning if more memory is `expected` of each of this machine's ranks than there is for them, so many in each of so many processes.
+pub fn warning_of_memory(
+    expected: &MemoryReport,
+    (num_ranks, num_processes): (usize, usize),
+) -> Option<String> {
+    let [left, own] = available_memory()?;
+    let of_rank: u64 = MemoryCategory::ALL
+        .map(|category| expected.of(category).peak)
+        .iter()
+        .sum();
+    let (num_ranks, num_processes) = (num_ranks as u64, num_processes as u64);
+    let needed = of_rank.saturating_mul(num_ranks * num_processes);
+    // What the processes hold already is among what they need.
+    let available = left.saturating_add(own.saturating_mul(num_processes));
+    (needed > available).then(|| {
+        format!(
+            "warning: this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",
+            size(needed),
+            size(available)
+        )
+    })
 }
 
 /// `weights 1.2 GiB, gradients 2.4 GiB`: the most that was held of each category.

@@ -60,6 +60,15 @@ pub struct Metrics {
     run: String,
     /// Bytes that stay, until the first step is written after them.
     kept: Option<u64>,
+    next_step: usize,
+}
+
+/// What stays of a file.
+#[derive(Default)]
+struct Kept {
+    num_bytes: u64,
+    /// After the last one in it.
+    next_step: usize,
 }
 
 impl Metrics {
@@ -100,8 +109,8 @@ impl Metrics {
         let path = path.as_ref();
         match Self::run_of(path)? {
             Some(other) if !other.is_empty() && other != run => Err(is_of_another(path, &other)),
-            Some(_) => Self::open(path, run, bytes_before(path, step)?),
-            None => Self::open(path, run, 0),
+            Some(_) => Self::open(path, run, lines_before(path, step)?),
+            None => Self::open(path, run, Kept::default()),
         }
     }
 
@@ -111,7 +120,7 @@ impl Metrics {
     /// As [`Metrics::create`], but for a file of another run that is over.
     pub fn replace(path: impl AsRef<Path>, run: &str) -> Result<Self> {
         Self::run_of(&path)?;
-        Self::open(path.as_ref(), run, 0)
+        Self::open(path.as_ref(), run, Kept::default())
     }
 
     /// The run whose metrics `path` has, by its first line; without a name if an earlier version has written it. `None` if nothing is
@@ -149,7 +158,7 @@ impl Metrics {
         }
     }
 
-    fn open(path: &Path, run: &str, kept: u64) -> Result<Self> {
+    fn open(path: &Path, run: &str, kept: Kept) -> Result<Self> {
         let mut options = OpenOptions::new();
         let options = options.write(true).create(true).truncate(false);
         let file = options.open(path).map_err(|err| cannot_write(path, &err))?;
@@ -163,8 +172,14 @@ impl Metrics {
             path: path.to_path_buf(),
             file,
             run: run.to_string(),
-            kept: Some(kept),
+            kept: Some(kept.num_bytes),
+            next_step: kept.next_step,
         })
+    }
+
+    /// The step that follows what was there and stays; `None` of pipes and devices, which hold nothing.
+    pub fn next_step(&self) -> Option<usize> {
+        self.path.is_file().then_some(self.next_step)
     }
 
     /// Appends a step or an evaluation.
@@ -230,17 +245,18 @@ fn first_line(path: &Path) -> std::io::Result<Vec<u8>> {
 /// With which every line begins.
 const BEGINNING: &[u8] = br#"{"step":"#;
 
-/// Bytes of the lines of a metrics file whose steps are before `step`.
-fn bytes_before(path: &Path, step: usize) -> Result<u64> {
+/// The lines of a metrics file whose steps are before `step`.
+fn lines_before(path: &Path, step: usize) -> Result<Kept> {
     let text = match std::fs::read(path) {
         Ok(text) => text,
         Err(err) => bail!("cannot read the metrics file {path:?}: {err}"),
     };
-    let mut kept = 0;
+    let mut kept = Kept::default();
     for (index, line) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
         match serde_json::from_slice::<MetricsLine>(line) {
             Ok(metrics) if metrics.step() < step && line.ends_with(b"\n") => {
-                kept += line.len() as u64
+                kept.num_bytes += line.len() as u64;
+                kept.next_step = metrics.step() + 1;
             }
             Ok(_) => break,
             // What a run that was killed has not written to its end.

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::FolderLock;
 use serde_json::Value;
 
 use crate::MetricsLine;
@@ -23,6 +24,7 @@ const START: u64 = 1;
 pub struct TensorBoard {
     path: PathBuf,
     file: File,
+    _lock: FolderLock,
 }
 
 impl TensorBoard {
@@ -30,7 +32,7 @@ impl TensorBoard {
     /// runs have written there about this step and later ones is not shown any more, and stays.
     ///
     /// # Errors
-    /// The folder or the file cannot be made.
+    /// The folder or the file cannot be made; another run is writing to the folder: the curves of two would be one.
     pub fn create(dir: impl AsRef<Path>, step: usize) -> Result<Self> {
         let dir = dir.as_ref();
         let now = now();
@@ -41,14 +43,16 @@ impl TensorBoard {
             now.subsec_nanos()
         );
         let path = dir.join(name);
-        let file = std::fs::create_dir_all(dir).and_then(|()| {
-            let mut options = OpenOptions::new();
-            options.append(true).create_new(true).open(&path)
-        });
-        let file = file.map_err(|err| {
-            Error::msg(format!("cannot write TensorBoard's events to {}: {err}\nhint: --tensorboard names a folder", dir.display()))
-        })?;
-        let mut events = Self { path, file };
+        std::fs::create_dir_all(dir).map_err(|err| cannot_write(dir, &err))?;
+        let lock = Self::lock(dir)?;
+        let mut options = OpenOptions::new();
+        let file = options.append(true).create_new(true).open(&path);
+        let file = file.map_err(|err| cannot_write(dir, &err))?;
+        let mut events = Self {
+            path,
+            file,
+            _lock: lock,
+        };
         let mut version = Message::default();
         version.double(1, now.as_secs_f64());
         version.bytes(3, VERSION);
@@ -59,6 +63,14 @@ impl TensorBoard {
         events.append(&version)?;
         events.append(&begin)?;
         Ok(events)
+    }
+
+    /// The right to write to the folder `dir`, until it is dropped.
+    ///
+    /// # Errors
+    /// Another run has it, whose process is named; the folder is missing or cannot be written to.
+    pub fn lock(dir: &Path) -> Result<FolderLock> {
+        FolderLock::acquire_inside(dir).map_err(|err| cannot_write(dir, &err))
     }
 
     /// Appends a step, as a point at [`crate::StepMetrics::step`]: its other numbers as `train/loss` and so on, those of its memory as `memory/weights_bytes` and
@@ -96,6 +108,13 @@ impl TensorBoard {
             Err(err) => bail!("cannot write to {}: {err}", self.path.display()),
         }
     }
+}
+
+fn cannot_write(dir: &Path, err: &std::io::Error) -> Error {
+    Error::msg(format!(
+        "cannot write TensorBoard's events to {}: {err}\nhint: --tensorboard names a folder",
+        dir.display()
+    ))
 }
 
 /// An `Event` of now.

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_file;
 use rayon::prelude::*;
 
 use crate::line_borders::{PART_BYTES, has_line_borders, parts};
@@ -21,6 +24,7 @@ pub struct Tokenizer {
     max_id: u32,
     /// Whether long texts may be encoded in parts.
     has_line_borders: bool,
+    num_encoded_bytes: Arc<AtomicU64>,
 }
 
 impl Tokenizer {
@@ -37,7 +41,7 @@ impl Tokenizer {
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref();
         let path = dir.join("tokenizer.json");
-        let bytes = match std::fs::read(&path) {
+        let bytes = match read_file(&path) {
             Ok(bytes) => bytes,
             Err(e) => bail!(
                 "cannot read the tokenizer {path:?}: {e}\nhint: {}",
@@ -79,6 +83,7 @@ impl Tokenizer {
         Ok(Self {
             named: named.collect(),
             has_line_borders: has_line_borders(&tokenizer),
+            num_encoded_bytes: Arc::default(),
             tokenizer,
             special,
             max_id,
@@ -125,11 +130,22 @@ impl Tokenizer {
             && let Some([before, after]) = self.added_ids(special_tokens)?
         {
             let parts = parts(text, PART_BYTES).into_par_iter();
-            let parts = parts.map(|part| self.encode_whole(part, false));
+            let parts = parts.map(|part| {
+                let ids = self.encode_whole(part, false)?;
+                let num_bytes = part.len() as u64;
+                self.num_encoded_bytes
+                    .fetch_add(num_bytes, Ordering::Relaxed);
+                Ok(ids)
+            });
             let parts: Vec<Vec<u32>> = parts.collect::<Result<_>>()?;
             return Ok([before, parts.concat(), after].concat());
         }
         self.encode_whole(text, special_tokens)
+    }
+
+    /// Counts the bytes of long texts, which are encoded in parts, as these are done: to show how far a program is that encodes one.
+    pub fn num_encoded_bytes(&self) -> Arc<AtomicU64> {
+        self.num_encoded_bytes.clone()
     }
 
     fn encode_whole(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {

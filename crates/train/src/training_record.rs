@@ -18,6 +18,10 @@ use crate::{Batches, EvalHistory, LossHistory};
 pub struct TrainingRecord {
     /// Values by name, such as `--lr`, on which the weights depend. A run may resume with others if its user insists.
     pub settings: BTreeMap<String, String>,
+    /// Values by name, such as `--micro-batch-size`, on which only the order of sums depends, and so the last bits of the weights. Empty in
+    /// checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sum_order: BTreeMap<String, String>,
     /// The model's configuration, which must be the same.
     pub model: Map<String, Value>,
     /// The next step's place in the data.
@@ -97,6 +101,14 @@ impl TrainingRecord {
             );
         }
         Ok(settings)
+    }
+
+    /// What makes sums of another order than in the run that wrote `earlier`, in words; empty if that is not known.
+    pub fn other_sums(&self, earlier: &Self) -> Vec<String> {
+        match earlier.sum_order.is_empty() {
+            true => Vec::new(),
+            false => differences(&self.sum_order, &earlier.sum_order, Clone::clone),
+        }
     }
 }
 

@@ -1,10 +1,12 @@
 //! Models that are not there, and configurations that are damaged or describe something else.
 
 use std::fs;
+use std::path::Path;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
-use super::workspace::{Workspace, refuses_file, refuses_model};
+use super::workspace::{Workspace, candle_train, refuses_file, refuses_model};
 
 #[track_caller]
 fn refuses_config(edit: impl FnOnce(&mut Value), parts: &[&str]) {
@@ -52,6 +54,39 @@ fn a_configuration_that_is_missing_or_damaged_is_named() {
         |path| fs::write(path, [0xff, 0xfe]).unwrap(),
         &["config.json", "UTF-8"],
     );
+}
+
+#[test]
+fn a_pipe_in_place_of_a_file_is_named_and_not_waited_for() {
+    let pipe = |path: &Path| {
+        let _ = fs::remove_file(path);
+        let made = Command::new("mkfifo").arg(path).status().unwrap();
+        assert!(made.success());
+    };
+    for name in [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ] {
+        let file = format!("model/{name}");
+        refuses_file(&file, pipe, &[name, "it is a pipe, expected a file"]);
+    }
+    let workspace = Workspace::new();
+    let (adapter, saves) = (workspace.path("adapter"), workspace.path("saves"));
+    fs::create_dir_all(&adapter).unwrap();
+    fs::create_dir_all(saves.join("step-000001")).unwrap();
+    pipe(&adapter.join("adapter_config.json"));
+    pipe(&saves.join("step-000001/manifest.json"));
+    let run = workspace.finetune().flag("--adapter", adapter.display());
+    workspace.refuses(&run, &["adapter_config.json", "it is a pipe"]);
+    let step = saves.join("step-000001");
+    let run = workspace.finetune().flag("--resume", step.display());
+    workspace.refuses(&run, &["manifest.json", "it is a pipe"]);
+    let inspect = candle_train("inspect").argument(step.display()).run();
+    inspect.assert_error(&["manifest.json", "it is a pipe"]);
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use super::program::Program;
@@ -30,6 +32,24 @@ fn data_that_is_missing_empty_or_not_text_is_named() {
         |path| fs::write(path, b"caf\xe9 au lait").unwrap(),
         &["not UTF-8", "offset 3 of 12"],
     );
+}
+
+#[test]
+fn long_reading_is_shown() {
+    let workspace = Workspace::new();
+    let text = fs::File::create(workspace.path("text.txt")).unwrap();
+    // Without a block on the disk.
+    text.set_len(64 << 30).unwrap();
+    let program = workspace.finetune();
+    let program = program.variable("CANDLE_TRAIN_CACHE", workspace.path("cache").display());
+    let mut is_shown = false;
+    program.run_and_pid(|said, pid| {
+        if said.contains("reading the data: ") && said.contains(" of 68.7 GB, 1 s") {
+            is_shown = true;
+            let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
+        }
+    });
+    assert!(is_shown);
 }
 
 #[test]
@@ -69,7 +89,9 @@ fn data_that_is_no_known_file_nor_a_folder_of_them_is_an_error() {
     )
     .unwrap();
     fs::write(workspace.path("texts/b.txt"), "").unwrap();
-    workspace.refuses(&with("texts"), &["texts/b.txt", "is empty"]);
+    let outcome = with("texts").succeeds_with_warnings();
+    let said = "b.txt: it is empty";
+    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
     fs::write(workspace.path("texts/b.txt"), "The second document.").unwrap();
     fs::write(workspace.path("texts/notes.md"), "no data").unwrap();
     let outcome = with("texts").succeeds();

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use candle_train::TensorBoard;
 use serde_json::Value;
 
 use super::folder::names;
@@ -127,6 +128,49 @@ fn a_run_that_is_resumed_continues_its_file_with_its_name() {
     assert!(fs::read(&other).unwrap() == before);
     refused.succeeds();
     assert_eq!(lines(&other).1, [2]);
+}
+
+#[test]
+fn a_file_that_lacks_steps_is_told_and_one_that_cannot_be_read_ends_the_run_before_any() {
+    let workspace = Workspace::new();
+    let path = workspace.path("metrics.jsonl");
+    let program = saving(run(&workspace, "first"), &workspace, "saves").flag("--steps", 3);
+    program.succeeds();
+    let whole = fs::read_to_string(&path).unwrap();
+    let first = whole.split_inclusive('\n').next().unwrap();
+    let program = program.flag("--resume", "latest").switch("--overwrite");
+    for (text, num_there) in [(Some(first), 1), (Some(""), 0), (None, 0)] {
+        fs::remove_file(&path).unwrap();
+        text.iter().for_each(|text| fs::write(&path, text).unwrap());
+        let said = program.succeeds().stderr;
+        let warning = format!("ends after step {num_there} of the 2 that are done");
+        assert_eq!(said.matches(&warning).count(), 1, "{said}");
+    }
+    fs::write(&path, whole.replacen("{\"step\":1,", "something else", 1)).unwrap();
+    let outcome = program.run();
+    outcome.assert_error(&["line 2 of ", "is no step of a metrics file"]);
+    assert_eq!(outcome.code, Some(2));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let outcome = program.run();
+    outcome.assert_error(&["cannot write the metrics file", "hint:"]);
+    assert_eq!(outcome.code, Some(2));
+}
+
+#[test]
+fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
+    let workspace = Workspace::new();
+    let curves = workspace.path("curves");
+    let other = TensorBoard::create(&curves, 0).unwrap();
+    let program = run(&workspace, "first").flag("--tensorboard", curves.display());
+    let outcome = program.run();
+    let process = format!("process {}", std::process::id());
+    outcome.assert_error(&["TensorBoard", "another run is writing to it", &process]);
+    assert_eq!(outcome.code, Some(2));
+    drop(other);
+    program.succeeds();
+    // The event files of both, and no lock.
+    assert_eq!(names(&curves).len(), 2);
 }
 
 /// As after a kill before the first checkpoint.

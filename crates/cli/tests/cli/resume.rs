@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::folder::{Tensors, copy_folder, names, read_checkpoint};
 use super::program::Program;
 use super::training::{metrics, without_times};
-use super::workspace::Workspace;
+use super::workspace::{Workspace, candle_train};
 
 /// Six steps with a checkpoint after each, of which the newest `keep` stay.
 fn saving(workspace: &Workspace, saves: &str, keep: usize) -> Program {
@@ -90,7 +90,14 @@ fn other_layouts_go_on_too() {
         let program = program
             .flag("--zero", zero)
             .flag("--resume", step.display());
-        program.succeeds();
+        let said = program.succeeds().stderr;
+        let other_tp = format!("--tp is {tp}, and ");
+        let order = "the same numbers are added in another order";
+        let warning = said.lines().find(|line| line.contains(order));
+        assert!(
+            warning.is_some_and(|line| line.contains(&other_tp)),
+            "{said}"
+        );
         let losses = losses();
         assert_eq!(losses.len(), 6);
         for (loss, want) in losses.iter().zip(&want) {
@@ -98,6 +105,13 @@ fn other_layouts_go_on_too() {
             assert!((loss - want).abs() <= 1e-5 * want, "{what}");
         }
     }
+    // The ranks as before, and other micro-batches.
+    let step = workspace.path("saves/step-000005");
+    let program = program.flag("--save-dir", workspace.path("more").display());
+    let program = program.flag("--resume", step.display());
+    let said = program.flag("--micro-batch-size", 2).succeeds().stderr;
+    let warning = "warning: --micro-batch-size is 2, and 1 in the checkpoint: the same numbers";
+    assert!(said.starts_with(warning), "{said}");
 }
 
 #[test]
@@ -166,6 +180,36 @@ fn flags_that_contradict_each_other_are_refused() {
         &run.switch("--resume-anyway"),
         &["--resume-anyway is given without --resume"],
     );
+    // Before the model or the data is looked for.
+    let nothing = workspace.path("nothing").display().to_string();
+    let run = workspace.finetune_by_default();
+    let run = run.flag("--model", &nothing).flag("--data", &nothing);
+    for (flag, value, part) in [
+        ("--save-every", "1", "without --save-dir"),
+        ("--eval-every", "1", "without samples to evaluate on"),
+        ("--lora-alpha", "8", "without --lora-rank"),
+        ("--zero-group", "3", "zero-group(3)"),
+    ] {
+        workspace.refuses(
+            &run.clone().flag(flag, value),
+            &[flag.trim_start_matches('-'), part],
+        );
+    }
+    let run = workspace.finetune().flag("--data", &nothing);
+    workspace.refuses(
+        &run.flag("--global-batch-size", 3),
+        &["global_batch_size(3)"],
+    );
+    let run = candle_train("pretrain").flag("--data", &nothing);
+    let run = run.flag("--output", workspace.path("new").display());
+    for (flag, value, part) in [
+        ("--tp", "7", "tp(7) > num_attention_heads(6)"),
+        ("--heads", "7", "--hidden-size(192) % --heads(7)"),
+        ("--seq-len", "64", "--seq-len 64"),
+    ] {
+        let run = run.clone().flag("--max-positions", 32).flag(flag, value);
+        workspace.refuses(&run, &[part]);
+    }
     // After the folder was made.
     let saving = saving(&workspace, "saves", 1).flag("--freeze", "nothing");
     workspace.refuses(&saving, &["--freeze nothing matches none"]);

@@ -1,7 +1,6 @@
 //! Reads parts of tensors straight from memory-mapped safetensors files.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use twox_hash::XxHash64;
 
+use super::plain_file::{open_file, read_text_file};
 use crate::params::Shard;
 
 /// Name of the single weights file of a Hugging Face checkpoint.
@@ -57,9 +57,11 @@ impl Checkpoint {
             bail!("checkpoint folder {} does not exist", dir.display());
         }
         let mut checkpoint = Self::empty(dir);
-        if dir.join(WEIGHTS_FILE).exists() {
+        // A link to nothing is there, too, and told by who opens it.
+        let is_there = |name| dir.join(name).symlink_metadata().is_ok();
+        if is_there(WEIGHTS_FILE) {
             checkpoint.map_file(&dir.join(WEIGHTS_FILE))?;
-        } else if dir.join(INDEX_FILE).exists() {
+        } else if is_there(INDEX_FILE) {
             checkpoint.map_index(&dir.join(INDEX_FILE))?;
         } else {
             bail!(
@@ -91,7 +93,7 @@ impl Checkpoint {
     }
 
     fn map_index(&mut self, path: &Path) -> Result<()> {
-        let text = std::fs::read_to_string(path).map_err(|err| {
+        let text = read_text_file(path).map_err(|err| {
             candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
         })?;
         let index: Index = serde_json::from_str(&text).map_err(|err| {
@@ -112,7 +114,7 @@ impl Checkpoint {
                 );
             }
             let shard_path = self.dir.join(file);
-            if !shard_path.exists() {
+            if shard_path.symlink_metadata().is_err() {
                 bail!(
                     "{} names {file}, which does not exist in {}\nhint: the download may be incomplete",
                     path.display(),
@@ -327,7 +329,7 @@ pub(super) fn map(path: &Path) -> Result<Mmap> {
     let fail = |err: std::io::Error| {
         candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
     };
-    let file = File::open(path).map_err(fail)?;
+    let file = open_file(path).map_err(fail)?;
     // SAFETY: the map is read-only and its length is that of the file when it was opened. A file that another process
     // truncates while it is mapped would fault, as with every reader of memory-mapped weights; our own writer never
     // touches a file in place, it renames a new one over it, which leaves this map intact.

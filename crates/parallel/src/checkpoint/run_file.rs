@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::model_folder::ModelFolder;
+use super::plain_file::read_file;
 
 /// Name of the note.
 pub(super) const RUN_FILE: &str = ".candle_train.json";
@@ -47,6 +48,6 @@ impl RunFile {
 
     /// The note of a folder, if there is one.
     pub fn read(dir: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(dir.join(RUN_FILE)).ok()?).ok()
+        serde_json::from_slice(&read_file(&dir.join(RUN_FILE)).ok()?).ok()
     }
 }

@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 
 use super::adapter_config;
 use super::config::LoraConfig;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, read_text_file};
 
 /// Name of an adapter's configuration in its folder.
 pub const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";
@@ -44,7 +44,7 @@ impl Adapter {
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref();
         let path = dir.join(ADAPTER_CONFIG_FILE);
-        let text = std::fs::read_to_string(&path).map_err(|err| {
+        let text = read_text_file(&path).map_err(|err| {
             candle_core::Error::msg(format!(
                 "cannot read {}: {err}\nhint: an adapter is a folder with {ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}",
                 path.display()

@@ -142,6 +142,49 @@ fn an_index_that_is_wrong() {
 }
 
 #[test]
+fn what_is_no_file_is_called_what_it_is() {
+    let link = |target: &str, path: &Path| std::os::unix::fs::symlink(target, path).unwrap();
+    let pipe = |path: &Path| {
+        let made = std::process::Command::new("mkfifo").arg(path).status();
+        assert!(made.unwrap().success());
+    };
+    type Make<'a> = &'a dyn Fn(&Path);
+    let cases: [(Make, &str); 4] = [
+        (
+            &|path| std::fs::create_dir(path).unwrap(),
+            "it is a folder, expected a file",
+        ),
+        (&pipe, "it is a pipe, expected a file\nhint: "),
+        (&|path| link(WEIGHTS_FILE, path), "it is in a loop of links"),
+        (
+            &|path| link("gone", path),
+            "is a link to gone, which is missing",
+        ),
+    ];
+    let index = format!("{{\"weight_map\": {{\"a\": {WEIGHTS_FILE:?}}}}}");
+    for (make, words) in cases {
+        let dir = tempdir().unwrap();
+        make(&dir.path().join(WEIGHTS_FILE));
+        assert_says(&open(&dir), &[WEIGHTS_FILE, words]);
+        // One of several files, and the index of them.
+        std::fs::rename(dir.path().join(WEIGHTS_FILE), dir.path().join("b")).unwrap();
+        std::fs::write(
+            dir.path().join(INDEX_FILE),
+            index.replace(WEIGHTS_FILE, "b"),
+        )
+        .unwrap();
+        if !words.contains("loop") {
+            assert_says(&open(&dir), &["/b", words]);
+        }
+        std::fs::remove_file(dir.path().join(INDEX_FILE)).unwrap();
+        std::fs::rename(dir.path().join("b"), dir.path().join(INDEX_FILE)).unwrap();
+        if !words.contains("loop") {
+            assert_says(&open(&dir), &[INDEX_FILE, words]);
+        }
+    }
+}
+
+#[test]
 fn a_tensor_that_is_missing() {
     let weights = |dir: &Path| dir.join(WEIGHTS_FILE);
     let said = spoiled(|dir| {

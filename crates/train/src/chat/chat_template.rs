@@ -23,6 +23,10 @@ const DEFAULT: &str = "chat";
 const WITH_TOOLS: &str = "chat with tools";
 const MARKED: &str = " and marks";
 
+/// Instructions that a template may take for a conversation; to read or write 64 bytes counts as one. A message takes about a hundred: a
+/// conversation of a million tokens a few millions.
+const MAX_STEPS: u64 = 50_000_000;
+
 /// A chat template. It knows the special tokens by their names, such as `bos_token`.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -78,6 +82,7 @@ impl ChatTemplate {
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(write_as_python);
+        environment.set_fuel(Some(MAX_STEPS));
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
         let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
@@ -225,6 +230,12 @@ impl ChatTemplate {
 
 /// The innermost reason, without the engine's words around it.
 fn explain(err: &Error) -> String {
+    if err.kind() == ErrorKind::OutOfFuel {
+        return format!(
+            "it takes more than {MAX_STEPS} steps, or writes more than {} GB",
+            MAX_STEPS * 64 / 1_000_000_000
+        );
+    }
     let detail = err.detail().map_or_else(|| err.to_string(), str::to_string);
     match err.line() {
         Some(line) if err.kind() != ErrorKind::InvalidOperation => {

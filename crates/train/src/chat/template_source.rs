@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_text_file;
 use serde_json::Value;
 
 use crate::json_file::read_json;
@@ -66,7 +67,7 @@ impl TemplateSource {
 }
 
 fn read_text(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
+    match read_text_file(path) {
         Ok(text) => Ok(Some(text)),
         Err(err) if err.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(err) => bail!("cannot read the chat template {path:?}: {err}"),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::check_file;
 
 use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
@@ -93,19 +94,25 @@ impl Data {
     fn add(&mut self, source: usize, path: &Path) -> Result<()> {
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => self.add_folder(source, path),
-            Ok(_) => match format_of(path) {
-                Some(format) => {
-                    self.push(source, path, format);
-                    Ok(())
-                }
-                None => {
-                    bail!("data {path:?} is not a .txt, .jsonl, .json or .parquet file\n{HINT}")
-                }
-            },
-            Err(err) => match path.to_str().filter(|path| path.contains(['*', '?', '['])) {
+            Ok(_) => self.add_file(source, path),
+            Err(_) => match path.to_str().filter(|path| path.contains(['*', '?', '['])) {
                 Some(pattern) => self.add_glob(source, pattern),
-                None => bail!("cannot open data {path:?}: {err}\n{HINT}"),
+                None => self.add_file(source, path),
             },
+        }
+    }
+
+    fn add_file(&mut self, source: usize, path: &Path) -> Result<()> {
+        // It is read for its checksum, and again for its records.
+        if let Err(err) = check_file(path) {
+            bail!("cannot open data {path:?}: {err}\n{HINT}");
+        }
+        match format_of(path) {
+            Some(format) => {
+                self.push(source, path, format);
+                Ok(())
+            }
+            None => bail!("data {path:?} is not a .txt, .jsonl, .json or .parquet file\n{HINT}"),
         }
     }
 
@@ -243,6 +250,11 @@ impl Data {
     /// What was taken and what was left where a data set on a hub has more than one split, a line each.
     pub fn choices(&self) -> &[String] {
         &self.choices
+    }
+
+    /// Size of all files.
+    pub(crate) fn num_bytes(&self) -> Result<u64> {
+        Ok(self.stamps()?.iter().map(|(len, _)| len).sum())
     }
 
     /// Sizes in bytes and times of the last change.

@@ -72,7 +72,9 @@ impl Tokens {
             if let Some(tokens) = cache.open(&key) {
                 return Ok(tokens);
             }
+            let waiting = Activity::start("waiting for another run that tokenizes this data");
             let _lock = cache.lock(&key);
+            drop(waiting);
             if let Some(tokens) = cache.open(&key) {
                 return Ok(tokens);
             }
@@ -102,11 +104,13 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
     let mut writer = TokensWriter::new(writer);
     let mut report = DataReport::default();
     let mut records = FileRecords::of(data);
-    let total = data.stamps()?.iter().map(|(len, _)| len).sum();
     let done = Arc::new(AtomicU64::new(0));
-    let counter = done.clone();
-    let activity = Activity::of_bytes("tokenizing", Some(total), move || {
-        counter.load(Ordering::Relaxed)
+    let (counter, of_long_texts) = (done.clone(), encoder.num_encoded_bytes());
+    let num_encoded = move || of_long_texts.load(Ordering::Relaxed);
+    let before = num_encoded();
+    let activity = Activity::of_bytes("tokenizing", Some(data.num_bytes()?), {
+        let num_encoded = num_encoded.clone();
+        move || counter.load(Ordering::Relaxed) + num_encoded() - before
     });
     loop {
         let (mut chunk, mut num_bytes): (Vec<RawRecord>, _) = (Vec::new(), 0);
@@ -120,6 +124,7 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
         if chunk.is_empty() {
             break;
         }
+        let counted = num_encoded();
         let encoded: Vec<_> = chunk
             .into_par_iter()
             .map(|raw| (raw.location, encode_one(raw, encoder)))
@@ -146,7 +151,8 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
                 }
             }
         }
-        done.fetch_add(num_bytes as u64, Ordering::Relaxed);
+        let rest = (num_bytes as u64).saturating_sub(num_encoded() - counted);
+        done.fetch_add(rest, Ordering::Relaxed);
     }
     drop(activity);
     writer.finish(report)

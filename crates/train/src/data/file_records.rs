@@ -1,10 +1,11 @@
 //! The records of files, one after the other, before anything is made of them.
 
 use std::collections::VecDeque;
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Take};
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::{open_file, read_file};
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
@@ -23,6 +24,8 @@ pub(crate) struct RawRecord {
 
 enum Content {
     Text(String),
+    /// Why a file has no text.
+    NoText(String),
     Json(Vec<u8>),
     Value(Value),
 }
@@ -36,6 +39,7 @@ impl RawRecord {
                 record: Record::Text(text),
                 unread: Vec::new(),
             }),
+            Content::NoText(reason) => Err(reason.into()),
             Content::Value(value) => ParsedRecord::of(&value),
             Content::Json(line) => match serde_json::from_slice::<Value>(&line) {
                 Ok(value) => ParsedRecord::of(&value),
@@ -49,6 +53,7 @@ impl RawRecord {
         match &self.content {
             Content::Text(text) => text.len(),
             Content::Json(line) => line.len(),
+            Content::NoText(_) => 0,
             Content::Value(_) => 1024,
         }
     }
@@ -68,7 +73,7 @@ struct OpenFile<'a> {
 }
 
 enum Records {
-    Lines(BufReader<File>),
+    Lines(BufReader<Take<File>>),
     Ready(VecDeque<Content>),
     #[cfg(feature = "parquet")]
     Rows(super::parquet_rows::ParquetRows),
@@ -85,7 +90,7 @@ impl<'a> FileRecords<'a> {
     /// The next record, or `None` after the last.
     ///
     /// # Errors
-    /// A file that cannot be read, a text file that is no text or empty, a JSON or Parquet file that is none. A line that is no record is
+    /// A file that cannot be read, a text file that is no text, a JSON or Parquet file that is none. A line that is no record is
     /// not an error here.
     pub fn next_record(&mut self) -> Result<Option<RawRecord>> {
         loop {
@@ -154,16 +159,17 @@ const BOM: &[u8] = "\u{feff}".as_bytes();
 
 fn open(file: &DataFile) -> Result<Records> {
     match file.format {
-        FileFormat::Text => Ok(Records::Ready([Content::Text(read_text(file)?)].into())),
+        FileFormat::Text => Ok(Records::Ready([read_text(file)?].into())),
         FileFormat::JsonLines => Ok(Records::Lines(lines(file)?)),
         FileFormat::Json => json(file),
         FileFormat::Parquet => parquet(file),
     }
 }
 
-fn lines(file: &DataFile) -> Result<BufReader<File>> {
-    let opened = File::open(&file.path).map(BufReader::new);
-    let opened = opened.and_then(|mut lines| {
+fn lines(file: &DataFile) -> Result<BufReader<Take<File>>> {
+    let opened = open_file(&file.path).and_then(|opened| {
+        let len = opened.metadata()?.len();
+        let mut lines = BufReader::new(opened.take(len));
         let is_utf16 = is_utf16(lines.fill_buf()?);
         Ok((lines, is_utf16))
     });
@@ -227,7 +233,7 @@ fn json(file: &DataFile) -> Result<Records> {
 }
 
 fn read_bytes(file: &DataFile) -> Result<Vec<u8>> {
-    match fs::read(&file.path) {
+    match read_file(&file.path) {
         Ok(bytes) if is_utf16(&bytes) => Err(utf16_error(file)),
         Ok(bytes) => Ok(bytes),
         Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
@@ -236,7 +242,7 @@ fn read_bytes(file: &DataFile) -> Result<Vec<u8>> {
 
 /// The text of a file. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the token ids
 /// are those that a Python script gets. A byte-order mark is left out. Nothing else is changed, nothing is trimmed.
-fn read_text(file: &DataFile) -> Result<String> {
+fn read_text(file: &DataFile) -> Result<Content> {
     let bytes = read_bytes(file)?;
     let (path, num_bytes) = (&file.path, bytes.len());
     let mut text = match String::from_utf8(bytes) {
@@ -250,13 +256,15 @@ fn read_text(file: &DataFile) -> Result<String> {
         text.drain(..BOM.len());
     }
     if text.is_empty() {
-        bail!("data file {path:?} is empty");
+        return Ok(Content::NoText("it is empty".to_string()));
     }
     if text.trim().is_empty() {
-        bail!("data file {path:?} holds nothing but white space ({num_bytes} bytes)");
+        return Ok(Content::NoText(format!(
+            "it holds nothing but white space ({num_bytes} bytes)"
+        )));
     }
-    Ok(match text.contains('\r') {
+    Ok(Content::Text(match text.contains('\r') {
         true => text.replace("\r\n", "\n").replace('\r', "\n"),
         false => text,
-    })
+    }))
 }

@@ -1,10 +1,10 @@
 //! The rows of a Parquet file as records.
 
-use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::open_file;
 use minijinja::Value;
 use parquet::basic::Compression;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -23,7 +23,7 @@ impl ParquetRows {
     /// The file is missing, not in Parquet or compressed in a way that is not built in.
     pub fn open(path: &Path) -> Result<Self> {
         let reader = guarded(|| {
-            let file = File::open(path).map_err(Error::wrap)?;
+            let file = open_file(path).map_err(Error::wrap)?;
             SerializedFileReader::new(file).map_err(Error::wrap)
         });
         let reader = match reader {

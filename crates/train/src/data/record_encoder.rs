@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use candle_core::Result;
 use jiff::civil::Date;
@@ -208,6 +210,11 @@ impl<'a> RecordEncoder<'a> {
         let template = self.template.as_ref().map(ChatTemplate::identity);
         let (tokenizer, config) = (self.tokenizer.identity()?, self.config);
         Ok(format!("{tokenizer} {template:?} {config:?}"))
+    }
+
+    /// As [`Tokenizer::num_encoded_bytes`].
+    pub(crate) fn num_encoded_bytes(&self) -> Arc<AtomicU64> {
+        self.tokenizer.num_encoded_bytes()
     }
 
     /// The checkpoint's chat template.

@@ -4,9 +4,12 @@ use std::fs::{self, DirEntry, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::open_file;
 use twox_hash::XxHash3_128;
 
 use super::data_files::Data;
@@ -19,6 +22,9 @@ const VERSION: u32 = 3;
 
 /// Files that no run has used for so long are removed when another one is made.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// How names of files end that are not whole.
+const PARTIAL: &str = ".partial";
 
 /// A folder of files of tokens.
 #[derive(Clone, Debug)]
@@ -60,9 +66,16 @@ impl TokenCache {
     pub(crate) fn key(data: &Data, encoder: &RecordEncoder<'_>) -> Result<String> {
         let mut hash = XxHash3_128::new();
         let mut block = vec![0; 1 << 20];
+        let num_read = Arc::new(AtomicU64::new(0));
+        let counter = num_read.clone();
+        let _reading = Activity::of_bytes("reading the data", Some(data.num_bytes()?), move || {
+            counter.load(Ordering::Relaxed)
+        });
         for file in &data.files {
-            let mut opened = match File::open(&file.path) {
-                Ok(opened) => opened,
+            let opened = open_file(&file.path).and_then(|file| Ok((file.metadata()?.len(), file)));
+            let mut opened = match opened {
+                // What grows meanwhile, such as a log, has an end.
+                Ok((len, opened)) => opened.take(len),
                 Err(err) => bail!("cannot open data {:?}: {err}", file.path),
             };
             let mut len = 0u64;
@@ -72,6 +85,7 @@ impl TokenCache {
                     Ok(count) => {
                         hash.write(&block[..count]);
                         len += count as u64;
+                        num_read.fetch_add(count as u64, Ordering::Relaxed);
                     }
                     Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
                 }
@@ -107,14 +121,33 @@ impl TokenCache {
         }
     }
 
+    /// Removes what runs that were killed have left of the file of this name. Who writes one has locked it.
+    fn remove_abandoned(&self, key: &str) {
+        let is_partial = |entry: &DirEntry| {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            let rest = name.strip_prefix('.').and_then(|it| it.strip_prefix(key));
+            rest.is_some_and(|rest| rest.ends_with(PARTIAL))
+        };
+        for entry in self.entries().filter(is_partial) {
+            let file = File::options().write(true).open(entry.path());
+            if file.is_ok_and(|file| file.try_lock().is_ok()) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = DirEntry> + use<> {
+        fs::read_dir(&self.dir).into_iter().flatten().flatten()
+    }
+
     /// Removes what has not been used for long, and what killed processes have left. What cannot be removed stays.
     fn remove_unused(&self) {
         let is_unused = |entry: &DirEntry| {
             let modified = entry.metadata().and_then(|metadata| metadata.modified());
             modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNUSED))
         };
-        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
-        for entry in entries.filter(is_unused) {
+        for entry in self.entries().filter(is_unused) {
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -137,13 +170,16 @@ impl TokenCache {
         key: &str,
         write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
     ) -> Result<Option<Tokens>> {
+        self.remove_abandoned(key);
         let partial = self.dir.join(format!(
-            ".{key}.{:016x}.partial",
+            ".{key}.{:016x}{PARTIAL}",
             RandomState::new().hash_one(key)
         ));
         let Ok(file) = fs::create_dir_all(&self.dir).and_then(|()| File::create(&partial)) else {
             return Ok(None);
         };
+        // On a file system without locks nobody can tell that it is abandoned.
+        let _ = file.try_lock();
         let mut writer = BufWriter::new(file);
         let written = write(&mut writer);
         let kept = || -> std::io::Result<()> {

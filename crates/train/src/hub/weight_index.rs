@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::read_file;
 use serde_json::Value;
 
 use super::repo_spec::is_name;
@@ -14,7 +15,7 @@ use super::repo_spec::is_name;
 /// The file cannot be read, has no `weight_map`, or names something that is not a plain `.safetensors` file name: the
 /// index comes from the network and must not lead out of its folder.
 pub(super) fn read_shard_names(path: &Path) -> Result<BTreeSet<String>> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match read_file(path) {
         Ok(bytes) => bytes,
         Err(e) => bail!("cannot read the index of the weights {path:?}: {e}"),
     };

@@ -115,6 +115,54 @@ fn files_folders_and_globs_are_read_in_order() {
 }
 
 #[test]
+fn what_is_no_file_is_called_what_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let link =
+        |target: &str, name: &str| std::os::unix::fs::symlink(target, dir.join(name)).unwrap();
+    let made = std::process::Command::new("mkfifo")
+        .arg(dir.join("a.jsonl"))
+        .status();
+    assert!(made.unwrap().success());
+    link("/dev/zero", "b.txt");
+    link("nothing", "c.txt");
+    link("d.txt", "d.txt");
+    write(dir, "e.txt", "text");
+    for (name, parts) in [
+        (
+            "a.jsonl",
+            ["it is a pipe", "hint: write what comes out of it"],
+        ),
+        ("b.txt", ["it is a device", "hint: "]),
+        (
+            "c.txt",
+            ["is a link to nothing, which is missing", "hint: "],
+        ),
+        ("d.txt", ["it is in a loop of links", "hint: "]),
+    ] {
+        assert_error(texts(dir, &[name]), &[&[name], &parts[..]].concat());
+    }
+    // Among others they are skipped, and told.
+    let skipped = ["a.jsonl", "b.txt", "c.txt", "d.txt"].map(|name| dir.join(name));
+    assert_eq!(found(dir).skipped(), skipped);
+    assert_eq!(texts(dir, &["."]).unwrap(), ["text"]);
+}
+
+#[test]
+fn a_file_without_text_is_skipped_among_others() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "a.txt", "");
+    write(dir.path(), "b.txt", "the cat");
+    write(dir.path(), "c.jsonl", "");
+    let (data, tokenizer) = (found(dir.path()), tokenizer());
+    let encoder = RecordEncoder::new(&tokenizer, None, EncoderConfig::default()).unwrap();
+    let tokens = Tokens::encode(&data, &encoder, None).unwrap();
+    assert_eq!(tokens.num_records(), 1);
+    let [warning] = tokens.report().warnings(&data).try_into().unwrap();
+    assert!(warning.ends_with("a.txt: it is empty"), "{warning}");
+}
+
+#[test]
 fn a_weight_is_what_follows_the_last_colon() {
     let spec = |text: &str| text.parse::<DataSpec>();
     assert_eq!(
@@ -236,6 +284,26 @@ fn a_cached_file_that_is_damaged_anywhere_is_made_again() {
         }
     }
     assert_eq!(cached.files(), [file]);
+}
+
+#[test]
+fn what_a_killed_run_has_left_is_removed_and_not_what_another_one_writes() {
+    let cached = Cached::new();
+    cached.tokens();
+    let [file] = cached.files().try_into().unwrap();
+    let key = file.file_stem().unwrap().to_str().unwrap();
+    let partial = |name: &str| file.with_file_name(format!(".{name}.partial"));
+    let [dead, live, other] =
+        [format!("{key}.1"), format!("{key}.2"), "4567.3".into()].map(|name| partial(&name));
+    for path in [&dead, &live, &other] {
+        fs::write(path, "half").unwrap();
+    }
+    let writing = fs::File::open(&live).unwrap();
+    writing.lock().unwrap();
+    fs::remove_file(&file).unwrap();
+    cached.tokens();
+    assert!(file.exists() && live.exists() && other.exists());
+    assert!(!dead.exists());
 }
 
 #[test]

@@ -220,7 +220,8 @@ fn two_runs_need_two_files() {
     );
     drop(first);
     Metrics::create(&path, "a").unwrap();
-    let _null = Metrics::create("/dev/null", "a").unwrap();
+    let null = Metrics::create("/dev/null", "a").unwrap();
+    assert_eq!(null.next_step(), None);
     Metrics::create("/dev/null", "a").unwrap();
 }
 
@@ -281,6 +282,11 @@ fn a_resumed_run_writes_no_step_twice() {
         fs::write(&path, text).unwrap();
         let mut metrics = Metrics::resume(&path, "a", first).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        let next = expected.len().checked_sub(2);
+        assert_eq!(
+            metrics.next_step(),
+            Some(next.map_or(0, |at| expected[at] + 1))
+        );
         metrics.log(&step(first)).unwrap();
         assert_eq!(steps(), expected, "{first}");
     }

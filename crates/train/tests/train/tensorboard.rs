@@ -82,7 +82,9 @@ fn events(path: &Path) -> Vec<Vec<Field>> {
 
 /// The only event file of a folder.
 fn file(dir: &Path) -> std::path::PathBuf {
-    let mut files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
+    let files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
+    // Beside the lock.
+    let mut files = files.filter(|path| !path.ends_with(".lock"));
     let file = files.next().unwrap();
     assert!(files.next().is_none());
     assert!(file.display().to_string().contains("tfevents"));
@@ -135,6 +137,17 @@ fn each_number_of_a_step_is_a_point_of_its_curve() {
     assert_eq!(number(&events[3], 2), Some(301.0));
     assert_eq!(second.len(), first.len() - 1);
     assert!(second.iter().all(|(tag, _)| tag != "train/loss"));
+}
+
+#[test]
+fn two_runs_need_two_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = TensorBoard::create(dir.path(), 0).unwrap();
+    let process = format!("process {}", std::process::id());
+    let words = ["TensorBoard", "another run is writing to it", &process];
+    assert_error(TensorBoard::create(dir.path(), 0), &words);
+    drop(first);
+    TensorBoard::create(dir.path(), 0).unwrap();
 }
 
 #[test]

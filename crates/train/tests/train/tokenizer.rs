@@ -1,5 +1,6 @@
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use candle_train::{EncoderConfig, Record, RecordEncoder, RecordKind, Tokenizer};
 use serde_json::{Value, json};
@@ -66,6 +67,29 @@ fn saved_and_read_again_it_is_the_same() {
         saved.save(dir.path().join("missing")),
         &["missing", "tokenizer.json"],
     );
+}
+
+#[test]
+fn the_bytes_of_a_long_text_are_counted_as_they_are_encoded() {
+    let tokenizer = trained();
+    let text = "the cat sat on the mat\n".repeat(200_000);
+    tokenizer.encode("short").unwrap();
+    let num_encoded = || tokenizer.num_encoded_bytes().load(Ordering::Relaxed);
+    assert_eq!(num_encoded(), 0);
+    tokenizer.encode(&text).unwrap();
+    assert_eq!(num_encoded(), text.len() as u64);
+}
+
+#[test]
+fn files_that_would_be_waited_for_are_refused() {
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        let dir = saved();
+        let path = dir.path().join(name);
+        let _ = fs::remove_file(&path);
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        assert_error(Tokenizer::from_dir(dir.path()), &[name, "it is a pipe"]);
+    }
 }
 
 #[test]

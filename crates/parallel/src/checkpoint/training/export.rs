@@ -9,6 +9,7 @@ use super::manifest::FileRecord;
 use super::piece::Piece;
 use crate::checkpoint::free_space::{SpaceNeed, check_free_space};
 use crate::checkpoint::hf_save::HfSave;
+use crate::checkpoint::plain_file::read_file;
 use crate::checkpoint::plan::{Content, PlannedTensor, SavePlan, SavedModel, SavedParam};
 use crate::checkpoint::reader::Checkpoint;
 use crate::checkpoint::save::Folder;
@@ -56,7 +57,7 @@ impl TrainingCheckpoint {
         let files = files.filter_map(|file| Some((file, file.sidecar()?)));
         let read = |(file, name): (&FileRecord, &str)| {
             let path = self.dir().join(&file.name);
-            match std::fs::read(&path) {
+            match read_file(&path) {
                 Ok(content) => Ok((name.to_string(), content)),
                 Err(err) => bail!("cannot read {}: {err}", path.display()),
             }

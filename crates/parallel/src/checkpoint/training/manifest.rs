@@ -13,6 +13,7 @@ use super::folder::CheckpointFolder;
 use super::piece::Piece;
 use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
+use crate::checkpoint::plain_file::{open_file, read_text_file};
 use crate::checkpoint::save::write_small;
 use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
@@ -229,7 +230,7 @@ impl CheckpointManifest {
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST_FILE);
         let name = path.display();
-        let text = match std::fs::read_to_string(&path) {
+        let text = match read_text_file(&path) {
             Ok(text) => text,
             Err(err) if err.kind() == ErrorKind::NotFound => {
                 let inner = CheckpointFolder::new(dir).steps().unwrap_or_default();
@@ -366,7 +367,7 @@ fn parts(text: &str) -> Option<(&str, &str)> {
 
 fn checksum_of(path: &Path) -> std::io::Result<u64> {
     use std::io::Read;
-    let mut file = std::fs::File::open(path)?;
+    let mut file = open_file(path)?;
     let mut block = vec![0; 1 << 20];
     let mut hash = XxHash64::default();
     loop {

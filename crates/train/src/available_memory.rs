@@ -1,0 +1,111 @@
+//! How much memory a process may have: what the machine has left, and what the control groups leave that it is in.
+
+use std::fs::read_to_string;
+use std::path::Path;
+
+/// What is read of a group: its limit, what is used of it, and what of that is files' content, which goes when memory is wanted.
+struct GroupFiles {
+    limit: &'static str,
+    usage: &'static str,
+    cache: &'static str,
+}
+
+const V1: GroupFiles = GroupFiles {
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    cache: "total_inactive_file",
+};
+const V2: GroupFiles = GroupFiles {
+    limit: "memory.max",
+    usage: "memory.current",
+    cache: "inactive_file",
+};
+
+/// Bytes that the calling process can still take and those that it has; `None` where nothing tells, as on other systems than Linux.
+pub(crate) fn available_memory() -> Option<[u64; 2]> {
+    let status = read_to_string("/proc/self/status").ok()?;
+    let own = number_after("RssAnon:", &status)? << 10;
+    let left = left_in(Path::new("/proc"), Path::new("/sys/fs/cgroup"))?;
+    Some([left, own])
+}
+
+/// The least that the machine and the groups leave.
+fn left_in(proc: &Path, groups: &Path) -> Option<u64> {
+    let machine = read_to_string(proc.join("meminfo")).ok()?;
+    let machine = number_after("MemAvailable:", &machine)? << 10;
+    let own = read_to_string(proc.join("self/cgroup")).unwrap_or_default();
+    let of_groups = own.lines().flat_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let controllers = parts.next().unwrap_or_default();
+        let path = parts.next().unwrap_or_default().trim_start_matches('/');
+        let (root, files) = match controllers {
+            "" => (groups.to_path_buf(), &V2),
+            _ => (groups.join("memory"), &V1),
+        };
+        let is_of_memory =
+            controllers.is_empty() || controllers.split(',').any(|it| it == "memory");
+        let own = root.join(path);
+        let all = own
+            .ancestors()
+            .filter(|dir| is_of_memory && dir.starts_with(&root));
+        all.filter_map(|dir| files.left_of(dir)).collect::<Vec<_>>()
+    });
+    of_groups.chain([machine]).min()
+}
+
+impl GroupFiles {
+    /// What the group `dir` leaves, if it has a limit.
+    fn left_of(&self, dir: &Path) -> Option<u64> {
+        let number = |name| {
+            read_to_string(dir.join(name))
+                .ok()?
+                .trim()
+                .parse::<u64>()
+                .ok()
+        };
+        let (limit, usage) = (number(self.limit)?, number(self.usage)?);
+        let stat = read_to_string(dir.join("memory.stat")).unwrap_or_default();
+        let cache = number_after(self.cache, &stat).unwrap_or(0);
+        Some(limit.saturating_sub(usage.saturating_sub(cache)))
+    }
+}
+
+/// The number in the line that begins with this word.
+fn number_after(word: &str, text: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_whitespace);
+    let mut line = lines.find(|words| words.clone().next() == Some(word))?;
+    line.nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::left_in;
+
+    #[test]
+    fn the_least_of_the_machine_and_all_groups_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let left = || left_in(&dir.path().join("proc"), &dir.path().join("cgroup"));
+        assert_eq!(left(), None);
+        write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable:  500 kB\n");
+        assert_eq!(left(), Some(500 << 10));
+        // The limit is that of a group around the own one.
+        write("proc/self/cgroup", "4:cpu,memory:/a/b\n0::/c/d\n");
+        write("cgroup/c/d/memory.max", "max\n");
+        write("cgroup/c/d/memory.current", "7\n");
+        write("cgroup/c/memory.max", "9000\n");
+        write("cgroup/c/memory.current", "5000\n");
+        assert_eq!(left(), Some(4000));
+        write("cgroup/c/memory.stat", "anon 1\ninactive_file 2000\n");
+        assert_eq!(left(), Some(6000));
+        write("cgroup/memory/memory.limit_in_bytes", "3000");
+        write("cgroup/memory/memory.usage_in_bytes", "9000");
+        assert_eq!(left(), Some(0));
+    }
+}
