@@ -21,8 +21,10 @@ pub struct Checkpoints {
     is_ending: bool,
     /// The newest evaluation's steps and loss.
     evaluated: Option<(usize, f64)>,
-    /// How the newest save that ended did.
+    /// How the newest save that ended did, and how many succeeded and failed.
     last: Option<SaveOutcome>,
+    num_saved: usize,
+    num_failed: usize,
 }
 
 /// What is saved: a run after so many steps.
@@ -51,6 +53,8 @@ impl Checkpoints {
             is_ending: false,
             evaluated: None,
             last: None,
+            num_saved: 0,
+            num_failed: 0,
         }
     }
 
@@ -63,6 +67,14 @@ impl Checkpoints {
     /// What the checkpoints take.
     pub(crate) fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
         self.saver.space_need(optimizer)
+    }
+
+    /// How many saves failed, if all did.
+    pub(crate) fn num_failed_of_all(&self) -> usize {
+        match self.num_saved {
+            0 => self.num_failed,
+            _ => 0,
+        }
     }
 
     /// Steps between checkpoints.
@@ -146,6 +158,10 @@ impl Checkpoints {
         let Some(outcome) = outcome else {
             return;
         };
+        match &outcome.saved {
+            Ok(_) => self.num_saved += 1,
+            Err(_) => self.num_failed += 1,
+        }
         if self.is_first {
             match &outcome.saved {
                 Ok(path) => tracing::debug!("saved {}", path.display()),
