@@ -213,7 +213,8 @@ fn a_stopped_run_whose_checkpoint_cannot_be_saved_says_from_which_it_goes_on() {
     let full = program
         .flag("--steps", 100_000)
         .flag("--save-every", 90_000);
-    let full = full.flag("--resume", "latest").with_limited_files();
+    let full = full.flag("--resume", "latest");
+    let full = full.switch("--resume-anyway").with_limited_files();
     let last_line = |outcome: &Outcome| {
         outcome
             .stderr
