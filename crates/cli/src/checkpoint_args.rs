@@ -19,7 +19,8 @@ use crate::run_record::DATE;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CheckpointArgs {
     /// Save a checkpoint to resume from after every so many steps, in --save-dir, while training goes on; in any case where the run is stopped,
-    /// and after an evaluation with the least loss so far [default: never]
+    /// and after an evaluation with the least loss so far. The exit code is 88 if not one can be saved, or not the last of a run that is stopped
+    /// [default: never]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub save_every: Option<usize>,
     /// Folder of the run's checkpoints, the one after 15 steps being step-000015; on several hosts one that all of them have [default: none]

@@ -4,14 +4,17 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use candle_core::Error;
-use candle_launch::{RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
+use candle_launch::{NOT_SAVED_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
+use candle_train::counted;
 
-use crate::output::{exit_code_of_refusal, print_error, print_line};
-use crate::stop::{Stop, Stopped};
+use crate::output::{exit_code_of_refusal, print_error, print_line, print_message};
+use crate::stop::{Left, Stop, Stopped};
 
 /// How a rank's part ended, the same on every rank.
 pub(crate) enum End {
     Complete,
+    /// The model is saved, and none of so many checkpoints.
+    WithoutCheckpoints(usize),
     Stopped(Stopped),
     /// All ranks found, before the first step, that they cannot go on from the checkpoint or write new ones.
     Refused(Error),
@@ -24,10 +27,27 @@ impl End {
     pub(crate) fn tell(&self, stop: &Stop, num_steps: usize, (output, is_alone): (&Path, bool)) {
         match self {
             Self::Complete => print_line(&format!("saved to {}", output.display())),
+            Self::WithoutCheckpoints(number) => {
+                print_line(&format!("saved to {}", output.display()));
+                print_message(&format!(
+                    "the model is saved, but not one of {} could be: see the warnings above",
+                    counted(*number, "checkpoint")
+                ));
+            }
             Self::Stopped(stopped) => {
-                let saved = stopped.checkpoint.as_deref().unwrap_or(output);
-                print_line(&format!("saved to {}", saved.display()));
-                print_line(&stop.describe(stopped, num_steps, (output, is_alone)));
+                let how = stop.describe(stopped, num_steps, (output, is_alone));
+                let saved = match &stopped.left {
+                    Left::Checkpoint(checkpoint) => Some(checkpoint.as_path()),
+                    Left::Model => Some(output),
+                    Left::Unsaved { has_model, .. } => has_model.then_some(output),
+                };
+                if let Some(saved) = saved {
+                    print_line(&format!("saved to {}", saved.display()));
+                }
+                match stopped.left {
+                    Left::Unsaved { .. } => print_message(&how),
+                    _ => print_line(&how),
+                }
             }
             Self::Refused(err) | Self::Diverged(err) => print_error(err),
         }
@@ -37,7 +57,8 @@ impl End {
     pub(crate) fn exit_code(&self, stop: &Stop, env: &RankEnv) -> ExitCode {
         match self {
             Self::Complete => ExitCode::SUCCESS,
-            Self::Stopped(_) => stop.exit_code(),
+            Self::WithoutCheckpoints(_) => ExitCode::from(NOT_SAVED_EXIT_CODE),
+            Self::Stopped(stopped) => stop.exit_code(&stopped.left),
             Self::Refused(_) => exit_code_of_refusal(env),
             Self::Diverged(_) => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
         }

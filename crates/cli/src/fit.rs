@@ -7,16 +7,17 @@ use candle_train::{
 };
 
 use crate::best_weights::tell_if_early;
+use crate::log_args::StepLogs;
 use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
 impl TrainingRun<'_> {
-    /// Trains; the first rank shows progress and writes metrics. What it trained on.
+    /// Trains; the rank that has `logs`, the first one, shows progress and writes metrics. What it trained on.
     pub(crate) fn fit(
         &self,
         trainer: &mut Trainer,
         mesh: &Mesh,
-        run: &str,
+        logs: Option<StepLogs>,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
@@ -29,16 +30,7 @@ impl TrainingRun<'_> {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
-        let resumed_at = position.map(|_| trainer.step());
-        let mut shown = match is_first {
-            true => Some((
-                Progress::new(trainer.num_steps()),
-                self.training
-                    .logs
-                    .open(resumed_at, self.metrics_of(run, resumed_at.is_some()))?,
-            )),
-            false => None,
-        };
+        let mut shown = logs.map(|logs| (Progress::new(trainer.num_steps()), logs));
         let mut tracer = self.training.logs.trace.tracer(mesh, trainer.step());
         let trained = trainer.train_observed(&batches, |event| {
             let traced = match (&mut tracer, event) {
@@ -51,6 +43,7 @@ impl TrainingRun<'_> {
                 }
                 let line: Option<MetricsLine> = match event {
                     TrainEvent::Step(step) => {
+                        self.stop.note(step.global_step);
                         progress.update(step);
                         Some(step.into())
                     }

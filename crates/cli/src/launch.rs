@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use candle_launch::WaitNotices;
 use candle_launch::launcher::{LaunchConfig, NodeRange, RendezvousAddress};
 
 use crate::number::whole;
@@ -79,6 +80,7 @@ impl From<LaunchArgs> for LaunchConfig {
             max_restarts: args.max_restarts,
             grace_secs: args.grace_secs,
             silence_secs: args.silence_secs,
+            wait_notices: WaitNotices::default(),
             dry_run: args.dry_run,
             program: args.program,
         }

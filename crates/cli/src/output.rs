@@ -57,10 +57,15 @@ pub(crate) fn print_message(message: &str) {
 /// The exit code of a run that was refused before its first step: starting it again would not help. One that was started before may have run
 /// then, on other hosts.
 pub(crate) fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
-    ExitCode::from(match env.num_restarts() {
+    ExitCode::from(code_of_refusal(env))
+}
+
+/// The number of [`exit_code_of_refusal`].
+pub(crate) fn code_of_refusal(env: &RankEnv) -> u8 {
+    match env.num_restarts() {
         0 => WOULD_FAIL_AGAIN_EXIT_CODE,
         _ => CANNOT_GO_ON_EXIT_CODE,
-    })
+    }
 }
 
 /// An error as a sentence, with its hints below.

@@ -1,18 +1,20 @@
 //! What a run leaves at its end, and how far that is.
 
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use candle_core::Result;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome};
+use candle_parallel::checkpoint::HfSave;
 use candle_train::{Activity, Batches, Trainer};
 
-use crate::stop::Stopped;
+use crate::output::print_error;
+use crate::stop::{Left, Stopped, newest_checkpoint};
 
 /// Leaves what a run that was stopped can be gone on with: a checkpoint, with the place in its `batches`, or without those the model. Every
 /// rank must call it.
 pub(crate) fn leave(
     trainer: &mut Trainer,
-    batches: Option<&Batches>,
+    (batches, save_dir): (Option<&Batches>, Option<&Path>),
     save: &HfSave,
     is_first: bool,
 ) -> Result<Stopped> {
@@ -23,23 +25,31 @@ pub(crate) fn leave(
         None => None,
     };
     drop(saving);
-    let checkpoint = match outcome {
-        Some(SaveOutcome {
-            saved: Ok(path), ..
-        }) => Some(path),
-        // Why has been told.
-        Some(_) | None => {
-            let save = HfSave {
-                steps: Some(step),
-                ..save.clone()
-            };
+    let save = HfSave {
+        steps: Some(step),
+        ..save.clone()
+    };
+    let left = match outcome.map(|outcome| outcome.saved) {
+        Some(Ok(path)) => Left::Checkpoint(path),
+        None => {
             save_model(trainer, &save, is_first)?;
-            None
+            Left::Model
+        }
+        // Why has been told.
+        Some(Err(_)) => {
+            let model = save_model(trainer, &save, is_first);
+            if let (Err(error), true) = (&model, is_first) {
+                print_error(error);
+            }
+            Left::Unsaved {
+                has_model: model.is_ok(),
+                resumable: save_dir.and_then(newest_checkpoint),
+            }
         }
     };
     Ok(Stopped {
         step,
-        checkpoint,
+        left,
         output_flag: "--model",
     })
 }

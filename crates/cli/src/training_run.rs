@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_comm::{Mesh, RunConfig, launch};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, with_config_dtype};
-use candle_parallel::{ParamStore, Stage};
+use candle_parallel::{ParamStore, Stage, agree};
 use candle_train::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
     Tokenizer, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
@@ -23,8 +23,9 @@ use crate::data_args::TrainingData;
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
+use crate::log_args::StepLogs;
 use crate::lora_args::LoraArgs;
-use crate::output::{in_words, print_for_all};
+use crate::output::{code_of_refusal, in_words, print_for_all};
 use crate::run_record::DATE;
 use crate::samples::SampleArgs;
 use crate::saving::{leave, save_model};
@@ -133,6 +134,7 @@ impl TrainingRun<'_> {
             inputs: self.inputs.clone(),
             ..self.training.save.hf_save((self.output, beside), sidecars)
         };
+        self.stop.cleans_up();
         // No other run writes there until this one ends.
         let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
         if let Some(claimed) = &claimed {
@@ -148,6 +150,8 @@ impl TrainingRun<'_> {
             ("--adapter", self.lora.adapter.as_deref()),
         ];
         ranks.fingerprint = fingerprint(&ranks, &flags, &self.data, &folders)?;
+        let refusal = code_of_refusal(&ranks.env);
+        ranks.failure_exit_code.store(refusal, Ordering::Relaxed);
         let num_steps = train.lr_schedule.num_steps;
         let tell = |end: End| {
             // While the others wait: mpirun ends a process when another one has ended with an error.
@@ -304,25 +308,31 @@ impl TrainingRun<'_> {
         if let Some(evaluation) = evaluation {
             trainer = trainer.with_evaluation(evaluation);
         }
-        if is_first {
-            trainer.check_space(save)?;
-        }
-        keep_freed_memory();
-        let mut trainer = trainer.with_stop(self.stop.asks());
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| {
             name = resumed.checkpoint.run().to_string();
             resumed.position
         });
-        let batches = match self.fit(&mut trainer, mesh, &name, position) {
+        let logs = match self.logs((&trainer, save), &mesh.world, (&name, position.is_some())) {
+            Ok(logs) => logs,
+            Err(err) => return Ok(End::Refused(err)),
+        };
+        keep_freed_memory();
+        let save_dir = training.checkpoints.save_dir.as_deref();
+        if is_first {
+            self.stop.speaks(save_dir, trainer.num_steps());
+            self.stop.note(trainer.step());
+        }
+        ranks.failure_exit_code.store(1, Ordering::Relaxed);
+        let mut trainer = trainer.with_stop(self.stop.asks());
+        let batches = match self.fit(&mut trainer, mesh, logs, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => return Err(err),
         };
         if trainer.is_stopped() {
-            let goes_on = training.checkpoints.save_dir.is_some();
-            let batches = goes_on.then_some(&batches);
-            let stopped = leave(&mut trainer, batches, save, is_first)?;
+            let batches = save_dir.is_some().then_some(&batches);
+            let stopped = leave(&mut trainer, (batches, save_dir), save, is_first)?;
             if is_first && let Some(folder) = training.folder_of_best(self.output)? {
                 tell_of_best(&trainer, &folder);
             }
@@ -344,7 +354,26 @@ impl TrainingRun<'_> {
         }
         self.print_sample(last_title, mesh, trainer.stage())?;
         save_model(&trainer, save, is_first)?;
-        Ok(End::Complete)
+        Ok(match trainer.num_checkpoints_failed() {
+            0 => End::Complete,
+            number => End::WithoutCheckpoints(number),
+        })
+    }
+
+    /// Checks, on the first rank, that there is room for what the run saves, and opens what the steps of it are written to. Every rank must call it.
+    fn logs(
+        &self,
+        (trainer, save): (&Trainer, &HfSave),
+        world: &ProcessGroup,
+        (run, is_resumed): (&str, bool),
+    ) -> Result<Option<StepLogs>> {
+        let open = || -> Result<StepLogs> {
+            trainer.check_space(save)?;
+            let resumed_at = is_resumed.then(|| trainer.step());
+            let of = self.metrics_of(run, is_resumed);
+            self.training.logs.open(resumed_at, of)
+        };
+        agree(world, (world.rank() == 0).then(open).transpose())
     }
 
     /// A rank's part of the model with its initial weights; one rank shows how far it has read them.

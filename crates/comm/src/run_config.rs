@@ -1,5 +1,7 @@
 //! How this process takes part in a run.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicU8;
 use std::time::Duration;
 
 use candle_core::{Device, Result};
@@ -39,6 +41,8 @@ pub struct RunConfig {
     /// To start a collective is then to wait for all ranks of its group, so ranks that start it before and after a message
     /// between them wait for each other for ever. Default: no.
     pub check_collectives: bool,
+    /// The exit code of a rank whose failure MPI tells the others; it may be changed while the rank runs. Default: 1.
+    pub failure_exit_code: Arc<AtomicU8>,
     /// What ranks that are processes compare when they meet. Default: nothing.
     pub fingerprint: Fingerprint,
 }
@@ -96,6 +100,7 @@ impl RunConfig {
             mpi_reduction: MpiReduction::default(),
             threads_per_rank: None,
             check_collectives: false,
+            failure_exit_code: Arc::new(AtomicU8::new(1)),
             fingerprint: Fingerprint::default(),
         }
     }

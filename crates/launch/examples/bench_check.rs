@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use candle_launch::{Control, ControlConfig, Operation, Result, Verdict};
+use candle_launch::{Control, ControlConfig, Operation, Result, Verdict, WaitNotices};
 
 const ROUNDS: u32 = 2000;
 
@@ -52,6 +52,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
+        wait_notices: WaitNotices::default(),
         deadline: Duration::from_secs(60),
         rank_timeout: Duration::from_secs(6),
         ends_process: false,

@@ -26,6 +26,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 pub use config::ControlConfig;
+pub(crate) use failure::print_in_time;
 pub use failure::{Failure, FailureKind, end_process, print_aside};
 pub use message::Verdict;
 pub use operation::{Operation, RankGroup, Ticket};
@@ -34,6 +35,9 @@ use crate::{Error, Result};
 use link::Link;
 use message::{Answer, Question};
 use server::Server;
+
+/// Between the name of a rank that ends and why: because of which other one.
+pub(crate) const STOPS: &str = " stops: ";
 
 /// The stack of a thread that moves messages.
 const STACK_BYTES: usize = 256 << 10;
@@ -48,7 +52,7 @@ const SAME_WORDS: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// A thread that moves messages.
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let thread = Builder::new().name(name.to_string());
     thread.stack_size(STACK_BYTES).spawn(run).map(drop)
 }

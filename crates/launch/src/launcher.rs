@@ -38,7 +38,8 @@ pub use agent::{become_rank, run_agent};
 pub use call::reach;
 pub use config::{LaunchConfig, NodeRange};
 pub use end::{
-    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
+    WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 pub use front::launch;
 pub use program::quoted;

@@ -8,6 +8,7 @@ pub mod launcher;
 mod rank_env;
 mod secret;
 mod signal_pipe;
+mod spoken_wait;
 mod stop_signals;
 
 pub use control::{
@@ -17,8 +18,10 @@ pub use control::{
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use launcher::{
-    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
+    WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
-pub use stop_signals::StopSignals;
+pub use spoken_wait::{SpokenWait, WaitNotices};
+pub use stop_signals::{StopSignals, before_ending};

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use nix::sys::signal::{self, SaFlags, SigAction, SigHandler, SigSet, Signal};
 
 /// Where the handlers of each watcher write; -1 before they are set.
-static PIPES: [AtomicI32; 3] = [const { AtomicI32::new(-1) }; 3];
+static PIPES: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
 
 /// Who watches signals, once each.
 #[derive(Clone, Copy)]
@@ -20,6 +20,30 @@ pub(crate) enum Watcher {
     Control,
     /// A launcher or an agent, which ends what it has started.
     Launcher,
+    /// A program that leaves nothing behind when it is ended.
+    Cleaner,
+}
+
+impl Watcher {
+    fn handler(self) -> Handler {
+        match self {
+            Self::Stop => on_signal_of::<{ Self::Stop as usize }>,
+            Self::Control => on_signal_of::<{ Self::Control as usize }>,
+            Self::Launcher => on_signal_of::<{ Self::Launcher as usize }>,
+            Self::Cleaner => on_signal_of::<{ Self::Cleaner as usize }>,
+        }
+    }
+}
+
+type Handler = extern "C" fn(std::ffi::c_int);
+
+/// Whether a signal that has this handler ends the process, after what it leaves has been removed or as it is.
+pub(crate) fn ends_process(handler: SigHandler) -> bool {
+    match handler {
+        SigHandler::SigDfl => true,
+        SigHandler::Handler(handler) => std::ptr::fn_addr_eq(handler, Watcher::Cleaner.handler()),
+        _ => false,
+    }
 }
 
 /// From now on `on_signal` hears of each of these signals, on a thread of the watcher's name; where it says so, the signal then does what
@@ -37,12 +61,7 @@ pub(crate) fn watch(
     thread.spawn(move || receive(reader, &before.iter().collect::<Vec<_>>(), on_signal))?;
     // Open until the process ends, as the handler may run until then.
     PIPES[watcher as usize].store(writer.into_raw_fd(), Ordering::Release);
-    let handler = match watcher {
-        Watcher::Stop => on_signal_of::<{ Watcher::Stop as usize }>,
-        Watcher::Control => on_signal_of::<{ Watcher::Control as usize }>,
-        Watcher::Launcher => on_signal_of::<{ Watcher::Launcher as usize }>,
-    };
-    let handler = SigHandler::Handler(handler);
+    let handler = SigHandler::Handler(watcher.handler());
     let action = SigAction::new(handler, SaFlags::SA_RESTART, SigSet::empty());
     for signal in signals {
         let earlier = set_action(*signal, &action)?;

@@ -1,15 +1,22 @@
-//! SIGINT, SIGTERM and SIGUSR1 as a wish that the program fulfils when it can.
+//! SIGINT, SIGTERM, SIGHUP and SIGUSR1 as a wish that the program fulfils when it can.
 
+use std::io::{IsTerminal, stderr};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigHandler, Signal};
 
+use crate::control::{print_aside, print_in_time};
 use crate::signal_pipe::{Watcher, watch};
 
 /// What asks a program to stop. `mpirun` passes only the last one on without killing a moment later.
-pub(crate) const STOPPING: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGUSR1];
+pub(crate) const STOPPING: [Signal; 4] = [
+    Signal::SIGINT,
+    Signal::SIGTERM,
+    Signal::SIGHUP,
+    Signal::SIGUSR1,
+];
 
 /// Terminals, launchers and `timeout` may deliver a signal twice; only after this time is it a second one.
 const REPEAT_WAIT: Duration = Duration::from_secs(1);
@@ -26,23 +33,32 @@ pub struct StopSignals {
 
 impl StopSignals {
     /// From now on the first signal is only noted, and a second one, a second later or more, does what the first would have done before:
-    /// it ends the process. One that is ignored, as SIGINT is in the background of a shell, stays ignored.
-    pub fn defer() -> &'static Self {
+    /// it ends the process. One that is ignored, as SIGINT is in the background of a shell and SIGHUP under `nohup`, stays ignored.
+    ///
+    /// At either one what `say` makes of its name, and of whether it is the second, is printed on standard error.
+    pub fn defer(say: impl Fn(&str, bool) -> Option<String> + Send + 'static) -> &'static Self {
         DEFERRED.get_or_init(|| {
             let stop = Self::default();
             let first = stop.first.clone();
-            let mut first_at = None;
-            let on_signal = move |signal| match first_at {
-                None => {
-                    first.store(signal as i32, Ordering::Release);
-                    first_at = Some(Instant::now());
-                    false
+            let mut first_at: Option<Instant> = None;
+            let on_signal = move |signal: Signal| {
+                let is_again = first_at.is_some();
+                if first_at.is_some_and(|at| at.elapsed() < REPEAT_WAIT) {
+                    return false;
                 }
-                Some(at) => at.elapsed() >= REPEAT_WAIT,
+                let text = say(signal.as_str(), is_again).map(line);
+                match is_again {
+                    true => text.into_iter().for_each(print_in_time),
+                    false => {
+                        first.store(signal as i32, Ordering::Release);
+                        first_at = Some(Instant::now());
+                        text.into_iter().for_each(print_aside);
+                    }
+                }
+                is_again
             };
-            let replaces = |before| !matches!(before, SigHandler::SigIgn);
             let watcher = (Watcher::Stop, "stop-signals");
-            if let Err(error) = watch(watcher, &STOPPING, replaces, on_signal) {
+            if let Err(error) = watch(watcher, &STOPPING, is_heard, on_signal) {
                 tracing::warn!("signals will end this process at once: {error}");
             }
             stop
@@ -53,5 +69,30 @@ impl StopSignals {
     pub fn received(&self) -> Option<(&'static str, u8)> {
         let signal = Signal::try_from(self.first.load(Ordering::Acquire)).ok()?;
         Some((signal.as_str(), signal as u8))
+    }
+}
+
+/// From now on `clean` is called, once, before one of these signals ends this process, as it would do now. Those stay as they are that are
+/// ignored.
+pub fn before_ending(mut clean: impl FnMut() + Send + 'static) {
+    let on_signal = move |_| {
+        clean();
+        true
+    };
+    let watcher = (Watcher::Cleaner, "cleaning");
+    if let Err(error) = watch(watcher, &STOPPING, is_heard, on_signal) {
+        tracing::warn!("what a signal ends may leave files for locks behind: {error}");
+    }
+}
+
+fn is_heard(before: SigHandler) -> bool {
+    !matches!(before, SigHandler::SigIgn)
+}
+
+/// On a terminal not behind what is there already: `^C`, or a bar.
+fn line(text: String) -> String {
+    match stderr().is_terminal() {
+        true => format!("\n{text}\n"),
+        false => format!("{text}\n"),
     }
 }

@@ -4,4 +4,5 @@ mod launch {
     mod control;
     mod rank_env;
     mod rank_env_slurm;
+    mod waiting;
 }

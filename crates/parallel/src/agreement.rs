@@ -36,8 +36,11 @@ pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
     }))
 }
 
-/// An error on every rank if `own` is one on any. Every rank must call it.
-pub(crate) fn agree<T>(world: &ProcessGroup, own: Result<T>) -> Result<T> {
+/// An error on every rank if `own` is one on any, which names the first of these ranks unless all say the same. Every rank must call it.
+///
+/// # Errors
+/// That one, and failures of ranks.
+pub fn agree<T>(world: &ProcessGroup, own: Result<T>) -> Result<T> {
     let said = own.as_ref().map(|_| ()).map_err(message_of);
     match (exchange(world, &said)?, own) {
         (Ok(_), own) => own,

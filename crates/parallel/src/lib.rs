@@ -96,6 +96,7 @@ mod optimizer;
 mod params;
 mod pipeline;
 
+pub use agreement::agree;
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, GradientSink, HeadPartition, Layer, RowParallelLinear,

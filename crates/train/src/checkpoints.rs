@@ -26,10 +26,12 @@ pub struct Checkpoints {
     is_ending: bool,
     /// The newest evaluation's steps and loss.
     evaluated: Option<(usize, f64)>,
-    /// How the newest save that ended did.
+    /// How the newest save that ended did, and how many succeeded and failed.
     last: Option<SaveOutcome>,
     /// Steps of the newest checkpoint, if there may be older ones to be removed.
     outdates: Option<usize>,
+    num_saved: usize,
+    num_failed: usize,
 }
 
 /// What is saved: a run after so many steps.
@@ -60,6 +62,8 @@ impl Checkpoints {
             evaluated: None,
             last: None,
             outdates: None,
+            num_saved: 0,
+            num_failed: 0,
         }
     }
 
@@ -72,6 +76,14 @@ impl Checkpoints {
     /// What the checkpoints take.
     pub(crate) fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
         self.saver.space_need(optimizer)
+    }
+
+    /// How many saves failed, if all did.
+    pub(crate) fn num_failed_of_all(&self) -> usize {
+        match self.num_saved {
+            0 => self.num_failed,
+            _ => 0,
+        }
     }
 
     /// Steps between checkpoints.
@@ -191,8 +203,12 @@ impl Checkpoints {
         let Some(outcome) = outcome else {
             return;
         };
-        if outcome.saved.is_ok() {
-            self.outdates = Some(outcome.step);
+        match &outcome.saved {
+            Ok(_) => {
+                self.num_saved += 1;
+                self.outdates = Some(outcome.step);
+            }
+            Err(_) => self.num_failed += 1,
         }
         if self.is_first {
             match &outcome.saved {

@@ -446,6 +446,12 @@ impl Trainer {
         })
     }
 
+    /// How many checkpoints could not be saved, if none could: the same on every rank.
+    pub fn num_checkpoints_failed(&self) -> usize {
+        let checkpoints = self.checkpoints.as_ref();
+        checkpoints.map_or(0, Checkpoints::num_failed_of_all)
+    }
+
     /// One optimizer step on this data-parallel rank's micro-batches.
     ///
     /// A loss or gradient that is NaN or infinite is an error on every rank, which names the step and the first parameter

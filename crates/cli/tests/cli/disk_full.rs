@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
-use super::folder::read_checkpoint;
+use super::folder::{names, read_checkpoint};
 use super::workspace::Workspace;
 
 /// What the system says to a write beyond the limit of [`Program::with_limited_files`](super::program::Program).
@@ -41,6 +42,70 @@ fn a_small_file_that_does_not_fit_leaves_the_old_checkpoint_too() {
         .flag("--save-dtype", "f16");
     let program = program.with_limited_files();
     workspace.refuses(&program, &["cannot save to", "LICENSE.txt", TOO_LARGE]);
+}
+
+/// Whoever tidies up the folder takes the checkpoints that are there, not those that come.
+#[test]
+fn a_folder_of_checkpoints_that_is_removed_is_made_again_with_its_lock() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--steps", 40);
+    let program = program.flag("--save-every", 1);
+    let program = program.flag("--save-dir", saves.display());
+    let (mut is_removed, mut is_locked) = (false, false);
+    let outcome = program.run_and(|_| {
+        if !is_removed && saves.join("step-000002").exists() {
+            // At once, with the lock.
+            fs::rename(&saves, workspace.path("elsewhere")).unwrap();
+            is_removed = true;
+        }
+        is_locked |= is_removed && saves.join(".lock").exists();
+    });
+    assert!(is_removed && is_locked, "{}", outcome.stderr);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    assert_eq!(names(&saves), ["step-000039", "step-000040"]);
+}
+
+/// The words before a program that mount a small file system at a folder; `None` where this user may not.
+fn with_small_disk(folder: &Path, launcher: &[&str]) -> Option<Vec<String>> {
+    fs::create_dir_all(folder).unwrap();
+    let mount = "mount -t tmpfs -o size=64k none \"$0\" && exec \"$@\"";
+    let words = ["unshare", "--mount", "sh", "-c", mount, folder.to_str()?];
+    let may = Command::new(words[0])
+        .args(&words[1..])
+        .arg("true")
+        .output();
+    if !may.is_ok_and(|output| output.status.success()) {
+        println!("skipped: nothing can be mounted here");
+        return None;
+    }
+    let words = words.iter().chain(launcher);
+    Some(words.map(ToString::to_string).collect())
+}
+
+#[test]
+fn a_disk_that_is_too_small_is_found_before_the_first_step_and_not_tried_again() {
+    let workspace = Workspace::new();
+    let small = workspace.path("small");
+    let program = workspace.finetune().flag("--save-every", 1);
+    let program = program.flag("--save-dir", small.join("saves").display());
+    let launcher = [env!("CARGO_BIN_EXE_candle-train"), "launch"];
+    let launcher = [
+        &launcher[..],
+        &["--nproc-per-node", "1", "--max-restarts", "3"],
+    ]
+    .concat();
+    for launcher in [&[][..], &launcher[..]] {
+        let Some(words) = with_small_disk(&small, launcher) else {
+            return;
+        };
+        let outcome = program.clone().under(words).run();
+        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+        let said = "there is not enough space for ";
+        assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+        assert!(!outcome.stderr.contains("; restart "), "{}", outcome.stderr);
+    }
+    workspace.assert_output_is_untouched();
 }
 
 #[test]

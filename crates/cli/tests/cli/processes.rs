@@ -270,9 +270,70 @@ fn what_one_process_finds_before_they_meet_is_said_with_its_rank() {
     words.extend(layout_of(right).words());
     words.extend([":", "-n", "2"].map(str::to_string));
     let stderr = wrong.under(words).run().stderr;
+    // By rank 0, and by these, which may be on other hosts.
     let said = "error: the run cannot start: ranks 1, 2: cannot open data";
-    assert_eq!(stderr.matches(said).count(), 1, "{stderr}");
-    assert_eq!(stderr.matches("error: ").count(), 1, "{stderr}");
+    assert_eq!(stderr.matches(said).count(), 3, "{stderr}");
+    assert_eq!(stderr.matches("error: ").count(), 3, "{stderr}");
+}
+
+/// The words of a launcher that starts ranks through mpirun.
+fn launch(options: &str) -> Vec<String> {
+    let words = [env!("CARGO_BIN_EXE_candle-train"), "launch"].into_iter();
+    let words = words.chain(options.split(' '));
+    words.map(str::to_string).collect()
+}
+
+#[test]
+fn the_last_line_of_a_launcher_names_the_rank_that_was_silent() {
+    if mpirun_version().is_none() {
+        return eprintln!("not tested: there is no mpirun");
+    }
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 100_000);
+    let program = layout(program, (1, 2, 1)).flag("--rank-timeout", 2);
+    let program = program.under(launch("--nproc-per-node 2 --grace-secs 1"));
+    let mut stopped = None;
+    let outcome = program.run_and(|stderr| {
+        if stopped.is_none() && stderr.contains("step 1/") {
+            let rank = workspace.process_of_rank(1).expect("the rank's process");
+            nix::sys::signal::kill(rank, nix::sys::signal::Signal::SIGSTOP).unwrap();
+            stopped = Some(rank);
+        }
+    });
+    let last = outcome.stderr.lines().last().unwrap_or_default();
+    assert!(
+        last.starts_with("candle-train: rank 1 on host ") && last.contains("has not been heard of"),
+        "{}",
+        outcome.stderr
+    );
+    assert_eq!(outcome.code, Some(85), "{}", outcome.stderr);
+}
+
+#[test]
+fn what_processes_find_before_the_first_step_is_not_tried_again() {
+    if mpirun_version().is_none() {
+        return eprintln!("not tested: there is no mpirun");
+    }
+    let workspace = Workspace::new();
+    let program = layout(workspace.finetune(), (1, 2, 1));
+    let program = program.under(launch("--nproc-per-node 2 --max-restarts 2"));
+    let curves = workspace.path("text.txt/curves");
+    for (program, error) in [
+        (
+            program.clone().flag("--tensorboard", curves.display()),
+            "cannot write TensorBoard's events",
+        ),
+        (
+            program.flag("--freeze", "nothing.has.this.name"),
+            "nothing.has.this.name",
+        ),
+    ] {
+        let outcome = program.run();
+        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+        assert!(outcome.stderr.contains(error), "{}", outcome.stderr);
+        assert!(!outcome.stderr.contains("; restart "), "{}", outcome.stderr);
+    }
+    workspace.assert_output_is_untouched();
 }
 
 #[test]

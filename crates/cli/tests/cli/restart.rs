@@ -157,6 +157,7 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
     let diverging = program.clone().without("--save-every");
     let diverging = diverging.without("--save-dir").flag("--lr", 1e30);
     let newer = saves.join("step-000003");
+    let curves = workspace.path("text.txt/curves");
     for (program, error) in [
         (
             program.clone().flag("--data", "nowhere.txt"),
@@ -164,12 +165,16 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
         ),
         (program.clone().flag("--lr", "x"), "--lr".to_string()),
         (
-            fresh.flag("--freeze", "nothing.has.this.name"),
+            fresh.clone().flag("--freeze", "nothing.has.this.name"),
             "nothing.has.this.name".to_string(),
         ),
         (
             program.clone(),
             "is a checkpoint of another run".to_string(),
+        ),
+        (
+            fresh.clone().flag("--tensorboard", curves.display()),
+            "cannot write TensorBoard's events".to_string(),
         ),
         (
             program.flag("--resume", newer.display()),

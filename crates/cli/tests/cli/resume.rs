@@ -283,7 +283,7 @@ fn another_run_is_refused_by_name() {
 
 #[test]
 #[cfg(unix)]
-fn a_full_disk_is_a_warning() {
+fn a_full_disk_is_a_warning_and_where_no_checkpoint_fits_the_end_says_so_with_a_code_of_its_own() {
     // The state of the first layer is too large for a file, its weights in f16 are not.
     let workspace = Workspace::new();
     workspace.edit_config(|config| config["num_hidden_layers"] = 1.into());
@@ -295,7 +295,10 @@ fn a_full_disk_is_a_warning() {
     let program = saving(&workspace, "saves", 1).flag("--save-dtype", "f16");
     let program = program.flag("--tp", 1).flag("--pp", 1).flag("--dp", 1);
     let outcome = program.with_limited_files().run();
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    assert_eq!(outcome.code, Some(88), "{}", outcome.stderr);
+    let last = "error: the model is saved, but not one of 6 checkpoints could be: see the warnings above\n";
+    assert!(outcome.stderr.ends_with(last), "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("saved to"), "{}", outcome.stdout);
     for step in 1..=6 {
         let said = match step {
             6 => "there is no checkpoint after step 6: cannot write".to_string(),

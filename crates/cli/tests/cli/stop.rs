@@ -42,9 +42,14 @@ pub fn run_and_signal(program: &Program, mut watch: impl FnMut(&str) -> Option<S
 
 /// Sends `signal` `delay` after the first step.
 fn signalled(program: &Program, signal: Signal, delay: Duration) -> Outcome {
+    signalled_at(program, "step 1/", signal, delay)
+}
+
+/// Sends `signal` `delay` after the program has said so.
+fn signalled_at(program: &Program, said: &str, signal: Signal, delay: Duration) -> Outcome {
     let (mut begun, mut sent) = (None, false);
     run_and_signal(program, |stderr| {
-        if begun.is_none() && stderr.contains("step 1/") {
+        if begun.is_none() && stderr.contains(said) {
             begun = Some(Instant::now());
         }
         let is_due = !sent && begun.is_some_and(|begun| begun.elapsed() >= delay);
@@ -58,6 +63,7 @@ fn a_signal_ends_the_run_after_a_step_with_its_model() {
     for (index, (signal, code)) in [
         (Signal::SIGTERM, 143),
         (Signal::SIGINT, 130),
+        (Signal::SIGHUP, 129),
         (Signal::SIGUSR1, 138),
     ]
     .into_iter()
@@ -70,7 +76,13 @@ fn a_signal_ends_the_run_after_a_step_with_its_model() {
         let delay = Duration::from_millis(37 * index as u64);
         let outcome = signalled(&program, signal, delay);
         assert_eq!(outcome.code, Some(code), "{}", outcome.stderr);
-        stopped_after(&workspace, &outcome, signal.as_str());
+        let step = stopped_after(&workspace, &outcome, signal.as_str());
+        let said = format!("{}: step ", signal.as_str());
+        let (_, said) = outcome.stderr.split_once(&said).unwrap();
+        let (announced, rest) = said.split_once(' ').unwrap();
+        // Ranks that are threads may hear of it one step apart.
+        assert!(announced.parse::<usize>().unwrap().abs_diff(step) <= 1);
+        assert!(rest.starts_with("is finished and saved first; again ends at once\n"));
         assert!(!outcome.stdout.contains("--- after"), "{}", outcome.stdout);
     }
 }
@@ -125,6 +137,15 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
     let took = first.unwrap().elapsed();
     assert_eq!((sent, outcome.code), (3, None), "{}", outcome.stderr);
     assert!(took < Duration::from_millis(2500), "{took:?}");
+    let said = [
+        "SIGTERM: step 1 is finished and saved first; again ends at once\n",
+        "SIGTERM again: ended at once; no step was done\n",
+    ];
+    assert!(
+        outcome.stderr.ends_with(&said.concat()),
+        "{}",
+        outcome.stderr
+    );
     workspace.assert_output_is_untouched();
 }
 
@@ -140,6 +161,83 @@ fn before_the_first_step_a_signal_ends_the_run_at_once() {
     });
     assert_eq!(outcome.code, None, "{}", outcome.stderr);
     assert!(!names(&workspace.path("")).contains(&"new".to_string()));
+}
+
+/// Whether a signal that comes while the run has its folders, and before its first step, leaves nothing of them.
+#[test]
+fn a_signal_before_the_first_step_leaves_no_lock_and_no_folder() {
+    let workspace = Workspace::new();
+    let before = names(&workspace.path(""));
+    let saves = workspace.path("new/saves");
+    // Many weights, so that there is time.
+    let program = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("made/for/model").display())
+        .flag("--tokenizer", workspace.path("model").display())
+        .flag("--save-dir", saves.display())
+        .flag("--save-every", 1)
+        .flag("--hidden-size", 1024)
+        .flag("--intermediate-size", 4096)
+        .flag("--layers", 4)
+        .flag("--heads", 8);
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        let mut sent = false;
+        let outcome = run_and_signal(&program, |_| {
+            let is_due = !sent && saves.join(".lock").exists();
+            sent |= is_due;
+            is_due.then_some(signal)
+        });
+        assert_eq!((sent, outcome.code), (true, None), "{}", outcome.stderr);
+        assert_eq!(names(&workspace.path("")), before);
+    }
+}
+
+#[test]
+fn under_nohup_a_run_does_not_hear_of_the_end_of_its_terminal() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--steps", 60);
+    let program = program.under(vec!["nohup".to_string()]);
+    let outcome = signalled(&program, Signal::SIGHUP, Duration::ZERO);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    assert!(!outcome.stderr.contains("SIGHUP"), "{}", outcome.stderr);
+}
+
+/// The disk is full when the run is asked to stop: the older checkpoints are what it can go on from.
+#[test]
+fn a_stopped_run_whose_checkpoint_cannot_be_saved_says_from_which_it_goes_on() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--save-dir", saves.display());
+    let program = program.flag("--save-every", 3).flag("--steps", 3);
+    program.succeeds();
+    let full = program
+        .flag("--steps", 100_000)
+        .flag("--save-every", 90_000);
+    let full = full.flag("--resume", "latest");
+    let full = full.switch("--resume-anyway").with_limited_files();
+    let last_line = |outcome: &Outcome| {
+        outcome
+            .stderr
+            .lines()
+            .last()
+            .unwrap_or_default()
+            .to_string()
+    };
+    let stopped = signalled_at(&full, "step 4/", Signal::SIGTERM, Duration::ZERO);
+    let timed = full.flag("--max-secs", 2).run();
+    for (outcome, why) in [(stopped, "SIGTERM"), (timed, "--max-secs 2")] {
+        assert_eq!(outcome.code, Some(88), "{}", outcome.stderr);
+        let last = last_line(&outcome);
+        let said = format!(
+            " of 100000 by {why}; its checkpoint could not be saved: --resume latest goes on after step 3"
+        );
+        assert!(
+            last.starts_with("error: stopped after step ") && last.ends_with(&said),
+            "{}",
+            outcome.stderr
+        );
+    }
+    assert_eq!(names(&saves), ["step-000003"]);
 }
 
 #[test]

@@ -23,8 +23,9 @@ static HAS_MET: AtomicBool = AtomicBool::new(false);
 static IS_SAID_BY_ALL: AtomicBool = AtomicBool::new(false);
 
 /// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
-/// anything: rank 0 speaks for all that come within 5 s, and without naming ranks if all say the same; a rank that cannot meet it,
-/// or that has failed since they met, speaks for itself.
+/// anything: rank 0 speaks for all that come within 5 s, and without naming ranks if all say the same; if they do not, a rank whose own
+/// reason it is says the same as rank 0, which may be on another host. A rank that cannot meet it, or that has failed since they met,
+/// speaks for itself.
 ///
 /// It is the last call about ranks that a process makes, after or instead of [`run`](super::run).
 pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
@@ -41,7 +42,9 @@ pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
     match of_all {
         None => say(why),
         Some(of_all) => {
-            if env.rank() == 0 {
+            // All have the same reason, or this rank has one of its own, or it is the one that does not fit the others.
+            let is_own = of_all != why || of_all.contains(&format!("rank {} on host ", env.rank()));
+            if env.rank() == 0 || is_own {
                 say(&of_all);
             }
             // So that all end at about the same time.

@@ -38,9 +38,13 @@ pub fn mailboxes<T: Send>(
     let threads_per_rank = config
         .threads_per_rank
         .unwrap_or(num_cores() / on_host.max(1));
-    let mailboxes = match config.env.world_size() {
-        1 => Mailbox::of_threads(world_size, &mail),
-        _ => vec![meet(config, (world_size, num_serving), &mail)?],
+    // As long as it lives it turns away who comes too late.
+    let (mailboxes, _control) = match config.env.world_size() {
+        1 => (Mailbox::of_threads(world_size, &mail), None),
+        _ => {
+            let (mailbox, control) = meet(config, (world_size, num_serving), &mail)?;
+            (vec![mailbox], Some(control))
+        }
     };
     scope(|scope| {
         let mut ranks = Vec::new();
@@ -69,12 +73,12 @@ fn run_rank<T>(mailbox: Mailbox, run: impl Fn(&Arc<Mailbox>) -> Result<T>) -> Re
     result
 }
 
-/// This process's mailbox, once the ranks have met.
+/// This process's mailbox, once the ranks have met, and what they have met by.
 fn meet(
     config: &RunConfig,
     (world_size, num_serving): (usize, usize),
     mail: &MailboxConfig,
-) -> Result<Mailbox> {
+) -> Result<(Mailbox, Arc<Control>)> {
     let env = &config.env;
     if env.world_size() != world_size {
         bail!(
@@ -91,5 +95,5 @@ fn meet(
     let mailbox = Mailbox::of_process(env.rank(), streams, mail)?;
     // From here on they notice by themselves who is gone.
     control.leave().map_err(candle_core::Error::wrap)?;
-    Ok(mailbox)
+    Ok((mailbox, control))
 }

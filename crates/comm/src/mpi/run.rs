@@ -2,13 +2,14 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, scope};
 use std::time::Duration;
 
 use candle_core::Device;
 
-use candle_launch::RankEnv;
+use candle_launch::{RankEnv, SpokenWait, WaitNotices};
 
 use super::Result;
 use super::communicator::MpiCommunicator;
@@ -41,6 +42,8 @@ pub struct MpiConfig {
     /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
     /// Default: those that share memory, as MPI says.
     pub ranks_per_host: Option<usize>,
+    /// The exit code of a rank that failed; it may be changed while the rank runs. Default: 1.
+    pub failure_exit_code: Arc<AtomicU8>,
 }
 
 impl Default for MpiConfig {
@@ -50,6 +53,7 @@ impl Default for MpiConfig {
             threads_per_rank: None,
             reduction: MpiReduction::default(),
             ranks_per_host: None,
+            failure_exit_code: Arc::new(AtomicU8::new(1)),
         }
     }
 }
@@ -76,6 +80,7 @@ pub fn mpi<T: Send>(
     if RankEnv::from_env().is_ok_and(|env| env.local_world_size() > 1) {
         keep_candle_from_threads();
     }
+    let exit_code = &config.failure_exit_code;
     let (ctx, world, threads) = begin(&config)?;
     let threads = config.threads_per_rank.unwrap_or(threads);
     let (jobs, received) = channel();
@@ -89,7 +94,7 @@ pub fn mpi<T: Send>(
     scope(|scope| {
         let rank_main = move || {
             let outcome = run_rank(communicator, threads, run);
-            let value = outcome.unwrap_or_else(|message| fail(rank, &message, &end));
+            let value = outcome.unwrap_or_else(|message| fail(rank, &message, (&end, exit_code)));
             // If it cannot be sent, MPI's thread says why.
             drop(end.send(Job::End));
             value
@@ -99,30 +104,31 @@ pub fn mpi<T: Send>(
             Ok(handle) => handle,
             Err(error) => {
                 say_failed(rank, &format!("its thread could not be started: {error}"));
-                abort(&ctx)
+                abort(&ctx, exit_code)
             }
         };
-        run_engine(ctx, world, received);
+        run_engine((ctx, exit_code), world, received);
         let value = handle.join();
         value.map_err(|panic| candle_core::Error::msg(panic_message(&*panic)))
     })
 }
 
 /// Prints why this rank failed and ends all ranks.
-fn fail(rank: usize, message: &str, jobs: &Sender<Job>) -> ! {
+fn fail(rank: usize, message: &str, (jobs, exit_code): (&Sender<Job>, &AtomicU8)) -> ! {
     say_failed(rank, message);
     // If it cannot be sent, MPI's thread has come to the same end.
     if jobs.send(Job::Abort).is_ok() {
         std::thread::sleep(ABORT_GRACE);
     }
-    std::process::exit(1)
+    std::process::exit(exit_code.load(Ordering::Relaxed).into())
 }
 
 /// Ends all ranks, from MPI's thread.
-fn abort(ctx: &Context) -> ! {
-    ctx.mpi.abort(1);
+fn abort(ctx: &Context, exit_code: &AtomicU8) -> ! {
+    let exit_code = exit_code.load(Ordering::Relaxed).into();
+    ctx.mpi.abort(exit_code);
     // It has returned. A process that ends without MPI_Finalize makes its launcher end the others.
-    std::process::exit(1)
+    std::process::exit(exit_code)
 }
 
 /// Prints why a rank failed, unless another one does. In one piece, as other processes write to the same terminal.
@@ -134,7 +140,13 @@ fn say_failed(rank: usize, message: &str) {
 
 /// Initialises MPI and looks around.
 fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
+    let wait = SpokenWait::begin(
+        WaitNotices::default(),
+        &format!("process {}", std::process::id()),
+    );
+    wait.say("in MPI_Init for the other ranks".to_string());
     let mpi = Mpi::init(config.reduction)?;
+    drop(wait);
     let (world_rank, world_size) = (mpi.rank()?, size(mpi.world())?);
     if world_size == 1
         && let Some((name, said)) = said_world_size(|name| std::env::var(name).ok())
@@ -201,7 +213,7 @@ fn check_reductions(said: &[[u64; 2]]) -> Result<()> {
 }
 
 /// Does the work of MPI's thread, and ends MPI; with it all ranks, if this one fails.
-fn run_engine(ctx: Context, world: Arc<Group>, jobs: Receiver<Job>) {
+fn run_engine((ctx, exit_code): (Context, &AtomicU8), world: Arc<Group>, jobs: Receiver<Job>) {
     let rank = ctx.shared.world_rank;
     let work = || Engine::new(&ctx, world, jobs)?.run();
     match catch_unwind(AssertUnwindSafe(work)) {
@@ -217,10 +229,10 @@ fn run_engine(ctx: Context, world: Arc<Group>, jobs: Receiver<Job>) {
                 std::process::exit(1)
             }
         }
-        Ok(Ok(End::Failed)) => abort(&ctx),
+        Ok(Ok(End::Failed)) => abort(&ctx, exit_code),
         Ok(Err(error)) => {
             say_failed(rank, &error.to_string());
-            abort(&ctx)
+            abort(&ctx, exit_code)
         }
         // MPI's state is gone, and nobody could say it to the rank, which may wait.
         Err(panic) => {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use candle_comm::{Departure, Mail, Mailbox, MailboxConfig, Received, sum_in_order};
 use candle_core::{DType, Device, Tensor};
-use candle_launch::{Control, ControlConfig};
+use candle_launch::{Control, ControlConfig, WaitNotices};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Over {
@@ -37,6 +37,7 @@ pub fn control_config(rank: usize, world_size: usize, port: u16) -> ControlConfi
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
+        wait_notices: WaitNotices::default(),
         deadline: Duration::from_secs(20),
         rank_timeout: Duration::from_secs(6),
         ends_process: false,

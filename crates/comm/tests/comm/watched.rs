@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_comm::{P2p, ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Result, Tensor};
-use candle_launch::{Control, ControlConfig};
+use candle_launch::{Control, ControlConfig, WaitNotices};
 
 use crate::conformance::{self, Launch};
 
@@ -22,6 +22,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         fingerprint: Vec::new(),
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
+        wait_notices: WaitNotices::default(),
         deadline: Duration::from_secs(20),
         rank_timeout: Duration::from_secs(6),
         ends_process: false,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::BEAT;
-use crate::{RankEnv, Secret};
+use crate::{RankEnv, Secret, WaitNotices};
 
 /// How a rank joins its run: see [`Control::join`](super::Control::join).
 #[derive(Debug, Clone)]
@@ -29,6 +29,8 @@ pub struct ControlConfig {
     pub cannot_start: Option<String>,
     /// How long ranks may take to come. Default: 5 minutes.
     pub join_timeout: Duration,
+    /// When a rank says for whom it waits that has not come.
+    pub wait_notices: WaitNotices,
     /// How long a rank may be blocked in one operation before the run is given up. Default: 10 minutes.
     pub deadline: Duration,
     /// A rank that says nothing for so long is taken for dead; the same on all ranks, a second at least. Default: 6 seconds.
@@ -60,6 +62,7 @@ impl ControlConfig {
             fingerprint: Vec::new(),
             cannot_start: None,
             join_timeout: Duration::from_secs(300),
+            wait_notices: WaitNotices::default(),
             deadline: Duration::from_secs(600),
             rank_timeout: Duration::from_secs(6),
             ends_process: true,

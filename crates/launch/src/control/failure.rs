@@ -82,11 +82,16 @@ pub fn print_aside(text: String) {
 /// Prints `text` on standard error and ends this process with this exit code, within a second whatever its threads do: no exit
 /// handler runs.
 pub fn end_process(text: String, exit_code: u8) -> ! {
+    print_in_time(text);
+    exit_at_once(exit_code)
+}
+
+/// Prints `text` on standard error, and waits a second at most for who reads it.
+pub(crate) fn print_in_time(text: String) {
     let (printed, is_printed) = mpsc::channel();
     print(text, move || drop(printed));
     // Either it is dropped, or it takes too long.
     let _: Result<(), _> = is_printed.recv_timeout(GRACE);
-    exit_at_once(exit_code)
 }
 
 /// Prints `text` and calls `printed`; ends the process after a moment if `ends_process`.

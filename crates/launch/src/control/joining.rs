@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use super::handshake::{self, Purpose};
 use super::link::Link;
 use super::message::{Hello, ToRank};
-use super::server::Server;
+use super::server::{Server, rank_list};
 use super::wire::{self, Limits, Timed};
 use super::{ControlConfig, FAREWELL, listening};
-use crate::{Error, Result};
+use crate::{Error, Result, SpokenWait};
 
 /// How long one attempt to connect may take, and then whoever is there to show that it knows the secret.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -34,6 +34,10 @@ pub(super) fn join(
         begun: Instant::now(),
         server: server.transpose()?,
         missing: Vec::new(),
+        wait: SpokenWait::begin(
+            config.wait_notices,
+            &format!("rank {} on host {}", config.rank, config.host),
+        ),
     };
     match joining.persist() {
         Ok(link) => Ok((link, joining.server)),
@@ -63,6 +67,7 @@ struct Joining<'a> {
     server: Option<Server>,
     /// Who was missing when rank 0 last said so.
     missing: Vec<usize>,
+    wait: SpokenWait,
 }
 
 impl Joining<'_> {
@@ -74,6 +79,9 @@ impl Joining<'_> {
                 Ok(met) => return met,
                 Err(error) => error,
             };
+            let (host, port) = &self.config.master;
+            self.wait
+                .say(format!("for rank 0 at {host}:{port} ({last})"));
             let (time, limit) = (self.begun.elapsed(), self.config.join_timeout);
             if last.kind() == ErrorKind::PermissionDenied && time > OTHER_RUN {
                 return Err(self.failed(&format!(
@@ -157,7 +165,7 @@ impl Joining<'_> {
         let mut reader = BufReader::new(timed);
         loop {
             match wire::read(&mut reader, Limits::RANK)?.0 {
-                ToRank::Waiting { missing } => self.missing = missing,
+                ToRank::Waiting { missing } => self.wait_for(missing),
                 ToRank::Welcome { host } => {
                     reader.get_mut().lift()?;
                     return Ok(Ok(Link::start(self.config, host, reader, stream)?));
@@ -174,6 +182,17 @@ impl Joining<'_> {
                 }
             }
         }
+    }
+
+    /// These ranks have not come. On one host rank 0 alone says so.
+    fn wait_for(&mut self, missing: Vec<usize>) {
+        let (host, port) = &self.config.master;
+        let is_to_say = self.config.rank == 0 || !self.config.is_one_host;
+        self.wait.say(match is_to_say && !missing.is_empty() {
+            true => format!("at {host}:{port} for {}", rank_list(&missing)),
+            false => String::new(),
+        });
+        self.missing = missing;
     }
 
     fn failed(&self, how: &str) -> Error {

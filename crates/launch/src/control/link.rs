@@ -11,7 +11,7 @@ use super::clock::RunClock;
 use super::failure::{self, DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Outbox, Timed};
-use super::{ControlConfig, Failure, FailureKind, Operation, spawn};
+use super::{ControlConfig, Failure, FailureKind, Operation, STOPS, spawn};
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
@@ -256,7 +256,7 @@ impl Link {
         }
         self.outbox.tell(&FromRank::Noted);
         let ControlConfig { rank, host, .. } = &self.config;
-        let text = format!("rank {rank} on host {host} stops: {}\n", failure.message);
+        let text = format!("rank {rank} on host {host}{STOPS}{}\n", failure.message);
         let all_told_to_end = failure.kind == FailureKind::Terminated
             && state.failed == Some(FailureKind::Terminated);
         let own = failure.rank == Some(*rank) || failure.is_of_all();

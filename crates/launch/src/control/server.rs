@@ -23,6 +23,7 @@ use super::wire::{self, Limits, Outbox, Timed};
 use super::{ControlConfig, spawn};
 use crate::Secret;
 use run::Run;
+pub(super) use run::rank_list;
 pub(super) use strangers::{Serving, Strangers};
 
 /// How long a stranger may take to say who it is.

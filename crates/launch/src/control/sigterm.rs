@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 use std::time::Duration;
 
-use nix::sys::signal::{SigHandler, Signal};
+use nix::sys::signal::Signal;
 
 use super::Control;
 use crate::signal_pipe::{self, Watcher};
@@ -33,9 +33,9 @@ pub(super) fn watch(control: &Arc<Control>) {
             }
             true
         };
-        let replaces = |before| matches!(before, SigHandler::SigDfl);
         let watcher = (Watcher::Control, "control-term");
-        if let Err(error) = signal_pipe::watch(watcher, &[Signal::SIGTERM], replaces, on_signal) {
+        let (signals, replaces) = (&[Signal::SIGTERM], signal_pipe::ends_process);
+        if let Err(error) = signal_pipe::watch(watcher, signals, replaces, on_signal) {
             tracing::warn!("SIGTERM will end this rank without a word to the others: {error}");
         }
     });

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::rendezvous_address::RendezvousAddress;
+use crate::WaitNotices;
 
 /// How many hosts a run may have, MIN:MAX, or one number for both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +56,8 @@ pub struct LaunchConfig {
     pub grace_secs: Option<f64>,
     /// Time without a word after which a host of the host file is given up. Default: 60.
     pub silence_secs: Option<f64>,
+    /// When this launcher says for which hosts it waits.
+    pub wait_notices: WaitNotices,
     /// Whether to print what would run where, and start nothing.
     pub dry_run: bool,
     /// The program and its arguments.

@@ -22,6 +22,10 @@ pub const NEEDS_MPI_EXIT_CODE: u8 = 86;
 /// The exit code of a rank that was started again and cannot go on, found before its first step: on other hosts it may.
 pub const CANNOT_GO_ON_EXIT_CODE: u8 = 87;
 
+/// The exit code of a training run that is over, at its end or because it was asked to stop, and whose checkpoints could not be saved: all of
+/// them, or the one that it was to leave.
+pub const NOT_SAVED_EXIT_CODE: u8 = 88;
+
 /// The exit code of a launcher that lost a host.
 pub(super) const LOST_HOST_EXIT_CODE: u8 = 1;
 
@@ -64,6 +68,11 @@ impl End {
     pub(super) fn is_for_good(self) -> Option<String> {
         if let Some(signal) = self.stopped_by() {
             return Some(format!("it was asked to stop, by {}", signal.as_str()));
+        }
+        if self.has_code(NOT_SAVED_EXIT_CODE) {
+            return Some(format!(
+                "exit code {NOT_SAVED_EXIT_CODE} means that the run is over, and that checkpoints could not be saved"
+            ));
         }
         let code = FOR_GOOD.into_iter().find(|code| self.has_code(*code))?;
         Some(format!("exit code {code} means that it would fail again"))

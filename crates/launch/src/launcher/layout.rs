@@ -12,7 +12,7 @@ use super::program::own_program;
 use super::rank_variables;
 use super::rendezvous_address::RendezvousAddress;
 use crate::secret::random_bytes;
-use crate::{Error, Result, Secret};
+use crate::{Error, Result, Secret, WaitNotices};
 
 /// A silence this long means that a link is cut, unless the user says otherwise; at least some of the words that both
 /// sides send every second must fit in.
@@ -44,6 +44,7 @@ pub(super) struct Layout {
     /// What ranks have to end after a failure, and after a signal to the launcher.
     pub(super) grace_after_failure: Duration,
     pub(super) grace_after_signal: Duration,
+    pub(super) wait_notices: WaitNotices,
 }
 
 impl Layout {
@@ -115,6 +116,7 @@ impl Layout {
             }
         }
         Ok(Self {
+            wait_notices: config.wait_notices,
             hosts: plans,
             world_size,
             meeting,

@@ -17,7 +17,7 @@ use super::front::Outcome;
 use super::host::Host;
 use super::{process_tree, signals};
 use crate::secret::random_bytes;
-use crate::{Error, Result, Secret};
+use crate::{Error, Result, Secret, SpokenWait};
 
 /// How long the launcher that leads may be late.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -43,6 +43,8 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
         },
         program: config.program.clone(),
     };
+    let wait = SpokenWait::begin(config.wait_notices, "candle-train: this host");
+    wait.say(format!("for the launcher that leads this run at {front}"));
     let (mut was_there, mut was_needed) = (false, false);
     let mut until = Instant::now() + PATIENCE;
     loop {
@@ -52,6 +54,11 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
         let is_gone = was_there && called.as_ref().is_err_and(is_refused);
         was_there |= called.is_ok();
         let is_there = called.is_ok();
+        wait.say(match &called {
+            Ok(_) if was_needed => String::new(),
+            Ok(_) => format!("until the launcher at {front}, which leads this run, needs it"),
+            Err(error) => format!("for the launcher that leads this run at {front} ({error})"),
+        });
         let begin = Instant::now();
         let waited = called.and_then(|call| line.wait(call));
         // One that hangs up at once, without ever an order, does not lead this host.

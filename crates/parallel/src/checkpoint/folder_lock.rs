@@ -5,6 +5,7 @@ use std::io::{Error, Read, Result, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::leftovers::Leftover;
 use super::staged_folder::beside;
 
 /// The right to write a folder or file, held until it is dropped: a locked file, `.NAME.lock` beside it or `.lock` in it.
@@ -12,8 +13,8 @@ use super::staged_folder::beside;
 /// On a file system without locks nobody is kept out.
 #[derive(Debug)]
 pub struct FolderLock {
-    path: PathBuf,
-    _file: File,
+    place: Leftover,
+    file: File,
 }
 
 impl FolderLock {
@@ -31,6 +32,11 @@ impl FolderLock {
     /// As [`Self::acquire`].
     pub fn acquire_inside(dir: &Path) -> Result<Self> {
         Self::lock(dir.join(".lock"))
+    }
+
+    /// Whether it still keeps others out: nobody has removed the file, or the folder that it is in.
+    pub fn is_held(&self) -> bool {
+        is_at(&self.file, self.place.path())
     }
 
     fn lock(path: PathBuf) -> Result<Self> {
@@ -52,20 +58,27 @@ impl FolderLock {
                 )));
             }
             // The one who had it before removes the file: between the opening and the locking this may have become nobody's.
-            let is_current = std::fs::metadata(&path)
-                .is_ok_and(|now| file.metadata().is_ok_and(|own| own.ino() == now.ino()));
-            if is_current {
+            if is_at(&file, &path) {
                 file.set_len(0)?;
                 writeln!(file, "process {}", std::process::id())?;
-                return Ok(Self { path, _file: file });
+                let place = Leftover::new(path);
+                return Ok(Self { place, file });
             }
         }
     }
 }
 
+/// Whether this file has this name, still.
+fn is_at(file: &File, path: &Path) -> bool {
+    let named = std::fs::metadata(path);
+    named.is_ok_and(|named| file.metadata().is_ok_and(|own| own.ino() == named.ino()))
+}
+
 impl Drop for FolderLock {
     fn drop(&mut self) {
         // While it is locked. One that stays is no harm.
-        let _ = std::fs::remove_file(&self.path);
+        if self.is_held() {
+            let _ = std::fs::remove_file(self.place.path());
+        }
     }
 }

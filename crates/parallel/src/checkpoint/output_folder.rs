@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use candle_core::Result;
 
 use super::folder_lock::FolderLock;
+use super::leftovers::Leftover;
 use super::staged_folder::StagedFolder;
 
 /// A folder to be written as a whole, by one run at a time. It need not exist, nor its parents.
@@ -125,7 +126,7 @@ fn resolve(path: &Path) -> std::io::Result<(PathBuf, NewFolders)> {
 
 /// Folders that were made, outermost first; those that are still empty when this is dropped go again.
 #[derive(Debug, Default)]
-pub(super) struct NewFolders(Vec<PathBuf>);
+pub(super) struct NewFolders(Vec<Leftover>);
 
 impl NewFolders {
     /// Makes `dir` and what it is in.
@@ -138,7 +139,7 @@ impl NewFolders {
         let mut made = Self::default();
         for dir in missing.into_iter().rev() {
             fs::create_dir(dir)?;
-            made.0.push(dir.to_path_buf());
+            made.0.push(Leftover::new(dir.to_path_buf()));
         }
         Ok(made)
     }
@@ -148,7 +149,7 @@ impl Drop for NewFolders {
     fn drop(&mut self) {
         for dir in self.0.iter().rev() {
             // Fails if there is something in it, as it should.
-            let _ = fs::remove_dir(dir);
+            let _ = fs::remove_dir(dir.path());
         }
     }
 }

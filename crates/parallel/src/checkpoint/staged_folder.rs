@@ -11,12 +11,15 @@ use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
+use super::leftovers::Leftover;
+
 /// A folder that does not have its name yet; dropped before that, it is gone.
 #[derive(Debug)]
 pub struct StagedFolder {
     place: PathBuf,
     staged: PathBuf,
     is_committed: bool,
+    _leftover: Leftover,
 }
 
 impl StagedFolder {
@@ -27,6 +30,7 @@ impl StagedFolder {
         fs::create_dir(&staged)?;
         Ok(Self {
             place: place.to_path_buf(),
+            _leftover: Leftover::new(staged.clone()),
             staged,
             is_committed: false,
         })

@@ -76,7 +76,6 @@ impl Trainer {
 
     /// A step whose gradients the passes of the mesh's ranks compute.
     fn step_of_passes(&mut self, micro_batches: &[MicroBatch]) -> Result<StepDone> {
-        let asks_to_stop = self.asks_to_stop();
         let GradientSource::Passes(gradients) = &mut self.source else {
             bail!("a step of passes on a server");
         };
@@ -86,7 +85,8 @@ impl Trainer {
         let passes = self
             .pipeline
             .forward_backward(&self.stage, micro_batches, gradients)?;
-        if asks_to_stop {
+        // As late as the others can still hear it with the losses.
+        if self.asks_to_stop.as_ref().is_some_and(|asks| asks()) {
             gradients.ask_to_stop();
         }
         let optimizer_timer = (Instant::now(), candle_comm::waited());

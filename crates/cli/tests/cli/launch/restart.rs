@@ -95,7 +95,9 @@ fn a_signal_to_the_launcher_ends_it_all() {
     launching.await_files(&["up"]);
     launching.signal(Signal::SIGTERM);
     let ended = launching.wait();
-    assert_eq!(said(&ended), ["stopped by SIGTERM"]);
+    let passed_on =
+        "SIGTERM: passed on to the ranks, which have 300 s to end; again kills them at once";
+    assert_eq!(said(&ended), [passed_on, "stopped by SIGTERM"]);
 }
 
 #[test]

@@ -47,6 +47,26 @@ fn ranks_that_end_well_after_a_signal_make_a_run_that_ends_well() {
 }
 
 #[test]
+fn ranks_that_could_not_save_after_a_signal_are_quoted() {
+    let script =
+        "trap 'echo error: the disk is full >&2; exit 88' TERM; touch up; sleep 1000 & wait";
+    let launching = start_script(1, &["--max-restarts", "2"], script);
+    launching.await_files(&["up"]);
+    launching.signal(Signal::SIGTERM);
+    let ended = launching.wait();
+    assert_eq!(ended.code, Some(88), "{}", ended.err);
+    assert_eq!(
+        ended.sentence(),
+        "candle-train: stopped by SIGTERM; rank 0 says: error: the disk is full\n"
+    );
+    // Nor is a run started again that is over.
+    let ended = super::launching::run_script(2, &["--max-restarts", "2"], "exit 88");
+    assert_eq!(ended.code, Some(88), "{}", ended.err);
+    let why = "the ranks are not started again: exit code 88 means that the run is over";
+    assert!(ended.err.contains(why), "{}", ended.err);
+}
+
+#[test]
 fn after_the_grace_time_ranks_are_killed() {
     let script = "[ $RANK = 0 ] && trap '' TERM; touch up$RANK; while :; do sleep 1000; done";
     let launching = start_script(2, &["--grace-secs", "0.3"], script);
@@ -74,7 +94,14 @@ fn a_second_signal_does_not_wait_for_the_grace_time() {
         count_ranks(&launching) == 0
     });
     assert!(begin.elapsed().as_millis() > 500, "{:?}", begin.elapsed());
-    assert_eq!(launching.wait().code, Some(130));
+    let ended = launching.wait();
+    assert_eq!(ended.code, Some(130));
+    let said = "candle-train: SIGINT: passed on to the ranks, which have 1000 s to end; again kills them at once\n";
+    assert!(ended.err.contains(said), "{}", ended.err);
+    assert_eq!(
+        ended.sentence(),
+        "candle-train: stopped by SIGINT, and by a second signal, at which the ranks were killed: what they had not saved by then is lost\n"
+    );
 }
 
 fn count_ranks(launching: &super::launching::Launching) -> usize {

@@ -9,7 +9,8 @@ use crate::control::message::{Hello, ToRank};
 use crate::control::wire::{self, Outbox};
 
 impl Run {
-    /// Lets a rank, which knows the secret, in, or tells it why not. The reason ends the run for all: it could never start.
+    /// Lets a rank, which knows the secret, in, or tells it why not. The reason ends the run for all, as it could never start, but for a
+    /// process too many: that alone is refused.
     pub fn admit(&mut self, hello: Hello, version: u32, outbox: Outbox, now: Duration) -> bool {
         if self.started {
             let message = format!(
@@ -31,6 +32,11 @@ impl Run {
         if let Some(message) = self.refusal.clone() {
             self.told.insert(rank);
             let all = true;
+            outbox.tell(&ToRank::Refused { message, all });
+            return false;
+        }
+        if let Some(message) = self.comes_twice(&hello) {
+            let all = false;
             outbox.tell(&ToRank::Refused { message, all });
             return false;
         }
@@ -98,20 +104,25 @@ impl Run {
                 ));
             }
         }
+        None
+    }
+
+    /// What is said to a second process with the number of one that is in; `None` to the same one, whose connection broke off.
+    fn comes_twice(&self, hello: &Hello) -> Option<String> {
         // Rank 0 is this process, also before its own connection has come.
-        let is_own = (&hello.host, hello.pid) == (&own.host, own.pid);
-        let there = match &self.peers[hello.rank] {
-            Some(peer) => &peer.hello,
-            None if hello.rank == 0 && !is_own => own,
-            None => return None,
-        };
-        Some(format!(
-            "{}: this rank is there already, from host {} (process {})\n\
+        let own = (hello.rank == 0).then_some(&self.own);
+        let there = self.peers[hello.rank].as_ref().map(|peer| &peer.hello);
+        let there = there.or(own)?;
+        let is_same = (&hello.host, hello.pid) == (&there.host, there.pid);
+        (!is_same).then(|| {
+            format!(
+                "{}: this rank is there already, from host {} (process {})\n\
              hint: each process of a run needs a rank of its own",
-            hello.name(),
-            there.host,
-            there.pid
-        ))
+                hello.name(),
+                there.host,
+                there.pid
+            )
+        })
     }
 
     /// Gives up when a rank cannot start and the others have had their time to say the same.

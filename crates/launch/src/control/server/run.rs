@@ -211,7 +211,7 @@ impl Run {
 }
 
 /// "rank 2" or "ranks 1, 3".
-pub(super) fn rank_list(ranks: &[usize]) -> String {
+pub(in crate::control) fn rank_list(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{noun} {}", names.join(", "))

@@ -13,7 +13,7 @@ use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
 use crate::launcher::end::{CANNOT_GO_ON_EXIT_CODE, LOST_HOST_EXIT_CODE};
 use crate::launcher::host::Host;
-use crate::{Error, Result};
+use crate::{Error, Result, SpokenWait, WaitNotices};
 
 /// As long as hosts come that the run can use, and this long after the last of them, it waits for more.
 const MORE_WAIT: Duration = Duration::from_secs(3);
@@ -26,6 +26,7 @@ const AWAY: Duration = Duration::from_secs(10);
 
 /// The hosts of a run, and how often its ranks may still be started on them.
 pub(super) struct Restarts {
+    wait_notices: WaitNotices,
     max_restarts: usize,
     nodes: NodeRange,
     /// Failures after which they were started again.
@@ -89,6 +90,7 @@ impl Restarts {
         };
         let nodes = config.nnodes.filter(|_| is_file || door.is_some());
         Ok(Self {
+            wait_notices: config.wait_notices,
             max_restarts: config.max_restarts,
             nodes: nodes.unwrap_or(all),
             num_failures: 0,
@@ -115,6 +117,7 @@ impl Restarts {
         let begin = Instant::now();
         let mut last_came = begin;
         let mut has_said = false;
+        let mut spoken = None;
         loop {
             let num_before = self.present.len();
             self.present = self.candidates();
@@ -132,6 +135,10 @@ impl Restarts {
                 has_said = true;
                 say(&format!("{what}; waiting for more"));
             }
+            let spoken = spoken.get_or_insert_with(|| {
+                SpokenWait::begin(self.wait_notices, "candle-train: the launcher that leads")
+            });
+            spoken.say(self.missing_in_words());
             if let Some(signal) = wait(events, Instant::now() + MORE_WAIT / 10) {
                 return Some(signal);
             }
@@ -142,6 +149,18 @@ impl Restarts {
                 return Some(Outcome::last(LOST_HOST_EXIT_CODE, Some(what)));
             }
         }
+    }
+
+    /// Where the launcher waits for hosts, for how many more, and who is there.
+    fn missing_in_words(&self) -> String {
+        let address = self.door.as_ref().map_or("", |door| &door.address);
+        let names: Vec<_> = self.present.iter().map(|host| host.name.as_str()).collect();
+        let missing = self.nodes.min.saturating_sub(names.len());
+        format!(
+            "at {address} for {missing} more of at least {} hosts; there: {}",
+            self.nodes.min,
+            names.join(", ")
+        )
     }
 
     fn candidates(&self) -> Vec<Host> {

@@ -14,14 +14,15 @@ use super::agent_link::{AgentLink, EXIT_WAIT};
 use super::labelled_output::RankOutputs;
 use super::verdict::{Failures, HostLoss, RankEnd, place};
 use super::{Event, say};
-use crate::Result;
 use crate::launcher::end::{
-    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, PEER_FAILED_EXIT_CODE, WOULD_FAIL_AGAIN_EXIT_CODE,
+    CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
+    WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
 use crate::launcher::process_tree::{self, KILL_DEADLINE};
 use crate::launcher::wire::{Command, Report};
+use crate::{Result, SpokenWait};
 use outcome::{Outcome, Remedy, SURVIVORS};
 
 /// Agents have this long to say that they can run their plan.
@@ -54,7 +55,11 @@ pub(super) struct Run<'a> {
     /// Ranks that have failed and without which the others go on.
     lost: Vec<RankEnd>,
     signal: Option<(Signal, Instant)>,
+    /// A second one has come, and the ranks are killed.
+    is_signalled_again: bool,
     start_deadline: Option<Instant>,
+    /// As long as agents have not said that they can run their plan.
+    wait: Option<SpokenWait>,
     started: bool,
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
@@ -122,7 +127,12 @@ impl<'a> Run<'a> {
             failures: Failures::default(),
             lost: Vec::new(),
             signal: None,
+            is_signalled_again: false,
             start_deadline: Some(Instant::now() + START_DEADLINE),
+            wait: Some(SpokenWait::begin(
+                layout.wait_notices,
+                "candle-train: the launcher",
+            )),
             started: false,
             stop_due: None,
             stopped_at: None,
@@ -141,6 +151,7 @@ impl<'a> Run<'a> {
         mut change: impl FnMut() -> Option<String>,
     ) -> Outcome {
         while self.mpi.is_some() || !self.are_all(AgentState::Gone) {
+            self.say_missing();
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
             }
@@ -270,7 +281,8 @@ impl<'a> Run<'a> {
         agent.num_ended += 1;
         let how = end.end;
         // One that stops may be noticed by others before they have stopped themselves.
-        let is_stop = how.stopped_by().is_some() || how.has_code(PEER_FAILED_EXIT_CODE);
+        let codes = [PEER_FAILED_EXIT_CODE, NOT_SAVED_EXIT_CODE];
+        let is_stop = how.stopped_by().is_some() || codes.iter().any(|code| how.has_code(*code));
         if self.change.is_some() && is_stop {
             self.num_asked += 1;
             return;
@@ -299,13 +311,21 @@ impl<'a> Run<'a> {
     fn note_signal(&mut self, signal: Signal) {
         match self.signal {
             Some((_, first_at)) if first_at.elapsed() < REPEAT_WAIT => {}
-            Some(_) => self.stop(Duration::ZERO),
+            Some(_) => {
+                self.is_signalled_again = true;
+                self.stop(Duration::ZERO);
+            }
             None => {
                 self.signal = Some((signal, Instant::now()));
                 if self.start_deadline.is_some() {
                     self.close_all();
                 // Before a change of hosts they were asked to stop already, and a second signal would end them before they have saved.
                 } else if self.change.is_none() {
+                    let secs = self.layout.grace_after_signal.as_secs_f64();
+                    say(&format!(
+                        "{}: passed on to the ranks, which have {secs} s to end; again kills them at once",
+                        signal.as_str()
+                    ));
                     self.ask_to_stop(signal);
                 }
             }
@@ -401,6 +421,27 @@ impl<'a> Run<'a> {
         if let (Some(pid), true) = (self.mpi, are_all_gone && give_up) {
             let _ = killpg(pid, Signal::SIGKILL);
             self.mpi = None;
+        }
+    }
+
+    /// For whom the launcher waits that has not answered.
+    fn say_missing(&mut self) {
+        let agents = self.agents.iter();
+        let asked = agents.filter(|agent| agent.state == AgentState::Asked);
+        let missing: Vec<String> = match &self.layout.mpi {
+            Some(_) => asked
+                .map(|agent| agent.plan.first_rank.to_string())
+                .collect(),
+            None => asked.map(|agent| agent.plan.host.clone()).collect(),
+        };
+        let missing = missing.join(", ");
+        let what = match &self.layout.mpi {
+            Some(mpi) => format!("for {} to start ranks {missing}", mpi.words[0]),
+            None => format!("for an answer of hosts {missing}"),
+        };
+        match &self.wait {
+            Some(wait) if self.start_deadline.is_some() => wait.say(what),
+            _ => self.wait = None,
         }
     }
 

@@ -4,8 +4,10 @@ use std::time::Instant;
 
 use nix::sys::signal::Signal;
 
+use crate::control::STOPS;
 use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, PEER_FAILED_EXIT_CODE};
 use crate::launcher::host_plan::HostPlan;
+use crate::launcher::layout::Layout;
 
 /// The end of a rank.
 #[derive(Debug)]
@@ -17,6 +19,14 @@ pub(super) struct RankEnd {
     pub(super) ended_at: Instant,
     /// What it last wrote to stderr.
     pub(super) last_lines: Vec<String>,
+}
+
+impl RankEnd {
+    /// What the rank said about the one because of which it ended: `rank 1 on host b has not been heard of for 6 s`.
+    fn peer_to_blame(&self) -> Option<&str> {
+        let mut lines = self.last_lines.iter().rev();
+        lines.find_map(|line| Some(line.split_once(STOPS)?.1))
+    }
 }
 
 /// A host whose agent is gone, before its time or because all is over there, or that cannot start its ranks.
@@ -53,13 +63,20 @@ impl Failures {
         self.ranks.is_empty() && self.hosts.is_empty()
     }
 
-    /// The first of `num_ranks` ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
-    /// loss of a host because of which ranks on others have ended.
-    pub(super) fn cause(&self, num_ranks: usize, until: Option<Instant>) -> Option<Cause<'_>> {
+    /// The first of the ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
+    /// loss of a host because of which ranks on others have ended. What mpirun ends after a rank has said why it ends is mpirun's doing.
+    pub(super) fn cause(&self, layout: &Layout, until: Option<Instant>) -> Option<Cause<'_>> {
+        let num_ranks = layout.world_size;
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
         let ranks = self.ranks.iter().filter(|rank| in_time(rank.ended_at));
-        let (due_to_peer, own): (Vec<_>, Vec<_>) =
+        let (due_to_peer, mut own): (Vec<_>, Vec<_>) =
             ranks.partition(|rank| rank.end.has_code(PEER_FAILED_EXIT_CODE));
+        let told = due_to_peer
+            .iter()
+            .filter(|rank| rank.peer_to_blame().is_some());
+        let told = told.min_by_key(|rank| rank.ended_at).copied();
+        let is_after_words = |at: Instant| told.is_some_and(|told| told.ended_at <= at);
+        own.retain(|rank| rank.end.stopped_by().is_none() || !is_after_words(rank.ended_at));
         if num_ranks > 1 && own.len() == num_ranks && are_alike(&own) {
             // Perhaps one of them has said why.
             let first = own
@@ -68,14 +85,17 @@ impl Failures {
             return first.map(|first| Cause::All(first, num_ranks));
         }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
-        let host = self.hosts.iter().filter(|loss| in_time(loss.lost_at));
+        let is_by_mpi = |loss: &HostLoss| layout.mpi.is_some() && is_after_words(loss.lost_at);
+        let hosts = self.hosts.iter().filter(|loss| !is_by_mpi(loss));
+        let host = hosts.clone().filter(|loss| in_time(loss.lost_at));
         match (rank, host.min_by_key(|loss| loss.lost_at)) {
             (Some(rank), Some(host)) if host.lost_at < rank.ended_at => Some(Cause::Host(host)),
             (Some(rank), _) => Some(Cause::Rank(rank)),
             (None, Some(host)) => Some(Cause::Host(host)),
             (None, None) => {
                 let first = due_to_peer.into_iter().min_by_key(|rank| rank.ended_at)?;
-                let lost = self.hosts.iter().min_by_key(|loss| loss.lost_at);
+                let first = told.unwrap_or(first);
+                let lost = hosts.min_by_key(|loss| loss.lost_at);
                 Some(lost.map_or(Cause::Peer(first), Cause::Host))
             }
         }
@@ -117,11 +137,14 @@ impl Cause<'_> {
             Self::All(failure, num_ranks) => {
                 format!("all {num_ranks} ranks failed: {}", failure.end)
             }
-            Self::Peer(failure) => format!(
-                "{} ended because another rank failed ({}), but no rank started here failed by itself",
-                place(failure, hosts),
-                failure.end
-            ),
+            Self::Peer(failure) => match failure.peer_to_blame() {
+                Some(why) => return format!("{why} (says {})", place(failure, hosts)),
+                None => format!(
+                    "{} ended because another rank failed ({}), but no rank started here failed by itself",
+                    place(failure, hosts),
+                    failure.end
+                ),
+            },
             Self::Host(loss) if loss.is_refusal => {
                 format!("host {}: {}", hosts[loss.host].host, loss.detail)
             }

@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_launch::{Control, ControlConfig, RankGroup};
+use candle_launch::{Control, ControlConfig, RankGroup, WaitNotices};
 
 use super::ranks::{config, free_listener, operation};
 
@@ -126,6 +126,13 @@ fn rank_process() {
         deadline: Duration::from_millis(role.get(4).map_or(20_000, |ms| ms.parse().unwrap())),
         rank_timeout: Duration::from_secs(role.get(5).map_or(6, |secs| secs.parse().unwrap())),
         ends_process: true,
+        wait_notices: match role[3] {
+            "patient" => WaitNotices {
+                first: Duration::from_millis(100),
+                interval: Duration::from_millis(100),
+            },
+            _ => WaitNotices::default(),
+        },
         ..config(rank, world_size, 0)
     };
     let control = Control::join(&config).unwrap();
@@ -160,7 +167,7 @@ fn act(what: &str, control: Arc<Control>) {
         }
         "panic" => panic!("index out of range"),
         "end" => std::process::exit(0),
-        "leave" => control.leave().unwrap(),
+        "leave" | "patient" => control.leave().unwrap(),
         other => panic!("{other} is no role"),
     }
 }

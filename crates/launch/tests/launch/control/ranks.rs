@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_launch::{Control, ControlConfig, Operation, RankGroup, Result};
+use candle_launch::{Control, ControlConfig, Operation, RankGroup, Result, WaitNotices};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
@@ -22,6 +22,7 @@ pub fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
         fingerprint: vec![("--lr".into(), "1e-4".into())],
         cannot_start: None,
         join_timeout: Duration::from_secs(20),
+        wait_notices: WaitNotices::default(),
         deadline: Duration::from_secs(20),
         rank_timeout: Duration::from_secs(6),
         ends_process: false,

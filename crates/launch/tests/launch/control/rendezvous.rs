@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use candle_launch::{Control, ControlConfig, Error};
 
+use super::processes::Rank;
 use super::ranks::{config, frame, free_listener, join, ranks_with, shake_hands};
 
 /// How the start of a run of three fails when the last rank is changed: on all ranks with the same message.
@@ -49,24 +50,77 @@ fn a_rank_that_does_not_exist_is_named_on_all_ranks() {
     assert!(error.contains(expected), "{error}");
 }
 
+/// A second process with the number of a rank is told so at once, before and after the run has begun, and the run starts and goes on.
 #[test]
-fn two_ranks_with_one_number_are_named_on_all_ranks() {
-    let error = refused_on_all(|config| config.rank = 1);
-    assert!(error.contains("rank 1 on host host-"), "{error}");
-    assert!(
-        error.contains("this rank is there already, from host host-"),
-        "{error}"
-    );
+fn a_rank_that_comes_twice_or_too_late_is_refused_alone() {
+    let (listener, port) = free_listener();
+    let of = |rank: usize, host: &str| ControlConfig {
+        host: host.into(),
+        ..config(rank, 3, port)
+    };
+    let refused = |rank: usize| {
+        let begun = Instant::now();
+        let error = Control::join(&of(rank, "other")).err().unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(5));
+        error.to_string()
+    };
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(&of(0, "a"), Some(listener)).unwrap());
+        let one = scope.spawn(|| Control::join(&of(1, "b")).unwrap());
+        let again = refused(0);
+        assert!(
+            again.starts_with("rank 0 on host other (process "),
+            "{again}"
+        );
+        assert!(
+            again.contains("this rank is there already, from host a "),
+            "{again}"
+        );
+        std::thread::sleep(Duration::from_millis(300));
+        let twice = refused(1);
+        assert!(
+            twice.contains("this rank is there already, from host b "),
+            "{twice}"
+        );
+        let two = Control::join(&of(2, "c")).unwrap();
+        let (zero, one) = (zero.join().unwrap(), one.join().unwrap());
+        for rank in 0..3 {
+            let late = refused(rank);
+            let said = format!(
+                "rank {rank} on host other comes too late: all 3 ranks of the run are there already"
+            );
+            assert!(late.contains(&said), "{late}");
+        }
+        std::thread::scope(|scope| {
+            for control in [&zero, &one, &two] {
+                scope.spawn(|| control.gather("all", &[]).unwrap());
+            }
+        });
+        [two, one]
+            .iter()
+            .for_each(|control| control.leave().unwrap());
+        zero.leave().unwrap();
+    });
 }
 
 #[test]
-fn a_second_rank_0_is_named_on_all_ranks() {
-    let error = refused_on_all(|config| config.rank = 0);
-    assert!(error.contains("rank 0 on host host-2 (process "), "{error}");
-    assert!(
-        error.contains("this rank is there already, from host host-0"),
-        "{error}"
-    );
+fn who_waits_says_for_whom_and_where() {
+    let (listener, port) = free_listener();
+    drop(listener);
+    let master = format!("127.0.0.1:{port}");
+    let patient = |rank| Rank::start(&[], &master, rank, 3, "patient");
+    let wait = || std::thread::sleep(Duration::from_millis(1500));
+    let one = patient(1);
+    wait();
+    let zero = patient(0);
+    wait();
+    let two = patient(2);
+    let [zero, one, two] = [zero, one, two].map(Rank::end);
+    let said = format!("rank 1 on host host-1 waits for rank 0 at {master} (Connection refused");
+    assert!(one.said.contains(&said), "{one:?}");
+    let said = format!("rank 0 on host host-0 waits at {master} for rank 2, since ");
+    assert!(zero.said.contains(&said), "{zero:?}");
+    assert!(!two.said.contains("waits"), "{two:?}");
 }
 
 #[test]

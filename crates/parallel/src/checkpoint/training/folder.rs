@@ -29,13 +29,18 @@ pub(super) struct CheckpointFolder(PathBuf);
 pub(super) struct LockedFolder {
     folder: PathBuf,
     // Before the folders, which stay if there is something in them, as fields are dropped in this order.
-    _lock: FolderLock,
+    lock: FolderLock,
     _made: NewFolders,
 }
 
 impl LockedFolder {
     pub fn is_of(&self, folder: &CheckpointFolder) -> bool {
         self.folder == folder.0
+    }
+
+    /// Whether nobody has removed the folder, or its lock.
+    pub fn is_held(&self) -> bool {
+        self.lock.is_held()
     }
 }
 
@@ -123,7 +128,7 @@ impl CheckpointFolder {
         self.clean()?;
         Ok(LockedFolder {
             folder: self.0.clone(),
-            _lock: lock,
+            lock,
             _made: made,
         })
     }

@@ -33,7 +33,7 @@ pub struct CheckpointSaver {
     /// Removes old checkpoints, which takes a while.
     remover: Option<JoinHandle<()>>,
     /// On rank 0.
-    _lock: Option<Arc<LockedFolder>>,
+    lock: Option<Arc<LockedFolder>>,
 }
 
 /// A save whose files are being written.
@@ -123,7 +123,7 @@ impl CheckpointSaver {
             check_checkpoints(&folder, resumed)?;
             Ok(Some(lock))
         };
-        let _lock = agree(world, begin())?;
+        let lock = agree(world, begin())?;
         let run = match resumed {
             Some(resumed) => resumed.run().to_string(),
             None => format!("{:016x}", RandomState::new().hash_one(std::process::id())),
@@ -140,7 +140,7 @@ impl CheckpointSaver {
             sidecars: Arc::default(),
             in_flight: None,
             remover: None,
-            _lock,
+            lock,
         })
     }
 
@@ -209,7 +209,7 @@ impl CheckpointSaver {
             params.values(index)
         })?;
         let rank = self.world.rank();
-        let folder = (rank == 0).then(|| self.folder.stage(step)).transpose();
+        let folder = (rank == 0).then(|| self.stage(step)).transpose();
         // Where rank 0 has made it.
         let made = folder.as_ref().map_err(message_of);
         let made = made.map(|folder| folder.as_ref().map(|folder| folder.path().to_path_buf()));
@@ -250,6 +250,15 @@ impl CheckpointSaver {
             },
         });
         Ok(None)
+    }
+
+    /// Begins the folder, on rank 0. If somebody has removed the one that it is in, that is made and locked again.
+    fn stage(&mut self, step: usize) -> Result<StagedFolder> {
+        if self.lock.as_ref().is_none_or(|lock| !lock.is_held()) {
+            self.lock = None;
+            self.lock = Some(Arc::new(self.folder.lock()?));
+        }
+        self.folder.stage(step)
     }
 
     /// Begins to write this rank's files into `dir`.

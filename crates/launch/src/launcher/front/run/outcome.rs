@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::NOT_STARTED_EXIT_CODE;
 use super::super::verdict::{Cause, HostLoss, describe_signal};
 use super::Run;
-use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE};
+use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE};
 use crate::launcher::wire::ALIVE_INTERVAL;
 
 /// Why ranks are not started again.
@@ -66,14 +66,29 @@ impl Outcome {
 
 impl Run<'_> {
     pub(super) fn outcome(&self) -> Outcome {
-        let until = |until| self.failures.cause(self.layout.world_size, until);
+        let until = |until| self.failures.cause(self.layout, until);
         if let Some((signal, at)) = self.signal {
             if let Some(cause) = until(Some(at)) {
                 return self.outcome_of(&cause, Remedy::None);
             }
             let is_complete = self.started && self.failures.is_empty() && self.num_asked == 0;
             let code = if is_complete { 0 } else { 128 + signal as u8 };
-            let sentence = describe_signal(signal, &self.failures.ranks);
+            let ends = &self.failures.ranks;
+            let sentence = match self.is_signalled_again {
+                true => format!(
+                    "stopped by {}, and by a second signal, at which the ranks were killed: what they had not saved by then is lost",
+                    signal.as_str()
+                ),
+                false => describe_signal(signal, ends),
+            };
+            if let Some(unsaved) = ends
+                .iter()
+                .find(|rank| rank.end.has_code(NOT_SAVED_EXIT_CODE))
+            {
+                let why = unsaved.last_lines.last().map_or("", String::as_str);
+                let sentence = format!("{sentence}; rank {} says: {why}", unsaved.rank);
+                return Outcome::last(NOT_SAVED_EXIT_CODE, Some(sentence));
+            }
             return Outcome::last(code, Some(sentence));
         }
         if let Some(change) = &self.change

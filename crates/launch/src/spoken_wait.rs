@@ -1,0 +1,67 @@
+//! Waits that are not silent.
+
+use std::io::{Write, stderr};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::control::spawn;
+
+/// When those who wait for others say so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WaitNotices {
+    /// After this time for the first time. Default: 10 seconds.
+    pub first: Duration,
+    /// And then each time after so long. Default: a minute.
+    pub interval: Duration,
+}
+
+impl Default for WaitNotices {
+    fn default() -> Self {
+        Self {
+            first: Duration::from_secs(10),
+            interval: Duration::from_secs(60),
+        }
+    }
+}
+
+/// A wait for others, of which lines on standard error say how long it has lasted, until this is dropped.
+pub struct SpokenWait {
+    what: Arc<Mutex<String>>,
+    _over: Sender<()>,
+}
+
+impl SpokenWait {
+    /// A wait of `who` that begins now, for nothing yet.
+    pub fn begin(notices: WaitNotices, who: &str) -> Self {
+        let (over, is_over) = channel::<()>();
+        let what = Arc::<Mutex<String>>::default();
+        let (who, waits) = (who.to_string(), what.clone());
+        let speak = move || {
+            let begun = Instant::now();
+            let mut pause = notices.first;
+            while is_over.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                pause = notices.interval;
+                let what = lock(&waits).clone();
+                if !what.is_empty() {
+                    let secs = begun.elapsed().as_secs();
+                    // There is nowhere else to say that it failed.
+                    let _ = writeln!(stderr(), "{who} waits {what}, since {secs} s");
+                }
+            }
+        };
+        if let Err(error) = spawn("waiting", speak) {
+            tracing::warn!("no thread to say who is waited for: {error}");
+        }
+        Self { what, _over: over }
+    }
+
+    /// From now on it waits so: "at node1:29500 for ranks 1, 3". Nothing is said of a wait for nothing.
+    pub fn say(&self, what: String) {
+        *lock(&self.what) = what;
+    }
+}
+
+fn lock(what: &Mutex<String>) -> MutexGuard<'_, String> {
+    what.lock().unwrap_or_else(PoisonError::into_inner)
+}
