@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf, absolute};
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, bail};
+use candle_parallel::agree;
 use candle_parallel::checkpoint::{
-    CheckpointManifest, CheckpointSaver, TrainingCheckpoint, checkpoints_in,
+    CheckpointManifest, CheckpointSaver, TrainingCheckpoint, checkpoints_in, set_aside_in,
 };
 use candle_train::TrainingRecord;
 use clap::Args;
@@ -14,6 +15,23 @@ use jiff::civil::Date;
 use crate::best_weights::place_of_best;
 use crate::number::whole;
 use crate::run_record::DATE;
+
+/// An error, of the first rank, if a folder without checkpoints has some that were set aside: to begin anew would be another run.
+fn refuse_set_aside(dir: &Path, is_first: bool) -> Result<()> {
+    let aside = match is_first {
+        true => set_aside_in(dir)?,
+        false => Vec::new(),
+    };
+    match aside.last() {
+        None => Ok(()),
+        Some(path) => bail!(
+            "there is no checkpoint in {} to go on from, and some that were set aside, such as {}\nhint: --resume with the name of one goes \
+             on from it all the same; for a run that begins choose another --save-dir",
+            dir.display(),
+            path.display()
+        ),
+    }
+}
 
 /// Saving a run while it goes on, and going on with one.
 #[derive(Args, Clone, Debug)]
@@ -26,7 +44,8 @@ pub(crate) struct CheckpointArgs {
     /// Folder of the run's checkpoints, the one after 15 steps being step-000015; on several hosts one that all of them have [default: none]
     #[arg(long, value_name = "DIR")]
     pub save_dir: Option<PathBuf>,
-    /// Checkpoints that are kept, the newest ones; with evaluations the one with the least loss, too
+    /// Checkpoints that are kept, the newest ones; with evaluations the one with the least loss, too, and of a run that diverges the last good
+    /// one
     #[arg(long, default_value_t = 2, value_name = "CHECKPOINTS", value_parser = whole::<usize>(1..))]
     pub keep: usize,
     /// Go on from a checkpoint, with any layout: its folder, or latest, the newest valid one in --save-dir; if there is none yet the run
@@ -99,6 +118,7 @@ impl CheckpointArgs {
             if latest.is_some() {
                 return Ok(latest);
             }
+            agree(world, refuse_set_aside(dir, is_first))?;
         }
         match &self.resume {
             Some(dir) if !resumes_latest => TrainingCheckpoint::open(world, dir).map(Some),

@@ -108,7 +108,12 @@ impl TrainingArgs {
     ) -> Result<String> {
         let (degrees, replicas) = (self.layout.degrees(), self.data_parallel());
         let micro_batch_size = self.batches.micro_batch_size;
-        let record = serde_json::to_string(record).map_err(Error::wrap)?;
+        // The order of sums is in what follows.
+        let record = TrainingRecord {
+            sum_order: BTreeMap::new(),
+            ..record.clone()
+        };
+        let record = serde_json::to_string(&record).map_err(Error::wrap)?;
         let mut all =
             format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
         // Otherwise evaluations change nothing.

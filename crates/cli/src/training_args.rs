@@ -201,8 +201,8 @@ pub(crate) struct OptimizerArgs {
     pub max_grad_norm: f64,
     #[command(flatten)]
     pub loss_scale: LossScaleArgs,
-    /// A loss of more than so many times the median of the last 100 steps is out of its range: a warning says so, and the newest checkpoint
-    /// from before it is kept while it lasts
+    /// A loss of more than so many times the median of the last 100 usual ones, which counts as 0.1 at least, is out of its range: a warning
+    /// says so, and the newest checkpoint from before it is kept while it lasts
     #[arg(long, default_value_t = LossRange::default().max_ratio, value_name = "RATIO", value_parser = real((Excluded(1.0), Unbounded)))]
     pub max_loss_ratio: f64,
     /// End the run at the first loss that is out of the range of --max-loss-ratio, as at one that is NaN or infinite

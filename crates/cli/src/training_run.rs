@@ -191,7 +191,7 @@ impl TrainingRun<'_> {
                 let end = ends.into_iter().next().unwrap_or(End::Complete);
                 // A run that failed or was stopped may have nothing else.
                 if claimed.is_some()
-                    && matches!(end, End::Complete)
+                    && matches!(end, End::Complete | End::WithoutCheckpoints(_))
                     && let Err(err) = remove_best(self.output)
                 {
                     eprintln!("warning: {err}");

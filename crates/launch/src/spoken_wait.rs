@@ -46,7 +46,7 @@ impl SpokenWait {
                 if !what.is_empty() {
                     let secs = begun.elapsed().as_secs();
                     // There is nowhere else to say that it failed.
-                    let _ = writeln!(stderr(), "{who} waits {what}, since {secs} s");
+                    let _ = writeln!(stderr(), "{who} waits {what}, for {secs} s now");
                 }
             }
         };

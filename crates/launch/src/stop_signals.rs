@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, stderr};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigHandler, Signal};
@@ -36,17 +36,20 @@ impl StopSignals {
     /// it ends the process. One that is ignored, as SIGINT is in the background of a shell and SIGHUP under `nohup`, stays ignored.
     ///
     /// At either one what `say` makes of its name, and of whether it is the second, is printed on standard error.
-    pub fn defer(say: impl Fn(&str, bool) -> Option<String> + Send + 'static) -> &'static Self {
+    pub fn defer(
+        say: impl Fn(&str, bool) -> Option<String> + Send + Sync + 'static,
+    ) -> &'static Self {
         DEFERRED.get_or_init(|| {
             let stop = Self::default();
-            let first = stop.first.clone();
+            let (first, say) = (stop.first.clone(), Arc::new(say));
             let mut first_at: Option<Instant> = None;
             let on_signal = move |signal: Signal| {
                 let is_again = first_at.is_some();
                 if first_at.is_some_and(|at| at.elapsed() < REPEAT_WAIT) {
                     return false;
                 }
-                let text = say(signal.as_str(), is_again).map(line);
+                let say = say.clone();
+                let text = in_time(move || say(signal.as_str(), is_again)).map(line);
                 match is_again {
                     true => text.into_iter().for_each(print_in_time),
                     false => {
@@ -83,6 +86,15 @@ pub fn before_ending(mut clean: impl FnMut() + Send + 'static) {
     if let Err(error) = watch(watcher, &STOPPING, is_heard, on_signal) {
         tracing::warn!("what a signal ends may leave files for locks behind: {error}");
     }
+}
+
+/// What `say` gives within a second: it may look at a folder that does not answer, and the signal has its effect all the same.
+fn in_time(say: impl FnOnce() -> Option<String> + Send + 'static) -> Option<String> {
+    let (said, is_said) = mpsc::channel();
+    let thread = std::thread::Builder::new().name("said-of-signal".into());
+    let spawned = thread.spawn(move || said.send(say()));
+    spawned.ok()?;
+    is_said.recv_timeout(REPEAT_WAIT).ok().flatten()
 }
 
 fn is_heard(before: SigHandler) -> bool {

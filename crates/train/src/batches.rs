@@ -153,7 +153,7 @@ impl Batches {
             Some(position) => Ok(position),
             None => bail!(
                 "step {} of {batch} sequences each is out of range",
-                step + 1
+                step.saturating_add(1)
             ),
         }
     }

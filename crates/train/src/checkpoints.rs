@@ -108,23 +108,23 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A checkpoint, written when this returns; how that ended. Every rank must call it.
+    /// A checkpoint, written when this returns; how that ended. Older ones stay, as no step shows that it is of use. Every rank must call it.
     pub(crate) fn save_now(&mut self, run: RunState) -> Result<Option<SaveOutcome>> {
-        let losses = run.losses;
         self.save_last(run)?;
-        self.remove_old(usize::MAX, losses);
         Ok(self.last.clone())
     }
 
-    /// A checkpoint of a run that has failed: it and all after `first` and more steps are set aside, and none is removed. How that ended,
-    /// and where they are. Every rank must call it.
+    /// A checkpoint of a run that has failed: it and all after `first` and more steps are set aside. How that ended, and where they are. Every
+    /// rank must call it.
     pub(crate) fn save_failed(
         &mut self,
         run: RunState,
         first: usize,
     ) -> Result<(Option<SaveOutcome>, SetAside)> {
+        let last = run.step;
         self.save_last(run)?;
-        Ok((self.last.clone(), self.saver.set_failed_aside(first)?))
+        let set_aside = self.saver.set_failed_aside(first..=last)?;
+        Ok((self.last.clone(), set_aside))
     }
 
     /// Has a checkpoint of a run's last step.

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 /// Losses of which the median is taken.
@@ -13,7 +12,7 @@ const LEAST_MEDIAN: f64 = 0.1;
 /// The range in which a loss is usual: up to a multiple of the running median.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossRange {
-    /// How many times the median of the last usual losses, 100 at most, a loss may be; a median below 0.1 counts as that.
+    /// How many times the median of the last usual losses, 100 at most, a loss may be, more than 1; a median below 0.1 counts as that.
     pub max_ratio: f64,
     /// Whether the first loss out of the range ends the training.
     pub stops: bool,
@@ -51,17 +50,6 @@ impl Default for LossRange {
 }
 
 impl LossRange {
-    /// An error if the ratio is not above 1.
-    pub fn validate(&self) -> Result<()> {
-        let ratio = self.max_ratio;
-        match ratio > 1.0 {
-            true => Ok(()),
-            false => {
-                bail!("the largest usual loss is {ratio} times the median; expected more than 1")
-            }
-        }
-    }
-
     /// Notes the loss of weights after `step` steps.
     pub(crate) fn note(&mut self, step: usize, loss: f64) -> Option<LossChange> {
         let history = &mut self.history;

@@ -70,7 +70,8 @@ impl TensorBoard {
     /// # Errors
     /// Another run has it, whose process is named; the folder is missing or cannot be written to.
     pub fn lock(dir: &Path) -> Result<FolderLock> {
-        FolderLock::acquire_inside(dir).map_err(|err| cannot_write(dir, &err))
+        // Another file than that of --save-dir, which may be the same folder.
+        FolderLock::acquire(&dir.join("tensorboard")).map_err(|err| cannot_write(dir, &err))
     }
 
     /// Appends a step, as a point at [`crate::StepMetrics::step`]: its other numbers as `train/loss` and so on, those of its memory as `memory/weights_bytes` and

@@ -43,6 +43,8 @@ pub struct Trainer {
     source: GradientSource,
     optimizer: DistributedOptimizer,
     step: usize,
+    /// Where it went on from a checkpoint.
+    resumed_at: Option<usize>,
     times: StepTimes,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
@@ -150,6 +152,7 @@ impl Trainer {
             config,
             stage,
             step: 0,
+            resumed_at: None,
             times: StepTimes::default(),
             stopwatch: None,
             asks_to_stop: None,
@@ -226,6 +229,7 @@ impl Trainer {
     pub fn resume(&mut self, checkpoint: &TrainingCheckpoint) -> Result<()> {
         checkpoint.load(&mut self.optimizer)?;
         self.step = checkpoint.step();
+        self.resumed_at = Some(self.step);
         Ok(())
     }
 
@@ -285,7 +289,7 @@ impl Trainer {
                 metrics.set_positions(batches.num_positions(metrics.step)?);
             }
             observe(TrainEvent::Step(&metrics))?;
-            if self.losses.stops && self.losses.history.left_at().is_some() {
+            if self.losses.stops && self.has_left_range()? {
                 self.optimizer.set_diverged();
                 return Err(self.after_failed_step(self.out_of_range(&metrics), batches));
             }
@@ -321,7 +325,8 @@ impl Trainer {
     /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights as they were then are saved and
     /// named, apart from the checkpoints that a run goes on from.
     fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
-        if self.checkpoints.is_none() || !self.optimizer.has_diverged() || self.step == 0 {
+        let has_begun = self.step > self.resumed_at.unwrap_or(0);
+        if self.checkpoints.is_none() || !self.optimizer.has_diverged() || !has_begun {
             return err;
         }
         let said = match self.save_failed(batches) {
@@ -336,8 +341,13 @@ impl Trainer {
 
     /// Sets aside what the run has ruined, with a checkpoint of it as it is; says where that is, and what there is from before.
     fn save_failed(&mut self, batches: &Batches) -> Result<String> {
-        // With these weights the loss was out of its range for the first time, or no number.
+        // With these weights the loss was out of its range for the first time, or no number. If they are those of the checkpoint that the
+        // run went on from, other data or other flags may be to blame.
         let first = self.losses.history.left_at().unwrap_or(self.step);
+        let first = match self.resumed_at == Some(first) {
+            true => first + 1,
+            false => first,
+        };
         let repeats_gradients = self.source.repeats_gradients();
         let Some(checkpoints) = &mut self.checkpoints else {
             bail!("there are no checkpoints");
@@ -349,7 +359,7 @@ impl Trainer {
             losses: &self.losses.history,
             repeats_gradients,
         };
-        let (outcome, set_aside) = checkpoints.save_failed(run, first.min(self.step))?;
+        let (outcome, set_aside) = checkpoints.save_failed(run, first)?;
         let mut said = Vec::new();
         match (set_aside.failed.first(), outcome.map(|it| it.saved)) {
             (Some(path), Some(Ok(_))) => {
@@ -371,6 +381,18 @@ impl Trainer {
             None => "hint: there is no checkpoint from before".to_string(),
         });
         Ok(said.join("\n"))
+    }
+
+    /// Whether the loss has left its range: of asynchronous servers, whose losses are of different pushes, that of any.
+    fn has_left_range(&self) -> Result<bool> {
+        let own = self.losses.history.left_at().is_some();
+        match self.source {
+            GradientSource::Passes(_) => Ok(own),
+            GradientSource::Workers(..) => {
+                let all = self.world.all_gather_bytes(&[u8::from(own)])?;
+                Ok(all.iter().any(|own| *own == [1]))
+            }
+        }
     }
 
     /// The error of a step whose loss has left its range.

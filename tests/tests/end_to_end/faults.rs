@@ -80,7 +80,7 @@ fn a_foreign_token_in_one_replica() {
     let words = [
         "rank ",
         "failed",
-        "step 1",
+        "step 2",
         "block 0",
         "token id 307",
         "307 tokens",
@@ -90,7 +90,7 @@ fn a_foreign_token_in_one_replica() {
     let said = foreign_id(4000, true);
     assert_says(
         &said,
-        &["step 1", "block 5", "target id 4000", "position 3"],
+        &["step 2", "block 5", "target id 4000", "position 3"],
     );
 }
 

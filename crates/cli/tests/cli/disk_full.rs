@@ -120,7 +120,7 @@ fn metrics_that_do_not_fit_are_a_warning() {
     let saved = read_checkpoint(&workspace.output());
     let outcome = program.flag("--metrics", "/dev/full").run();
     assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    let warning = "warning: no more metrics: cannot write step 0 to the metrics file \"/dev/full\": No space left";
+    let warning = "warning: no more metrics: cannot write step 1 to the metrics file \"/dev/full\": No space left";
     assert_eq!(outcome.stderr.matches("warning").count(), 1);
     assert!(outcome.stderr.contains(warning), "{}", outcome.stderr);
     assert!(read_checkpoint(&workspace.output()) == saved);

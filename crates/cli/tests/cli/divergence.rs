@@ -75,6 +75,13 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
     workspace.refuses(&program, &parts);
 }
 
+#[track_caller]
+fn assert_says(stderr: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(stderr.contains(part), "{part:?} is not in\n{stderr}");
+    }
+}
+
 /// A run of four good steps, each saved, of which one checkpoint is kept.
 fn four_good_steps(workspace: &Workspace) -> (Program, PathBuf) {
     let saves = workspace.path("saves");
@@ -97,11 +104,14 @@ fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
     let outcome = program.clone().flag("--lr", 1e30).run();
     assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
     let (failed, good) = (saves.join("step-000005.failed"), saves.join("step-000004"));
-    outcome.assert_error(&[
-        "step 6 failed",
-        &format!("{} has the run as it was then", failed.display()),
-        &format!("the newest checkpoint from before is {}", good.display()),
-    ]);
+    assert_says(
+        &outcome.stderr,
+        &[
+            "step 6 failed",
+            &format!("{} has the run as it was then", failed.display()),
+            &format!("the newest checkpoint from before is {}", good.display()),
+        ],
+    );
     assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
     let list = candle_train("inspect").argument(saves.display()).succeeds();
     let failed = list.stdout.lines().find(|line| line.contains(".failed"));
@@ -117,6 +127,30 @@ fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
 }
 
 #[test]
+fn a_run_whose_checkpoints_are_all_set_aside_does_not_begin_anew() {
+    let workspace = Workspace::new();
+    let text = fs::read(workspace.path("text.txt")).unwrap();
+    fs::write(workspace.path("text.txt"), "a".repeat(2000)).unwrap();
+    let (program, saves) = four_good_steps(&workspace);
+    // With other data the first loss is out of the range: that says nothing of the checkpoint.
+    fs::write(workspace.path("text.txt"), text).unwrap();
+    let ends = program.clone().switch("--stop-on-divergence");
+    let ends = ends.flag("--max-loss-ratio", 1.01).run();
+    assert_eq!(ends.code, Some(2), "{}", ends.stderr);
+    assert_says(&ends.stderr, &["the loss of step 5 is "]);
+    assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
+    fs::remove_dir_all(saves.join("step-000004")).unwrap();
+    let outcome = program.run();
+    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let aside = saves.join("step-000005.failed").display().to_string();
+    let parts = ["there is no checkpoint in", &aside, "hint: --resume"];
+    assert_says(&outcome.stderr, &parts);
+    let named = program.flag("--resume", aside).succeeds_with_warnings();
+    let said = "resumed after step 5";
+    assert!(named.stdout.contains(said), "{}", named.stdout);
+}
+
+#[test]
 fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     let workspace = Workspace::new();
     let (program, saves) = four_good_steps(&workspace);
@@ -124,19 +158,20 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     let program = program.flag("--max-loss-ratio", 1.5);
     let ends = program.clone().switch("--stop-on-divergence").run();
     assert_eq!(ends.code, Some(2), "{}", ends.stderr);
-    let good = saves.join("step-000004");
+    let good = saves.join("step-000005");
     let named = format!("the newest checkpoint from before is {}", good.display());
-    ends.assert_error(&[
-        "the loss of step 6 is ",
+    let parts = [
+        "the loss of step 7 is ",
         "more than 1.5 times the median",
-        &named,
-    ]);
+        named.as_str(),
+    ];
+    assert_says(&ends.stderr, &parts);
     assert_eq!(
         names(&saves),
-        ["step-000004", "step-000005.failed", "step-000006.failed"]
+        ["step-000005", "step-000006.failed", "step-000007.failed"]
     );
     let goes_on = program.succeeds_with_warnings();
-    let said = "the loss of step 6 is ";
+    let said = "the loss of step 7 is ";
     assert_eq!(
         goes_on.stderr.matches(said).count(),
         1,
@@ -145,8 +180,11 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     );
     let kept = "the newest checkpoint from before that step is kept";
     assert!(goes_on.stderr.contains(kept), "{}", goes_on.stderr);
-    assert_eq!(names(&saves)[..1], ["step-000004"]);
-    assert!(saves.join("step-000008").is_dir());
+    let aside = ["step-000006.failed", "step-000007.failed"];
+    assert_eq!(
+        names(&saves),
+        ["step-000005", aside[0], aside[1], "step-000008"]
+    );
 }
 
 #[test]

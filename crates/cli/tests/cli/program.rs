@@ -30,16 +30,18 @@ pub struct Program {
     has_reader: bool,
 }
 
-/// A command's process hears SIGINT, also if the tests do not: a shell lets what it runs in the background ignore it, and that passes to
-/// every process started from there.
+/// A command's process hears SIGINT and SIGQUIT, also if the tests do not: a shell lets what it runs in the background ignore them, and that
+/// passes to every process started from there.
 #[allow(unsafe_code)]
-pub fn hear_sigint(command: &mut Command) -> &mut Command {
+pub fn hear_terminal(command: &mut Command) -> &mut Command {
     let hear = || {
         // SAFETY: no handler is set, and none is there that could be replaced in a process of one thread that starts a program.
         unsafe { signal(Signal::SIGINT, SigHandler::SigDfl) }?;
+        // SAFETY: as above.
+        unsafe { signal(Signal::SIGQUIT, SigHandler::SigDfl) }?;
         Ok(())
     };
-    // SAFETY: what is called there is one system call, which may be made between fork and exec.
+    // SAFETY: what is called there are system calls, which may be made between fork and exec.
     unsafe { command.pre_exec(hear) }
 }
 
@@ -231,7 +233,7 @@ impl Program {
         // The error is one sentence all the same.
         command.env("RUST_BACKTRACE", "1");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
-        hear_sigint(&mut command)
+        hear_terminal(&mut command)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

@@ -71,7 +71,7 @@ fn a_launcher_that_leads_says_how_many_hosts_are_missing_and_where_it_waits() {
     says(
         &rdzv,
         &format!(
-            "candle-train: the launcher that leads waits at {rdzv} for 1 more of at least 2 hosts; there: a, since "
+            "candle-train: the launcher that leads waits at {rdzv} for 1 more of at least 2 hosts; there: a, for "
         ),
     );
 }

@@ -40,30 +40,35 @@ impl FolderLock {
     }
 
     fn lock(path: PathBuf) -> Result<Self> {
-        loop {
-            let mut options = File::options();
-            let mut file = options
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)?;
-            if let Err(TryLockError::WouldBlock) = file.try_lock() {
-                let mut holder = String::new();
-                let _ = file.read_to_string(&mut holder);
-                return Err(Error::other(format!(
-                    "another run is writing to it ({}, which has locked {})\nhint: wait for its end, or choose another folder",
-                    holder.trim(),
-                    path.display()
-                )));
-            }
-            // The one who had it before removes the file: between the opening and the locking this may have become nobody's.
-            if is_at(&file, &path) {
-                file.set_len(0)?;
-                writeln!(file, "process {}", std::process::id())?;
-                let place = Leftover::new(path);
-                return Ok(Self { place, file });
-            }
+        let (file, place) = Leftover::make(path, locked)?;
+        Ok(Self { place, file })
+    }
+}
+
+/// The file at `path`, made if there is none, and locked.
+fn locked(path: &Path) -> Result<File> {
+    loop {
+        let mut options = File::options();
+        let mut file = options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            let mut holder = String::new();
+            let _ = file.read_to_string(&mut holder);
+            return Err(Error::other(format!(
+                "another run is writing to it ({}, which has locked {})\nhint: wait for its end, or choose another folder",
+                holder.trim(),
+                path.display()
+            )));
+        }
+        // The one who had it before removes the file: between the opening and the locking this may have become nobody's.
+        if is_at(&file, path) {
+            file.set_len(0)?;
+            writeln!(file, "process {}", std::process::id())?;
+            return Ok(file);
         }
     }
 }

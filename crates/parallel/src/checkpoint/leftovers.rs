@@ -1,6 +1,7 @@
 //! What a run has made that goes again with it: for a run that is ended in the middle, before it has written anything.
 
 use std::fs::{remove_dir, remove_file};
+use std::io::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,9 +13,12 @@ static LEFTOVERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 pub(super) struct Leftover(PathBuf);
 
 impl Leftover {
-    pub fn new(path: PathBuf) -> Self {
-        leftovers().push(path.clone());
-        Self(path)
+    /// What `make` makes at `path`: a process that is ended meanwhile has made it or not.
+    pub fn make<T>(path: PathBuf, make: impl FnOnce(&Path) -> Result<T>) -> Result<(T, Self)> {
+        let mut all = leftovers();
+        let made = make(&path)?;
+        all.push(path.clone());
+        Ok((made, Self(path)))
     }
 
     pub fn path(&self) -> &Path {
@@ -24,7 +28,10 @@ impl Leftover {
 
 impl Drop for Leftover {
     fn drop(&mut self) {
-        leftovers().retain(|path| *path != self.0);
+        let mut all = leftovers();
+        if let Some(index) = all.iter().position(|path| *path == self.0) {
+            all.remove(index);
+        }
     }
 }
 

@@ -138,8 +138,8 @@ impl NewFolders {
         let missing: Vec<&Path> = missing.collect();
         let mut made = Self::default();
         for dir in missing.into_iter().rev() {
-            fs::create_dir(dir)?;
-            made.0.push(Leftover::new(dir.to_path_buf()));
+            let ((), leftover) = Leftover::make(dir.to_path_buf(), |dir| fs::create_dir(dir))?;
+            made.0.push(leftover);
         }
         Ok(made)
     }

@@ -24,7 +24,6 @@ pub fn read_file(path: &Path) -> Result<Vec<u8>> {
     let file = open_file(path)?;
     let len = file.metadata()?.len();
     let mut bytes = Vec::new();
-    bytes.try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX))?;
     file.take(len).read_to_end(&mut bytes)?;
     Ok(bytes)
 }

@@ -27,10 +27,10 @@ impl StagedFolder {
     pub fn create(place: &Path) -> Result<Self> {
         let staged = beside(place, "saving")?;
         remove(&staged)?;
-        fs::create_dir(&staged)?;
+        let ((), _leftover) = Leftover::make(staged.clone(), |staged| fs::create_dir(staged))?;
         Ok(Self {
             place: place.to_path_buf(),
-            _leftover: Leftover::new(staged.clone()),
+            _leftover,
             staged,
             is_committed: false,
         })

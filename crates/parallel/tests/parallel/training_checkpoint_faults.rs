@@ -348,13 +348,13 @@ fn old_checkpoints_are_removed_on_request_but_for_the_newest_before_a_step() {
             saver.remove_old(5, Some(3))?;
             assert_eq!(names(dir), [".lock", "step-000002", "step-000005"]);
         }
-        let set_aside = saver.set_failed_aside(3)?;
+        let set_aside = saver.set_failed_aside(3..=5)?;
         assert_eq!(set_aside.failed, [dir.join("step-000005.failed")]);
         assert_eq!(set_aside.newest, Some(dir.join("step-000002")));
         // Saved once more, and once more of no use.
         saver.start(&run.optimizer, 5, json!("again"))?;
         saver.finish()?;
-        let set_aside = saver.set_failed_aside(1)?;
+        let set_aside = saver.set_failed_aside(1..=5)?;
         assert_eq!(set_aside.failed.len(), 2);
         assert_eq!(set_aside.newest, None);
         Ok(())

@@ -266,7 +266,7 @@ fn a_run_goes_on_with_the_next_sequence_whatever_the_batch_before() {
         }
     }
     let later = batches(text, &config, (0, 1)).continued(3, 12);
-    assert_error(later.batch(2), &["step 2 of 4 sequences"]);
+    assert_error(later.batch(2), &["step 3 of 4 sequences"]);
 }
 
 #[test]

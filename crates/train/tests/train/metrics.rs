@@ -244,7 +244,7 @@ fn an_unwritable_path_is_an_error_at_once() {
 fn a_full_disk_is_an_error_and_devices_work() {
     assert_error(
         Metrics::create("/dev/full", "a").unwrap().log(&step(3)),
-        &["step 3", "/dev/full"],
+        &["step 4", "/dev/full"],
     );
     Metrics::create("/dev/null", "a")
         .unwrap()

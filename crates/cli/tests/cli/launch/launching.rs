@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-use crate::cli::program::hear_sigint;
+use crate::cli::program::hear_terminal;
 
 /// What a test waits for happens within this time, also where other tests take all the cores.
 const DEADLINE: Duration = Duration::from_secs(180);
@@ -57,7 +57,7 @@ pub fn start_in(folder: TempDir, args: &[&str], change: &dyn Fn(&mut Command)) -
 /// Runs any command that becomes a launcher.
 pub fn spawn(folder: TempDir, mut command: Command, change: &dyn Fn(&mut Command)) -> Launching {
     let file = |name: &str| File::create(folder.path().join(name)).unwrap();
-    hear_sigint(&mut command)
+    hear_terminal(&mut command)
         .current_dir(folder.path())
         .env(MARK, folder.path())
         .stdin(Stdio::piped())

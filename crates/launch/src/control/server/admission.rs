@@ -24,6 +24,13 @@ impl Run {
             return false;
         }
         if self.refusal.is_none()
+            && let Some(message) = self.comes_twice(&hello)
+        {
+            let all = false;
+            outbox.tell(&ToRank::Refused { message, all });
+            return false;
+        }
+        if self.refusal.is_none()
             && let Some(why) = self.objection(&hello, version)
         {
             self.refuse(format!("the run cannot start: {why}"));
@@ -32,11 +39,6 @@ impl Run {
         if let Some(message) = self.refusal.clone() {
             self.told.insert(rank);
             let all = true;
-            outbox.tell(&ToRank::Refused { message, all });
-            return false;
-        }
-        if let Some(message) = self.comes_twice(&hello) {
-            let all = false;
             outbox.tell(&ToRank::Refused { message, all });
             return false;
         }
@@ -111,7 +113,8 @@ impl Run {
     fn comes_twice(&self, hello: &Hello) -> Option<String> {
         // Rank 0 is this process, also before its own connection has come.
         let own = (hello.rank == 0).then_some(&self.own);
-        let there = self.peers[hello.rank].as_ref().map(|peer| &peer.hello);
+        let there = self.peers.get(hello.rank)?;
+        let there = there.as_ref().map(|peer| &peer.hello);
         let there = there.or(own)?;
         let is_same = (&hello.host, hello.pid) == (&there.host, there.pid);
         (!is_same).then(|| {

@@ -118,7 +118,7 @@ fn who_waits_says_for_whom_and_where() {
     let [zero, one, two] = [zero, one, two].map(Rank::end);
     let said = format!("rank 1 on host host-1 waits for rank 0 at {master} (Connection refused");
     assert!(one.said.contains(&said), "{one:?}");
-    let said = format!("rank 0 on host host-0 waits at {master} for rank 2, since ");
+    let said = format!("rank 0 on host host-0 waits at {master} for rank 2, for ");
     assert!(zero.said.contains(&said), "{zero:?}");
     assert!(!two.said.contains("waits"), "{two:?}");
 }

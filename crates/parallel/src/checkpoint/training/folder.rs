@@ -1,6 +1,7 @@
 //! The folder that holds the checkpoints of a run: names, who may write there, what is removed.
 
 use std::io::ErrorKind;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
@@ -197,10 +198,15 @@ impl CheckpointFolder {
         Ok(aside)
     }
 
-    /// Marks the checkpoints after `first` and more steps as those of a run that has failed; one that was marked before, and has the name,
-    /// is replaced. Returns where they are, the newest first.
-    pub fn set_failed_aside(&self, first: usize) -> Result<Vec<PathBuf>> {
-        let steps = self.steps()?.into_iter().filter(|&step| step >= first);
+    /// Marks the checkpoints of `run` after so many steps as those of a run that has failed; one that was marked before, and has the name, is
+    /// replaced. Returns where they are, the newest first.
+    pub fn set_failed_aside(
+        &self,
+        steps: &RangeInclusive<usize>,
+        run: &str,
+    ) -> Result<Vec<PathBuf>> {
+        let among = self.steps()?.into_iter();
+        let steps = among.filter(|step| steps.contains(step) && self.is_of(*step, run));
         let aside = steps.map(|step| {
             let (path, aside) = (self.path(step), self.path(step).with_extension(FAILED));
             let set_aside = || -> std::io::Result<()> {
@@ -218,11 +224,17 @@ impl CheckpointFolder {
         aside.collect()
     }
 
-    /// The newest checkpoint whose manifest can be read.
-    pub fn newest(&self) -> Result<Option<PathBuf>> {
-        let paths = self.steps()?.into_iter().map(|step| self.path(step));
-        let mut valid = paths.filter(|path| CheckpointManifest::read(path).is_ok());
-        Ok(valid.next())
+    /// The newest checkpoint of `run`.
+    pub fn newest(&self, run: &str) -> Result<Option<PathBuf>> {
+        let mut steps = self.steps()?.into_iter();
+        let newest = steps.find(|step| self.is_of(*step, run));
+        Ok(newest.map(|step| self.path(step)))
+    }
+
+    /// Whether there is a checkpoint of `run` after `step` steps, by its manifest.
+    fn is_of(&self, step: usize, run: &str) -> bool {
+        let manifest = CheckpointManifest::read(&self.path(step));
+        manifest.is_ok_and(|manifest| manifest.run == run)
     }
 
     /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`, the one with the least evaluation

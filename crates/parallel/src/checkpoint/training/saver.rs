@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -254,7 +255,7 @@ impl CheckpointSaver {
 
     /// Begins the folder, on rank 0. If somebody has removed the one that it is in, that is made and locked again.
     fn stage(&mut self, step: usize) -> Result<StagedFolder> {
-        if self.lock.as_ref().is_none_or(|lock| !lock.is_held()) {
+        if !self.is_folder_held() {
             self.lock = None;
             self.lock = Some(Arc::new(self.folder.lock()?));
         }
@@ -374,7 +375,7 @@ impl CheckpointSaver {
     /// # Errors
     /// One that cannot be removed.
     pub fn remove_old(&mut self, step: usize, spared_before: Option<usize>) -> Result<()> {
-        if self.world.rank() != 0 {
+        if self.world.rank() != 0 || !self.is_folder_held() {
             return Ok(());
         }
         self.wait_for_remover();
@@ -390,23 +391,31 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Marks the checkpoints after `first` and more steps as those of a run that has failed, so that none of them is the latest or counts
-    /// among those that are kept. Every rank must call it, while no save is under way.
+    /// Marks the checkpoints after so many steps as those of a run that has failed, so that none of them is the latest or counts among those
+    /// that are kept. Every rank must call it, while no save is under way.
     ///
     /// # Errors
     /// The same on every rank: one that cannot be renamed.
-    pub fn set_failed_aside(&mut self, first: usize) -> Result<SetAside> {
+    pub fn set_failed_aside(&mut self, steps: RangeInclusive<usize>) -> Result<SetAside> {
         let own = match self.world.rank() {
-            0 => self.folder.set_failed_aside(first).and_then(|failed| {
-                let newest = self.folder.newest()?;
-                Ok(SetAside { failed, newest })
-            }),
+            0 if self.is_folder_held() => {
+                let failed = self.folder.set_failed_aside(&steps, &self.run);
+                failed.and_then(|failed| {
+                    let newest = self.folder.newest(&self.run)?;
+                    Ok(SetAside { failed, newest })
+                })
+            }
             _ => Ok(SetAside::default()),
         };
         match exchange(&self.world, &own.map_err(|err| message_of(&err)))? {
             Ok(of_ranks) => Ok(of_ranks.into_iter().next().unwrap_or_default()),
             Err(message) => bail!("{message}"),
         }
+    }
+
+    /// Whether the folder is this run's still, on rank 0: somebody may have removed it, and another run made it again.
+    fn is_folder_held(&self) -> bool {
+        self.lock.as_ref().is_some_and(|lock| lock.is_held())
     }
 
     fn wait_for_remover(&mut self) {
