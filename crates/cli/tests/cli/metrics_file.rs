@@ -162,15 +162,17 @@ fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
     let workspace = Workspace::new();
     let curves = workspace.path("curves");
     let other = TensorBoard::create(&curves, 0).unwrap();
-    let program = run(&workspace, "first").flag("--tensorboard", curves.display());
+    // Checkpoints may be in the same folder.
+    let program = saving(run(&workspace, "first"), &workspace, "curves");
+    let program = program.flag("--tensorboard", curves.display());
     let outcome = program.run();
     let process = format!("process {}", std::process::id());
     outcome.assert_error(&["TensorBoard", "another run is writing to it", &process]);
     assert_eq!(outcome.code, Some(2));
     drop(other);
     program.succeeds();
-    // The event files of both, and no lock.
-    assert_eq!(names(&curves).len(), 2);
+    // The event files of both, the checkpoint, and no lock.
+    assert_eq!(names(&curves).len(), 3);
 }
 
 /// As after a kill before the first checkpoint.

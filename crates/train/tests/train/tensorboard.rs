@@ -84,7 +84,7 @@ fn events(path: &Path) -> Vec<Vec<Field>> {
 fn file(dir: &Path) -> std::path::PathBuf {
     let files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
     // Beside the lock.
-    let mut files = files.filter(|path| !path.ends_with(".lock"));
+    let mut files = files.filter(|path| !path.ends_with(".tensorboard.lock"));
     let file = files.next().unwrap();
     assert!(files.next().is_none());
     assert!(file.display().to_string().contains("tfevents"));
