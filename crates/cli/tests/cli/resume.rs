@@ -354,3 +354,30 @@ fn kill_9_at_any_moment() {
     );
     assert_eq!(without_times(metrics(&path)), numbers);
 }
+
+#[test]
+fn inspecting_beside_a_run_that_saves_gives_no_false_alarm() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--tp", 1).flag("--pp", 1);
+    let program = program.flag("--dp", 1).flag("--steps", 60);
+    let program = program.flag("--save-every", 1).flag("--keep", 1);
+    let program = program.flag("--save-dir", saves.display());
+    let inspect = candle_train("inspect").argument(saves.display());
+    let inspect = inspect.switch("--verify");
+    std::thread::scope(|scope| {
+        let training = scope.spawn(|| program.succeeds());
+        let mut num_looks = 0;
+        while !training.is_finished() {
+            let has_any =
+                saves.is_dir() && names(&saves).iter().any(|name| name.starts_with("step-"));
+            if has_any {
+                let outcome = inspect.run();
+                let said = format!("{}\n{}", outcome.stdout, outcome.stderr);
+                assert_eq!(outcome.code, Some(0), "look {num_looks}: {said}");
+                num_looks += 1;
+            }
+        }
+        assert!(num_looks > 0);
+    });
+}

@@ -1,5 +1,6 @@
 //! The rows of a Parquet file as records.
 
+use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
