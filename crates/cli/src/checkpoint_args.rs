@@ -118,7 +118,9 @@ impl CheckpointArgs {
             if latest.is_some() {
                 return Ok(latest);
             }
-            agree(world, refuse_set_aside(dir, is_first))?;
+            if resumes_latest {
+                agree(world, refuse_set_aside(dir, is_first))?;
+            }
         }
         match &self.resume {
             Some(dir) if !resumes_latest => TrainingCheckpoint::open(world, dir).map(Some),
