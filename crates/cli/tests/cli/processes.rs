@@ -238,7 +238,10 @@ fn what_keeps_all_processes_from_starting_is_said_once() {
     let workspace = Workspace::new();
     for (program, error) in [
         (
-            workspace.finetune().flag("--data", "nowhere.txt"),
+            workspace
+                .finetune()
+                .flag("--data", "nowhere.txt")
+                .flag("--global-batch-size", 6),
             "nowhere.txt",
         ),
         (workspace.finetune().flag("--lr", "x"), "--lr"),

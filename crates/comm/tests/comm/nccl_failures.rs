@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_comm::{NcclCommunicator, NcclConfig, P2p, ProcessGroup, ReduceOp, launch, message_of};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_launch::{Control, ControlConfig};
+use candle_launch::{Control, ControlConfig, WaitNotices};
 
 use crate::cuda::{gpus, open};
 use crate::nccl::{Board, alone, devices, each, may_share};
@@ -131,6 +131,7 @@ fn watched(world_size: usize, run: impl Fn(ProcessGroup) -> Result<()> + Sync) -
             join_timeout: LONG,
             deadline: short(),
             rank_timeout: Duration::from_secs(6),
+            wait_notices: WaitNotices::default(),
             ends_process: false,
         };
         let control = match world.rank() {
