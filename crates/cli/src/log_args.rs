@@ -53,14 +53,8 @@ type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
 pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
 
 impl LogArgs {
-    /// Checks what can be checked without changing anything, for a run that goes on at `step`, if it does; `output` is where the trained
-    /// model will be.
-    pub fn check(
-        &self,
-        output: &Path,
-        (step, num_steps): (Option<usize>, usize),
-        of: MetricsOf,
-    ) -> Result<()> {
+    /// An error if something is to be written into the folder `output`, where the trained model will be.
+    pub fn check_places(&self, output: &Path) -> Result<()> {
         for (what, path) in [
             ("metrics file", &self.metrics),
             ("TensorBoard folder", &self.tensorboard),
@@ -79,6 +73,18 @@ impl LogArgs {
                 );
             }
         }
+        Ok(())
+    }
+
+    /// Checks what can be checked without changing anything, for a run that goes on at `step`, if it does; `output` is where the trained
+    /// model will be, without links.
+    pub fn check(
+        &self,
+        output: &Path,
+        (step, num_steps): (Option<usize>, usize),
+        of: MetricsOf,
+    ) -> Result<()> {
+        self.check_places(output)?;
         if let Some(dir) = &self.tensorboard
             && dir.exists()
         {

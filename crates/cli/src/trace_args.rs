@@ -25,8 +25,8 @@ pub(crate) struct TraceArgs {
 }
 
 impl TraceArgs {
-    /// Checks, without changing anything, that a run of so many steps can be recorded.
-    pub fn check(&self, num_steps: usize) -> Result<()> {
+    /// An error if a run of so many steps has none to be recorded.
+    pub fn check_steps(&self, num_steps: usize) -> Result<()> {
         if let Some(steps) = &self.trace_steps
             && steps.start >= num_steps
         {
@@ -36,6 +36,12 @@ impl TraceArgs {
                 steps.end
             );
         }
+        Ok(())
+    }
+
+    /// Checks, without changing anything, that a run of so many steps can be recorded.
+    pub fn check(&self, num_steps: usize) -> Result<()> {
+        self.check_steps(num_steps)?;
         self.trace.iter().try_for_each(|path| Tracer::check(path))
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Bound::{Excluded, Unbounded};
 
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
@@ -322,6 +322,10 @@ impl TrainingArgs {
     pub(crate) fn validate(&self, output: &Path) -> Result<()> {
         let is_saved_otherwise = self.evaluation.has_data() || self.batches.max_secs.is_some();
         self.checkpoints.validate(output, is_saved_otherwise)?;
+        self.logs.check_places(&absolute(output)?)?;
+        if let Some(num_steps) = self.batches.steps {
+            self.logs.trace.check_steps(num_steps)?;
+        }
         self.evaluation.validate()
     }
 

@@ -195,6 +195,12 @@ fn flags_that_contradict_each_other_are_refused() {
             &[flag.trim_start_matches('-'), part],
         );
     }
+    let metrics = workspace.output().join("metrics.jsonl");
+    let inside = run.clone().flag("--metrics", metrics.display());
+    workspace.refuses(&inside, &["is in the output folder"]);
+    let late = run.flag("--steps", 3).flag("--trace-steps", "3..5");
+    let late = late.flag("--trace", workspace.path("trace.json").display());
+    workspace.refuses(&late, &["begins after the last of the run's 3 steps"]);
     let run = workspace.finetune().flag("--data", &nothing);
     workspace.refuses(
         &run.flag("--global-batch-size", 3),
