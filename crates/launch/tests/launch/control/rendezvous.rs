@@ -76,7 +76,7 @@ fn a_rank_that_comes_twice_or_too_late_is_refused_alone() {
             again.contains("this rank is there already, from host a "),
             "{again}"
         );
-        std::thread::sleep(Duration::from_millis(300));
+        std::thread::sleep(Duration::from_secs(2));
         let twice = refused(1);
         assert!(
             twice.contains("this rank is there already, from host b "),
@@ -109,7 +109,7 @@ fn who_waits_says_for_whom_and_where() {
     drop(listener);
     let master = format!("127.0.0.1:{port}");
     let patient = |rank| Rank::start(&[], &master, rank, 3, "patient");
-    let wait = || std::thread::sleep(Duration::from_millis(1500));
+    let wait = || std::thread::sleep(Duration::from_secs(3));
     let one = patient(1);
     wait();
     let zero = patient(0);
