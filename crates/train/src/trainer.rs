@@ -326,11 +326,12 @@ impl Trainer {
     /// named, apart from the checkpoints that a run goes on from.
     fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
         let has_begun = self.step > self.resumed_at.unwrap_or(0);
-        if self.checkpoints.is_none() || !self.optimizer.has_diverged() || !has_begun {
+        if !self.optimizer.has_diverged() || !has_begun {
             return err;
         }
         let said = match self.save_failed(batches) {
-            Ok(said) => said,
+            Ok(None) => return err,
+            Ok(Some(said)) => said,
             Err(why) => format!(
                 "the run as it was then could not be saved: {}",
                 message_of(&why)
@@ -339,8 +340,9 @@ impl Trainer {
         Error::msg(format!("{}\n{said}", message_of(&err)))
     }
 
-    /// Sets aside what the run has ruined, with a checkpoint of it as it is; says where that is, and what there is from before.
-    fn save_failed(&mut self, batches: &Batches) -> Result<String> {
+    /// Sets aside what the run has ruined, with a checkpoint of it as it is; says where that is, and what there is from before. `None` without
+    /// checkpoints.
+    fn save_failed(&mut self, batches: &Batches) -> Result<Option<String>> {
         // With these weights the loss was out of its range for the first time, or no number. If they are those of the checkpoint that the
         // run went on from, other data or other flags may be to blame.
         let first = self.losses.history.left_at().unwrap_or(self.step);
@@ -348,18 +350,12 @@ impl Trainer {
             true => first + 1,
             false => first,
         };
-        let repeats_gradients = self.source.repeats_gradients();
-        let Some(checkpoints) = &mut self.checkpoints else {
-            bail!("there are no checkpoints");
+        let saved = self.on_checkpoints(batches, |checkpoints, run| {
+            checkpoints.save_failed(run, first)
+        });
+        let Some((outcome, set_aside)) = saved? else {
+            return Ok(None);
         };
-        let run = RunState {
-            optimizer: &self.optimizer,
-            step: self.step,
-            batches,
-            losses: &self.losses.history,
-            repeats_gradients,
-        };
-        let (outcome, set_aside) = checkpoints.save_failed(run, first)?;
         let mut said = Vec::new();
         match (set_aside.failed.first(), outcome.map(|it| it.saved)) {
             (Some(path), Some(Ok(_))) => {
@@ -380,7 +376,7 @@ impl Trainer {
             ),
             None => "hint: there is no checkpoint from before".to_string(),
         });
-        Ok(said.join("\n"))
+        Ok(Some(said.join("\n")))
     }
 
     /// Whether the loss has left its range: of asynchronous servers, whose losses are of different pushes, that of any.
@@ -433,9 +429,24 @@ impl Trainer {
     /// # Errors
     /// Failures of ranks. A save that fails is a warning.
     pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+        let device = self.world.device().clone();
+        let done = self.on_checkpoints(batches, |checkpoints, run| {
+            trace::record(SpanKind::Checkpoint, &device, || {
+                checkpoints.after_step(run)
+            })
+        });
+        done.map(|_| ())
+    }
+
+    /// What `act` does with the checkpoints and the run as it is; `None` without checkpoints.
+    fn on_checkpoints<T>(
+        &mut self,
+        batches: &Batches,
+        act: impl FnOnce(&mut Checkpoints, RunState) -> Result<T>,
+    ) -> Result<Option<T>> {
         let repeats_gradients = self.source.repeats_gradients();
         let Some(checkpoints) = &mut self.checkpoints else {
-            return Ok(());
+            return Ok(None);
         };
         let run = RunState {
             optimizer: &self.optimizer,
@@ -444,9 +455,7 @@ impl Trainer {
             losses: &self.losses.history,
             repeats_gradients,
         };
-        trace::record(SpanKind::Checkpoint, self.world.device(), || {
-            checkpoints.after_step(run)
-        })
+        act(checkpoints, run).map(Some)
     }
 
     /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
@@ -455,17 +464,8 @@ impl Trainer {
     /// # Errors
     /// Failures of ranks.
     pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
-        let repeats_gradients = self.source.repeats_gradients();
-        let Some(checkpoints) = &mut self.checkpoints else {
-            return Ok(None);
-        };
-        checkpoints.save_now(RunState {
-            optimizer: &self.optimizer,
-            step: self.step,
-            batches,
-            losses: &self.losses.history,
-            repeats_gradients,
-        })
+        let saved = self.on_checkpoints(batches, |checkpoints, run| checkpoints.save_now(run));
+        saved.map(Option::flatten)
     }
 
     /// How many checkpoints could not be saved, if none could: the same on every rank.
