@@ -9,6 +9,7 @@ mod cli {
     mod date;
     mod disk_full;
     mod divergence;
+    mod early_checks;
     mod evaluation;
     mod export;
     mod flags;

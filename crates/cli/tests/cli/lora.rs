@@ -48,7 +48,7 @@ fn the_output_is_an_adapter_which_training_goes_on_with() {
     let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen: 39 \
                 tensors of 53728 values";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
-    assert!(outcome.stdout.contains("--lr 0.0002"), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("--lr 2e-4"), "{}", outcome.stdout);
     let files = names(&workspace.output());
     assert!(
         FILES
