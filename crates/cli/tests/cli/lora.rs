@@ -308,8 +308,130 @@ fn adapters_that_do_not_fit_are_refused() {
         edit_json(&adapter.join("adapter_config.json"), |config| {
             config[field] = value
         });
-        workspace.refuses(&program, &["adapter_config.json", field]);
+        let hint = match field == "peft_type" {
+            true => "merge_and_unload",
+            false => "hint: peft folds",
+        };
+        workspace.refuses(&program, &["adapter_config.json", field, hint]);
     }
+    // The weights of these have names of their own, and are not what is blamed.
+    for (field, value, word) in [
+        ("use_dora", json!(true), "DoRA"),
+        ("modules_to_save", json!(["lm_head"]), "whole modules"),
+        ("peft_type", json!("PREFIX_TUNING"), "--lora-rank"),
+    ] {
+        copy("lora/qwen3/adapter");
+        edit_json(&adapter.join("adapter_config.json"), |config| {
+            config[field] = value
+        });
+        edit_tensors(&adapter.join("adapter_model.safetensors"), |tensors| {
+            let tensor = tensors.values().next().unwrap().clone();
+            tensors.insert("base_model.model.lm_head.weight".to_string(), tensor);
+        });
+        let inspect = candle_train("inspect").argument(adapter.display());
+        inspect.run().assert_error(&[field, word, "hint: "]);
+        merge(&workspace, "adapter")
+            .run()
+            .assert_error(&[field, word, "hint: "]);
+    }
+}
+
+#[test]
+fn an_adapters_folder_finds_its_model() {
+    let workspace = Workspace::new();
+    let adapter = workspace.path("adapter");
+    lora(&workspace)
+        .flag("--output", adapter.display())
+        .succeeds();
+    let shown = adapter.display().to_string();
+    let model = workspace.path("model").display().to_string();
+    let note = |base: &str| {
+        edit_json(&adapter.join("adapter_config.json"), |config| {
+            config["base_model_name_or_path"] = json!(base);
+        });
+    };
+    let generate = candle_train("generate")
+        .flag("--prompt", "The Queen")
+        .flag("--max-new-tokens", 4);
+    let alone = generate.clone().flag("--model", &shown);
+    let both = generate
+        .clone()
+        .flag("--model", &model)
+        .flag("--adapter", &shown);
+    let expected = both.succeeds().stdout;
+    assert_ne!(
+        generate.clone().flag("--model", &model).succeeds().stdout,
+        expected
+    );
+    let merge = merge(&workspace, "adapter")
+        .without("--model")
+        .switch("--overwrite");
+    for base in [model.as_str(), "../model"] {
+        note(base);
+        let outcome = alone.clone().flag("--tp", 2).succeeds();
+        assert_eq!(outcome.stdout, expected);
+        let said = format!("{shown} is an adapter: it is used with its model, ");
+        assert_eq!(
+            outcome.stderr.matches(&said).count(),
+            1,
+            "{}",
+            outcome.stderr
+        );
+        merge.succeeds();
+        let merged = workspace.path("merged").display().to_string();
+        let of_merged = generate.clone().flag("--model", merged).succeeds();
+        assert_eq!(of_merged.stdout, expected);
+    }
+    note("nobody/nothing");
+    let flags = format!("--model nobody/nothing --adapter {shown}");
+    let parts = ["was trained on nobody/nothing", "hub's cache", &flags];
+    alone.run().assert_error(&parts);
+    merge.run().assert_error(&parts);
+    note("");
+    let parts = ["base_model_name_or_path", "--model BASE --adapter"];
+    alone.run().assert_error(&parts);
+    merge.run().assert_error(&parts);
+}
+
+#[test]
+fn an_adapter_in_place_of_a_model_is_told_apart() {
+    let workspace = Workspace::new();
+    let adapter = workspace.path("adapter");
+    lora(&workspace)
+        .flag("--output", adapter.display())
+        .succeeds();
+    let (shown, model) = (
+        adapter.display().to_string(),
+        workspace.path("model").display().to_string(),
+    );
+    let both = format!(
+        "hint: give the model that it was trained on, and the adapter by its own flag: --model {model} --adapter {shown}"
+    );
+    let parts = ["is an adapter, and no model", both.as_str()];
+    workspace.run_refused(&workspace.finetune().flag("--model", &shown), &parts);
+    merge(&workspace, "adapter")
+        .flag("--model", &shown)
+        .run()
+        .assert_error(&parts);
+    let generate = candle_train("generate")
+        .flag("--prompt", "The Queen")
+        .flag("--model", &shown)
+        .flag("--adapter", &shown);
+    generate.run().assert_error(&parts);
+    let export = candle_train("export")
+        .argument(&shown)
+        .argument(workspace.path("exported").display());
+    export
+        .run()
+        .assert_error(&["is an adapter", "candle-train merge --adapter"]);
+    // The tokenizer is beside the adapter, or else with its model.
+    let preview = candle_train("preview")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--seq-len", 16)
+        .flag("--model", &shown);
+    let said = preview.succeeds().stdout;
+    fs::remove_file(adapter.join("tokenizer.json")).unwrap();
+    assert_eq!(preview.succeeds().stdout, said);
 }
 
 /// What `merge`, `generate` and `finetune` say of an adapter whose base is called `base`.
@@ -444,7 +566,7 @@ fn inspect_tells_of_adapters_and_of_blocks() {
     program.succeeds();
     let inspect = |name: &str| {
         let inspect = candle_train("inspect").argument(workspace.path(name).display());
-        inspect.succeeds().stdout
+        inspect.switch("--tensors").succeeds().stdout
     };
     let said = inspect("saves/step-000002");
     for part in [
@@ -463,4 +585,23 @@ fn inspect_tells_of_adapters_and_of_blocks() {
         "{adapter}"
     );
     assert!(adapter.contains("rank 2, alpha 16"), "{adapter}");
+    assert!(
+        adapter.contains("q_proj.lora_A.weight [2, 32] f32\n"),
+        "{adapter}"
+    );
+    let verify = candle_train("inspect").argument(workspace.output().display());
+    let verify = verify.switch("--verify");
+    let said = verify.succeeds().stdout;
+    assert!(
+        said.contains("verified: 56 tensors, all values are finite\n"),
+        "{said}"
+    );
+    edit_tensors(
+        &workspace.path("output/adapter_model.safetensors"),
+        |tensors| {
+            let tensor = tensors.values_mut().next().unwrap();
+            tensor.2[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+        },
+    );
+    verify.run().assert_error(&["lora_A", "NaN or infinite"]);
 }
