@@ -24,21 +24,19 @@ impl NamedModel {
     /// # Errors
     /// That model is not here; two adapters.
     pub fn of_flags(model: &str, adapter: Option<&Path>) -> Result<Self> {
-        let named = |model: String, adapter: &Path| Self {
-            model,
-            adapter: Some(adapter.to_path_buf()),
-        };
-        match (is_adapter(Path::new(model)), adapter) {
-            (false, None) => Ok(Self {
-                model: model.to_string(),
-                adapter: None,
-            }),
-            (false, Some(adapter)) => Ok(named(model.to_string(), adapter)),
-            (true, Some(_)) => {
-                refuse_adapter(model).map(|()| named(model.to_string(), model.as_ref()))
+        let dir = Path::new(model);
+        let (model, adapter) = match adapter {
+            Some(adapter) => {
+                refuse_adapter(model)?;
+                (model.to_string(), Some(adapter))
             }
-            (true, None) => Ok(named(base_of(Path::new(model))?, model.as_ref())),
-        }
+            None if is_adapter(dir) => (base_of(dir)?, Some(dir)),
+            None => (model.to_string(), None),
+        };
+        Ok(Self {
+            model,
+            adapter: adapter.map(Path::to_path_buf),
+        })
     }
 }
 
@@ -54,27 +52,31 @@ pub(crate) fn is_adapter(dir: &Path) -> bool {
 /// An adapter that cannot be read, or does not say; the model is not here.
 pub(crate) fn base_of(dir: &Path) -> Result<String> {
     let adapter = Adapter::open(dir)?;
-    let noted = adapter.config().base_model.as_deref();
-    let (shown, dir_of) = (dir.display(), |base| dir_of_base(dir, base));
-    match noted.map(|base| (base, dir_of(base))) {
-        Some((_, Some(found))) => Ok(found),
-        Some((base, None)) if !base.is_empty() => bail!(
-            "the adapter in {shown} was trained on {base}, which is neither a folder here nor in the hub's cache\nhint: give that \
-             model's folder, or its name on the hub, too: --model {base} --adapter {shown}"
-        ),
-        _ => bail!(
+    let shown = dir.display();
+    let Some(base) = noted_base(&adapter) else {
+        bail!(
             "the adapter in {shown} does not say which model it was trained on (base_model_name_or_path)\nhint: give that model too: \
              --model BASE --adapter {shown}"
+        );
+    };
+    match find_base(dir, base) {
+        Some(found) => Ok(found),
+        None => bail!(
+            "the adapter in {shown} was trained on {base}, which is neither a folder here nor in the hub's cache\nhint: give that \
+             model's folder, or its name on the hub, too: --model {base} --adapter {shown}"
         ),
     }
 }
 
-/// A noted model as `--model` names it, if it is here.
-fn dir_of_base(adapter: &Path, base: &str) -> Option<String> {
-    let beside = adapter.join(base);
-    if base.is_empty() {
-        return None;
-    }
+/// The model that an adapter notes.
+fn noted_base(adapter: &Adapter) -> Option<&str> {
+    let base = adapter.config().base_model.as_deref();
+    base.filter(|base| !base.is_empty())
+}
+
+/// A model that the adapter in `dir` notes, as `--model` names it, if it is here.
+fn find_base(dir: &Path, base: &str) -> Option<String> {
+    let beside = dir.join(base);
     if !Path::new(base).is_dir() && beside.join("config.json").is_file() {
         return beside.to_str().map(str::to_string);
     }
@@ -87,10 +89,12 @@ pub(crate) fn refuse_adapter(model: &str) -> Result<()> {
     if !is_adapter(dir) {
         return Ok(());
     }
-    let noted = Adapter::open(dir)?.config().base_model.clone();
-    let noted = noted.filter(|base| !base.is_empty());
-    let base = noted.as_deref().and_then(|base| dir_of_base(dir, base));
-    let base = base.or(noted).unwrap_or_else(|| "BASE".to_string());
+    let adapter = Adapter::open(dir)?;
+    let base = noted_base(&adapter).map(|base| {
+        let found = find_base(dir, base);
+        found.unwrap_or_else(|| base.to_string())
+    });
+    let base = base.unwrap_or_else(|| "BASE".to_string());
     bail!(
         "--model {model} is an adapter, and no model\nhint: give the model that it was trained on, and the adapter by its own flag: \
          --model {base} --adapter {model}"
@@ -104,8 +108,7 @@ pub(crate) fn refuse_adapter(model: &str) -> Result<()> {
 /// An adapter that cannot be read; that model is at hand, a folder or in the hub's cache, and is of another type.
 pub(crate) fn check_base(dir: &Path, model: &str, model_dir: &Path) -> Result<Option<String>> {
     let adapter = Adapter::open(dir)?;
-    let base = adapter.config().base_model.as_deref();
-    let Some(base) = base.filter(|base| !base.is_empty()) else {
+    let Some(base) = noted_base(&adapter) else {
         return Ok(None);
     };
     let shown = dir.display();

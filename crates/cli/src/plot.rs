@@ -37,9 +37,9 @@ pub(crate) struct PlotArgs {
     /// What stands above the picture [default: nothing]
     #[arg(long, value_name = "TEXT")]
     title: Option<String>,
-    /// Draw exponential moving averages, as TensorBoard computes them, corrected for their start, before faint curves of the numbers
-    /// themselves: with a factor below 1, such as 0.9, or over about so many points, such as 20, whose factor is 1 - 2 / (20 + 1).
-    /// Curves of up to 40 points, as those of evaluations are, stay as they are
+    /// Draw moving averages before faint curves of the numbers themselves: exponential ones, as TensorBoard's and corrected for their start,
+    /// by a factor below 1, such as 0.9, or over a window of points, such as 20, whose factor is 1 - 2 / (20 + 1). Curves of up to 40
+    /// points stay as they are [default: the numbers alone]
     #[arg(long, value_name = "WINDOW|FACTOR", value_parser = Smoothing::parse)]
     smooth: Option<Smoothing>,
     /// A logarithmic y axis, for numbers above 0
@@ -54,17 +54,7 @@ impl PlotArgs {
     /// Files that hold no metrics, or not these; numbers of different units, or none that have a logarithm; a picture of another kind, or
     /// that cannot be written.
     pub fn run(&self) -> Result<()> {
-        let mut names: Vec<&str> = self.names.iter().map(|name| name.trim()).collect();
-        let mut seen = Vec::new();
-        names.retain(|name| {
-            !seen.contains(name) && {
-                seen.push(name);
-                true
-            }
-        });
-        if names.iter().any(|name| name.is_empty()) {
-            bail!("--metric has a name that is empty\nhint: such as loss,eval_loss");
-        }
+        let names = self.names()?;
         let files = self.metrics.iter().map(|path| MetricsFile::read(path));
         let files = files.collect::<Result<Vec<_>>>()?;
         let mut curves = Vec::new();
@@ -85,6 +75,20 @@ impl PlotArgs {
             lines: self.lines(&files, &quantities, &curves)?,
         };
         chart.write(&self.output)
+    }
+
+    /// The names of numbers, each once.
+    fn names(&self) -> Result<Vec<&str>> {
+        let mut names = Vec::new();
+        for name in self.names.iter().map(|name| name.trim()) {
+            if name.is_empty() {
+                bail!("--metric has a name that is empty\nhint: such as loss,eval_loss");
+            }
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        Ok(names)
     }
 
     /// The lines of the chart: those of the files one after the other, each with one of every quantity.

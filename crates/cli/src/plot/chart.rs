@@ -1,6 +1,7 @@
 //! How curves look: on white paper, with lines that are told apart without seeing red and green as two.
 
 use plotters::coord::Shift;
+use plotters::coord::cartesian::Cartesian2d;
 use plotters::prelude::*;
 
 use super::axis::{Axis, Scale};
@@ -23,6 +24,15 @@ const FAINT: f64 = 0.35;
 /// Units of the drawing in a pixel: curves that rise slowly have no stairs then.
 const SCALE: u32 = 4;
 
+/// Where a legend may be: the best place first, unless curves go through it.
+const CORNERS: [(SeriesLabelPosition, [f64; 2]); 4] = [
+    (SeriesLabelPosition::UpperRight, [1.0, 1.0]),
+    (SeriesLabelPosition::UpperLeft, [0.0, 1.0]),
+    (SeriesLabelPosition::LowerRight, [1.0, 0.0]),
+    (SeriesLabelPosition::LowerLeft, [0.0, 0.0]),
+];
+/// Parts of the width and of the height that a legend takes, about.
+const CORNER: [f64; 2] = [0.35, 0.2];
 /// Of a curve of up to so many points each is marked, and none is an average of others.
 pub(super) const FEW_POINTS: usize = 40;
 
@@ -43,16 +53,6 @@ pub(super) struct Line {
     /// Drawn before the points, which are faint then.
     pub averages: Option<Vec<(f64, f64)>>,
 }
-
-/// Where a legend may be: the best place first, unless curves go through it.
-const CORNERS: [(SeriesLabelPosition, [f64; 2]); 4] = [
-    (SeriesLabelPosition::UpperRight, [1.0, 1.0]),
-    (SeriesLabelPosition::UpperLeft, [0.0, 1.0]),
-    (SeriesLabelPosition::LowerRight, [1.0, 0.0]),
-    (SeriesLabelPosition::LowerLeft, [0.0, 0.0]),
-];
-/// Parts of the width and of the height that a legend takes, about.
-const CORNER: [f64; 2] = [0.35, 0.2];
 
 /// A length in the units of the drawing.
 fn px(pixels: u32) -> u32 {
@@ -98,6 +98,49 @@ impl Chart<'_> {
         let emptiest = corners.min_by_key(|(_, corner)| num_points(*corner));
         emptiest.map_or(SeriesLabelPosition::UpperRight, |(position, _)| position)
     }
+
+    /// The faint ones first, behind all others.
+    fn draw_lines<'a, B: DrawingBackend + 'a>(
+        &self,
+        chart: &mut ChartContext<'a, B, Cartesian2d<Axis, Axis>>,
+    ) -> Drawn<B> {
+        let colors = || COLORS.iter().cycle();
+        for (line, color) in self.lines.iter().zip(colors()) {
+            if line.averages.is_some() {
+                let style = faint(*color).stroke_width(px(1));
+                chart.draw_series(LineSeries::new(self.lengths(&line.points), style))?;
+            }
+        }
+        for (index, (line, color)) in self.lines.iter().zip(colors()).enumerate() {
+            let style = color.stroke_width(px(5) / 2).filled();
+            // A second round of the colours is dashed.
+            let is_dashed = (index / COLORS.len()) % 2 == 1;
+            let points = self.lengths(line.front());
+            let marks = match line.has_few_points() {
+                true => points.clone(),
+                false => Vec::new(),
+            };
+            let drawn = match is_dashed {
+                true => chart.draw_series(DashedLineSeries::new(points, px(10), px(6), style))?,
+                false => chart.draw_series(LineSeries::new(points, style))?,
+            };
+            let width = if is_dashed { px(12) } else { px(28) } as i32;
+            drawn
+                .label(&line.name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + width, y)], style));
+            let mark = |point| Circle::new(point, px(4), style);
+            chart.draw_series(marks.into_iter().map(mark))?;
+        }
+        Ok(())
+    }
+
+    /// Steps, and the lengths of values.
+    fn lengths(&self, points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+        let points = points.iter();
+        points
+            .map(|(step, value)| (*step, self.scale.length(*value)))
+            .collect()
+    }
 }
 
 impl Drawing for Chart<'_> {
@@ -113,6 +156,7 @@ impl Drawing for Chart<'_> {
         let points = || self.lines.iter().flat_map(|line| &line.points);
         let x = Axis::of(points().map(|(step, _)| *step), Scale::Linear, 0.0);
         let y = Axis::of(points().map(|(_, value)| *value), self.scale, 0.04);
+        let corner = self.emptiest_corner(&x, &y);
         let mut builder = ChartBuilder::on(area);
         builder
             .margin(px(20))
@@ -122,7 +166,7 @@ impl Drawing for Chart<'_> {
         if let Some(title) = self.title {
             builder.caption(title, font(26));
         }
-        let mut chart = builder.build_cartesian_2d(x.clone(), y.clone())?;
+        let mut chart = builder.build_cartesian_2d(x, y)?;
         chart
             .configure_mesh()
             .x_desc("step")
@@ -134,51 +178,18 @@ impl Drawing for Chart<'_> {
             .set_all_tick_mark_size(px(5))
             .disable_x_mesh()
             .draw()?;
-        let at = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
-            let points = points.iter();
-            points
-                .map(|(step, value)| (*step, self.scale.length(*value)))
-                .collect()
-        };
-        let colors = || COLORS.iter().cycle();
-        for (line, color) in self.lines.iter().zip(colors()) {
-            if line.averages.is_some() {
-                let style = faint(*color).stroke_width(px(1));
-                chart.draw_series(LineSeries::new(at(&line.points), style))?;
-            }
+        self.draw_lines(&mut chart)?;
+        if self.lines.len() == 1 {
+            return Ok(());
         }
-        for (index, (line, color)) in self.lines.iter().zip(colors()).enumerate() {
-            let style = color.stroke_width(px(2) + px(1) / 2).filled();
-            // A second round of the colours is dashed.
-            let is_dashed = (index / COLORS.len()) % 2 == 1;
-            let points = at(line.front());
-            let marks = match line.has_few_points() {
-                true => points.clone(),
-                false => Vec::new(),
-            };
-            let drawn = match is_dashed {
-                true => chart.draw_series(DashedLineSeries::new(points, px(10), px(6), style))?,
-                false => chart.draw_series(LineSeries::new(points, style))?,
-            };
-            let end = move |x: u32| x as i32;
-            drawn.label(&line.name).legend(move |(x, y)| {
-                let width = if is_dashed { px(12) } else { px(28) };
-                PathElement::new([(x, y), (x + end(width), y)], style)
-            });
-            let mark = |point| Circle::new(point, px(4), style);
-            chart.draw_series(marks.into_iter().map(mark))?;
-        }
-        if self.lines.len() > 1 {
-            chart
-                .configure_series_labels()
-                .position(self.emptiest_corner(&x, &y))
-                .margin(px(12))
-                .legend_area_size(px(38))
-                .label_font(font(18))
-                .background_style(WHITE.mix(0.85))
-                .border_style(GRID.stroke_width(px(1)))
-                .draw()?;
-        }
-        Ok(())
+        chart
+            .configure_series_labels()
+            .position(corner)
+            .margin(px(12))
+            .legend_area_size(px(38))
+            .label_font(font(18))
+            .background_style(WHITE.mix(0.85))
+            .border_style(GRID.stroke_width(px(1)))
+            .draw()
     }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// The lines of a metrics file.
 pub(super) struct MetricsFile {
     path: PathBuf,
-    /// Step and everything else of each line.
+    /// Step, counted from 1 as in the progress of a run, and everything else of each line.
     lines: Vec<(f64, Value)>,
 }
 
@@ -32,6 +32,7 @@ impl MetricsFile {
         for (index, line) in text.split_inclusive('\n').enumerate() {
             let read = serde_json::from_str::<Value>(line).ok();
             let number = read.as_ref().and_then(|read| read["step"].as_f64());
+            let number = number.map(|from_0| from_0 + 1.0);
             let (Some(read), Some(number)) = (read, number) else {
                 if !line.ends_with('\n') {
                     break;

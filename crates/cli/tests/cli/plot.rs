@@ -139,6 +139,26 @@ fn titles_units_and_legends_say_what_is_drawn() {
 }
 
 #[test]
+fn the_legend_is_where_no_curve_is() {
+    let dir = runs();
+    let side = |values: fn(i32) -> i32| {
+        let line = |step: i32| format!("{{\"step\":{step},\"loss\":{}}}\n", values(step));
+        for name in ["left", "right"] {
+            let lines: String = (0..50).map(line).collect();
+            fs::write(dir.path().join(name), lines).unwrap();
+        }
+        let svg = fs::read_to_string(drawn(&dir, &["left", "right"], "legend.svg")).unwrap();
+        let (before, _) = svg.split_once("\nleft\n").unwrap();
+        let element = before.lines().last().unwrap();
+        let x = element.split("x=\"").nth(1).unwrap().split('"').next();
+        let x: i32 = x.unwrap().parse().unwrap();
+        x / 2400
+    };
+    assert_eq!(side(|step| 100 - step), 1);
+    assert_eq!(side(|step| step), 0);
+}
+
+#[test]
 fn a_logarithmic_axis_bends_curves_and_smoothing_flattens_them() {
     let dir = runs();
     let line = |step: i32, loss: f64| format!("{{\"step\":{step},\"loss\":{loss}}}\n");
@@ -231,7 +251,7 @@ fn what_cannot_be_drawn() {
         ),
         (
             &["a.jsonl", "--metric", "step", "--log", "-o", "loss.png"],
-            &["step of step 0 in a.jsonl is 0", "--log", "hint: "],
+            &["step of step 1 in a.jsonl is 0", "--log", "hint: "],
         ),
         (
             &["a.jsonl", "-o", "no/loss.png"],
