@@ -7,6 +7,9 @@ use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, Value
 /// About so many ticks are wanted.
 const TICKS: f64 = 8.0;
 
+/// What is so little outside of a range is at its end.
+const ROUNDING: f64 = 1e-9;
+
 /// How values become lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scale {
@@ -122,12 +125,15 @@ fn ticks(range: &Range<f64>, scale: Scale) -> Vec<f64> {
             .step_by(stride)
             .flat_map(|power| digits.iter().map(move |digit| digit * 10f64.powi(power)));
         return values
-            .filter(|value| (least..=greatest).contains(value))
+            .filter(|value| {
+                let length = scale.length(*value);
+                (range.start - ROUNDING..=range.end + ROUNDING).contains(&length)
+            })
             .collect();
     }
     let step = round_step((greatest - least) / TICKS);
-    let first = (least / step).ceil() as i64;
-    let last = (greatest / step).floor() as i64;
+    let first = (least / step - ROUNDING).ceil() as i64;
+    let last = (greatest / step + ROUNDING).floor() as i64;
     (first..=last).map(|index| index as f64 * step).collect()
 }
 
