@@ -1,6 +1,7 @@
 //! The command as a user runs it: what it prints, what it writes, how it refuses bad input, and which processes it starts and ends.
 
 mod cli {
+    mod adapter_base;
     mod chat;
     mod config;
     mod config_file;
