@@ -1,6 +1,8 @@
 //! The command as a user runs it: what it prints, what it writes, how it refuses bad input, and which processes it starts and ends.
 
 mod cli {
+    mod adapter_base;
+    mod chat;
     mod chosen_template;
     mod config;
     mod config_file;
