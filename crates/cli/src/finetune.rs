@@ -77,6 +77,7 @@ impl TrainingCommand for Finetune {
         training.check_folders(&self.output, read.collect(), &ranks)?;
         let data = self
             .data
+            .with_template_of(self.lora.adapter.as_deref(), &model, &tokenizer)?
             .read(&tokenizer, Some(&model), (&training, &ranks))?;
         let inputs = std::iter::once(&model).chain(&self.lora.adapter);
         let inputs = inputs.chain(&data.inputs).cloned();

@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Write};
 use std::ops::Bound::{Excluded, Included, Unbounded};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
@@ -18,7 +18,7 @@ use jiff::civil::Date;
 use crate::adapter_base::{NamedModel, check_base};
 use crate::chat::Conversation;
 use crate::choices::DTypeChoice;
-use crate::generation_config::GenerationFile;
+use crate::generation_config::{GENERATION_FILE, GenerationFile};
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 
@@ -43,6 +43,10 @@ pub(crate) struct Generate {
     /// What the conversation begins with, as the system's message [default: nothing]
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// Chat template of the conversation: chatml, llama3, qwen, mistral, gemma, zephyr, or a file of Jinja [default: the model's own, or the
+    /// adapter's]
+    #[arg(long, value_name = "FILE|NAME")]
+    chat_template: Option<String>,
     /// What a chat template that asks for the date takes for today [default: today]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
@@ -141,6 +145,9 @@ impl Generate {
         if self.date.is_some() && !self.chat {
             bail!("--date is given without --chat: only a chat template asks for the date");
         }
+        if self.chat_template.is_some() && !self.chat {
+            bail!("--chat-template is given without --chat: a text is not rendered");
+        }
         let mut ranks = self.ranks.config(degrees)?;
         if self.chat {
             // The other ranks wait for the first one, which waits for a person.
@@ -181,19 +188,13 @@ impl Generate {
         let dir = resolve_model(&named.model)?;
         let config = ModelConfig::from_file(dir.join("config.json"))?;
         let tokenizer = Tokenizer::from_dir(&dir)?;
-        let generation = GenerationFile::read(&dir)?;
+        // An adapter has a file of its own where it was trained with another template than the model's.
+        let of_adapter = named.adapter.as_deref();
+        let of_adapter = of_adapter.filter(|dir| dir.join(GENERATION_FILE).is_file());
+        let generation = GenerationFile::read(of_adapter.unwrap_or(&dir))?;
         let template = match self.chat {
             false => None,
-            true => {
-                let special_tokens = tokenizer.named_special_tokens().clone();
-                match ChatTemplate::from_dir(&dir, special_tokens)? {
-                    Some(template) => Some(self.dated(template)?),
-                    None => bail!(
-                        "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone",
-                        dir.display()
-                    ),
-                }
-            }
+            true => Some(self.template(named, &dir, &tokenizer)?),
         };
         let mut eos_ids = match generation.eos_ids.as_slice() {
             [] => config.eos_token_ids.clone(),
@@ -201,8 +202,13 @@ impl Generate {
         };
         // Of a base model the file may not know how a turn of a conversation ends.
         let eos_id = tokenizer.eos_id();
-        if (self.chat || eos_ids.is_empty()) && !eos_ids.contains(&eos_id) {
-            eos_ids.push(eos_id);
+        let end_of_turn = template
+            .as_ref()
+            .and_then(|it| it.fit(&tokenizer).end_of_turn_id);
+        for id in end_of_turn.into_iter().chain([eos_id]) {
+            if (self.chat || eos_ids.is_empty()) && !eos_ids.contains(&id) {
+                eos_ids.push(id);
+            }
         }
         Ok(Model {
             limits: GenerateConfig {
@@ -220,6 +226,32 @@ impl Generate {
             tokenizer,
             template,
         })
+    }
+
+    /// The template of a conversation with the model in `dir`.
+    fn template(
+        &self,
+        named: &NamedModel,
+        dir: &Path,
+        tokenizer: &Tokenizer,
+    ) -> Result<ChatTemplate> {
+        let of_adapter =
+            |adapter: &PathBuf| ChatTemplate::of_adapter(adapter, dir, tokenizer).transpose();
+        let of_model = || {
+            let special_tokens = tokenizer.named_special_tokens().clone();
+            ChatTemplate::from_dir(dir, special_tokens).transpose()
+        };
+        let chosen = self.chat_template.as_deref();
+        let chosen = chosen.map(|choice| ChatTemplate::chosen(choice, tokenizer));
+        let template = chosen.or_else(|| named.adapter.as_ref().and_then(of_adapter));
+        match template.or_else(of_model) {
+            Some(template) => self.dated(template?),
+            None => bail!(
+                "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone; one that was trained \
+                 on conversations elsewhere takes the template of these by --chat-template, such as chatml",
+                dir.display()
+            ),
+        }
     }
 
     /// How tokens are chosen: as the flags say, else the model's file.

@@ -10,7 +10,7 @@ use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
 use candle_train::hub::resolve_model;
-use candle_train::{Activity, counted};
+use candle_train::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
 
 use crate::adapter_base::{base_of, check_base, refuse_adapter};
@@ -59,6 +59,13 @@ impl Merge {
         let dtype = self.save_dtype.map(Into::into);
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        if self.adapter.join("chat_template.jinja").is_file() {
+            let tokenizer = Tokenizer::from_dir(&model)?;
+            let template = ChatTemplate::of_adapter(&self.adapter, &model, &tokenizer)?;
+            if let Some(template) = template {
+                template.save_among(&mut sidecars, &tokenizer)?;
+            }
+        }
         let save = HfSave {
             dtype,
             overwrite: self.overwrite,
