@@ -7,8 +7,8 @@ use candle_comm::RunConfig;
 use candle_core::{Result, bail};
 use candle_train::hub::DataUse;
 use candle_train::{
-    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer, Tokens,
-    counted, held_out,
+    ChatTemplate, Columns, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer,
+    Tokens, counted, held_out,
 };
 use clap::Args;
 use jiff::civil::Date;
@@ -20,12 +20,16 @@ use crate::training_args::TrainingArgs;
 /// What a run learns from.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
-    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
+    /// Files (.txt, .jsonl, .json, .csv, .tsv, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
     /// split train, or those that the path names; no pipes, as data is read twice. A number after a colon is how
     /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
     /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
     data: Vec<DataSpec>,
+    /// Columns of the files, of --eval-data too, that have other names than the fields of records which are read from them, as
+    /// prompt=question,completion=answer [default: each field is read from the column of its name]
+    #[arg(long, value_name = "FIELD=COLUMN,..")]
+    columns: Option<Columns>,
     /// What a chat template that asks for the date takes for today [default: today, and of a run that is resumed the date of its checkpoint]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
@@ -50,6 +54,7 @@ pub(crate) struct TrainingData {
 /// How records are read.
 struct Reader<'a> {
     encoder: RecordEncoder<'a>,
+    columns: Columns,
     sequences: &'a SequenceArgs,
     seed: u64,
 }
@@ -57,7 +62,12 @@ struct Reader<'a> {
 impl DataArgs {
     /// The files.
     pub fn find(&self) -> Result<Data> {
-        Data::find(&self.data, DataUse::Training)
+        let data = Data::find(&self.data, DataUse::Training)?;
+        Ok(data.with_columns(&self.columns()))
+    }
+
+    fn columns(&self) -> Columns {
+        self.columns.clone().unwrap_or_default()
     }
 
     /// An error if what is held out would be trained on, too.
@@ -84,6 +94,7 @@ impl DataArgs {
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);
         let reader = Reader::new((tokenizer, model), (&batches.sequences, seed), date)?;
+        let reader = reader.with_columns(self.columns());
         let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
@@ -107,7 +118,7 @@ impl DataArgs {
         model: (&Tokenizer, Option<&Path>),
         sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
-        let reader = Reader::new(model, sequences, self.date)?;
+        let reader = Reader::new(model, sequences, self.date)?.with_columns(self.columns());
         let read = reader.read(&self.data, DataUse::Training)?;
         self.check(sequences.0, &read)?;
         Ok(read)
@@ -141,14 +152,19 @@ impl<'a> Reader<'a> {
                 Some(date) => encoder.with_date(date),
                 None => encoder,
             },
+            columns: Columns::default(),
             sequences,
             seed,
         })
     }
 
+    fn with_columns(self, columns: Columns) -> Self {
+        Self { columns, ..self }
+    }
+
     /// The samples of what is named.
     fn read(&self, specs: &[DataSpec], usage: DataUse) -> Result<TrainingData> {
-        let data = Data::find(specs, usage)?;
+        let data = Data::find(specs, usage)?.with_columns(&self.columns);
         self.samples(&data)
             .map_err(|err| err.context(format!("the data {}", in_words(specs))))
     }
