@@ -77,7 +77,10 @@ fn data_that_is_no_known_file_nor_a_folder_of_them_is_an_error() {
     fs::copy(workspace.path("text.txt"), workspace.path("text.doc")).unwrap();
     workspace.refuses(
         &with("text.doc"),
-        &["text.doc", "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file"],
+        &[
+            "text.doc",
+            "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file",
+        ],
     );
     workspace.refuses(&with("*.nothing"), &["no file matches"]);
     fs::create_dir(workspace.path("texts")).unwrap();
@@ -353,7 +356,8 @@ fn records_that_are_too_long_follow_the_flag_and_nothing_left_is_an_error() {
     assert_eq!(outcome.stderr.matches("no chat template").count(), 1);
 }
 
-const QUESTIONS: &str = "question,answer\nFirst Citizen,\"Before we proceed,\nhear me\"\nAll,Speak\n";
+const QUESTIONS: &str =
+    "question,answer\nFirst Citizen,\"Before we proceed,\nhear me\"\nAll,Speak\n";
 
 #[test]
 fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
@@ -381,18 +385,33 @@ fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
         .flag("--save-every", 1)
         .flag("--save-dir", workspace.path("saves").display());
     let outcome = run.clone().flag("--columns", columns).succeeds();
-    assert!(outcome.stdout.contains("evaluation on 2 records of prompt and completion"), "{}", outcome.stdout);
+    assert!(
+        outcome
+            .stdout
+            .contains("evaluation on 2 records of prompt and completion"),
+        "{}",
+        outcome.stdout
+    );
     let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
-    assert!(flags.contains(&format!("columns = {columns:?}\n")), "{flags}");
+    assert!(
+        flags.contains(&format!("columns = {columns:?}\n")),
+        "{flags}"
+    );
     let resumed = run.flag("--resume", workspace.path("saves/step-000001").display());
     workspace.run_refused(
-        &resumed.clone().flag("--columns", "completion=question,prompt=answer"),
+        &resumed
+            .clone()
+            .flag("--columns", "completion=question,prompt=answer"),
         &["the data is ", " in the checkpoint"],
     );
     fs::write(&eval_data, "prompt,completion\na,b\n").unwrap();
     workspace.run_refused(
         &resumed.flag("--columns", columns),
-        &["b.csv", "--columns prompt=question: no record has a column \"question\"", "\"completion\", \"prompt\""],
+        &[
+            "b.csv",
+            "--columns prompt=question: no record has a column \"question\"",
+            "\"completion\", \"prompt\"",
+        ],
     );
 }
 
@@ -416,8 +435,18 @@ fn a_new_tokenizer_is_learned_from_the_columns_that_are_named() {
             .flag("--seq-len", 16)
             .flag("--sample-tokens", 0)
     };
-    workspace.refuses(&pretrain("text=missing"), &["no record has a column \"missing\"", "\"body\", \"text\""]);
-    workspace.refuses(&pretrain("reply=body"), &["--columns", "no field \"reply\"", "text, prompt, completion"]);
+    workspace.refuses(
+        &pretrain("text=missing"),
+        &["no record has a column \"missing\"", "\"body\", \"text\""],
+    );
+    workspace.refuses(
+        &pretrain("reply=body"),
+        &[
+            "--columns",
+            "no field \"reply\"",
+            "text, prompt, completion",
+        ],
+    );
     let outcome = pretrain("text=body").succeeds_with_warnings();
     assert!(outcome.stdout.contains("1 text, "), "{}", outcome.stdout);
 }

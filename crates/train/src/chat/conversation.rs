@@ -136,10 +136,10 @@ impl Chat {
         self
     }
 
-    /// With nothing learned of the prompt, if there is a completion.
+    /// With nothing learned of the prompt, if there is a completion, but messages for which the record asks.
     pub(crate) fn without_loss_in_prompt(mut self) -> Self {
         for mask in &mut self.masks[..self.num_in_prompt] {
-            *mask = Some(false);
+            *mask = mask.or(Some(false));
         }
         self
     }

@@ -43,7 +43,7 @@ impl Columns {
         self.field_of(name).is_some()
     }
 
-    fn add(&mut self, field: &str, name: String) -> Result<(), String> {
+    fn add(&mut self, field: &str, name: String) -> std::result::Result<(), String> {
         let Some(field) = FIELDS.into_iter().find(|known| *known == field) else {
             return Err(format!(
                 "records have no field {field:?}; expected one of {}",
@@ -70,7 +70,7 @@ impl FromStr for Columns {
     type Err = String;
 
     /// What follows a comma without a `=` belongs to the name before.
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
         let mut pairs: Vec<(&str, String)> = Vec::new();
         for part in text.split(',') {
             match (part.split_once('='), pairs.last_mut()) {
@@ -101,12 +101,15 @@ impl fmt::Display for Columns {
     }
 }
 
+/// Names of columns that are kept for a message.
+const MAX_OTHERS: usize = 1000;
+
 /// [`Columns`], and which of them the records of a data set have.
 #[derive(Debug)]
 pub(crate) struct MappedColumns<'a> {
     columns: &'a Columns,
     is_found: Vec<AtomicBool>,
-    /// Names of columns of the records, until all that are looked for are found.
+    /// Names of columns of the records, until all that are looked for are found; not all if there are very many.
     others: Mutex<BTreeSet<String>>,
 }
 
@@ -173,7 +176,8 @@ impl<'a> MappedColumns<'a> {
             }
         }
         let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        others.extend(names.iter().cloned());
+        let room = MAX_OTHERS.saturating_sub(others.len());
+        others.extend(names.iter().take(room).cloned());
     }
 
     fn not_found(&self) -> impl Iterator<Item = &Column> {

@@ -5,10 +5,11 @@ use std::io::{BufReader, Chain, Read, Take};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Result, bail};
 use csv::{ByteRecord, Reader, ReaderBuilder, Terminator};
 use minijinja::Value;
 
+use crate::counted;
 use crate::record_error::RecordError;
 
 /// A row of its own after the last one; in a cell it is there only if a quote is still open at the end of the file.
@@ -81,7 +82,7 @@ impl CsvRows {
             let next_line = self.reader.position().line();
             let is_line_feed = |byte: &&u8| **byte == b'\n';
             let inner = cells.as_slice().iter().filter(is_line_feed).count() as u64;
-            let Some(last) = cells.iter().last() else {
+            let Some(last) = cells.iter().next_back() else {
                 return Ok(None);
             };
             if cells.len() == 1 && last == END.trim_ascii() {
@@ -137,22 +138,23 @@ impl CsvRow {
         self.cells.as_slice().len()
     }
 
-    /// An object of texts; an empty cell is a field that is missing.
+    /// An object of texts; an empty cell is null, as good as a field that is missing.
     ///
     /// # Errors
     /// More or fewer cells than columns; a cell that is no text.
     pub fn to_object(&self) -> std::result::Result<Value, RecordError> {
         let (num_cells, num_columns) = (self.cells.len(), self.columns.len());
         if num_cells != num_columns {
+            let has = counted(num_cells, "cell");
             let reason = format!(
-                "it has {num_cells} cells, expected {num_columns}, one for each column of the first row"
+                "it has {has}, expected {num_columns}, one for each column of the first row"
             );
             return Err(reason.into());
         }
         let mut fields = Vec::with_capacity(num_cells);
         for (name, cell) in self.columns.iter().zip(&self.cells) {
             match std::str::from_utf8(cell) {
-                Ok("") => {}
+                Ok("") => fields.push((name.as_str(), Value::from(()))),
                 Ok(text) => fields.push((name.as_str(), Value::from(text))),
                 Err(err) => return Err(format!("its {name} is not UTF-8: {err}").into()),
             }

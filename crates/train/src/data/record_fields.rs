@@ -38,10 +38,11 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// All names.
+    /// Names of the fields that are not null.
     pub fn names(&self) -> Vec<String> {
         let names = self.object.try_iter().into_iter().flatten();
-        names.map(|name| name.to_string()).collect()
+        let names = names.map(|name| name.to_string());
+        names.filter(|name| self.has(name)).collect()
     }
 
     /// Names of the fields that say something and have not been read.

@@ -83,17 +83,16 @@ impl DataReport {
     /// Adds a record from which nothing can be learned.
     pub(crate) fn skip(&mut self, reason: String, location: RecordLocation) {
         self.num_malformed += 1;
+        let has_room = self.malformed.len() < NUM_REASONS;
         let mut known = self.malformed.iter_mut();
-        match known.find(|skipped| skipped.reason == reason) {
-            Some(skipped) => skipped.records.count += 1,
-            None if self.malformed.len() < NUM_REASONS => {
-                let records = Occurrences {
-                    count: 1,
-                    first: location,
-                };
-                self.malformed.push(SkippedRecords { reason, records });
-            }
-            None => {}
+        if let Some(skipped) = known.find(|skipped| skipped.reason == reason) {
+            skipped.records.count += 1;
+        } else if has_room {
+            let records = Occurrences {
+                count: 1,
+                first: location,
+            };
+            self.malformed.push(SkippedRecords { reason, records });
         }
     }
 

@@ -136,4 +136,12 @@ fn columns_of_cells_may_be_named() {
     reading.write("a.tsv", "question\tanswer\nthe cat\tsat\n");
     let read = reading.read("a.tsv", "prompt=question,completion=answer");
     assert_eq!(read.unwrap().records, ["the cat⟦sat⟧"]);
+    // One without anything in its cells is there.
+    reading.write("a.csv", "body,who\nthe cat,\n");
+    let read = reading.read("a.csv", "text=body,system=who").unwrap();
+    assert_eq!(read.records, ["the⟦ cat⟧"]);
+    assert_error(
+        reading.read("a.csv", "text=who"),
+        &["its fields are [\"body\"]"],
+    );
 }

@@ -111,7 +111,10 @@ fn files_folders_and_globs_are_read_in_order() {
     );
     assert_error(
         texts(dir, &["in/notes.md"]),
-        &["notes.md", "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file"],
+        &[
+            "notes.md",
+            "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file",
+        ],
     );
     assert_error(texts(dir, &["*.nothing"]), &["no file matches"]);
 }
@@ -146,10 +149,7 @@ fn what_is_no_file_is_called_what_it_is() {
             ["is a link to nothing, which is missing", "hint: "],
         ),
         ("d.txt", ["it is in a loop of links", "hint: "]),
-        (
-            "f.csv",
-            ["it is a Git LFS pointer", "hint: git lfs pull"],
-        ),
+        ("f.csv", ["it is a Git LFS pointer", "hint: git lfs pull"]),
     ] {
         assert_error(texts(dir, &[name]), &[&[name], &parts[..]].concat());
     }
@@ -243,7 +243,7 @@ fn malformed_records_are_counted_and_placed() {
 fn a_reason_that_many_records_have_is_told_once() {
     let reading = Reading::new(None);
     let chat = json!({"messages": [{"role": "user", "content": "the cat"}]});
-    reading.write("a.jsonl", lines(&vec![chat.clone(); 40]));
+    reading.write("a.jsonl", lines(&[(); 40].map(|()| chat.clone())));
     let err = reading.read("a.jsonl", "").unwrap_err().to_string();
     let place = reading.path("a.jsonl");
     let reason = "it is a conversation, and the checkpoint has no chat template";
@@ -259,14 +259,25 @@ fn a_reason_that_many_records_have_is_told_once() {
         ]
     );
     // Of several reasons each has its number and place, and after a few the rest is counted.
-    let mut records = vec![chat.clone(), json!({"text": "the cat"}), json!({}), chat, json!({})];
+    let mut records = vec![
+        chat.clone(),
+        json!({"text": "the cat"}),
+        json!({}),
+        chat,
+        json!({}),
+    ];
     records.extend((0..9).map(|index| json!({format!("{index}"): 1})));
     let read = || reading.read("a.jsonl", "").unwrap();
     reading.write("a.jsonl", lines(&records));
     let told = read().warnings;
     assert_eq!(told.len(), 6);
-    assert_eq!(told[0], format!("skipped 2 records, the first a.jsonl line 1: {reason}\n{hint}"));
-    assert!(told[1].starts_with("skipped 2 records, the first a.jsonl line 3: its fields are [], "));
+    assert_eq!(
+        told[0],
+        format!("skipped 2 records, the first a.jsonl line 1: {reason}\n{hint}")
+    );
+    assert!(
+        told[1].starts_with("skipped 2 records, the first a.jsonl line 3: its fields are [], ")
+    );
     assert!(told[2].starts_with("skipped a.jsonl line 6: its fields are [\"0\"], "));
     assert_eq!(told[5], "skipped 6 records for other reasons");
     // The same comes from the cache.

@@ -182,16 +182,31 @@ fn of_a_completion_of_messages_only_its_answers_are_learned() {
     };
     let all = learned(&record, on_prompt).unwrap();
     assert_eq!(all.matches('⟦').count(), 1);
-    assert!(all.ends_with(&format!("{}sat⟧", &said["<system>".len()..])), "{all}");
-    let format = Record::parse(&Value::from_serialize(&record)).unwrap().0;
+    assert!(
+        all.ends_with(&format!("{}sat⟧", &said["<system>".len()..])),
+        "{all}"
+    );
+    let format = parse(&record.to_string()).unwrap().0;
     assert_eq!(format, RecordFormat::CompletionOfMessages);
     assert_eq!(format.to_string(), "prompt and completion of messages");
     for (prompt, completion, part) in [
-        (json!("the cat"), json!(answer), "its prompt is string and its completion is sequence"),
-        (json!(prompt), json!("sat"), "its prompt is sequence and its completion is string"),
+        (
+            json!("the cat"),
+            json!(answer),
+            "its prompt is string and its completion is sequence",
+        ),
+        (
+            json!(prompt),
+            json!("sat"),
+            "its prompt is sequence and its completion is string",
+        ),
         (json!(prompt), json!([]), "its completion is empty"),
         (json!(prompt), json!(["sat"]), "message 4 is string"),
-        (json!(prompt), json!([turn("user", "on")]), "1 record without a token to learn"),
+        (
+            json!(prompt),
+            json!([turn("user", "on")]),
+            "1 record without a token to learn",
+        ),
     ] {
         let record = json!({"prompt": prompt, "completion": completion, "system": "the"});
         assert_error(learned(&record, config), &[part]);
@@ -207,7 +222,9 @@ fn calls_of_tools_in_share_gpt_are_calls_of_the_assistant() {
     let reading = Reading::new(Some(TEMPLATE));
     let read = |call: &str| {
         reading.write("a.jsonl", lines(&[record(call)]));
-        reading.read("a.jsonl", "").map(|read| read.records.concat())
+        reading
+            .read("a.jsonl", "")
+            .map(|read| read.records.concat())
     };
     let said = |calls: &str| format!("<user>on<assistant>⟦{calls}⟧<tool>mat<assistant>⟦sat⟧");
     let call = r#"{"name": "f", "arguments": {"x": 1}}"#;
@@ -216,8 +233,20 @@ fn calls_of_tools_in_share_gpt_are_calls_of_the_assistant() {
     assert_eq!(read(in_text).unwrap(), said(r#"[f {"x": 1}]"#));
     let two = format!(r#"[{call}, {{"name": "g", "arguments": {{}}}}]"#);
     assert_eq!(read(&two).unwrap(), said(r#"[f {"x": 1}][g {}]"#));
-    for call in ["", "f(1)", "3", "[]", "{}", r#"{"name": "f"}"#, r#"{"arguments": {}}"#, r#"{"name": 1, "arguments": {}}"#] {
-        let parts = ["line 1: turn 1 is a function_call with the value", r#"expected JSON such as {"name": "#];
+    for call in [
+        "",
+        "f(1)",
+        "3",
+        "[]",
+        "{}",
+        r#"{"name": "f"}"#,
+        r#"{"arguments": {}}"#,
+        r#"{"name": 1, "arguments": {}}"#,
+    ] {
+        let parts = [
+            "line 1: turn 1 is a function_call with the value",
+            r#"expected JSON such as {"name": "#,
+        ];
         assert_error(read(call), &parts);
     }
 }
@@ -225,15 +254,31 @@ fn calls_of_tools_in_share_gpt_are_calls_of_the_assistant() {
 #[test]
 fn preference_data_is_refused_with_a_way_out() {
     for (json, hint) in [
-        (r#"{"prompt": "p", "rejected": "r", "completion": "c"}"#, "leave such records out"),
-        (r#"{"conversations": [], "chosen": {"from": "gpt"}, "rejected": {}}"#, "write the better answer"),
-        (r#"{"prompt": "p", "completion": "c", "label": false}"#, "whose label is true"),
+        (
+            r#"{"prompt": "p", "rejected": "r", "completion": "c"}"#,
+            "leave such records out",
+        ),
+        (
+            r#"{"conversations": [], "chosen": {"from": "gpt"}, "rejected": {}}"#,
+            "write the better answer",
+        ),
+        (
+            r#"{"prompt": "p", "completion": "c", "label": false}"#,
+            "whose label is true",
+        ),
         (r#"{"messages": [], "label": true}"#, "whose label is true"),
-        (r#"{"instruction": "i", "output": "c", "label": "True"}"#, "whose label is true"),
+        (
+            r#"{"instruction": "i", "output": "c", "label": "True"}"#,
+            "whose label is true",
+        ),
     ] {
         let err = parse(json).unwrap_err();
         assert!(matches!(err, RecordError::Unsupported(_)), "{err}");
-        for part in ["preference data, as for DPO, KTO and reward models", "hint: ", hint] {
+        for part in [
+            "preference data, as for DPO, KTO and reward models",
+            "hint: ",
+            hint,
+        ] {
             assert!(err.to_string().contains(part), "{part:?} is not in: {err}");
         }
     }
