@@ -12,6 +12,7 @@ use super::columns::Columns;
 use super::data_file::DataFile;
 use super::preferences::PREFERENCES;
 use super::record_fields::FIELDS;
+use crate::chat::MASKS_OF_RECORDS;
 use crate::file_format::FileFormat;
 
 /// The records of a document; `None` if the file has one in each line.
@@ -97,8 +98,11 @@ fn list_of(value: &Value, columns: &Columns) -> Option<Value> {
     let mut lists = Vec::new();
     for name in value.try_iter().ok()? {
         let text = name.as_str().unwrap_or_default();
+        // A mask says nothing alone, and a list of objects called `train` is none.
+        let is_mask = MASKS_OF_RECORDS.contains(&text);
         let mut known = FIELDS.iter().chain(&PREFERENCES);
-        if known.any(|known| *known == text) || columns.has_column(text) {
+        let is_field = !is_mask && known.any(|known| *known == text);
+        if is_field || columns.has_column(text) {
             return None;
         }
         let field = value.get_item(&name).unwrap_or_default();

@@ -71,7 +71,7 @@ fn an_object_with_fields_of_a_record_is_one() {
         );
         assert_error(
             reading.read(name, ""),
-            &["its fields are [\"role\", \"content\"]"],
+            &["its fields are [\"content\", \"role\"]"],
         );
         for two_lists in [
             json!({"train": [{"text": "a"}], "test": [{"text": "b"}]}),
