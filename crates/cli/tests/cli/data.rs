@@ -380,6 +380,7 @@ fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
         .finetune()
         .flag("--tp", 1)
         .flag("--pp", 1)
+        .flag("--seq-len", 64)
         .flag("--data", data.display())
         .flag("--eval-data", eval_data.display())
         .flag("--save-every", 1)

@@ -61,8 +61,7 @@ impl DataFile {
         }
     }
 
-    /// Its text. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the token ids
-    /// are those that a Python script gets. A byte-order mark is left out. Nothing else is changed, nothing is trimmed.
+    /// Its text, which is all of [`Self::read`].
     ///
     /// # Errors
     /// As [`Self::open`]; bytes that are no UTF-8.
@@ -70,7 +69,6 @@ impl DataFile {
         let bytes = self.read()?;
         let num_bytes = bytes.len();
         match String::from_utf8(bytes) {
-            Ok(text) if text.contains('\r') => Ok(text.replace("\r\n", "\n").replace('\r', "\n")),
             Ok(text) => Ok(text),
             Err(err) => bail!(
                 "data file {:?} is not UTF-8: invalid byte at offset {} of {num_bytes}\nhint: convert it, e.g. with iconv -t UTF-8",

@@ -209,7 +209,8 @@ fn parquet(file: &DataFile) -> Result<Records> {
     )
 }
 
-/// The content of a file that is one text.
+/// The content of a file that is one text. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the
+/// token ids are those that a Python script gets. Nothing else is changed, nothing is trimmed.
 fn content_of(text: String) -> Content {
     let num_bytes = text.len();
     match text.trim().is_empty() {
@@ -217,6 +218,9 @@ fn content_of(text: String) -> Content {
         true => Content::NoText(format!(
             "it holds nothing but white space ({num_bytes} bytes)"
         )),
+        false if text.contains('\r') => {
+            Content::Text(text.replace("\r\n", "\n").replace('\r', "\n"))
+        }
         false => Content::Text(text),
     }
 }
