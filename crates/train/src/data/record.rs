@@ -185,7 +185,8 @@ fn parse(
         Some(RecordFormat::Alpaca) => Ok((RecordFormat::Alpaca, alpaca(fields)?)),
         Some(RecordFormat::Text) => Ok((RecordFormat::Text, Record::Text(fields.text("text")?))),
         None => Err(format!(
-            "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations",
+            "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of \
+             other names, as in --columns prompt=question,completion=answer",
             fields.names()
         )
         .into()),

@@ -1,6 +1,6 @@
 //! What was found in a data set.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -106,7 +106,6 @@ impl DataReport {
             said += lines.next().unwrap_or_default();
             hints.extend(lines.map(|hint| format!("\nhint: {hint}")));
         }
-        hints.dedup();
         said + &hints.concat()
     }
 
@@ -137,7 +136,14 @@ impl DataReport {
                 few(&names)
             ));
         }
-        lines.extend(self.malformed.iter().map(|skipped| skipped.in_words(data)));
+        let mut hints = BTreeSet::new();
+        for skipped in &self.malformed {
+            let line = skipped.in_words(data);
+            lines.push(match line.split_once("\nhint: ") {
+                Some((reason, hint)) if !hints.insert(hint.to_string()) => reason.to_string(),
+                _ => line,
+            });
+        }
         let told = self.malformed.iter().map(|skipped| skipped.records.count);
         let num_others = self.num_malformed - told.sum::<usize>();
         if num_others > 0 {

@@ -279,6 +279,8 @@ fn a_reason_that_many_records_have_is_told_once() {
         told[1].starts_with("skipped 2 records, the first a.jsonl line 3: its fields are [], ")
     );
     assert!(told[2].starts_with("skipped a.jsonl line 6: its fields are [\"0\"], "));
+    // What to do is told once.
+    assert_eq!(told.concat().matches("hint: --columns").count(), 1);
     assert_eq!(told[5], "skipped 6 records for other reasons");
     // The same comes from the cache.
     assert_eq!(read().warnings, told);
