@@ -7,8 +7,8 @@ use candle_comm::RunConfig;
 use candle_core::{Result, bail};
 use candle_train::hub::DataUse;
 use candle_train::{
-    ChatTemplate, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer, Tokens,
-    counted, held_out,
+    ChatTemplate, Columns, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer,
+    Tokens, counted, held_out,
 };
 use clap::Args;
 use jiff::civil::Date;
@@ -20,13 +20,18 @@ use crate::training_args::TrainingArgs;
 /// What a run learns from.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
-    /// What to learn from: files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name
+    /// What to learn from: files (.txt, .jsonl, .json, .csv, .tsv, .parquet), folders, globs in quotes, or hub://datasets/org/name
     ///
     /// Records are {"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's. A number after a colon is
     /// how often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Of hub://datasets/org/name[@revision][/path] come
     /// the files of the split train, or those that the path names. Pipes are not read, as data is read twice.
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
     data: Vec<DataSpec>,
+    /// Columns of the data under other names than the fields of records, as prompt=question,completion=answer [default: none]
+    ///
+    /// They hold for --eval-data, too.
+    #[arg(long, value_name = "FIELD=COLUMN,..")]
+    columns: Option<Columns>,
     /// Chat template: chatml, llama3, qwen, mistral, gemma, zephyr, or a file of Jinja [default: the model's own]
     ///
     /// It renders conversations, and goes into the output, where what ends its turns becomes an end of generated texts.
@@ -58,6 +63,7 @@ pub(crate) struct TrainingData {
 /// How records are read.
 struct Reader<'a> {
     encoder: RecordEncoder<'a>,
+    columns: Columns,
     sequences: &'a SequenceArgs,
     seed: u64,
 }
@@ -65,7 +71,12 @@ struct Reader<'a> {
 impl DataArgs {
     /// The files.
     pub fn find(&self) -> Result<Data> {
-        Data::find(&self.data, DataUse::Training)
+        let data = Data::find(&self.data, DataUse::Training)?;
+        Ok(data.with_columns(&self.columns()))
+    }
+
+    fn columns(&self) -> Columns {
+        self.columns.clone().unwrap_or_default()
     }
 
     /// The chat template that is chosen in place of the model's, if one is.
@@ -162,7 +173,7 @@ impl DataArgs {
         let chosen = self.chosen_template(tokenizer)?;
         // The model's own is not asked for, as it may be why another one is chosen.
         let model = model.filter(|_| chosen.is_none());
-        let mut reader = Reader::new((tokenizer, model), sequences)?;
+        let mut reader = Reader::new((tokenizer, model), sequences)?.with_columns(self.columns());
         if let Some(template) = chosen {
             reader.encoder = reader.encoder.with_template(template);
         }
@@ -204,14 +215,19 @@ impl<'a> Reader<'a> {
     ) -> Result<Self> {
         Ok(Self {
             encoder: RecordEncoder::new(tokenizer, model, sequences.encoder_config())?,
+            columns: Columns::default(),
             sequences,
             seed,
         })
     }
 
+    fn with_columns(self, columns: Columns) -> Self {
+        Self { columns, ..self }
+    }
+
     /// The samples of what is named.
     fn read(&self, specs: &[DataSpec], usage: DataUse) -> Result<TrainingData> {
-        let data = Data::find(specs, usage)?;
+        let data = Data::find(specs, usage)?.with_columns(&self.columns);
         self.samples(&data)
             .map_err(|err| err.context(format!("the data {}", in_words(specs))))
     }

@@ -17,6 +17,7 @@ mod data;
 mod eval_batches;
 mod evaluation;
 mod few;
+mod file_format;
 mod first_fit;
 mod generate;
 mod held_out;
@@ -55,8 +56,8 @@ pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;
 pub use data::{
-    Data, DataReport, DataSpec, EncodedRecord, EncoderConfig, Overlong, Record, RecordEncoder,
-    RecordFormat, RecordKind, SkippedRecord, TokenCache, Tokens,
+    Columns, Data, DataReport, DataSpec, EncodedRecord, EncoderConfig, Overlong, Record,
+    RecordEncoder, RecordFormat, RecordKind, SkippedRecords, TokenCache, Tokens,
 };
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};

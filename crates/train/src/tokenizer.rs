@@ -1,6 +1,7 @@
 //! Text to token ids and back: a `tokenizer.json` and what the checkpoint's other files say of its tokens.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -43,10 +44,11 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let bytes = match read_file(&path) {
             Ok(bytes) => bytes,
-            Err(e) => bail!(
+            Err(e) if e.kind() == ErrorKind::NotFound => bail!(
                 "cannot read the tokenizer {path:?}: {e}\nhint: {}",
                 missing_file_hint(dir)
             ),
+            Err(e) => bail!("cannot read the tokenizer {path:?}: {e}"),
         };
         let mut tokenizer = match tokenizers::Tokenizer::from_bytes(&bytes) {
             Ok(tokenizer) => tokenizer,

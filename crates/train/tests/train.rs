@@ -6,8 +6,12 @@ mod batches;
 mod chat;
 #[path = "train/chosen_template.rs"]
 mod chosen_template;
+#[path = "train/columns.rs"]
+mod columns;
 #[path = "train/conversation_parts.rs"]
 mod conversation_parts;
+#[path = "train/csv.rs"]
+mod csv;
 #[path = "train/data.rs"]
 mod data;
 #[path = "train/hub.rs"]
@@ -18,6 +22,8 @@ mod hub_dataset;
 mod hub_faults;
 #[path = "train/hub_server.rs"]
 mod hub_server;
+#[path = "train/json_document.rs"]
+mod json_document;
 #[path = "train/lr_schedule.rs"]
 mod lr_schedule;
 #[path = "train/metrics.rs"]
@@ -28,6 +34,8 @@ mod parquet;
 mod progress;
 #[path = "train/python_json.rs"]
 mod python_json;
+#[path = "train/read.rs"]
+mod read;
 #[path = "train/records.rs"]
 mod records;
 #[path = "train/sampler.rs"]

@@ -57,6 +57,28 @@ fn a_configuration_that_is_missing_or_damaged_is_named() {
 }
 
 #[test]
+fn a_pointer_of_git_lfs_in_place_of_a_file_is_named() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n";
+    for name in [
+        "model/config.json",
+        "model/tokenizer.json",
+        "model/tokenizer_config.json",
+        "model/model.safetensors",
+        "text.txt",
+    ] {
+        refuses_file(
+            name,
+            |path| fs::write(path, pointer).unwrap(),
+            &[
+                name.rsplit('/').next().unwrap(),
+                "it is a Git LFS pointer",
+                "hint: git lfs pull",
+            ],
+        );
+    }
+}
+
+#[test]
 fn a_pipe_in_place_of_a_file_is_named_and_not_waited_for() {
     let pipe = |path: &Path| {
         let _ = fs::remove_file(path);

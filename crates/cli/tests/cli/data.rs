@@ -74,10 +74,13 @@ fn data_that_is_no_known_file_nor_a_folder_of_them_is_an_error() {
             .finetune()
             .flag("--data", workspace.path(name).display())
     };
-    fs::copy(workspace.path("text.txt"), workspace.path("text.csv")).unwrap();
+    fs::copy(workspace.path("text.txt"), workspace.path("text.doc")).unwrap();
     workspace.refuses(
-        &with("text.csv"),
-        &["text.csv", "not a .txt, .jsonl, .json or .parquet file"],
+        &with("text.doc"),
+        &[
+            "text.doc",
+            "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file",
+        ],
     );
     workspace.refuses(&with("*.nothing"), &["no file matches"]);
     fs::create_dir(workspace.path("texts")).unwrap();
@@ -344,7 +347,107 @@ fn records_that_are_too_long_follow_the_flag_and_nothing_left_is_an_error() {
     fs::remove_file(workspace.model("chat_template.jinja")).unwrap();
     let workspace = workspace_with_conversations();
     fs::remove_file(workspace.model("chat_template.jinja")).unwrap();
-    preview(&workspace)
-        .run()
-        .assert_error(&["the checkpoint has no chat template"]);
+    let outcome = preview(&workspace).run();
+    outcome.assert_error(&[
+        "skipped 6 records, the first ",
+        "chat.jsonl line 1: it is a conversation, and the checkpoint has no chat template",
+        "hint: --chat-template chatml",
+    ]);
+    assert_eq!(outcome.stderr.matches("no chat template").count(), 1);
+}
+
+const QUESTIONS: &str =
+    "question,answer\nFirst Citizen,\"Before we proceed,\nhear me\"\nAll,Speak\n";
+
+#[test]
+fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
+    let workspace = Workspace::new();
+    let (data, eval_data) = (workspace.path("a.csv"), workspace.path("b.csv"));
+    fs::write(&data, QUESTIONS).unwrap();
+    fs::write(&eval_data, QUESTIONS.replace("All", "First")).unwrap();
+    let columns = "prompt=question,completion=answer";
+    let shown = preview(&workspace)
+        .flag("--data", data.display())
+        .flag("--columns", columns)
+        .succeeds()
+        .stdout;
+    assert!(
+        shown.contains("2 records of prompt and completion, ")
+            && shown.contains("⟦Before we proceed,\nhear me<|end_of_text|>⟧"),
+        "{shown}"
+    );
+    let run = workspace
+        .finetune()
+        .flag("--tp", 1)
+        .flag("--pp", 1)
+        .flag("--seq-len", 64)
+        .flag("--data", data.display())
+        .flag("--eval-data", eval_data.display())
+        .flag("--save-every", 1)
+        .flag("--save-dir", workspace.path("saves").display());
+    let outcome = run.clone().flag("--columns", columns).succeeds();
+    assert!(
+        outcome
+            .stdout
+            .contains("evaluation on 2 records of prompt and completion"),
+        "{}",
+        outcome.stdout
+    );
+    let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
+    assert!(
+        flags.contains(&format!("columns = {columns:?}\n")),
+        "{flags}"
+    );
+    let resumed = run.flag("--resume", workspace.path("saves/step-000001").display());
+    workspace.run_refused(
+        &resumed
+            .clone()
+            .flag("--columns", "completion=question,prompt=answer"),
+        &["the data is ", " in the checkpoint"],
+    );
+    fs::write(&eval_data, "prompt,completion\na,b\n").unwrap();
+    workspace.run_refused(
+        &resumed.flag("--columns", columns),
+        &[
+            "b.csv",
+            "--columns prompt=question: no record has a column \"question\"",
+            "\"completion\", \"prompt\"",
+        ],
+    );
+}
+
+#[test]
+fn a_new_tokenizer_is_learned_from_the_columns_that_are_named() {
+    let workspace = Workspace::new();
+    let text = fs::read_to_string(workspace.path("text.txt")).unwrap();
+    let line = json!({"body": text, "text": "x"});
+    fs::write(workspace.path("a.jsonl"), line.to_string()).unwrap();
+    let pretrain = |columns: &str| {
+        candle_train("pretrain")
+            .flag("--data", workspace.path("a.jsonl").display())
+            .flag("--columns", columns)
+            .flag("--output", workspace.output().display())
+            .switch("--overwrite")
+            .flag("--vocab-size", 300)
+            .flag("--hidden-size", 24)
+            .flag("--intermediate-size", 16)
+            .flag("--layers", 1)
+            .flag("--steps", 1)
+            .flag("--seq-len", 16)
+            .flag("--sample-tokens", 0)
+    };
+    workspace.refuses(
+        &pretrain("text=missing"),
+        &["no record has a column \"missing\"", "\"body\", \"text\""],
+    );
+    workspace.refuses(
+        &pretrain("reply=body"),
+        &[
+            "--columns",
+            "no field \"reply\"",
+            "text, prompt, completion",
+        ],
+    );
+    let outcome = pretrain("text=body").succeeds_with_warnings();
+    assert!(outcome.stdout.contains("1 text, "), "{}", outcome.stdout);
 }

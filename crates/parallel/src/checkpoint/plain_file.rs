@@ -7,6 +7,11 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
+/// How a file begins that Git LFS has put in the place of a large one.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\n";
+/// Such files are smaller.
+const LFS_POINTER_BYTES: u64 = 1024;
+
 /// Opens a file to read it.
 ///
 /// # Errors
@@ -41,15 +46,16 @@ pub fn read_text_file(path: &Path) -> Result<String> {
 /// An error unless there is a file at `path`, or at the end of a link there.
 ///
 /// # Errors
-/// What is there instead, in words: a folder, a pipe, a socket or a device, a link to nothing or a loop of links. Of the kind
-/// [`ErrorKind::NotFound`] only if nothing is there, and no link.
+/// What is there instead, in words: a folder, a pipe, a socket or a device, a link to nothing or a loop of links, or a Git LFS pointer; that a
+/// small file cannot be opened. Of the kind [`ErrorKind::NotFound`] only if nothing is there, and no link.
 pub fn check_file(path: &Path) -> Result<()> {
-    let kind = match metadata(path) {
-        Ok(metadata) => metadata.file_type(),
+    let (kind, len) = match metadata(path) {
+        Ok(metadata) => (metadata.file_type(), metadata.len()),
         Err(err) => return Err(with_links(path, err)),
     };
     let hint = "\nhint: write what comes out of it to a file, which is read more than once";
     let (what, hint) = match () {
+        () if kind.is_file() && len < LFS_POINTER_BYTES => return check_content(path),
         () if kind.is_file() => return Ok(()),
         () if kind.is_dir() => ("folder", ""),
         () if kind.is_fifo() => ("pipe", hint),
@@ -60,6 +66,21 @@ pub fn check_file(path: &Path) -> Result<()> {
         ErrorKind::InvalidInput,
         format!("it is a {what}, expected a file{hint}"),
     ))
+}
+
+/// An error if a small file is a Git LFS pointer.
+fn check_content(path: &Path) -> Result<()> {
+    let mut start = Vec::new();
+    let file = File::open(path)?;
+    file.take(LFS_POINTER.len() as u64)
+        .read_to_end(&mut start)?;
+    match start == LFS_POINTER {
+        true => Err(Error::new(
+            ErrorKind::InvalidData,
+            "it is a Git LFS pointer, which stands for the file and is not the file itself\nhint: git lfs pull in its repository fetches the file",
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Why there is nothing at the end of links.

@@ -141,6 +141,9 @@ fn an_index_that_is_wrong() {
     assert_says(&open(&dir), &words);
 }
 
+/// What Git has in the place of a large file that was not fetched.
+const LFS_POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n";
+
 #[test]
 fn what_is_no_file_is_called_what_it_is() {
     let link = |target: &str, path: &Path| std::os::unix::fs::symlink(target, path).unwrap();
@@ -149,7 +152,7 @@ fn what_is_no_file_is_called_what_it_is() {
         assert!(made.unwrap().success());
     };
     type Make<'a> = &'a dyn Fn(&Path);
-    let cases: [(Make, &str); 4] = [
+    let cases: [(Make, &str); 5] = [
         (
             &|path| std::fs::create_dir(path).unwrap(),
             "it is a folder, expected a file",
@@ -159,6 +162,10 @@ fn what_is_no_file_is_called_what_it_is() {
         (
             &|path| link("gone", path),
             "is a link to gone, which is missing",
+        ),
+        (
+            &|path| std::fs::write(path, LFS_POINTER).unwrap(),
+            "it is a Git LFS pointer",
         ),
     ];
     let index = format!("{{\"weight_map\": {{\"a\": {WEIGHTS_FILE:?}}}}}");

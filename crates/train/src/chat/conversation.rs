@@ -20,6 +20,8 @@ pub struct Chat {
     tools: Option<Value>,
     /// Of each message, whether its record says that it is learned, or that it is not.
     masks: Vec<Option<bool>>,
+    /// Messages before those that are a completion, of which alone something is learned where prompts are not.
+    num_in_prompt: usize,
 }
 
 impl Chat {
@@ -55,6 +57,7 @@ impl Chat {
             messages,
             tools: tools.filter(Value::is_true),
             masks,
+            num_in_prompt: 0,
         })
     }
 
@@ -125,6 +128,25 @@ impl Chat {
             };
         }
         self
+    }
+
+    /// With the last `num_messages` as a completion, and all before as its prompt.
+    pub(crate) fn with_completion(mut self, num_messages: usize) -> Self {
+        self.num_in_prompt = self.messages.len().saturating_sub(num_messages);
+        self
+    }
+
+    /// With nothing learned of the prompt, if there is a completion, but messages for which the record asks.
+    pub(crate) fn without_loss_in_prompt(mut self) -> Self {
+        for mask in &mut self.masks[..self.num_in_prompt] {
+            *mask = mask.or(Some(false));
+        }
+        self
+    }
+
+    /// Whether nothing of some messages is learned because they are a prompt.
+    pub(crate) fn has_prompt(&self) -> bool {
+        self.num_in_prompt > 0
     }
 
     /// With nothing learned but the assistant's last message.

@@ -29,7 +29,7 @@ impl ChatTemplate {
         if let Some(index) = self.dropped_message(chat, text) {
             let place = self.not_shown(chat, index);
             return Err(RecordError::Unsupported(format!(
-                "{place}\nhint: give it a role that the template shows there, such as user or assistant, or put its text into another message"
+                "{place}\nhint: give it a role that the template shows there, such as system, user, assistant or tool, or put its text into another message"
             )));
         }
         if let Some((name, index)) = self.hidden_calls(chat, text) {

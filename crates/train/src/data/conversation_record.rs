@@ -1,13 +1,17 @@
 //! Conversations as records have them: `messages` of role and content, `conversations` of from and value (ShareGPT).
 
 use minijinja::Value;
+use minijinja::value::ValueKind;
 
 use super::record_fields::RecordFields;
 use crate::chat::{Chat, MASKS_OF_RECORDS, has_content, masks_of_list};
 use crate::record_error::RecordError;
 
+/// What the assistant is called where it calls a tool.
+const FUNCTION_CALL: &str = "function_call";
+
 /// Roles of ShareGPT, and what chat templates call them.
-const ROLES: [(&str, &str); 14] = [
+const ROLES: [(&str, &str); 15] = [
     ("system", "system"),
     ("human", "user"),
     ("user", "user"),
@@ -19,17 +23,31 @@ const ROLES: [(&str, &str); 14] = [
     ("chatgpt", "assistant"),
     ("bing", "assistant"),
     ("bard", "assistant"),
+    (FUNCTION_CALL, "assistant"),
     ("tool", "tool"),
     ("function_response", "tool"),
     ("observation", "tool"),
 ];
 
-/// The conversation of the field `name`, with the record's `system`, its `tools` and its masks, if it has them.
+/// The conversation that begins with the messages of `prompt` and goes on with those of `completion`, of which alone the assistant's are learned.
+pub(super) fn completion_of_messages(fields: &mut RecordFields<'_>) -> Result<Chat, RecordError> {
+    let num_answers = fields.list("completion")?.len();
+    if num_answers == 0 {
+        return Err("its completion is empty".to_string().into());
+    }
+    let chat = conversation(fields, &["prompt", "completion"])?;
+    Ok(chat.with_completion(num_answers))
+}
+
+/// The conversation of the fields `names` after one another, with the record's `system`, its `tools` and its masks, if it has them.
 pub(super) fn conversation(
     fields: &mut RecordFields<'_>,
-    name: &'static str,
+    names: &[&'static str],
 ) -> Result<Chat, RecordError> {
-    let turns = fields.list(name)?;
+    let mut turns = Vec::new();
+    for name in names {
+        turns.extend(fields.list(name)?);
+    }
     let num_turns = turns.len();
     let turns = turns.iter().enumerate();
     let turns = turns.map(|(index, turn)| {
@@ -97,19 +115,48 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
             "has a value, and a content that is another one".to_string(),
         ));
     }
+    let mut own = vec![("role".to_string(), Value::from(*role))];
+    match from == FUNCTION_CALL {
+        true => own.extend([
+            ("content".to_string(), Value::from("")),
+            ("tool_calls".to_string(), calls_of(&content)?),
+        ]),
+        false => own.push(("content".to_string(), Value::from(content))),
+    }
     let is_more = |name: &Value| {
         !["from", "value", "role", "content"].contains(&name.as_str().unwrap_or_default())
     };
     let names = turn.try_iter().into_iter().flatten();
     let more = names.filter(is_more);
-    let more = more.map(|name| (name.to_string(), turn.get_item(&name).unwrap_or_default()));
-    let own = [
-        ("role".to_string(), Value::from(*role)),
-        ("content".to_string(), Value::from(content)),
-    ];
-    Ok(Value::from_pairs(
-        own.into_iter().chain(more).collect::<Vec<_>>(),
-    ))
+    own.extend(more.map(|name| (name.to_string(), turn.get_item(&name).unwrap_or_default())));
+    Ok(Value::from_pairs(own))
+}
+
+/// The `tool_calls` that `text` says: JSON of a name and arguments, or a list of such.
+fn calls_of(text: &str) -> Result<Value, RecordError> {
+    let said: Value = serde_json::from_str(text).unwrap_or_default();
+    let calls: Vec<Value> = match said.kind() {
+        ValueKind::Seq => said.try_iter().into_iter().flatten().collect(),
+        _ => vec![said],
+    };
+    let calls = calls.iter().map(|call| {
+        let field = |name: &str| {
+            let field = call.get_attr(name).ok();
+            field.filter(|field| !field.is_undefined())
+        };
+        let name = field("name").filter(|name| name.as_str().is_some())?;
+        let arguments = field("arguments")?;
+        let function = minijinja::context! { name, arguments };
+        Some(minijinja::context! { type => "function", function })
+    });
+    let calls: Option<Vec<Value>> = calls.collect();
+    match calls.filter(|calls| !calls.is_empty()) {
+        Some(calls) => Ok(calls.into()),
+        None => Err(format!(
+            "is a {FUNCTION_CALL} with the value {text:?}, expected JSON such as {{\"name\": \"f\", \"arguments\": {{\"x\": 1}}}}"
+        )
+        .into()),
+    }
 }
 
 /// A message of this role.

@@ -8,45 +8,29 @@ use std::time::SystemTime;
 use candle_core::{Error, Result, bail};
 use candle_parallel::checkpoint::check_file;
 
+use super::columns::{Columns, MappedColumns};
+use super::data_file::DataFile;
 use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
 use super::record::Record;
 use crate::few::few;
+use crate::file_format::{ENDINGS, FileFormat};
 use crate::hub::{DataUse, resolve_dataset};
-
-/// How a file holds records.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FileFormat {
-    /// `.txt`: one document.
-    Text,
-    /// `.jsonl` or `.ndjson`: a record in each line.
-    JsonLines,
-    /// `.json`: an array of records, or one.
-    Json,
-    /// `.parquet`: a record in each row.
-    Parquet,
-}
-
-/// One file.
-#[derive(Clone, Debug)]
-pub(crate) struct DataFile {
-    pub path: PathBuf,
-    pub format: FileFormat,
-    /// Index of its [`DataSpec`].
-    pub source: usize,
-}
 
 /// The files of a data set, in a fixed order.
 #[derive(Clone, Debug)]
 pub struct Data {
     pub(crate) files: Vec<DataFile>,
+    pub(crate) columns: Columns,
     specs: Vec<DataSpec>,
     skipped: Vec<PathBuf>,
     /// What was taken and what was left of data sets on a hub, in words.
     choices: Vec<String>,
 }
 
-const HINT: &str = "hint: give a file that ends in .txt, .jsonl, .json or .parquet, a folder of such files, or a glob in quotes";
+fn hint() -> String {
+    format!("hint: give a file that ends in {ENDINGS}, a folder of such files, or a glob in quotes")
+}
 
 impl Data {
     /// Finds the files of `specs`, in their order, those of a folder or glob by name. Of a dataset on a hub those for this `usage` are fetched.
@@ -56,6 +40,7 @@ impl Data {
     pub fn find(specs: &[DataSpec], usage: DataUse) -> Result<Self> {
         let mut data = Self {
             files: Vec::new(),
+            columns: Columns::default(),
             specs: specs.to_vec(),
             skipped: Vec::new(),
             choices: Vec::new(),
@@ -69,10 +54,18 @@ impl Data {
             let num_files = data.files.len();
             data.add(source, path)?;
             if data.files.len() == num_files {
-                bail!("the data {path:?} has no file that ends in .txt, .jsonl, .json or .parquet");
+                bail!("the data {path:?} has no file that ends in {ENDINGS}");
             }
         }
         Ok(data)
+    }
+
+    /// With the fields of records read from these columns.
+    pub fn with_columns(self, columns: &Columns) -> Self {
+        Self {
+            columns: columns.clone(),
+            ..self
+        }
     }
 
     fn add_of_hub(&mut self, source: usize, name: &str, usage: DataUse) -> Result<()> {
@@ -105,14 +98,19 @@ impl Data {
     fn add_file(&mut self, source: usize, path: &Path) -> Result<()> {
         // It is read for its checksum, and again for its records.
         if let Err(err) = check_file(path) {
-            bail!("cannot open data {path:?}: {err}\n{HINT}");
+            let err = err.to_string();
+            let hint = match err.contains("\nhint: ") {
+                true => String::new(),
+                false => format!("\n{}", hint()),
+            };
+            bail!("cannot open data {path:?}: {err}{hint}");
         }
-        match format_of(path) {
+        match FileFormat::of(path) {
             Some(format) => {
                 self.push(source, path, format);
                 Ok(())
             }
-            None => bail!("data {path:?} is not a .txt, .jsonl, .json or .parquet file\n{HINT}"),
+            None => bail!("data {path:?} is not a {ENDINGS} file\n{}", hint()),
         }
     }
 
@@ -137,7 +135,7 @@ impl Data {
             }
         }
         if is_empty {
-            bail!("no file matches the data {pattern:?}\n{HINT}");
+            bail!("no file matches the data {pattern:?}\n{}", hint());
         }
         self.leave_once(num_files, num_skipped);
         Ok(())
@@ -173,7 +171,7 @@ impl Data {
     }
 
     fn add_found(&mut self, source: usize, path: &Path) {
-        match format_of(path) {
+        match FileFormat::of(path) {
             Some(format) if path.is_file() => self.push(source, path, format),
             _ => self.skipped.push(path.to_path_buf()),
         }
@@ -207,12 +205,13 @@ impl Data {
     /// The texts of all records that are text; of others prompt and completion.
     ///
     /// # Errors
-    /// A file that cannot be read.
+    /// A file that cannot be read; a column that no record has.
     pub fn texts(&self) -> Result<Vec<String>> {
+        let columns = MappedColumns::of(&self.columns);
         let mut records = FileRecords::of(self);
         let mut texts = Vec::new();
         while let Some(record) = records.next_record()? {
-            match record.parse().map(|parsed| parsed.record) {
+            match record.parse(&columns).map(|parsed| parsed.record) {
                 Ok(Record::Text(text)) => texts.push(text),
                 Ok(
                     Record::Completion {
@@ -229,6 +228,7 @@ impl Data {
                 Ok(Record::Chat(_)) | Err(_) => {}
             }
         }
+        columns.check()?;
         Ok(texts)
     }
 
@@ -267,16 +267,5 @@ impl Data {
                 Err(err) => bail!("cannot open data {:?}: {err}", file.path),
             });
         stamps.collect()
-    }
-}
-
-fn format_of(path: &Path) -> Option<FileFormat> {
-    let ending = path.extension()?.to_str()?.to_lowercase();
-    match ending.as_str() {
-        "txt" => Some(FileFormat::Text),
-        "jsonl" | "ndjson" => Some(FileFormat::JsonLines),
-        "json" => Some(FileFormat::Json),
-        "parquet" => Some(FileFormat::Parquet),
-        _ => None,
     }
 }

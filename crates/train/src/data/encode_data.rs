@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Result, bail};
 use rayon::prelude::*;
 
+use super::columns::MappedColumns;
 use super::data_files::Data;
 use super::file_records::{FileRecords, RawRecord};
 use super::record::ParsedRecord;
 use super::record_encoder::{EncodedRecord, RecordEncoder};
-use super::report::{DataReport, NUM_TOLD, RecordNotes, SkippedRecord};
+use super::report::{DataReport, RecordNotes};
 use super::token_cache::TokenCache;
 use super::token_index::Origin;
 use super::tokens::Tokens;
@@ -30,7 +31,7 @@ impl Tokens {
     /// one makes them and the others wait for it. Without a cache, or where there is no room, the tokens are kept in memory.
     ///
     /// # Errors
-    /// A file that cannot be read or changes meanwhile; a record with parts that are not supported; no record from which anything can be
+    /// A file that cannot be read or changes meanwhile; a record with parts that are not supported; a column that no record has; no record from which anything can be
     /// learned.
     pub fn encode(
         data: &Data,
@@ -44,13 +45,7 @@ impl Tokens {
             .iter()
             .all(|entry| entry.first_target == entry.len)
         {
-            let why = report.warnings(data).join("; ");
-            let why = if why.is_empty() {
-                String::new()
-            } else {
-                format!(": {why}")
-            };
-            bail!("the data has no record from which anything can be learned{why}");
+            bail!("{}", report.nothing_learned(data));
         }
         Ok(tokens)
     }
@@ -104,6 +99,7 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
     let mut writer = TokensWriter::new(writer);
     let mut report = DataReport::default();
     let mut records = FileRecords::of(data);
+    let columns = MappedColumns::of(&data.columns);
     let done = Arc::new(AtomicU64::new(0));
     let (counter, of_long_texts) = (done.clone(), encoder.num_encoded_bytes());
     let num_encoded = move || of_long_texts.load(Ordering::Relaxed);
@@ -127,7 +123,7 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
         let counted = num_encoded();
         let encoded: Vec<_> = chunk
             .into_par_iter()
-            .map(|raw| (raw.location, encode_one(raw, encoder)))
+            .map(|raw| (raw.location, encode_one(raw, &columns, encoder)))
             .collect();
         for (location, encoded) in encoded {
             match encoded {
@@ -144,10 +140,7 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
                     bail!("{}: {reason}", data.describe(location))
                 }
                 Err(RecordError::Malformed(reason)) => {
-                    report.num_malformed += 1;
-                    if report.malformed.len() < NUM_TOLD {
-                        report.malformed.push(SkippedRecord { location, reason });
-                    }
+                    report.skip(reason, location);
                 }
             }
         }
@@ -155,11 +148,13 @@ fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) ->
         done.fetch_add(rest, Ordering::Relaxed);
     }
     drop(activity);
+    columns.check()?;
     writer.finish(report)
 }
 
 fn encode_one(
     raw: RawRecord,
+    columns: &MappedColumns<'_>,
     encoder: &RecordEncoder<'_>,
 ) -> std::result::Result<Encoded, RecordError> {
     let (location, source) = (raw.location, raw.source);
@@ -167,7 +162,7 @@ fn encode_one(
         format,
         record,
         unread,
-    } = raw.parse()?;
+    } = raw.parse(columns)?;
     let mut notes = RecordNotes {
         unread,
         ..RecordNotes::default()

@@ -1,17 +1,21 @@
 //! The records of files, one after the other, before anything is made of them.
 
-use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Take};
+use std::io::{BufRead, BufReader, Take};
 
-use candle_core::{Error, Result, bail};
-use candle_parallel::checkpoint::{open_file, read_file};
+use candle_core::Result;
+#[cfg(not(feature = "parquet"))]
+use candle_core::bail;
 use minijinja::Value;
-use minijinja::value::ValueKind;
 
-use super::data_files::{Data, DataFile, FileFormat};
+use super::columns::MappedColumns;
+use super::csv_rows::{CsvRow, CsvRows};
+use super::data_file::DataFile;
+use super::data_files::Data;
+use super::json_document::document;
 use super::record::{ParsedRecord, Record, RecordFormat};
-use super::record_location::RecordLocation;
+use super::record_location::{Place, RecordLocation};
+use crate::file_format::FileFormat;
 use crate::record_error::RecordError;
 
 /// A record as its file has it.
@@ -27,12 +31,16 @@ enum Content {
     /// Why a file has no text.
     NoText(String),
     Json(Vec<u8>),
+    Row(CsvRow),
     Value(Value),
 }
 
 impl RawRecord {
     /// What the record says, or why it says nothing.
-    pub fn parse(self) -> std::result::Result<ParsedRecord, RecordError> {
+    pub fn parse(
+        self,
+        columns: &MappedColumns<'_>,
+    ) -> std::result::Result<ParsedRecord, RecordError> {
         match self.content {
             Content::Text(text) => Ok(ParsedRecord {
                 format: RecordFormat::Text,
@@ -40,9 +48,10 @@ impl RawRecord {
                 unread: Vec::new(),
             }),
             Content::NoText(reason) => Err(reason.into()),
-            Content::Value(value) => ParsedRecord::of(&value),
+            Content::Value(value) => ParsedRecord::of(&value, columns),
+            Content::Row(row) => ParsedRecord::of(&row.to_object()?, columns),
             Content::Json(line) => match serde_json::from_slice::<Value>(&line) {
-                Ok(value) => ParsedRecord::of(&value),
+                Ok(value) => ParsedRecord::of(&value, columns),
                 Err(err) => Err(format!("it is not valid JSON: {err}").into()),
             },
         }
@@ -53,6 +62,7 @@ impl RawRecord {
         match &self.content {
             Content::Text(text) => text.len(),
             Content::Json(line) => line.len(),
+            Content::Row(row) => row.num_bytes(),
             Content::NoText(_) => 0,
             Content::Value(_) => 1024,
         }
@@ -61,6 +71,7 @@ impl RawRecord {
 
 /// The records of a data set in order.
 pub(crate) struct FileRecords<'a> {
+    data: &'a Data,
     files: std::iter::Enumerate<std::slice::Iter<'a, DataFile>>,
     open: Option<OpenFile<'a>>,
 }
@@ -68,13 +79,16 @@ pub(crate) struct FileRecords<'a> {
 struct OpenFile<'a> {
     index: u32,
     file: &'a DataFile,
-    place: u64,
     records: Records,
+    /// Lines or records that were read.
+    num_read: u64,
 }
 
 enum Records {
+    Whole(Option<Content>),
     Lines(BufReader<Take<File>>),
-    Ready(VecDeque<Content>),
+    Values(std::vec::IntoIter<Value>),
+    Cells(CsvRows),
     #[cfg(feature = "parquet")]
     Rows(super::parquet_rows::ParquetRows),
 }
@@ -82,6 +96,7 @@ enum Records {
 impl<'a> FileRecords<'a> {
     pub fn of(data: &'a Data) -> Self {
         Self {
+            data,
             files: data.files.iter().enumerate(),
             open: None,
         }
@@ -90,15 +105,14 @@ impl<'a> FileRecords<'a> {
     /// The next record, or `None` after the last.
     ///
     /// # Errors
-    /// A file that cannot be read, a text file that is no text, a JSON or Parquet file that is none. A line that is no record is
-    /// not an error here.
+    /// A file that cannot be read or is not what its ending says. A line that is no record is not an error here.
     pub fn next_record(&mut self) -> Result<Option<RawRecord>> {
         loop {
             if let Some(open) = &mut self.open {
                 if let Some(content) = open.next_content()? {
                     let location = RecordLocation {
                         file: open.index,
-                        place: open.place,
+                        place: open.place(),
                     };
                     let source = open.file.source as u32;
                     return Ok(Some(RawRecord {
@@ -115,8 +129,8 @@ impl<'a> FileRecords<'a> {
             self.open = Some(OpenFile {
                 index: index as u32,
                 file,
-                place: 0,
-                records: open(file)?,
+                records: open(file, self.data)?,
+                num_read: 0,
             });
         }
     }
@@ -124,72 +138,60 @@ impl<'a> FileRecords<'a> {
 
 impl OpenFile<'_> {
     fn next_content(&mut self) -> Result<Option<Content>> {
+        self.num_read += 1;
         match &mut self.records {
-            Records::Ready(records) => {
-                self.place += 1;
-                Ok(records.pop_front())
-            }
+            Records::Whole(content) => Ok(content.take()),
+            Records::Values(values) => Ok(values.next().map(Content::Value)),
             Records::Lines(lines) => loop {
                 let mut line = Vec::new();
                 if let Err(err) = lines.read_until(b'\n', &mut line) {
-                    bail!("cannot read data file {:?}: {err}", self.file.path);
+                    return Err(self.file.unreadable(&err));
                 }
                 if line.is_empty() {
                     return Ok(None);
                 }
-                self.place += 1;
-                if self.place == 1 && line.starts_with(BOM) {
-                    line.drain(..BOM.len());
-                }
                 if !line.trim_ascii().is_empty() {
                     return Ok(Some(Content::Json(line)));
                 }
+                self.num_read += 1;
             },
+            Records::Cells(rows) => Ok(rows.next_row()?.map(Content::Row)),
             #[cfg(feature = "parquet")]
-            Records::Rows(rows) => {
-                self.place += 1;
-                Ok(rows.next_row()?.map(Content::Value))
-            }
+            Records::Rows(rows) => Ok(rows.next_row()?.map(Content::Value)),
+        }
+    }
+
+    /// That of the content which was read last.
+    fn place(&self) -> Place {
+        match &self.records {
+            Records::Whole(_) => Place::Whole,
+            Records::Lines(_) => Place::Line(self.num_read),
+            Records::Cells(rows) => Place::Line(rows.line()),
+            Records::Values(_) => Place::Record(self.num_read),
+            #[cfg(feature = "parquet")]
+            Records::Rows(_) => Place::Record(self.num_read),
         }
     }
 }
 
-/// The byte-order mark of UTF-8.
-const BOM: &[u8] = "\u{feff}".as_bytes();
-
-fn open(file: &DataFile) -> Result<Records> {
+fn open(file: &DataFile, data: &Data) -> Result<Records> {
     match file.format {
-        FileFormat::Text => Ok(Records::Ready([read_text(file)?].into())),
-        FileFormat::JsonLines => Ok(Records::Lines(lines(file)?)),
-        FileFormat::Json => json(file),
+        FileFormat::Text => Ok(Records::Whole(Some(content_of(file.read_text()?)))),
+        FileFormat::JsonLines | FileFormat::Json => match document(file, &data.columns)? {
+            Some(values) => Ok(Records::Values(values.into_iter())),
+            None => Ok(Records::Lines(file.open()?)),
+        },
+        FileFormat::Csv => cells(file, b','),
+        FileFormat::Tsv => cells(file, b'\t'),
         FileFormat::Parquet => parquet(file),
     }
 }
 
-fn lines(file: &DataFile) -> Result<BufReader<Take<File>>> {
-    let opened = open_file(&file.path).and_then(|opened| {
-        let len = opened.metadata()?.len();
-        let mut lines = BufReader::new(opened.take(len));
-        let is_utf16 = is_utf16(lines.fill_buf()?);
-        Ok((lines, is_utf16))
-    });
-    match opened {
-        Ok((_, true)) => Err(utf16_error(file)),
-        Ok((lines, false)) => Ok(lines),
-        Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
+fn cells(file: &DataFile, delimiter: u8) -> Result<Records> {
+    match CsvRows::open(&file.path, file.open()?, delimiter)? {
+        Some(rows) => Ok(Records::Cells(rows)),
+        None => Ok(Records::Whole(Some(content_of(String::new())))),
     }
-}
-
-/// Whether a file begins with the byte-order mark of UTF-16, as programs for Windows write it.
-fn is_utf16(bytes: &[u8]) -> bool {
-    matches!(bytes, [0xff, 0xfe, ..] | [0xfe, 0xff, ..])
-}
-
-fn utf16_error(file: &DataFile) -> Error {
-    Error::msg(format!(
-        "data file {:?} is in UTF-16, expected UTF-8\nhint: convert it, e.g. with iconv -f UTF-16 -t UTF-8",
-        file.path
-    ))
 }
 
 #[cfg(feature = "parquet")]
@@ -207,64 +209,18 @@ fn parquet(file: &DataFile) -> Result<Records> {
     )
 }
 
-/// An array of records or one; or lines of records, as some files of this ending have.
-fn json(file: &DataFile) -> Result<Records> {
-    let bytes = read_bytes(file)?;
-    let bytes = bytes.strip_prefix(BOM).unwrap_or(&bytes);
-    let records: Vec<Value> = match serde_json::from_slice::<Value>(bytes) {
-        Ok(value) if value.kind() == ValueKind::Seq => {
-            value.try_iter().into_iter().flatten().collect()
-        }
-        Ok(value) => vec![value],
-        Err(err) => {
-            let first = bytes
-                .split(|&byte| byte == b'\n')
-                .find(|line| !line.trim_ascii().is_empty());
-            let first = first.and_then(|line| serde_json::from_slice::<Value>(line).ok());
-            if first.is_some_and(|value| value.kind() == ValueKind::Map) {
-                return Ok(Records::Lines(lines(file)?));
-            }
-            bail!("data file {:?} is not valid JSON: {err}", file.path)
-        }
-    };
-    Ok(Records::Ready(
-        records.into_iter().map(Content::Value).collect(),
-    ))
-}
-
-fn read_bytes(file: &DataFile) -> Result<Vec<u8>> {
-    match read_file(&file.path) {
-        Ok(bytes) if is_utf16(&bytes) => Err(utf16_error(file)),
-        Ok(bytes) => Ok(bytes),
-        Err(err) => bail!("cannot read data file {:?}: {err}", file.path),
-    }
-}
-
-/// The text of a file. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the token ids
-/// are those that a Python script gets. A byte-order mark is left out. Nothing else is changed, nothing is trimmed.
-fn read_text(file: &DataFile) -> Result<Content> {
-    let bytes = read_bytes(file)?;
-    let (path, num_bytes) = (&file.path, bytes.len());
-    let mut text = match String::from_utf8(bytes) {
-        Ok(text) => text,
-        Err(e) => bail!(
-            "data file {path:?} is not UTF-8: invalid byte at offset {} of {num_bytes}\nhint: convert it, e.g. with iconv -t UTF-8",
-            e.utf8_error().valid_up_to()
-        ),
-    };
-    if text.as_bytes().starts_with(BOM) {
-        text.drain(..BOM.len());
-    }
-    if text.is_empty() {
-        return Ok(Content::NoText("it is empty".to_string()));
-    }
-    if text.trim().is_empty() {
-        return Ok(Content::NoText(format!(
+/// The content of a file that is one text. Line endings become `\n`, whether they are `\r\n` or `\r`, as when Python reads a text file: so the
+/// token ids are those that a Python script gets. Nothing else is changed, nothing is trimmed.
+fn content_of(text: String) -> Content {
+    let num_bytes = text.len();
+    match text.trim().is_empty() {
+        true if text.is_empty() => Content::NoText("it is empty".to_string()),
+        true => Content::NoText(format!(
             "it holds nothing but white space ({num_bytes} bytes)"
-        )));
+        )),
+        false if text.contains('\r') => {
+            Content::Text(text.replace("\r\n", "\n").replace('\r', "\n"))
+        }
+        false => Content::Text(text),
     }
-    Ok(Content::Text(match text.contains('\r') {
-        true => text.replace("\r\n", "\n").replace('\r', "\n"),
-        false => text,
-    }))
 }

@@ -6,7 +6,9 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::alpaca::alpaca;
-use super::conversation_record::conversation;
+use super::columns::{Columns, MappedColumns, Renamed};
+use super::conversation_record::{completion_of_messages, conversation};
+use super::preferences::{PREFERENCES, refuse_preferences};
 use super::record_fields::RecordFields;
 use crate::chat::{Chat, MASKS_OF_RECORDS, NO_TEXT};
 use crate::record_error::RecordError;
@@ -49,16 +51,19 @@ pub enum RecordFormat {
     Alpaca,
     /// `{"conversations": [{"from", "value"}]}`, which may have `"system"` and `"tools"`.
     ShareGpt,
+    /// `{"prompt", "completion"}` of messages.
+    CompletionOfMessages,
 }
 
 impl RecordFormat {
     /// All of them.
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::Text,
         Self::Completion,
         Self::Messages,
         Self::Alpaca,
         Self::ShareGpt,
+        Self::CompletionOfMessages,
     ];
 
     /// Whether such a record is a conversation for a model with a chat template.
@@ -83,13 +88,14 @@ impl fmt::Display for RecordFormat {
             Self::Messages => "messages",
             Self::Alpaca => "Alpaca",
             Self::ShareGpt => "ShareGPT",
+            Self::CompletionOfMessages => "prompt and completion of messages",
         })
     }
 }
 
 /// Fields without which a record says something else, and that are not understood. So are parts that are no text ([`NO_TEXT`]), and masks that
 /// are no list with an entry for each message.
-const UNSUPPORTED: [&str; 5] = ["history", "chosen", "rejected", "tool_calls", "functions"];
+const UNSUPPORTED: [&str; 3] = ["history", "tool_calls", "functions"];
 
 /// A record, and what of it is not read.
 pub(crate) struct ParsedRecord {
@@ -105,20 +111,27 @@ impl Record {
     /// # Errors
     /// Why it is none, or that it has parts that are not supported.
     pub fn parse(fields: &Value) -> Result<(RecordFormat, Self), RecordError> {
-        let ParsedRecord { format, record, .. } = ParsedRecord::of(fields)?;
+        let columns = Columns::default();
+        let ParsedRecord { format, record, .. } =
+            ParsedRecord::of(fields, &MappedColumns::of(&columns))?;
         Ok((format, record))
     }
 }
 
 impl ParsedRecord {
-    /// As [`Record::parse`].
-    pub fn of(fields: &Value) -> Result<Self, RecordError> {
+    /// As [`Record::parse`], with fields read from these columns.
+    pub fn of(fields: &Value, columns: &MappedColumns<'_>) -> Result<Self, RecordError> {
         if fields.kind() != ValueKind::Map {
             return Err(format!("it is {}, expected an object", fields.kind()).into());
         }
-        let mut fields = RecordFields::of(fields);
-        let (format, record) = parse(&mut fields)?;
-        let unread = fields.unread();
+        let Renamed { object, replaced } = columns.rename(fields);
+        let mut fields = RecordFields::of(&object);
+        // Who names one of them has chosen what is learned.
+        if !PREFERENCES.iter().any(|name| columns.has_column(name)) {
+            refuse_preferences(&fields)?;
+        }
+        let (format, record) = parse(&mut fields, columns)?;
+        let mut unread = fields.unread();
         let is_unsupported = |name: &&String| {
             let is_mask = MASKS_OF_RECORDS.contains(&name.as_str()) && !fields.is_one(name);
             let names = || NO_TEXT.iter().chain(&UNSUPPORTED);
@@ -126,42 +139,80 @@ impl ParsedRecord {
             let has_more = names().any(|other| other == name) && fields.is_true(name);
             is_mask || has_more
         };
-        match unread.iter().find(is_unsupported) {
-            Some(name) => Err(RecordError::Unsupported(format!(
+        if let Some(name) = unread.iter().find(is_unsupported) {
+            return Err(RecordError::Unsupported(format!(
                 "it has {name}, which is not supported and without which something else would be learned\nhint: \
                  leave such records out, or the field if it says nothing about what is to be learned"
-            ))),
-            None => Ok(Self {
-                format,
-                record,
-                unread,
-            }),
+            )));
         }
+        unread.extend(replaced);
+        Ok(Self {
+            format,
+            record,
+            unread,
+        })
     }
 }
 
-fn parse(fields: &mut RecordFields<'_>) -> Result<(RecordFormat, Record), RecordError> {
-    if fields.has("messages") {
-        let chat = conversation(fields, "messages")?;
-        Ok((RecordFormat::Messages, Record::Chat(chat)))
-    } else if fields.has("conversations") {
-        let chat = conversation(fields, "conversations")?;
-        Ok((RecordFormat::ShareGpt, Record::Chat(chat)))
-    } else if fields.has("prompt") && fields.has("completion") {
-        let record = Record::Completion {
-            prompt: fields.text("prompt")?,
-            completion: fields.text("completion")?,
-        };
-        Ok((RecordFormat::Completion, record))
-    } else if fields.has("instruction") && fields.has("output") {
-        Ok((RecordFormat::Alpaca, alpaca(fields)?))
-    } else if fields.has("text") {
-        Ok((RecordFormat::Text, Record::Text(fields.text("text")?)))
-    } else {
-        Err(format!(
-            "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations",
+/// The fields by which spellings are known, in the order in which they are looked for.
+const SPELLINGS: [(RecordFormat, &[&str]); 5] = [
+    (RecordFormat::Messages, &["messages"]),
+    (RecordFormat::ShareGpt, &["conversations"]),
+    (RecordFormat::Completion, &["prompt", "completion"]),
+    (RecordFormat::Alpaca, &["instruction", "output"]),
+    (RecordFormat::Text, &["text"]),
+];
+
+/// Of a record that can be read in several spellings, one with a field for which a column is named comes first.
+fn parse(
+    fields: &mut RecordFields<'_>,
+    columns: &MappedColumns<'_>,
+) -> Result<(RecordFormat, Record), RecordError> {
+    let is_there = |(_, names): &&(_, &[&str])| names.iter().all(|name| fields.has(name));
+    let mut there = SPELLINGS.iter().filter(is_there);
+    let first = there.clone().next();
+    let named = there.find(|(_, names)| names.iter().any(|name| columns.has_field(name)));
+    match named.or(first).map(|(format, _)| *format) {
+        Some(RecordFormat::Messages) => {
+            let chat = conversation(fields, &["messages"])?;
+            Ok((RecordFormat::Messages, Record::Chat(chat)))
+        }
+        Some(RecordFormat::ShareGpt) => {
+            let chat = conversation(fields, &["conversations"])?;
+            Ok((RecordFormat::ShareGpt, Record::Chat(chat)))
+        }
+        Some(RecordFormat::Completion | RecordFormat::CompletionOfMessages) => completion(fields),
+        Some(RecordFormat::Alpaca) => Ok((RecordFormat::Alpaca, alpaca(fields)?)),
+        Some(RecordFormat::Text) => Ok((RecordFormat::Text, Record::Text(fields.text("text")?))),
+        None => Err(format!(
+            "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of \
+             other names, as in --columns prompt=question,completion=answer",
             fields.names()
         )
-        .into())
+        .into()),
+    }
+}
+
+/// Of two texts, or of two lists of messages.
+fn completion(fields: &mut RecordFields<'_>) -> Result<(RecordFormat, Record), RecordError> {
+    let is_list = ["prompt", "completion"].map(|name| fields.peek(name).kind() == ValueKind::Seq);
+    match is_list {
+        [false, false] => {
+            let record = Record::Completion {
+                prompt: fields.text("prompt")?,
+                completion: fields.text("completion")?,
+            };
+            Ok((RecordFormat::Completion, record))
+        }
+        [true, true] => {
+            let chat = completion_of_messages(fields)?;
+            Ok((RecordFormat::CompletionOfMessages, Record::Chat(chat)))
+        }
+        _ => Err(format!(
+            "its prompt is {} and its completion is {}, expected two texts, or two lists of messages",
+            fields.peek("prompt").kind(),
+            fields.peek("completion").kind()
+        )
+        .into()),
     }
 }

@@ -109,7 +109,7 @@ impl<'a> RecordEncoder<'a> {
                 Ok(self.completion(prompt, output)?)
             }
             (Record::Chat(_), None) => Err(
-                "it is a conversation, and the checkpoint has no chat template"
+                "it is a conversation, and the checkpoint has no chat template\nhint: --chat-template chatml (or another name, or a file) gives it one"
                     .to_string()
                     .into(),
             ),
@@ -157,6 +157,9 @@ impl<'a> RecordEncoder<'a> {
             false => chat.with_parsed_arguments(),
         };
         notes.has_parsed_arguments = matches!(chat, Cow::Owned(_));
+        if chat.has_prompt() && !self.config.train_on_prompt {
+            chat = Cow::Owned(chat.into_owned().without_loss_in_prompt());
+        }
         if self.config.mask_history {
             chat = Cow::Owned(chat.into_owned().with_last_answer_only());
         }

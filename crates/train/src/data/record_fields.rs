@@ -5,6 +5,25 @@ use minijinja::value::ValueKind;
 
 use crate::chat::has_content;
 
+/// The fields that records are read by.
+pub(super) const FIELDS: [&str; 15] = [
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "tools",
+    "weight",
+    "train",
+    "training",
+    "loss_mask",
+];
+
 /// The fields of an object.
 pub(super) struct RecordFields<'a> {
     object: &'a Value,
@@ -19,37 +38,39 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// All names.
+    /// Names of the fields that are not null.
     pub fn names(&self) -> Vec<String> {
         let names = self.object.try_iter().into_iter().flatten();
-        names.map(|name| name.to_string()).collect()
+        let names = names.map(|name| name.to_string());
+        names.filter(|name| self.has(name)).collect()
     }
 
     /// Names of the fields that say something and have not been read.
     pub fn unread(&self) -> Vec<String> {
         let mut names = self.names();
-        names.retain(|name| {
-            let value = self.object.get_attr(name).unwrap_or_default();
-            has_content(&value) && !self.read.contains(&name.as_str())
-        });
+        names.retain(|name| has_content(&self.peek(name)) && !self.read.contains(&name.as_str()));
         names
+    }
+
+    /// A field, which does not count as read by that.
+    pub fn peek(&self, name: &str) -> Value {
+        self.object.get_attr(name).unwrap_or_default()
     }
 
     /// Whether a field is there and not null.
     pub fn has(&self, name: &str) -> bool {
-        let value = self.object.get_attr(name).unwrap_or_default();
+        let value = self.peek(name);
         !value.is_undefined() && !value.is_none()
     }
 
     /// Whether a field is neither 0, false, null nor empty.
     pub fn is_true(&self, name: &str) -> bool {
-        let value = self.object.get_attr(name).unwrap_or_default();
-        value.is_true()
+        self.peek(name).is_true()
     }
 
     /// Whether a field is 1 or true.
     pub fn is_one(&self, name: &str) -> bool {
-        let value = self.object.get_attr(name).unwrap_or_default();
+        let value = self.peek(name);
         value == Value::from(true) || value == Value::from(1)
     }
 
@@ -79,8 +100,25 @@ impl<'a> RecordFields<'a> {
         Ok(text.filter(|text| !text.is_empty()))
     }
 
+    /// A list, which may be JSON in a text, as cells of a table have it.
     pub fn list(&mut self, name: &'static str) -> Result<Vec<Value>, String> {
-        let value = self.value(name).unwrap_or_default();
+        let mut value = self.value(name).unwrap_or_default();
+        if let Some(text) = value.as_str() {
+            value = match serde_json::from_str::<Value>(text) {
+                Ok(list) if list.kind() == ValueKind::Seq => list,
+                Ok(other) => {
+                    let kind = other.kind();
+                    return Err(format!(
+                        "its {name} is JSON in a text, and there {kind}, expected a list"
+                    ));
+                }
+                Err(err) => {
+                    return Err(format!(
+                        "its {name} is a text, expected a list, perhaps as JSON in a text; but that is not valid JSON: {err}"
+                    ));
+                }
+            };
+        }
         match value.kind() {
             ValueKind::Seq => Ok(value.try_iter().into_iter().flatten().collect()),
             kind => Err(format!("its {name} is {kind}, expected a list")),

@@ -1,6 +1,6 @@
 //! What was found in a data set.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -8,17 +8,18 @@ use super::data_files::Data;
 use super::record_location::RecordLocation;
 use crate::counted::counted;
 use crate::few::few;
+use crate::file_format::ENDINGS;
 
-/// A record from which nothing is learned.
+/// Records from which nothing is learned for one reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SkippedRecord {
-    pub(crate) location: RecordLocation,
+pub struct SkippedRecords {
     /// Why, as a part of a sentence.
     pub reason: String,
+    pub(crate) records: Occurrences,
 }
 
-/// Malformed records that are told one by one.
-pub(crate) const NUM_TOLD: usize = 5;
+/// Reasons that are told one by one.
+const NUM_REASONS: usize = 5;
 
 /// What there is to tell of a record that is learned.
 #[derive(Clone, Debug, Default)]
@@ -41,8 +42,8 @@ pub(crate) struct Occurrences {
 pub struct DataReport {
     /// Records that could not be read.
     pub num_malformed: usize,
-    /// The first of them.
-    pub malformed: Vec<SkippedRecord>,
+    /// The first reasons, and how many of the records each has.
+    pub malformed: Vec<SkippedRecords>,
     /// Records without a token that has loss.
     pub num_without_target: usize,
     /// Fields that neither this program nor the chat template reads, by name.
@@ -64,7 +65,50 @@ impl Occurrences {
     }
 }
 
+impl SkippedRecords {
+    fn in_words(&self, data: &Data) -> String {
+        let first = data.describe(self.records.first);
+        match self.records.count {
+            1 => format!("skipped {first}: {}", self.reason),
+            count => format!(
+                "skipped {}, the first {first}: {}",
+                counted(count, "record"),
+                self.reason
+            ),
+        }
+    }
+}
+
 impl DataReport {
+    /// Adds a record from which nothing can be learned.
+    pub(crate) fn skip(&mut self, reason: String, location: RecordLocation) {
+        self.num_malformed += 1;
+        let has_room = self.malformed.len() < NUM_REASONS;
+        let mut known = self.malformed.iter_mut();
+        if let Some(skipped) = known.find(|skipped| skipped.reason == reason) {
+            skipped.records.count += 1;
+        } else if has_room {
+            let records = Occurrences {
+                count: 1,
+                first: location,
+            };
+            self.malformed.push(SkippedRecords { reason, records });
+        }
+    }
+
+    /// Why nothing can be learned of the data, in one sentence; what to do in lines of their own.
+    pub(crate) fn nothing_learned(&self, data: &Data) -> String {
+        let mut said = "the data has no record from which anything can be learned".to_string();
+        let mut hints: Vec<String> = Vec::new();
+        for (index, warning) in self.warnings(data).iter().enumerate() {
+            let mut lines = warning.split("\nhint: ");
+            said += if index == 0 { ": " } else { "; " };
+            said += lines.next().unwrap_or_default();
+            hints.extend(lines.map(|hint| format!("\nhint: {hint}")));
+        }
+        said + &hints.concat()
+    }
+
     /// Adds what there is to tell of the record at `location`.
     pub(crate) fn note(&mut self, notes: RecordNotes, location: RecordLocation) {
         for name in notes.unread {
@@ -87,22 +131,25 @@ impl DataReport {
                 .map(|path| path.display().to_string())
                 .collect();
             lines.push(format!(
-                "skipped {} hidden or of other endings than .txt, .jsonl, .json and .parquet: {}",
+                "skipped {} hidden or of other endings than {ENDINGS}: {}",
                 counted(names.len(), "file"),
                 few(&names)
             ));
         }
-        for record in &self.malformed {
-            lines.push(format!(
-                "skipped {}: {}",
-                data.describe(record.location),
-                record.reason
-            ));
+        let mut hints = BTreeSet::new();
+        for skipped in &self.malformed {
+            let line = skipped.in_words(data);
+            lines.push(match line.split_once("\nhint: ") {
+                Some((reason, hint)) if !hints.insert(hint.to_string()) => reason.to_string(),
+                _ => line,
+            });
         }
-        if self.num_malformed > self.malformed.len() {
+        let told = self.malformed.iter().map(|skipped| skipped.records.count);
+        let num_others = self.num_malformed - told.sum::<usize>();
+        if num_others > 0 {
             lines.push(format!(
-                "skipped {} in all",
-                counted(self.num_malformed, "malformed record")
+                "skipped {} for other reasons",
+                counted(num_others, "record")
             ));
         }
         if self.num_without_target > 0 {

@@ -18,7 +18,7 @@ use super::tokens::Tokens;
 use crate::Activity;
 
 /// Counts the ways in which records were made tokens, so that none is taken for another.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Files that no run has used for so long are removed when another one is made.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
@@ -92,6 +92,7 @@ impl TokenCache {
             }
             hash.write(format!("{len} {:?} {}", file.format, file.source).as_bytes());
         }
+        hash.write(format!("{:?}", data.columns).as_bytes());
         hash.write(encoder.identity()?.as_bytes());
         hash.write(format!("{VERSION} {}", env!("CARGO_PKG_VERSION")).as_bytes());
         Ok(format!("{:032x}", hash.finish_128()))

@@ -1,7 +1,7 @@
 //! What is known of each record of a data set without reading its tokens.
 
 use super::record::RecordFormat;
-use super::record_location::RecordLocation;
+use super::record_location::{Place, RecordLocation};
 
 /// Whether a record may be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl IndexEntry {
         } = self.origin;
         let lens = u64::from(self.len) | u64::from(self.first_target) << 32;
         let sources = u64::from(source) | u64::from(file) << 32;
-        let words = [self.start, lens, sources, place, format as u64];
+        let words = [self.start, lens, sources, place.to_word(), format as u64];
         for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
@@ -79,7 +79,7 @@ impl IndexEntry {
                 source: sources as u32,
                 location: RecordLocation {
                     file: (sources >> 32) as u32,
-                    place,
+                    place: Place::from_word(place)?,
                 },
             },
         })

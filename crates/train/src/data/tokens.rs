@@ -14,7 +14,7 @@ use twox_hash::XxHash3_128;
 use super::data_files::Data;
 use super::record::RecordFormat;
 use super::record_encoder::EncodedRecord;
-use super::record_location::RecordLocation;
+use super::record_location::{Place, RecordLocation};
 use super::report::DataReport;
 use super::token_index::{IndexEntry, Origin, RecordKind};
 use super::tokens_writer::TokensWriter;
@@ -73,7 +73,7 @@ impl Tokens {
         for (place, record) in records.iter().enumerate() {
             let location = RecordLocation {
                 file: 0,
-                place: place as u64 + 1,
+                place: Place::Record(place as u64 + 1),
             };
             let format = match record.kind {
                 RecordKind::Text => RecordFormat::Text,

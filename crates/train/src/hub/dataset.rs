@@ -11,9 +11,7 @@ use super::repo_spec::RepoKind;
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
 use crate::few::few;
-
-/// Endings of files with data.
-const ENDINGS: [&str; 5] = ["txt", "jsonl", "ndjson", "json", "parquet"];
+use crate::file_format::{ENDINGS, FileFormat};
 
 /// What was chosen of a data set on a hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub fn resolve_dataset(name: &str, usage: DataUse) -> Result<DatasetFiles> {
     resolve_dataset_with(name, usage, &HubConfig::from_env()?)
 }
 
-/// Files with data (.txt, .jsonl, .json, .parquet) of the data set `datasets/org/name[@revision][/path]`, fetched into the cache unless they are
+/// Files with data, by [their endings](ENDINGS), of the data set `datasets/org/name[@revision][/path]`, fetched into the cache unless they are
 /// there already. `path` is a file or a glob, which gives the files that it names, or a folder, of which, as of the whole data set, come the files
 /// for this [`DataUse`]. A revision has no `/`.
 ///
@@ -136,7 +134,7 @@ fn fetch_dataset(
         );
         match (left.is_empty(), usage) {
             (true, _) => bail!(
-                "dataset {spec} has no file that ends in .txt, .jsonl, .json or .parquet at {path:?}; its files are {}",
+                "dataset {spec} has no file that ends in {ENDINGS} at {path:?}; its files are {}",
                 few(&files)
             ),
             (false, DataUse::Training) => bail!(
@@ -170,7 +168,10 @@ struct Wanted<'a> {
 impl Wanted<'_> {
     /// Those of `files` that are wanted, and those with data that a folder has for another use, by name.
     fn of(&self, files: &[String]) -> Result<(Vec<String>, Vec<String>)> {
-        let mut files: Vec<&String> = files.iter().filter(|file| has_data(file)).collect();
+        let mut files: Vec<&String> = files
+            .iter()
+            .filter(|file| FileFormat::of(Path::new(file)).is_some())
+            .collect();
         files.sort();
         let named = files.iter().filter(|file| **file == self.path);
         let named: Vec<String> = named.map(ToString::to_string).collect();
@@ -209,11 +210,3 @@ const GLOB: glob::MatchOptions = glob::MatchOptions {
     require_literal_separator: true,
     require_literal_leading_dot: false,
 };
-
-fn has_data(file: &str) -> bool {
-    let ending = Path::new(file)
-        .extension()
-        .and_then(|ending| ending.to_str())
-        .unwrap_or_default();
-    ENDINGS.contains(&ending.to_lowercase().as_str())
-}

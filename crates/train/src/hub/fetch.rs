@@ -271,7 +271,10 @@ fn remove(path: &Path) -> std::result::Result<(), Failure> {
 /// Whether a file holds records that are no JSON as a whole.
 fn is_data(file: &Path) -> bool {
     let ending = file.extension().and_then(|ending| ending.to_str());
-    matches!(ending, Some("txt" | "jsonl" | "ndjson" | "parquet"))
+    matches!(
+        ending,
+        Some("txt" | "jsonl" | "ndjson" | "csv" | "tsv" | "parquet")
+    )
 }
 
 /// Whether the file at `path` is whole. Weights have exactly `size` bytes; text may have been compressed on its way, so

@@ -9,6 +9,8 @@ use candle_train::{
 };
 
 use crate::assert_error;
+use crate::read::{Reading, lines};
+use serde_json::json;
 
 fn tokenizer() -> Tokenizer {
     Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280).unwrap()
@@ -109,7 +111,10 @@ fn files_folders_and_globs_are_read_in_order() {
     );
     assert_error(
         texts(dir, &["in/notes.md"]),
-        &["notes.md", "not a .txt, .jsonl"],
+        &[
+            "notes.md",
+            "not a .txt, .jsonl, .json, .csv, .tsv or .parquet file",
+        ],
     );
     assert_error(texts(dir, &["*.nothing"]), &["no file matches"]);
 }
@@ -128,6 +133,11 @@ fn what_is_no_file_is_called_what_it_is() {
     link("nothing", "c.txt");
     link("d.txt", "d.txt");
     write(dir, "e.txt", "text");
+    write(
+        dir,
+        "f.csv",
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n",
+    );
     for (name, parts) in [
         (
             "a.jsonl",
@@ -139,9 +149,12 @@ fn what_is_no_file_is_called_what_it_is() {
             ["is a link to nothing, which is missing", "hint: "],
         ),
         ("d.txt", ["it is in a loop of links", "hint: "]),
+        ("f.csv", ["it is a Git LFS pointer", "hint: git lfs pull"]),
     ] {
         assert_error(texts(dir, &[name]), &[&[name], &parts[..]].concat());
     }
+    assert_error(texts(dir, &["."]), &["f.csv", "it is a Git LFS pointer"]);
+    fs::remove_file(dir.join("f.csv")).unwrap();
     // Among others they are skipped, and told.
     let skipped = ["a.jsonl", "b.txt", "c.txt", "d.txt"].map(|name| dir.join(name));
     assert_eq!(found(dir).skipped(), skipped);
@@ -224,6 +237,53 @@ fn malformed_records_are_counted_and_placed() {
     assert_eq!(tokens.num_records(), 3);
     let first = tokens.record(0).unwrap();
     assert_eq!(tokenizer.decode(&first.ids).unwrap(), "the cat");
+}
+
+#[test]
+fn a_reason_that_many_records_have_is_told_once() {
+    let reading = Reading::new(None);
+    let chat = json!({"messages": [{"role": "user", "content": "the cat"}]});
+    reading.write("a.jsonl", lines(&[(); 40].map(|()| chat.clone())));
+    let err = reading.read("a.jsonl", "").unwrap_err().to_string();
+    let place = reading.path("a.jsonl");
+    let reason = "it is a conversation, and the checkpoint has no chat template";
+    let hint = "hint: --chat-template chatml (or another name, or a file) gives it one";
+    assert_eq!(
+        err.lines().take(2).collect::<Vec<_>>(),
+        [
+            &format!(
+                "the data has no record from which anything can be learned: skipped 40 records, the first {} line 1: {reason}",
+                place.display()
+            ),
+            hint
+        ]
+    );
+    // Of several reasons each has its number and place, and after a few the rest is counted.
+    let mut records = vec![
+        chat.clone(),
+        json!({"text": "the cat"}),
+        json!({}),
+        chat,
+        json!({}),
+    ];
+    records.extend((0..9).map(|index| json!({format!("{index}"): 1})));
+    let read = || reading.read("a.jsonl", "").unwrap();
+    reading.write("a.jsonl", lines(&records));
+    let told = read().warnings;
+    assert_eq!(told.len(), 6);
+    assert_eq!(
+        told[0],
+        format!("skipped 2 records, the first a.jsonl line 1: {reason}\n{hint}")
+    );
+    assert!(
+        told[1].starts_with("skipped 2 records, the first a.jsonl line 3: its fields are [], ")
+    );
+    assert!(told[2].starts_with("skipped a.jsonl line 6: its fields are [\"0\"], "));
+    // What to do is told once.
+    assert_eq!(told.concat().matches("hint: --columns").count(), 1);
+    assert_eq!(told[5], "skipped 6 records for other reasons");
+    // The same comes from the cache.
+    assert_eq!(read().warnings, told);
 }
 
 /// A cache with the tokens of a few texts, and what makes them again.

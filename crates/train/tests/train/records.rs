@@ -2,6 +2,10 @@
 
 use candle_train::{EncoderConfig, Record, RecordEncoder, RecordError, RecordFormat, Tokenizer};
 use minijinja::Value;
+use serde_json::json;
+
+use crate::assert_error;
+use crate::read::{Reading, TEMPLATE, lines};
 
 fn tokenizer() -> Tokenizer {
     Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280).unwrap()
@@ -66,7 +70,7 @@ fn records_are_known_by_their_fields() {
         (r#"{"messages": []}"#, "has no messages"),
         (
             r#"{"messages": "x"}"#,
-            "its messages is string, expected a list",
+            "its messages is a text, expected a list",
         ),
         (
             r#"{"messages": [{"content": "x"}]}"#,
@@ -82,11 +86,11 @@ fn records_are_known_by_their_fields() {
         ),
         (
             r#"{"conversations": [{"from": "nobody", "value": "x"}]}"#,
-            "turn 0 is from \"nobody\"",
+            "turn 0 is from \"nobody\", which is no known role; expected one of system, human, user, gpt",
         ),
         (
             r#"{"prompt": "p", "completion": ["c"]}"#,
-            "its completion is sequence",
+            "its prompt is string and its completion is sequence, expected two texts, or two lists of messages",
         ),
     ] {
         let err = parse(json).unwrap_err().to_string();
@@ -137,4 +141,153 @@ fn of_a_completion_its_own_tokens_and_the_end_have_loss() {
             .to_string()
             .contains("no chat template")
     );
+}
+
+#[test]
+fn of_a_completion_of_messages_only_its_answers_are_learned() {
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let prompt = [
+        turn("user", "on"),
+        turn("assistant", "mat"),
+        turn("user", "the cat"),
+    ];
+    let answer = [turn("assistant", "sat")];
+    let record = json!({"prompt": prompt, "completion": answer, "system": "the"});
+    let reading = Reading::new(Some(TEMPLATE));
+    let learned = |record: &serde_json::Value, config: EncoderConfig| {
+        reading.write("a.jsonl", lines(std::slice::from_ref(record)));
+        let read = reading.read_with("a.jsonl", "", config);
+        read.map(|read| read.records.concat())
+    };
+    let config = EncoderConfig::default();
+    let said = "<system>the<user>on<assistant>mat<user>the cat<assistant>";
+    assert_eq!(learned(&record, config).unwrap(), format!("{said}⟦sat⟧"));
+    let mut more = record.clone();
+    more["completion"] = json!([answer[0], turn("user", "on"), turn("assistant", "mat")]);
+    assert_eq!(
+        learned(&more, config).unwrap(),
+        format!("{said}⟦sat⟧<user>on<assistant>⟦mat⟧")
+    );
+    let mask_history = EncoderConfig {
+        mask_history: true,
+        ..config
+    };
+    assert_eq!(
+        learned(&more, mask_history).unwrap(),
+        format!("{said}sat<user>on<assistant>⟦mat⟧")
+    );
+    let on_prompt = EncoderConfig {
+        train_on_prompt: true,
+        ..config
+    };
+    let all = learned(&record, on_prompt).unwrap();
+    assert_eq!(all.matches('⟦').count(), 1);
+    assert!(
+        all.ends_with(&format!("{}sat⟧", &said["<system>".len()..])),
+        "{all}"
+    );
+    let format = parse(&record.to_string()).unwrap().0;
+    assert_eq!(format, RecordFormat::CompletionOfMessages);
+    assert_eq!(format.to_string(), "prompt and completion of messages");
+    for (prompt, completion, part) in [
+        (
+            json!("the cat"),
+            json!(answer),
+            "its prompt is string and its completion is sequence",
+        ),
+        (
+            json!(prompt),
+            json!("sat"),
+            "its prompt is sequence and its completion is string",
+        ),
+        (json!(prompt), json!([]), "its completion is empty"),
+        (json!(prompt), json!(["sat"]), "message 4 is string"),
+        (
+            json!(prompt),
+            json!([turn("user", "on")]),
+            "1 record without a token to learn",
+        ),
+    ] {
+        let record = json!({"prompt": prompt, "completion": completion, "system": "the"});
+        assert_error(learned(&record, config), &[part]);
+    }
+}
+
+#[test]
+fn calls_of_tools_in_share_gpt_are_calls_of_the_assistant() {
+    let record = |call: &str| {
+        json!({"conversations": [{"from": "human", "value": "on"}, {"from": "function_call", "value": call},
+            {"from": "observation", "value": "mat"}, {"from": "gpt", "value": "sat"}]})
+    };
+    let reading = Reading::new(Some(TEMPLATE));
+    let read = |call: &str| {
+        reading.write("a.jsonl", lines(&[record(call)]));
+        reading
+            .read("a.jsonl", "")
+            .map(|read| read.records.concat())
+    };
+    let said = |calls: &str| format!("<user>on<assistant>⟦{calls}⟧<tool>mat<assistant>⟦sat⟧");
+    let call = r#"{"name": "f", "arguments": {"x": 1}}"#;
+    assert_eq!(read(call).unwrap(), said(r#"[f {"x": 1}]"#));
+    let in_text = r#"{"name": "f", "arguments": "{\"x\": 1}"}"#;
+    assert_eq!(read(in_text).unwrap(), said(r#"[f {"x": 1}]"#));
+    let two = format!(r#"[{call}, {{"name": "g", "arguments": {{}}}}]"#);
+    assert_eq!(read(&two).unwrap(), said(r#"[f {"x": 1}][g {}]"#));
+    for call in [
+        "",
+        "f(1)",
+        "3",
+        "[]",
+        "{}",
+        r#"{"name": "f"}"#,
+        r#"{"arguments": {}}"#,
+        r#"{"name": 1, "arguments": {}}"#,
+    ] {
+        let parts = [
+            "line 1: turn 1 is a function_call with the value",
+            r#"expected JSON such as {"name": "#,
+        ];
+        assert_error(read(call), &parts);
+    }
+}
+
+#[test]
+fn preference_data_is_refused_with_a_way_out() {
+    for (json, hint) in [
+        (
+            r#"{"prompt": "p", "rejected": "r", "completion": "c"}"#,
+            "leave such records out",
+        ),
+        (
+            r#"{"conversations": [], "chosen": {"from": "gpt"}, "rejected": {}}"#,
+            "write the better answer",
+        ),
+        (
+            r#"{"prompt": "p", "completion": "c", "label": false}"#,
+            "whose label is true",
+        ),
+        (r#"{"messages": [], "label": true}"#, "whose label is true"),
+        (
+            r#"{"instruction": "i", "output": "c", "label": "True"}"#,
+            "whose label is true",
+        ),
+    ] {
+        let err = parse(json).unwrap_err();
+        assert!(matches!(err, RecordError::Unsupported(_)), "{err}");
+        for part in [
+            "preference data, as for DPO, KTO and reward models",
+            "hint: ",
+            hint,
+        ] {
+            assert!(err.to_string().contains(part), "{part:?} is not in: {err}");
+        }
+    }
+    // Classes of texts are notes.
+    for json in [
+        r#"{"text": "t", "label": true}"#,
+        r#"{"prompt": "p", "completion": "c", "label": "news"}"#,
+        r#"{"prompt": "p", "completion": "c", "rejected": null}"#,
+    ] {
+        parse(json).unwrap();
+    }
 }

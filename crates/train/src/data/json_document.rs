@@ -1,0 +1,116 @@
+//! Files of JSON that are one document, not a record in each line.
+
+use std::io::BufRead;
+
+use candle_core::{Result, bail};
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::de::IgnoredAny;
+use serde_json::Deserializer;
+
+use super::columns::Columns;
+use super::data_file::DataFile;
+use super::preferences::PREFERENCES;
+use super::record_fields::FIELDS;
+use crate::chat::MASKS_OF_RECORDS;
+use crate::file_format::FileFormat;
+
+/// The records of a document; `None` if the file has one in each line.
+///
+/// A document is an array of records, an object with a list of them ([`list_of`]), or a record over several lines; one may follow another. The
+/// first line of a file tells: where that is a record, nothing more is looked at.
+///
+/// # Errors
+/// The file cannot be read; a file of the ending `.json` that is neither.
+pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<Value>>> {
+    let mut bytes = file.open()?;
+    let line = next_line(file, &mut bytes)?;
+    let is_lines = file.format == FileFormat::JsonLines;
+    match serde_json::from_slice::<Value>(&line) {
+        Ok(value) if value.kind() == ValueKind::Map && list_of(&value, columns).is_none() => {
+            Ok(None)
+        }
+        Ok(value) if next_line(file, &mut bytes)?.is_empty() => {
+            Ok(Some(records_of(value, columns)))
+        }
+        Ok(_) if is_lines => Ok(None),
+        // A line that is damaged is no reason to have all of a file in memory.
+        Err(err) if is_lines && !(err.is_eof() && begins_with_value(file)?) => Ok(None),
+        _ => {
+            let values = values(file)?.into_iter();
+            Ok(Some(
+                values
+                    .flat_map(|value| records_of(value, columns))
+                    .collect(),
+            ))
+        }
+    }
+}
+
+/// The next line that is not blank; empty at the end.
+fn next_line(file: &DataFile, bytes: &mut impl BufRead) -> Result<Vec<u8>> {
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match bytes.read_until(b'\n', &mut line) {
+            Ok(num_bytes) if num_bytes > 0 && line.trim_ascii().is_empty() => {}
+            Ok(_) => return Ok(line),
+            Err(err) => return Err(file.unreadable(&err)),
+        }
+    }
+}
+
+/// Whether a file begins with something that is whole, over however many lines.
+fn begins_with_value(file: &DataFile) -> Result<bool> {
+    let values = Deserializer::from_reader(file.open()?).into_iter::<IgnoredAny>();
+    Ok(values.take(1).any(|value| value.is_ok()))
+}
+
+fn values(file: &DataFile) -> Result<Vec<Value>> {
+    let bytes = file.read()?;
+    let values = Deserializer::from_slice(&bytes).into_iter::<Value>();
+    match values.collect::<std::result::Result<Vec<_>, _>>() {
+        Ok(values) if values.is_empty() => {
+            bail!("data file {:?} is not valid JSON: it is empty", file.path)
+        }
+        Ok(values) => Ok(values),
+        Err(err) => bail!("data file {:?} is not valid JSON: {err}", file.path),
+    }
+}
+
+fn records_of(value: Value, columns: &Columns) -> Vec<Value> {
+    let list = match value.kind() {
+        ValueKind::Seq => Some(value.clone()),
+        _ => list_of(&value, columns),
+    };
+    match list {
+        Some(list) => list.try_iter().into_iter().flatten().collect(),
+        None => vec![value],
+    }
+}
+
+/// The records of an object such as `{"version": "1", "data": [{..}, ..]}`: its only list of objects, if it has no field of a record.
+fn list_of(value: &Value, columns: &Columns) -> Option<Value> {
+    let is_object = |value: Value| value.kind() == ValueKind::Map;
+    if !is_object(value.clone()) {
+        return None;
+    }
+    let mut lists = Vec::new();
+    for name in value.try_iter().ok()? {
+        let text = name.as_str().unwrap_or_default();
+        // A mask says nothing alone, and a list of objects called `train` is none.
+        let is_mask = MASKS_OF_RECORDS.contains(&text);
+        let mut known = FIELDS.iter().chain(&PREFERENCES);
+        let is_field = !is_mask && known.any(|known| *known == text);
+        if is_field || columns.has_column(text) {
+            return None;
+        }
+        let field = value.get_item(&name).unwrap_or_default();
+        let is_list = field.kind() == ValueKind::Seq && field.is_true();
+        if is_list && field.try_iter().ok()?.all(is_object) {
+            lists.push(field);
+        }
+    }
+    let [list] = lists.try_into().ok()?;
+    Some(list)
+}
