@@ -86,17 +86,21 @@ pub struct FlagDefault {
     pub unless: Option<&'static str>,
 }
 
+/// The command line of `candle-train`: its subcommands, and their flags with defaults and help.
+pub fn command() -> Command {
+    CandleTrain::command().mut_subcommand("pretrain", |pretrain| {
+        with_defaults(pretrain, &Pretrain::defaults())
+    })
+}
+
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    let command = CandleTrain::command();
     let of_pretrain = Pretrain::defaults();
-    let command =
-        command.mut_subcommand("pretrain", |pretrain| with_defaults(pretrain, &of_pretrain));
     let is_pretrain = std::env::args_os()
         .nth(1)
         .is_some_and(|word| word == "pretrain");
     let defaults = if is_pretrain { &of_pretrain[..] } else { &[] };
-    let (command, flags) = parse_command::<CandleTrain>(command, defaults);
+    let (command, flags) = parse_command::<CandleTrain>(command(), defaults);
     match command {
         CandleTrain::Finetune(args) => train(&*args, flags),
         CandleTrain::Pretrain(args) => train(&*args, flags),

@@ -8,6 +8,13 @@ mod cli {
     mod date;
     mod disk_full;
     mod divergence;
+    mod docs {
+        mod commands;
+        mod links;
+        mod messages;
+        mod pages;
+        mod reference;
+    }
     mod evaluation;
     mod export;
     mod flags;

@@ -1,0 +1,159 @@
+//! `docs/reference.md` is made from the definition of the command line, and is what that says now.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+
+use clap::{Arg, Command};
+
+use super::pages::{read, root};
+
+/// Set, the test writes the page instead of comparing it.
+const WRITE: &str = "CANDLE_TRAIN_WRITE_REFERENCE";
+
+const BEGINNING: &str = "# All commands and flags
+
+What `candle-train --help` and `candle-train COMMAND --help` say, on one page, made from the same definitions. In the file of `--config` a
+flag is written without its dashes: `lr = 1e-4`.
+
+";
+
+/// Heading of flags that have none.
+const OWN: &str = "";
+
+#[test]
+fn the_reference_is_that_of_the_flags() {
+    let page = reference();
+    if std::env::var_os(WRITE).is_some() {
+        fs::write(root().join("docs/reference.md"), &page).unwrap();
+    }
+    let written = read("docs/reference.md");
+    let differ = written
+        .lines()
+        .zip(page.lines())
+        .find(|(old, new)| old != new);
+    assert!(
+        written == page,
+        "docs/reference.md is not what the flags say now, first in {differ:?}\nhint: {WRITE}=1 cargo test --workspace --test cli -- \
+         reference writes it"
+    );
+}
+
+fn reference() -> String {
+    let mut command = candle_train_cli::command();
+    command.build();
+    let mut page = BEGINNING.to_string();
+    let subcommands = || {
+        let all = command.get_subcommands();
+        all.filter(|subcommand| !subcommand.is_hide_set() && subcommand.get_name() != "help")
+    };
+    page += "| command | what it does |\n|---|---|\n";
+    for subcommand in subcommands() {
+        let name = subcommand.get_name();
+        writeln!(page, "| [`{name}`](#{name}) | {} |", about(subcommand)).unwrap();
+    }
+    // Groups of flags, by what they say, with the link to where that is said first.
+    let mut groups: BTreeMap<String, String> = BTreeMap::new();
+    for subcommand in subcommands() {
+        let name = subcommand.get_name();
+        write!(page, "\n## {name}\n\n{}.\n", about(subcommand)).unwrap();
+        let aliases: Vec<String> = subcommand.get_visible_aliases().map(code).collect();
+        if !aliases.is_empty() {
+            write!(page, "\nAlso called {}.\n", aliases.join(", ")).unwrap();
+        }
+        for (heading, flags) in flags_by_heading(subcommand) {
+            let title = format!("{name}: {}", heading.to_lowercase());
+            let link = format!("[{name}](#{})", title.replace(": ", "-").replace(' ', "-"));
+            let text = match groups.get(&flags) {
+                Some(first) => format!("\nThe same as those of {first}.\n"),
+                None => flags.clone(),
+            };
+            if heading != OWN {
+                write!(page, "\n### {title}\n").unwrap();
+                groups.entry(flags).or_insert(link);
+            }
+            page += &text;
+        }
+    }
+    page
+}
+
+/// What each group says, those without a heading first, the others in the order in which they begin.
+fn flags_by_heading(command: &Command) -> Vec<(&str, String)> {
+    let mut groups: Vec<(&str, String)> = vec![(OWN, String::new())];
+    for arg in command.get_arguments() {
+        if arg.is_hide_set() || matches!(arg.get_id().as_str(), "help" | "version") {
+            continue;
+        }
+        let heading = arg.get_help_heading().unwrap_or(OWN);
+        let known = groups.iter().position(|(other, _)| *other == heading);
+        let index = known.unwrap_or_else(|| {
+            groups.push((heading, String::new()));
+            groups.len() - 1
+        });
+        groups[index].1 += &described(arg);
+    }
+    groups.retain(|(_, flags)| !flags.is_empty());
+    groups
+}
+
+fn about(command: &Command) -> String {
+    in_markdown(&command.get_about().unwrap_or_default().to_string())
+}
+
+/// A paragraph about a flag, and a list of its values if they are names.
+fn described(arg: &Arg) -> String {
+    let help = arg.get_help().unwrap_or_default().to_string();
+    let (help, default) = match help.rsplit_once(" [default: ") {
+        Some((help, default)) => (help.to_string(), default.strip_suffix(']').map(in_markdown)),
+        None => (help, None),
+    };
+    let takes_values = arg.get_action().takes_values();
+    let given = arg.get_default_values().iter();
+    let given: Vec<String> = given.map(|value| code(&value.to_string_lossy())).collect();
+    let default = default.or_else(|| (takes_values && !given.is_empty()).then(|| given.join(" ")));
+    let required = if arg.is_required_set() { " *Required.*" } else { "" };
+    let default = default.map_or(String::new(), |default| format!(" *Default:* {default}."));
+    let others = arg.get_visible_aliases().unwrap_or_default();
+    let others: Vec<String> = others.iter().map(|alias| code(&format!("--{alias}"))).collect();
+    let others = match others.is_empty() {
+        true => String::new(),
+        false => format!(" *Also:* {}.", others.join(", ")),
+    };
+    let mut text = format!("\n{}: {}.{required}{default}{others}\n", code(&name(arg)), in_markdown(&help));
+    let values = arg.get_possible_values();
+    let values = values.iter().filter(|value| takes_values && !value.is_hide_set());
+    let values: Vec<String> = values
+        .map(|value| {
+            let help = value.get_help().map(|help| in_markdown(&help.to_string()));
+            let help = help.map_or(String::new(), |help| format!(": {help}"));
+            format!("- {}{help}\n", code(value.get_name()))
+        })
+        .collect();
+    if !values.is_empty() {
+        write!(text, "\n{}", values.concat()).unwrap();
+    }
+    text
+}
+
+/// The flag with its value, as `--help` spells it.
+fn name(arg: &Arg) -> String {
+    let text = arg.to_string();
+    match arg.get_short() {
+        Some(short) => format!("-{short}, {text}"),
+        None => text,
+    }
+}
+
+fn code(text: &str) -> String {
+    format!("`{text}`")
+}
+
+/// With what Markdown would take for markup escaped, but for code.
+fn in_markdown(help: &str) -> String {
+    let mut parts: Vec<String> = help.split('`').map(String::from).collect();
+    for text in parts.iter_mut().step_by(2) {
+        *text = text.replace('*', "\\*").replace('<', "\\<").replace('|', "\\|");
+    }
+    parts.join("`")
+}
