@@ -13,7 +13,7 @@ use super::pages::{read, root};
 /// What does not stand for itself in a message.
 const PLACEHOLDER: &str = r"\.\.|\b[A-Z][A-Z_]*\b|\b\d+\b";
 
-/// What must be in one string, at least, for a message to be known by it.
+/// How much of a message must be in strings, at least, for it to be known by that.
 const FEWEST_CHARS: usize = 10;
 
 /// The text of the strings of a Rust file, without its comments.
@@ -70,23 +70,24 @@ fn messages(page: &str) -> Vec<String> {
     codes.collect()
 }
 
-/// What of a message is not in any string; empty if all of it is somewhere and enough of it in one.
+/// What of a message is not in any string; empty if all of it is.
 fn missing(message: &str, strings: &[String]) -> Vec<String> {
     if strings.iter().any(|string| string.contains(message)) {
         return Vec::new();
     }
     let placeholder = Regex::new(PLACEHOLDER).unwrap();
-    // What is put into strings may hold any part of a message, but not its placeholders' neighbours.
     let inserted = Regex::new(r"\{[^{}]*\}").unwrap();
-    let parts: Vec<&str> = placeholder.split(message).map(str::trim).collect();
+    let is_border = |c: char| c.is_whitespace() || ":;,()\"'".contains(c);
+    let parts = placeholder.split(message);
+    let parts: Vec<&str> = parts.map(|part| part.trim_matches(is_border)).collect();
     let is_known = |part: &str| {
         let mut pieces = strings.iter().flat_map(|string| inserted.split(string));
         pieces.any(|piece| piece.contains(part))
     };
     let unknown = parts.iter().filter(|part| !is_known(part));
     let unknown: Vec<String> = unknown.map(|part| part.to_string()).collect();
-    let longest = parts.iter().map(|part| part.len()).max().unwrap_or(0);
-    match unknown.is_empty() && longest < FEWEST_CHARS {
+    let num_chars: usize = parts.iter().map(|part| part.len()).sum();
+    match unknown.is_empty() && num_chars < FEWEST_CHARS {
         true => vec![message.to_string()],
         false => unknown,
     }
