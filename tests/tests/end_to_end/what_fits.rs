@@ -111,9 +111,7 @@ impl Method {
         match self {
             Self::All => Ok(store),
             Self::Lora => store.with_lora(lora),
-            Self::LoraOnBlocks => Ok(store
-                .with_lora(lora)?
-                .with_frozen_format(WeightFormat::Q4K)),
+            Self::LoraOnBlocks => Ok(store.with_lora(lora)?.with_frozen_format(WeightFormat::Q4K)),
         }
     }
 }
@@ -142,7 +140,11 @@ fn bytes_of(entry: &CatalogEntry, small: &Sizes, large: &Sizes) -> f64 {
         form => panic!("{}: {form}", entry.name),
     };
     // The gradient, two moments and the other half of the master.
-    let trained = if entry.trainable { 4.0 + 8.0 + 2.0 } else { 0.0 };
+    let trained = if entry.trainable {
+        4.0 + 8.0 + 2.0
+    } else {
+        0.0
+    };
     values as f64 * (held + trained)
 }
 

@@ -85,7 +85,7 @@ fn commands_of_the_pages_are_what_the_program_takes() {
             }
         }
         if matches!(page.as_str(), "README.md" | "docs/long-runs.md") {
-            assert!(count > 5, "{page}: {count}");
+            assert!(count >= 5, "{page}: {count}");
         }
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
@@ -101,14 +101,29 @@ fn what_is_wrong_with_a_command_is_found() {
     };
     let data = "--model a --data b";
     for (line, expected) in [
-        (format!("candle-train finetune {data}  # and so on"), vec![false]),
-        (format!("candle-train finetune {data} --no-such-flag"), vec![true]),
+        (
+            format!("candle-train finetune {data}  # and so on"),
+            vec![false],
+        ),
+        (
+            format!("candle-train finetune {data} --no-such-flag"),
+            vec![true],
+        ),
         (format!("candle-train finetune {data} --zero 7"), vec![true]),
         ("candle-train finetune --model a".to_string(), vec![true]),
         ("candle-train no-such-command".to_string(), vec![true]),
-        (format!("candle-train launch --nproc-per-node 2 candle-train finetune {data} --tp no"), vec![false, true]),
-        ("cargo run --release --example finetune_llama".to_string(), vec![false]),
-        ("cargo run --release --example finetune_llama -- --tp x".to_string(), vec![true]),
+        (
+            format!("candle-train launch --nproc-per-node 2 candle-train finetune {data} --tp no"),
+            vec![false, true],
+        ),
+        (
+            "cargo run --release --example finetune_llama".to_string(),
+            vec![false],
+        ),
+        (
+            "cargo run --release --example finetune_llama -- --tp x".to_string(),
+            vec![true],
+        ),
         ("candle-train finetune ..".to_string(), vec![]),
         ("pkill -9 candle-train".to_string(), vec![]),
     ] {

@@ -98,7 +98,9 @@ fn messages_that_are_explained_are_in_the_source() {
     let strings = strings_of_the_source();
     let messages = messages(&read("docs/troubleshooting.md"));
     assert!(messages.len() > 100, "{}", messages.len());
-    let missing = messages.iter().map(|message| (message, missing(message, &strings)));
+    let missing = messages
+        .iter()
+        .map(|message| (message, missing(message, &strings)));
     let missing: Vec<String> = missing
         .filter(|(_, parts)| !parts.is_empty())
         .map(|(message, parts)| format!("{message}: {parts:?}"))

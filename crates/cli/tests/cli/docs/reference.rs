@@ -52,35 +52,85 @@ fn reference() -> String {
         let name = subcommand.get_name();
         writeln!(page, "| [`{name}`](#{name}) | {} |", about(subcommand)).unwrap();
     }
-    // Groups of flags, by what they say, with the link to where that is said first.
-    let mut groups: BTreeMap<String, String> = BTreeMap::new();
+    // What is said of flags, with the place where it is said first.
+    let mut said = BTreeMap::new();
     for subcommand in subcommands() {
-        let name = subcommand.get_name();
-        write!(page, "\n## {name}\n\n{}.\n", about(subcommand)).unwrap();
-        let aliases: Vec<String> = subcommand.get_visible_aliases().map(code).collect();
-        if !aliases.is_empty() {
-            write!(page, "\nAlso called {}.\n", aliases.join(", ")).unwrap();
-        }
-        for (heading, flags) in flags_by_heading(subcommand) {
-            let title = format!("{name}: {}", heading.to_lowercase());
-            let link = format!("[{name}](#{})", title.replace(": ", "-").replace(' ', "-"));
-            let text = match groups.get(&flags) {
-                Some(first) => format!("\nThe same as those of {first}.\n"),
-                None => flags.clone(),
-            };
-            if heading != OWN {
-                write!(page, "\n### {title}\n").unwrap();
-                groups.entry(flags).or_insert(link);
-            }
-            page += &text;
-        }
+        page += &about_subcommand(subcommand, &mut said);
     }
     page
 }
 
-/// What each group says, those without a heading first, the others in the order in which they begin.
-fn flags_by_heading(command: &Command) -> Vec<(&str, String)> {
-    let mut groups: Vec<(&str, String)> = vec![(OWN, String::new())];
+/// The section of a subcommand. Of flags that an earlier one has, too, only the names are listed, with a link.
+fn about_subcommand(command: &Command, said: &mut BTreeMap<String, Place>) -> String {
+    let name = command.get_name();
+    let mut text = format!("\n## {name}\n\n{}.\n", about(command));
+    let aliases: Vec<String> = command.get_visible_aliases().map(code).collect();
+    if !aliases.is_empty() {
+        write!(text, "\nAlso called {}.\n", aliases.join(", ")).unwrap();
+    }
+    let groups = flags_by_heading(command);
+    let place = |heading: &str| Place {
+        command: name.to_string(),
+        heading: heading.to_lowercase(),
+    };
+    let headings = groups.iter().map(|(heading, _)| *heading);
+    let links = headings.filter(|heading| *heading != OWN).map(|heading| {
+        let place = place(heading);
+        place.link(&place.heading)
+    });
+    let links: Vec<String> = links.collect();
+    if !links.is_empty() {
+        write!(text, "\nGroups of flags: {}.\n", links.join(", ")).unwrap();
+    }
+    for (heading, flags) in groups {
+        let place = place(heading);
+        if heading != OWN {
+            write!(text, "\n### {name}: {}\n", place.heading).unwrap();
+        }
+        let mut as_elsewhere: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for arg in flags {
+            let about_flag = described(arg);
+            match said
+                .get(&about_flag)
+                .filter(|first| heading != OWN && first.heading == place.heading)
+            {
+                Some(first) => {
+                    let link = first.link(&first.command);
+                    as_elsewhere
+                        .entry(link)
+                        .or_default()
+                        .push(code(&name_of(arg)));
+                }
+                None => {
+                    text += &about_flag;
+                    said.entry(about_flag).or_insert_with(|| place.clone());
+                }
+            }
+        }
+        for (link, names) in as_elsewhere {
+            write!(text, "\nAs for {link}: {}.\n", names.join(", ")).unwrap();
+        }
+    }
+    text
+}
+
+/// Where on the page something is said.
+#[derive(Clone)]
+struct Place {
+    command: String,
+    heading: String,
+}
+
+impl Place {
+    fn link(&self, text: &str) -> String {
+        let heading = self.heading.replace(' ', "-");
+        format!("[{text}](#{}-{heading})", self.command)
+    }
+}
+
+/// The flags of each group, those without a heading first, the others in the order in which they begin.
+fn flags_by_heading(command: &Command) -> Vec<(&str, Vec<&Arg>)> {
+    let mut groups: Vec<(&str, Vec<&Arg>)> = vec![(OWN, Vec::new())];
     for arg in command.get_arguments() {
         if arg.is_hide_set() || matches!(arg.get_id().as_str(), "help" | "version") {
             continue;
@@ -88,10 +138,10 @@ fn flags_by_heading(command: &Command) -> Vec<(&str, String)> {
         let heading = arg.get_help_heading().unwrap_or(OWN);
         let known = groups.iter().position(|(other, _)| *other == heading);
         let index = known.unwrap_or_else(|| {
-            groups.push((heading, String::new()));
+            groups.push((heading, Vec::new()));
             groups.len() - 1
         });
-        groups[index].1 += &described(arg);
+        groups[index].1.push(arg);
     }
     groups.retain(|(_, flags)| !flags.is_empty());
     groups
@@ -112,17 +162,30 @@ fn described(arg: &Arg) -> String {
     let given = arg.get_default_values().iter();
     let given: Vec<String> = given.map(|value| code(&value.to_string_lossy())).collect();
     let default = default.or_else(|| (takes_values && !given.is_empty()).then(|| given.join(" ")));
-    let required = if arg.is_required_set() { " *Required.*" } else { "" };
+    let required = if arg.is_required_set() {
+        " *Required.*"
+    } else {
+        ""
+    };
     let default = default.map_or(String::new(), |default| format!(" *Default:* {default}."));
     let others = arg.get_visible_aliases().unwrap_or_default();
-    let others: Vec<String> = others.iter().map(|alias| code(&format!("--{alias}"))).collect();
+    let others: Vec<String> = others
+        .iter()
+        .map(|alias| code(&format!("--{alias}")))
+        .collect();
     let others = match others.is_empty() {
         true => String::new(),
         false => format!(" *Also:* {}.", others.join(", ")),
     };
-    let mut text = format!("\n{}: {}.{required}{default}{others}\n", code(&name(arg)), in_markdown(&help));
+    let mut text = format!(
+        "\n{}: {}.{required}{default}{others}\n",
+        code(&name_of(arg)),
+        in_markdown(&help)
+    );
     let values = arg.get_possible_values();
-    let values = values.iter().filter(|value| takes_values && !value.is_hide_set());
+    let values = values
+        .iter()
+        .filter(|value| takes_values && !value.is_hide_set());
     let values: Vec<String> = values
         .map(|value| {
             let help = value.get_help().map(|help| in_markdown(&help.to_string()));
@@ -137,7 +200,7 @@ fn described(arg: &Arg) -> String {
 }
 
 /// The flag with its value, as `--help` spells it.
-fn name(arg: &Arg) -> String {
+fn name_of(arg: &Arg) -> String {
     let text = arg.to_string();
     match arg.get_short() {
         Some(short) => format!("-{short}, {text}"),
@@ -153,7 +216,10 @@ fn code(text: &str) -> String {
 fn in_markdown(help: &str) -> String {
     let mut parts: Vec<String> = help.split('`').map(String::from).collect();
     for text in parts.iter_mut().step_by(2) {
-        *text = text.replace('*', "\\*").replace('<', "\\<").replace('|', "\\|");
+        *text = text
+            .replace('*', "\\*")
+            .replace('<', "\\<")
+            .replace('|', "\\|");
     }
     parts.join("`")
 }
