@@ -110,3 +110,41 @@ fn the_test_command_of_the_readme_is_that_of_ci() {
         assert!(text.contains(&format!("\n{command} ")), "{command}");
     }
 }
+
+/// A stranger reads it in a few minutes.
+#[test]
+fn the_readme_is_short() {
+    let readme = include_str!("../../../README.md");
+    let (num_lines, num_words) = (readme.lines().count(), readme.split_whitespace().count());
+    assert!(num_lines <= 130, "{num_lines} lines");
+    assert!(num_words <= 1300, "{num_words} words");
+}
+
+/// What stands between bars of the rows of a table that begins with this line.
+fn table(page: &str, beginning: &str) -> Vec<Vec<String>> {
+    let lines = page.lines().skip_while(|line| *line != beginning);
+    let rows = lines.skip(2).take_while(|line| line.starts_with('|'));
+    let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_string()).collect();
+    rows.map(cells).collect()
+}
+
+#[test]
+fn the_speed_that_the_readme_tells_is_that_of_the_measurements() {
+    let readme = include_str!("../../../README.md");
+    let measured = table(
+        include_str!("../../../docs/performance.md"),
+        "| case | precision | tokens/s | step / products alone | PyTorch | ratio |",
+    );
+    let told = table(readme, "| model | f32 | bf16 |");
+    for (precision, column) in [("f32", 2), ("bf16", 3)] {
+        let of_precision = measured.iter().filter(|row| row[2] == precision);
+        let ratios = of_precision.map(|row| row[6].trim_matches('*').to_string());
+        let ratios: Vec<String> = ratios.collect();
+        let of_readme: Vec<String> = told.iter().map(|row| row[column].clone()).collect();
+        assert!(!ratios.is_empty());
+        assert_eq!(of_readme, ratios, "{precision}");
+        let (least, most) = (ratios.iter().min().unwrap(), ratios.iter().max().unwrap());
+        let range = format!("{least} to {most}");
+        assert!(readme.contains(&range), "{precision}: {range}");
+    }
+}
