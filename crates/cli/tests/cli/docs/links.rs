@@ -117,20 +117,40 @@ fn what_is_wrong_with_a_link_is_found() {
     }
 }
 
-/// Files of the repository that pages name without a link.
+/// Files and examples of the repository that a page names without a link, and that are not there.
+fn missing(page: &str) -> Vec<String> {
+    let file =
+        Regex::new(r"`((?:crates|docs|examples|models|tests)/[\w./-]+)`|(scripts/\w[\w./-]*\w)")
+            .unwrap();
+    let example = Regex::new(r"--example (\w+)").unwrap();
+    let files = file.captures_iter(page).map(|found| {
+        let named = found.get(1).or(found.get(2)).unwrap();
+        named.as_str().to_string()
+    });
+    // NAME is one that the reader chooses.
+    let files = files.filter(|path| !path.contains("NAME") && !root().join(path).exists());
+    let is_there = |name: &str| {
+        let crates = fs::read_dir(root().join("crates")).unwrap().flatten();
+        let folders = crates.map(|entry| entry.path().join("examples"));
+        let mut folders = folders.chain([root().join("examples")]);
+        folders.any(|folder| folder.join(format!("{name}.rs")).exists())
+    };
+    let examples = example.captures_iter(page).map(|name| name[1].to_string());
+    files
+        .chain(examples.filter(|name| !is_there(name)))
+        .collect()
+}
+
 #[test]
-fn files_that_are_named_are_there() {
-    let path = Regex::new(r"`((?:crates|docs|examples|models|scripts|tests)/[\w./-]+)`").unwrap();
-    let mut missing = Vec::new();
-    for page in pages() {
-        for named in path.captures_iter(&read(&page)) {
-            // NAME is one that the reader chooses.
-            if !named[1].contains("NAME") && !root().join(&named[1]).exists() {
-                missing.push(format!("{page}: {}", &named[1]));
-            }
-        }
-    }
-    assert!(missing.is_empty(), "{}", missing.join("\n"));
+fn files_and_examples_that_are_named_are_there() {
+    let faults = pages().into_iter().flat_map(|page| {
+        let missing = missing(&read(&page)).into_iter();
+        missing.map(move |name| format!("{page}: {name}"))
+    });
+    let faults: Vec<String> = faults.collect();
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    let page = "`crates/no.rs`, run `scripts/no.py`, scripts/bench_train.py, cargo run --example no_such and --example custom_model";
+    assert_eq!(missing(page), ["crates/no.rs", "scripts/no.py", "no_such"]);
 }
 
 /// Every page of `docs` is in the book, once.
