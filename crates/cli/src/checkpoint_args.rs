@@ -36,20 +36,24 @@ fn refuse_set_aside(dir: &Path, is_first: bool) -> Result<()> {
 /// Saving a run while it goes on, and going on with one.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CheckpointArgs {
-    /// Save a checkpoint to resume from after every so many steps, in --save-dir, while training goes on; in any case where the run is stopped,
-    /// and after an evaluation with the least loss so far. The exit code is 88 if not one can be saved, or not the last of a run that is stopped
-    /// [default: never]
+    /// Save a checkpoint to resume from after every so many steps, in --save-dir [default: where the run is stopped only]
+    ///
+    /// Training goes on meanwhile. With --save-dir a checkpoint is also saved where the run is stopped, and after an evaluation with the least
+    /// loss so far. The exit code is 88 if not one can be saved, or not the last of a run that is stopped.
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub save_every: Option<usize>,
-    /// Folder of the run's checkpoints, the one after 15 steps being step-000015; on several hosts one that all of them have [default: none]
+    /// Folder of the run's checkpoints: of every --save-every steps, and where the run is stopped [default: none]
+    ///
+    /// The one after 15 steps is step-000015. On several hosts it is a folder that all of them have.
     #[arg(long, value_name = "DIR")]
     pub save_dir: Option<PathBuf>,
     /// Checkpoints that are kept, the newest ones; with evaluations the one with the least loss, too, and of a run that diverges the last good
     /// one
     #[arg(long, default_value_t = 2, value_name = "CHECKPOINTS", value_parser = whole::<usize>(1..))]
     pub keep: usize,
-    /// Go on from a checkpoint, with any layout: its folder, or latest, the newest valid one in --save-dir; if there is none yet the run
-    /// begins [default: begin]
+    /// Go on from a checkpoint, with any layout: its folder, or latest for the newest in --save-dir [default: begin]
+    ///
+    /// With latest the run begins if there is no checkpoint yet, so that the same command starts a run and goes on with it.
     #[arg(long, value_name = "DIR|latest")]
     pub resume: Option<PathBuf>,
     /// Accept other data and other values of the flags that decide the weights than those of the checkpoint
@@ -58,19 +62,12 @@ pub(crate) struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`. The run may have
-    /// checkpoints for another reason than `--save-every`: `saves_otherwise`.
-    pub fn validate(&self, output: &Path, saves_otherwise: bool) -> Result<()> {
-        match (self.save_every, &self.save_dir) {
-            (Some(every), None) => bail!(
+    /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`.
+    pub fn validate(&self, output: &Path) -> Result<()> {
+        if let (Some(every), None) = (self.save_every, &self.save_dir) {
+            bail!(
                 "--save-every {every} is given without --save-dir\nhint: --save-dir names the folder of the checkpoints"
-            ),
-            (None, Some(dir)) if !self.resumes_latest() && !saves_otherwise => bail!(
-                "--save-dir {} is given without --save-every: nothing would be saved there\nhint: --save-every tells after how many \
-                 steps a checkpoint is due",
-                dir.display()
-            ),
-            _ => {}
+            );
         }
         if self.resumes_latest() && self.save_dir.is_none() {
             bail!(
@@ -93,6 +90,23 @@ impl CheckpointArgs {
             );
         }
         Ok(())
+    }
+
+    /// Checks, for a run that was not started again, what it goes on from, or that it may begin in its folder: for the first rank, before
+    /// anything takes long.
+    ///
+    /// # Errors
+    /// What [`Self::open`] and [`Self::saver`] would say of the folders alone.
+    pub fn check_folders(&self) -> Result<()> {
+        match (&self.resume, &self.save_dir) {
+            (Some(_), Some(dir)) if self.resumes_latest() => match self.noted(false) {
+                Some(_) => Ok(()),
+                None => refuse_set_aside(dir, true),
+            },
+            (Some(dir), _) => CheckpointManifest::read(dir).map(drop),
+            (None, Some(dir)) => CheckpointSaver::check_empty(dir),
+            (None, None) => Ok(()),
+        }
     }
 
     fn resumes_latest(&self) -> bool {

@@ -65,10 +65,13 @@ impl From<RecomputeChoice> for Recompute {
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum DTypeChoice {
     /// 32-bit floats
+    #[value(aliases = ["fp32", "float32", "float"])]
     F32,
     /// 16-bit floats with the range of f32; sums, gradients and the optimizer's copy of the weights stay f32
+    #[value(alias = "bfloat16")]
     Bf16,
     /// 16-bit floats of a small range and three bits more, with dynamic loss scaling; the same stays f32
+    #[value(aliases = ["fp16", "float16", "half"])]
     F16,
 }
 
@@ -104,16 +107,19 @@ impl From<MatmulPrecisionChoice> for MatmulPrecision {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum BaseChoice {
     /// 32-bit floats
+    #[value(aliases = ["fp32", "float32", "float"])]
     F32,
     /// 16-bit floats with the range of f32
+    #[value(alias = "bfloat16")]
     Bf16,
     /// 16-bit floats of a small range and three bits more
+    #[value(aliases = ["fp16", "float16", "half"])]
     F16,
     /// Blocks of 32 values, 8 bits each and a scale
-    #[value(name = "q8_0")]
+    #[value(name = "q8_0", aliases = ["q8", "int8", "8bit"])]
     Q8_0,
     /// Blocks of 256 values, 4 bits each with scales and minima of groups of 32
-    #[value(name = "q4k")]
+    #[value(name = "q4k", aliases = ["q4_k", "q4", "4bit"])]
     Q4K,
 }
 
@@ -133,8 +139,10 @@ impl From<BaseChoice> for WeightFormat {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum ReduceChoice {
     /// As they are kept
+    #[value(aliases = ["fp32", "float32", "float"])]
     F32,
     /// Rounded: half the bytes, over nccl with --half-sums native only
+    #[value(alias = "bfloat16")]
     Bf16,
 }
 
@@ -158,10 +166,13 @@ pub enum Quantization {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum StorageChoice {
     /// 32-bit floats
+    #[value(aliases = ["fp32", "float32", "float"])]
     F32,
     /// 16-bit floats
+    #[value(aliases = ["fp16", "float16", "half"])]
     F16,
     /// 16-bit floats with the range of f32
+    #[value(alias = "bfloat16")]
     Bf16,
 }
 

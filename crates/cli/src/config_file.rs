@@ -8,6 +8,7 @@ use candle_core::{Error, Result, bail};
 use clap::{Arg, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::flags_of_others::tip;
 use crate::idle_flags::{is_idle, is_idled_by};
 use crate::program::FlagDefault;
 
@@ -58,10 +59,13 @@ pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<O
                 let similar = |name: &str| strsim::jaro_winkler(name, &key.replace('_', "-"));
                 similar(a).total_cmp(&similar(b))
             });
+            let hint = match tip(command, key) {
+                Some(tip) => tip.to_string(),
+                None => format!("the nearest one is {}", nearest.unwrap_or_default()),
+            };
             fail(format!(
-                "{key} is no flag of {}\nhint: the nearest one is {}",
-                command.get_name(),
-                nearest.unwrap_or_default()
+                "{key} is no flag of {}\nhint: {hint}",
+                command.get_name()
             ))?;
             continue;
         };
@@ -121,7 +125,7 @@ pub(crate) fn with_free_defaults(
 }
 
 /// The subcommand that is meant, or the command itself, and where its words begin.
-fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
+pub(crate) fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
     match words.get(1).and_then(|word| command.find_subcommand(word)) {
         Some(subcommand) => (subcommand, 2),
         None => (command, 1.min(words.len())),
@@ -187,7 +191,7 @@ fn read(path: &Path) -> Result<Table> {
 }
 
 /// The flag that a key names, written with `-` or `_`.
-fn find<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
+pub(crate) fn find<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
     let key = key.replace('_', "-");
     let mut args = command.get_arguments();
     let is_meant = |arg: &&Arg| names(arg).contains(&key);

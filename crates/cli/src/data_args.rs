@@ -20,12 +20,18 @@ use crate::training_args::TrainingArgs;
 /// What a run learns from.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DataArgs {
-    /// Files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name[@revision][/path], of which come the files of the
-    /// split train, or those that the path names; no pipes, as data is read twice. A number after a colon is how
-    /// often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Records are {"text"}, {"prompt", "completion"},
-    /// {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's
+    /// What to learn from: files (.txt, .jsonl, .json, .parquet), folders, globs in quotes, or hub://datasets/org/name
+    ///
+    /// Records are {"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}]}, Alpaca's or ShareGPT's. A number after a colon is
+    /// how often an epoch has the samples of it: 0.3 takes three in ten, 2 all of them twice. Of hub://datasets/org/name[@revision][/path] come
+    /// the files of the split train, or those that the path names. Pipes are not read, as data is read twice.
     #[arg(long, required = true, num_args = 1.., value_name = "PATH[:WEIGHT]")]
     data: Vec<DataSpec>,
+    /// Chat template: chatml, llama3, qwen, mistral, gemma, zephyr, or a file of Jinja [default: the model's own]
+    ///
+    /// It renders conversations, and goes into the output, where what ends its turns becomes an end of generated texts.
+    #[arg(long, value_name = "FILE|NAME")]
+    chat_template: Option<String>,
     /// What a chat template that asks for the date takes for today [default: today, and of a run that is resumed the date of its checkpoint]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
@@ -45,6 +51,8 @@ pub(crate) struct TrainingData {
     pub has_conversations: bool,
     /// The date in the conversations, if the chat template prints it.
     pub date: Option<Date>,
+    /// The chat template, if it is not the model's own.
+    pub chosen_template: Option<ChatTemplate>,
 }
 
 /// How records are read.
@@ -58,6 +66,16 @@ impl DataArgs {
     /// The files.
     pub fn find(&self) -> Result<Data> {
         Data::find(&self.data, DataUse::Training)
+    }
+
+    /// The chat template that is chosen in place of the model's, if one is.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    fn chosen_template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+        let choice = self.chat_template.as_deref();
+        let template = choice.map(|choice| ChatTemplate::chosen(choice, tokenizer));
+        template.transpose()
     }
 
     /// An error if what is held out would be trained on, too.
@@ -83,7 +101,7 @@ impl DataArgs {
         let is_restart = ranks.env.num_restarts() > 0;
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);
-        let reader = Reader::new((tokenizer, model), (&batches.sequences, seed), date)?;
+        let reader = self.reader((tokenizer, model), (&batches.sequences, seed), date)?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
@@ -98,6 +116,7 @@ impl DataArgs {
             read.inputs.extend(of_evaluation.inputs);
         }
         self.check(&batches.sequences, &read)?;
+        self.note_template(tokenizer, &mut read)?;
         Ok(read)
     }
 
@@ -107,10 +126,40 @@ impl DataArgs {
         model: (&Tokenizer, Option<&Path>),
         sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
-        let reader = Reader::new(model, sequences, self.date)?;
-        let read = reader.read(&self.data, DataUse::Training)?;
+        let reader = self.reader(model, sequences, self.date)?;
+        let mut read = reader.read(&self.data, DataUse::Training)?;
         self.check(sequences.0, &read)?;
+        self.note_template(model.0, &mut read)?;
         Ok(read)
+    }
+
+    /// What reads records with the chat template that these flags choose.
+    fn reader<'a>(
+        &self,
+        (tokenizer, model): (&'a Tokenizer, Option<&Path>),
+        sequences: (&'a SequenceArgs, u64),
+        date: Option<Date>,
+    ) -> Result<Reader<'a>> {
+        let chosen = self.chosen_template(tokenizer)?;
+        // The model's own is not asked for, as it may be why another one is chosen.
+        let model = model.filter(|_| chosen.is_none());
+        let mut reader = Reader::new((tokenizer, model), sequences)?;
+        if let Some(template) = chosen {
+            reader.encoder = reader.encoder.with_template(template);
+        }
+        if let Some(date) = date {
+            reader.encoder = reader.encoder.with_date(date);
+        }
+        Ok(reader)
+    }
+
+    /// Adds the chat template that these flags choose to what was read, and what to warn of it.
+    fn note_template(&self, tokenizer: &Tokenizer, read: &mut TrainingData) -> Result<()> {
+        read.chosen_template = self.chosen_template(tokenizer)?;
+        let template = read.chosen_template.as_ref();
+        let warning = template.and_then(|template| template.fit(tokenizer).warning());
+        read.warnings.extend(warning);
+        Ok(())
     }
 
     /// An error if a flag about conversations is given, and has nothing to do with what was read.
@@ -133,14 +182,9 @@ impl<'a> Reader<'a> {
     fn new(
         (tokenizer, model): (&'a Tokenizer, Option<&Path>),
         (sequences, seed): (&'a SequenceArgs, u64),
-        date: Option<Date>,
     ) -> Result<Self> {
-        let encoder = RecordEncoder::new(tokenizer, model, sequences.encoder_config())?;
         Ok(Self {
-            encoder: match date {
-                Some(date) => encoder.with_date(date),
-                None => encoder,
-            },
+            encoder: RecordEncoder::new(tokenizer, model, sequences.encoder_config())?,
             sequences,
             seed,
         })
@@ -198,6 +242,7 @@ impl<'a> Reader<'a> {
             warnings,
             has_conversations: of_conversations.is_some(),
             date: of_conversations.and_then(ChatTemplate::date),
+            chosen_template: None,
         })
     }
 }

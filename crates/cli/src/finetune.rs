@@ -23,7 +23,8 @@ use crate::training_run::{InitialWeights, TrainingRun};
 /// Fine-tune a Hugging Face checkpoint on conversations or text
 #[derive(Parser, Debug)]
 pub struct Finetune {
-    #[arg(long, value_name = "DIR|REPO", help = model_help())]
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    #[arg(long, value_name = "DIR|REPO", long_help = model_help())]
     model: String,
     #[command(flatten)]
     data: DataArgs,
@@ -38,10 +39,10 @@ pub struct Finetune {
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
     #[arg(long, help_heading = "Output")]
     save_dtype: Option<StorageChoice>,
-    #[command(flatten)]
-    training: TrainingArgs,
     #[command(flatten, next_help_heading = "Adapters")]
     lora: LoraArgs,
+    #[command(flatten)]
+    training: TrainingArgs,
     #[command(flatten)]
     samples: SampleArgs,
 }
@@ -68,6 +69,10 @@ impl TrainingCommand for Finetune {
         training.check_model(&config)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         self.samples.check(&tokenizer, &config)?;
+        let weights = InitialWeights::Checkpoint(model.clone());
+        weights.check(&config, &training, &self.lora)?;
+        let read = std::iter::once(&model).chain(&self.lora.adapter).cloned();
+        training.check_folders(&self.output, read.collect(), &ranks)?;
         let data = self
             .data
             .read(&tokenizer, Some(&model), (&training, &ranks))?;
@@ -86,7 +91,7 @@ impl TrainingCommand for Finetune {
             lora: self.lora.clone(),
             base_model: Some(&self.model),
             config,
-            initial_weights: InitialWeights::Checkpoint(model),
+            initial_weights: weights,
             output: &self.output,
             save_dtype: self.save_dtype.map(Into::into),
         }

@@ -1,16 +1,21 @@
 //! The flags of a program, for itself and to compare with those of the other ranks.
 
 use std::any::TypeId;
+use std::ffi::OsString;
 
 use candle_core::Result;
 use candle_launch::RankEnv;
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
 
-use crate::config_file::{effective, with_config, with_free_defaults};
+use crate::config_file::{effective, meant, with_config, with_free_defaults};
+use crate::flags_of_others::tip;
 use crate::idle_flags::check;
 use crate::output::{in_words, print_for_all, print_message};
 use crate::program::FlagDefault;
+use crate::spellings::as_spelled_here;
 
 /// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
 const LOCAL: &[&str] = &[
@@ -18,12 +23,16 @@ const LOCAL: &[&str] = &[
     "adapter",
     "data",
     "eval-data",
+    "chat-template",
     "tokenizer",
     "metrics",
     "tensorboard",
     "device",
     "config",
 ];
+
+/// Columns of a line of help, where the terminal has more or there is none.
+const MAX_WIDTH: usize = 110;
 
 /// The flags of a program, or of the subcommand that is run.
 #[derive(Clone, Debug, Default)]
@@ -76,16 +85,23 @@ pub(crate) fn parse_command<T: FromArgMatches>(
     defaults: &[FlagDefault],
 ) -> (T, Flags) {
     let command = command.version(env!("CARGO_PKG_VERSION"));
-    let mut command = numbers_may_be_negative(command).mut_subcommands(numbers_may_be_negative);
+    let settled = |command: Command| {
+        let command = numbers_may_be_negative(command);
+        command.args_override_self(true).max_term_width(MAX_WIDTH)
+    };
+    let mut command = settled(command).mut_subcommands(settled);
     // Defaults of arguments that are not built have no text.
     command.build();
-    let words = match with_config(&command, std::env::args_os().collect()) {
+    let words = as_spelled_here(&command, std::env::args_os().collect());
+    let words = match with_config(&command, words) {
         Ok(words) => with_free_defaults(&command, words, defaults),
         Err(err) => exit_with_message(&in_words(&err), is_training(&command)),
     };
     let matches = command
-        .try_get_matches_from_mut(words)
-        .unwrap_or_else(|err| exit_with_usage(&err, is_training(&command)));
+        .try_get_matches_from_mut(&words)
+        .unwrap_or_else(|err| {
+            exit_with_usage(&with_tip(err, &command, &words), is_training(&command))
+        });
     let flags = match matches.subcommand() {
         None => flags(&command, &matches),
         Some((name, matches)) => command
@@ -113,10 +129,29 @@ fn numbers_may_be_negative(command: Command) -> Command {
     })
 }
 
+/// The error with what a flag of another program is here, in place of the flag that is spelled nearly so.
+fn with_tip(mut err: clap::Error, whole: &Command, words: &[OsString]) -> clap::Error {
+    if err.kind() != clap::error::ErrorKind::UnknownArgument {
+        return err;
+    }
+    let Some(ContextValue::String(unknown)) = err.get(ContextKind::InvalidArg) else {
+        return err;
+    };
+    let name = unknown.trim_start_matches("--");
+    let name = name.split('=').next().unwrap_or_default();
+    if let Some(tip) = tip(meant(whole, words).0, name) {
+        err.remove(ContextKind::SuggestedArg);
+        let tips = vec![StyledStr::from(tip)];
+        err.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
+    }
+    err
+}
+
 /// Whether the processes that run the command may be ranks of one run.
 fn is_training(command: &Command) -> bool {
-    let first = std::env::args().nth(1);
-    !command.has_subcommands() || matches!(first.as_deref(), Some("finetune" | "pretrain"))
+    let first = std::env::args().nth(1).unwrap_or_default();
+    let subcommand = command.find_subcommand(first).map(Command::get_name);
+    !command.has_subcommands() || matches!(subcommand, Some("finetune" | "pretrain"))
 }
 
 /// As clap does with what is wrong on a command line, but once for all ranks.

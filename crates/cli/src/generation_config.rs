@@ -6,6 +6,9 @@ use candle_core::{Result, bail};
 use candle_parallel::checkpoint::read_file;
 use serde_json::Value;
 
+/// The file.
+pub(crate) const GENERATION_FILE: &str = "generation_config.json";
+
 /// Tokens that transformers samples from where nothing says.
 const TOP_K: usize = 50;
 
@@ -28,7 +31,7 @@ impl GenerationFile {
     /// # Errors
     /// A file that cannot be read, or is no JSON.
     pub fn read(dir: &Path) -> Result<Self> {
-        let path = dir.join("generation_config.json");
+        let path = dir.join(GENERATION_FILE);
         let text = match read_file(&path) {
             Ok(text) => text,
             Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),

@@ -13,7 +13,9 @@ use crate::trace_args::TraceArgs;
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LogArgs {
-    /// Write one JSON object per step to this file: step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak), global_step (step counts from 0, this from 1, as the lines and the names of checkpoints do), epoch, num_positions (num_tokens are those of them with loss), positions_per_sec, run (which tells runs apart); and one per evaluation: step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs, global_step, epoch, run. A run that is resumed continues its file; that of another run is refused, or with --overwrite replaced [default: none]
+    /// Write one JSON object per step to this file, as candle-train plot draws them [default: none]
+    ///
+    /// Its fields are step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak), global_step (step counts from 0, this from 1, as the lines and the names of checkpoints do), epoch, num_positions (num_tokens are those of them with loss), positions_per_sec, run (which tells runs apart). An evaluation adds an object with step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs, global_step, epoch, run. A run that is resumed continues its file; that of another run is refused, or with --overwrite replaced.
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves, and no other

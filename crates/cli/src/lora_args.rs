@@ -16,8 +16,9 @@ use crate::run_record::digest_of_weights;
 /// What is trained beside weights that stay as they are.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct LoraArgs {
-    /// Train low-rank adapters of this rank beside linear layers, and no other weight (LoRA); --output gets the adapter, which peft
-    /// loads and candle-train merge folds in; --lr is 2e-4 by default then [default: train the weights]
+    /// Train low-rank adapters of this rank (LoRA), such as 16, and no other weight [default: train the weights]
+    ///
+    /// --output gets the adapter, which peft loads and candle-train merge folds into the model; --lr is 2e-4 by default then.
     #[arg(long, value_name = "RANK", value_parser = whole::<usize>(1..), conflicts_with_all = ["adapter", "freeze"])]
     pub lora_rank: Option<usize>,
     /// The adapters' product is multiplied by ALPHA / rank [default: 16]
@@ -37,8 +38,10 @@ pub(crate) struct LoraArgs {
     /// Multiply the product by ALPHA / √rank instead (rsLoRA)
     #[arg(long, conflicts_with = "adapter")]
     pub rslora: bool,
-    /// Form in which weights that are not trained are held: a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are
-    /// unpacked where they are used; embedding and head are in bf16 then. Needs --lora-rank or --adapter [default: --dtype]
+    /// Form of the weights beside adapters; q4k (QLoRA) takes the least memory [default: --dtype]
+    ///
+    /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
+    /// in bf16 then. Needs --lora-rank or --adapter.
     #[arg(long, value_name = "FORM")]
     pub base_dtype: Option<BaseChoice>,
     /// Go on training the adapter in this folder, with its own rank, alpha, dropout and layers [default: none]

@@ -112,6 +112,8 @@ impl TrainingCommand for Pretrain {
         training.validate_filled()?;
         let seq_len = training.batches.sequences.seq_len;
         training.check_model(&self.model.config(None, seq_len)?)?;
+        let read = self.tokenizer.iter().cloned().collect();
+        training.check_folders(&self.output, read, &ranks)?;
         let tokenizer = match &self.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => {

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
+use clap::builder::StyledStr;
 use clap::{Command, CommandFactory, FromArgMatches, Parser};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -21,12 +22,14 @@ use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
+use crate::short_help::with_short_help;
 use crate::timeline::TimelineArgs;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]
 #[command(name = "candle-train", version, propagate_version = true)]
 enum CandleTrain {
+    #[command(visible_aliases = ["train", "sft"])]
     Finetune(Box<Finetune>),
     Pretrain(Box<Pretrain>),
     Preview(Box<Preview>),
@@ -88,9 +91,13 @@ pub struct FlagDefault {
 
 /// The command line of `candle-train`: its subcommands, and their flags with defaults and help.
 pub fn command() -> Command {
-    CandleTrain::command().mut_subcommand("pretrain", |pretrain| {
-        with_defaults(pretrain, &Pretrain::defaults())
-    })
+    let command = CandleTrain::command();
+    let of_pretrain = Pretrain::defaults();
+    command
+        .mut_subcommand("finetune", with_short_help)
+        .mut_subcommand("pretrain", |pretrain| {
+            with_short_help(with_defaults(pretrain, &of_pretrain))
+        })
 }
 
 /// Runs `candle-train` with the arguments of this process.
@@ -137,7 +144,7 @@ pub fn run_with_defaults<T: TrainingCommand>(
     defaults: &[FlagDefault],
 ) -> ExitCode {
     let command = with_defaults(T::command().name(name), defaults);
-    let (args, flags) = parse_command::<T>(command, defaults);
+    let (args, flags) = parse_command::<T>(with_short_help(command), defaults);
     train(&args, flags)
 }
 
@@ -152,14 +159,23 @@ fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
     defaults.iter().fold(command, |command, default| {
         // The id of an argument is the name of its field.
         command.mut_arg(default.flag.replace('-', "_"), |arg| {
-            let help = arg.get_help().map(ToString::to_string);
-            let help = help.unwrap_or_default();
             // Help may name the ordinary default.
-            let help = match help.split_once(" [default: ") {
-                Some((help, _)) => help,
-                None => &help,
+            let with_default = |help: &StyledStr| {
+                let help = help.to_string();
+                let (first, more) = help.split_once("\n\n").unwrap_or((&help, ""));
+                let first = first.split(" [default: ").next().unwrap_or_default();
+                let first = format!("{first} [default: {}]", default.description);
+                match more {
+                    "" => first,
+                    more => format!("{first}\n\n{more}"),
+                }
             };
-            let arg = arg.help(format!("{help} [default: {}]", default.description));
+            let short = arg.get_help().map(with_default).unwrap_or_default();
+            let long = arg.get_long_help().map(with_default);
+            let arg = match long {
+                Some(long) => arg.help(short).long_help(long),
+                None => arg.help(short),
+            };
             let arg = arg.hide_default_value(true);
             match default.unless {
                 None => arg.required(false).default_value(default.value),

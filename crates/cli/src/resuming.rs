@@ -82,11 +82,6 @@ impl TrainingRun<'_> {
         let step = resumed.checkpoint.step();
         let rest = self.training.training_batches(&self.data.samples, 0)?;
         let rest = rest.continued(step, resumed.position.total);
-        let end = batches.epochs.saturating_mul(rest.num_samples());
-        let mut num_steps = step;
-        while rest.position(num_steps)? < end {
-            num_steps += 1;
-        }
-        Ok(num_steps)
+        rest.first_step_from(batches.end_of_epochs(rest.num_samples()))
     }
 }

@@ -8,8 +8,10 @@ use clap::Args;
 /// What happens where the trained model should go and something is there, or nothing can be written.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SaveArgs {
-    /// Replace a model in the folder of --output. Without this, only one that an earlier run of the same command has made is
-    /// replaced; the input model and folders with other files never are
+    /// Replace a model in the folder of --output
+    ///
+    /// Without this, only one that an earlier run of the same command has made is replaced; the input model and folders with other files never
+    /// are.
     #[arg(long)]
     pub overwrite: bool,
     /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf, absolute};
 
 use candle_comm::{Degrees, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
+use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
 use candle_train::{
     BatchConfig, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples, TrainConfig,
@@ -35,16 +36,11 @@ const WSD_DECAY_RATIO: f64 = 0.2;
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug)]
 pub struct TrainingArgs {
-    /// Take flags from this TOML file, such as the candle_train.toml in the folder of a trained model: `lr = 1e-4`, `no-shuffle = true`. Those
-    /// of the command line win [default: none]
+    /// Take flags from this TOML file, such as the candle_train.toml of a trained model [default: none]
+    ///
+    /// A line is `lr = 1e-4` or `no-shuffle = true`. Flags of the command line win.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    #[command(flatten, next_help_heading = "Layout")]
-    pub(crate) layout: LayoutArgs,
-    #[command(flatten, next_help_heading = "Layout")]
-    pub(crate) strategy: StrategyArgs,
-    #[command(flatten, next_help_heading = "Ranks")]
-    pub(crate) ranks: RankArgs,
     #[command(flatten, next_help_heading = "Batches")]
     pub(crate) batches: BatchArgs,
     #[command(flatten, next_help_heading = "Optimizer")]
@@ -57,6 +53,12 @@ pub struct TrainingArgs {
     pub(crate) logs: LogArgs,
     #[command(flatten, next_help_heading = "Output")]
     pub(crate) save: SaveArgs,
+    #[command(flatten, next_help_heading = "Layout")]
+    pub(crate) layout: LayoutArgs,
+    #[command(flatten, next_help_heading = "Layout")]
+    pub(crate) strategy: StrategyArgs,
+    #[command(flatten, next_help_heading = "Ranks")]
+    pub(crate) ranks: RankArgs,
 }
 
 /// How the model lies on the ranks.
@@ -68,8 +70,9 @@ pub struct LayoutArgs {
     /// Pipeline-parallel degree: stages of consecutive layers
     #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub pp: usize,
-    /// Data-parallel degree: replicas that share each global batch [default: what the processes of a launcher, or this machine's GPUs, leave
-    /// after --tp and --pp; without either 1]
+    /// Data-parallel degree: replicas that share each global batch [default: what the ranks leave after --tp and --pp]
+    ///
+    /// Ranks are the processes of a launcher, or one for each GPU of this machine; without either there is one.
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
     pub dp: Option<usize>,
     /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
@@ -97,7 +100,7 @@ pub struct LayoutArgs {
     /// Order of the micro-batches in the pipeline
     #[arg(long, default_value = "1f1b")]
     pub schedule: ScheduleChoice,
-    /// What to compute again in the backward pass instead of keeping it since the forward pass: less memory, the same bits
+    /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
     /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
@@ -139,15 +142,17 @@ pub(crate) struct BatchArgs {
     /// Whether replicas may have shares of a step that differ by one: as many as the ranks make, which may be any number.
     #[arg(skip)]
     pub uneven: bool,
-    /// Optimizer steps, in place of --epochs. 0: save the model as it is [default: as many as --epochs takes]
+    /// Optimizer steps, in place of --epochs [default: as many as --epochs takes]
+    ///
+    /// 0: save the model as it is.
     #[arg(long, visible_alias = "max-steps", value_name = "STEPS", conflicts_with = "epochs", value_parser = whole::<usize>(0..))]
     pub steps: Option<usize>,
     /// Stop after the step in which so many seconds have passed since the start, and save [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = whole::<u64>(1..))]
     pub max_secs: Option<u64>,
-    /// Passes over the data
-    #[arg(long, visible_alias = "num-train-epochs", default_value_t = 3, value_name = "PASSES", value_parser = whole::<usize>(0..))]
-    pub epochs: usize,
+    /// Passes over the data, such as 3 or 0.5
+    #[arg(long, visible_alias = "num-train-epochs", default_value = "3", value_name = "PASSES", value_parser = real(0.0..=1e9))]
+    pub epochs: f64,
     /// Take the sequences in the order of the data instead of a new random order each epoch
     #[arg(long)]
     pub no_shuffle: bool,
@@ -162,7 +167,7 @@ pub(crate) struct OptimizerArgs {
     #[command(flatten)]
     pub freeze: FreezeArgs,
     /// Highest learning rate, reached at the end of the warm-up
-    #[arg(long, visible_alias = "learning-rate", default_value_t = 2e-5, value_name = "RATE", value_parser = real(0.0..))]
+    #[arg(long, visible_alias = "learning-rate", default_value = "2e-5", value_name = "RATE", value_parser = real(0.0..))]
     pub lr: f64,
     /// How the learning rate falls after the warm-up
     #[arg(
@@ -194,7 +199,7 @@ pub(crate) struct OptimizerArgs {
     #[arg(long, default_value_t = AdamWConfig::default().beta2, value_name = "DECAY", value_parser = real(0.0..1.0))]
     pub adam_beta2: f64,
     /// What AdamW adds to the root of the second average, ε
-    #[arg(long, default_value_t = AdamWConfig::default().eps, value_name = "EPSILON", value_parser = real((Excluded(0.0), Unbounded)))]
+    #[arg(long, default_value = "1e-8", value_name = "EPSILON", value_parser = real((Excluded(0.0), Unbounded)))]
     pub adam_eps: f64,
     /// Gradients are scaled down to this global L2 norm; 0: never
     #[arg(long, default_value_t = 1.0, value_name = "NORM", value_parser = real(0.0..))]
@@ -284,6 +289,11 @@ impl BatchArgs {
         self.global_batch_size * self.sequences.seq_len
     }
 
+    /// Sequences of all epochs, where one has so many.
+    pub fn end_of_epochs(&self, num_samples: usize) -> usize {
+        (self.epochs * num_samples as f64).ceil() as usize
+    }
+
     pub fn config(&self) -> BatchConfig {
         BatchConfig {
             micro_batch_size: self.micro_batch_size,
@@ -320,13 +330,31 @@ impl TrainingArgs {
 
     /// An error if flags contradict each other, whatever the model and the data are; `output` is where the trained model will be.
     pub(crate) fn validate(&self, output: &Path) -> Result<()> {
-        let is_saved_otherwise = self.evaluation.has_data() || self.batches.max_secs.is_some();
-        self.checkpoints.validate(output, is_saved_otherwise)?;
+        self.checkpoints.validate(output)?;
         self.logs.check_places(&absolute(output)?)?;
         if let Some(num_steps) = self.batches.steps {
             self.logs.trace.check_steps(num_steps)?;
         }
         self.evaluation.validate()
+    }
+
+    /// An error if the folders of the run cannot be its own: for the first rank, before anything takes long. `inputs` are files and folders that
+    /// the run reads.
+    pub(crate) fn check_folders(
+        &self,
+        output: &Path,
+        inputs: Vec<PathBuf>,
+        run: &RunConfig,
+    ) -> Result<()> {
+        if !run.is_first() {
+            return Ok(());
+        }
+        let save = self.save.hf_save((output, None), Vec::new());
+        HfSave { inputs, ..save }.check_place()?;
+        match run.env.num_restarts() {
+            0 => self.checkpoints.check_folders(),
+            _ => Ok(()),
+        }
     }
 
     /// The same of flags that [`Self::fill`] may give their values.
@@ -392,9 +420,10 @@ impl TrainingArgs {
     pub(crate) fn train_config(&self, samples: &Samples) -> Result<TrainConfig> {
         let (layout, args) = (&self.layout, &self.optimizer);
         let batches = self.training_batches(samples, 0)?;
-        let num_epochs = self.batches.epochs;
-        let num_steps = num_epochs.saturating_mul(batches.num_steps_per_epoch());
-        let num_steps = self.batches.steps.unwrap_or(num_steps);
+        let num_steps = match self.batches.steps {
+            Some(num_steps) => num_steps,
+            None => batches.first_step_from(self.batches.end_of_epochs(batches.num_samples()))?,
+        };
         let config = TrainConfig {
             lr_schedule: LrSchedule {
                 lr: args.lr,

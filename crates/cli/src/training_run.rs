@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_comm::{Degrees, Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
@@ -23,6 +23,7 @@ use crate::data_args::TrainingData;
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::flags::Flags;
+use crate::generation_config::GENERATION_FILE;
 use crate::log_args::StepLogs;
 use crate::lora_args::LoraArgs;
 use crate::output::{code_of_refusal, in_words, print_for_all};
@@ -78,8 +79,42 @@ pub(crate) enum InitialWeights {
     Checkpoint(PathBuf),
 }
 
+impl InitialWeights {
+    /// The model's parameters, of which the flags freeze some or train others beside them.
+    fn store(
+        &self,
+        training: &TrainingArgs,
+        lora: &LoraArgs,
+        base_model: Option<&str>,
+    ) -> Result<ParamStore> {
+        let seed = training.batches.seed;
+        let store = match self {
+            Self::Random => ParamStore::init(seed),
+            Self::Checkpoint(model) => ParamStore::from_pretrained(model)?,
+        };
+        lora.apply(training.optimizer.freeze.apply(store), seed, base_model)
+    }
+
+    /// Checks, without reading weights, that they are those which `config` tells of, and that adapters and patterns of names fit them.
+    ///
+    /// # Errors
+    /// What would be wrong with the model of the run.
+    pub fn check(
+        &self,
+        config: &ModelConfig,
+        training: &TrainingArgs,
+        lora: &LoraArgs,
+    ) -> Result<()> {
+        let store = self.store(training, lora, None)?.without_values();
+        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
+        let vb = store.builder(training.layout.dtype.into(), &Device::Cpu);
+        let stage = CausalLm::stage(config, &mesh, &vb)?;
+        training.optimizer.freeze.check(stage.params())
+    }
+}
+
 /// Files that tell what a model is, and not what an adapter is.
-const OF_THE_MODEL: [&str; 3] = ["config.json", "generation_config.json", "README.md"];
+const OF_THE_MODEL: [&str; 3] = ["config.json", GENERATION_FILE, "README.md"];
 
 impl TrainingRun<'_> {
     /// Checks what can be checked, trains and saves.
@@ -88,6 +123,9 @@ impl TrainingRun<'_> {
         self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
         if let Some(date) = self.data.date.filter(|_| !flags.is_given(DATE)) {
             self.taken.push(format!("{DATE} {date}"));
+        }
+        if let Some(template) = &self.data.chosen_template {
+            template.save_among(&mut self.sidecars, &self.tokenizer)?;
         }
         let own = text_of(flags.config.clone(), &self.taken)?;
         self.sidecars
@@ -118,9 +156,12 @@ impl TrainingRun<'_> {
         };
         self.lora.add_to(&mut record)?;
         if self.lora.is_given() {
-            // What describes the model is in the model's folder.
+            // What describes the model is in the model's folder, but for the ends of turns of another template than its own.
+            let has_ends = self.data.chosen_template.is_some();
             let sidecars = &mut self.sidecars;
-            sidecars.retain(|(name, _)| !OF_THE_MODEL.contains(&name.as_str()));
+            let is_of_adapter =
+                |name: &str| has_ends && name == GENERATION_FILE || !OF_THE_MODEL.contains(&name);
+            sidecars.retain(|(name, _)| is_of_adapter(name));
         }
         let run = self.name(&record, &ranks)?;
         let sidecars = with_config_dtype(self.sidecars.clone(), self.save_dtype)?;
@@ -379,19 +420,15 @@ impl TrainingRun<'_> {
     /// A rank's part of the model with its initial weights; one rank shows how far it has read them.
     pub(crate) fn stage(&self, mesh: &Mesh, is_first: bool) -> Result<Stage> {
         let training = self.training;
-        let store = match &self.initial_weights {
-            InitialWeights::Random => ParamStore::init(training.batches.seed),
-            InitialWeights::Checkpoint(model) => ParamStore::from_pretrained(model)?,
-        };
+        let store = self
+            .initial_weights
+            .store(training, &self.lora, self.base_model)?;
         let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
         let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
             let done = move || num_bytes.load(Ordering::Relaxed);
             Activity::of_bytes("loading weights", None, done)
         });
         let store = store.with_data_parallel(training.data_parallel());
-        let store = training.optimizer.freeze.apply(store);
-        let seed = training.batches.seed;
-        let store = self.lora.apply(store, seed, self.base_model)?;
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
         let stage = CausalLm::stage(&self.config, mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;

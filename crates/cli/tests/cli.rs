@@ -1,6 +1,7 @@
 //! The command as a user runs it: what it prints, what it writes, how it refuses bad input, and which processes it starts and ends.
 
 mod cli {
+    mod chosen_template;
     mod config;
     mod config_file;
     mod conversations;
@@ -55,6 +56,7 @@ mod cli {
     mod program;
     mod restart;
     mod resume;
+    mod spellings;
     mod stop;
     mod timeline;
     mod tokenizer;

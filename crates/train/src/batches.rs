@@ -158,6 +158,34 @@ impl Batches {
         }
     }
 
+    /// The first step whose [`Self::position`] is not before `end`: so many steps see the sequences before that, each epoch's last step as
+    /// many as are left of it.
+    ///
+    /// # Errors
+    /// A step beyond all numbers.
+    pub fn first_step_from(&self, end: usize) -> Result<usize> {
+        let (first_step, first) = self.origin;
+        let (num_samples, batch) = (self.samples.len(), self.config.global_batch_size);
+        let steps_of = |num_sequences: usize| num_sequences.div_ceil(batch);
+        if end <= first {
+            return Ok(first_step);
+        }
+        let (first_epoch, place) = (first / num_samples, first % num_samples);
+        let (last_epoch, last_place) = (end / num_samples, end % num_samples);
+        let step = match last_epoch - first_epoch {
+            0 => first_step.checked_add(steps_of(last_place - place)),
+            epochs => steps_of(num_samples)
+                .checked_mul(epochs - 1)
+                .and_then(|steps| steps.checked_add(first_step))
+                .and_then(|steps| steps.checked_add(steps_of(num_samples - place)))
+                .and_then(|steps| steps.checked_add(steps_of(last_place))),
+        };
+        match step {
+            Some(step) => Ok(step),
+            None => bail!("{end} sequences are more than any number of steps sees"),
+        }
+    }
+
     fn step_samples(&self, step: usize) -> Result<StepSamples> {
         let (position, num_samples) = (self.position(step)?, self.samples.len());
         let place = position % num_samples;

@@ -36,6 +36,7 @@ mod sample_order;
 mod sampler;
 mod samples;
 mod special_tokens;
+mod step_debug;
 mod step_metrics;
 mod step_times;
 mod tensorboard;
@@ -50,7 +51,7 @@ mod whole_file;
 
 pub use activity::Activity;
 pub use batches::{BatchConfig, Batches};
-pub use chat::{Chat, ChatTemplate, Rendered};
+pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;
 pub use data::{

@@ -271,6 +271,11 @@ impl Tokenizer {
         self.tokenizer.id_to_token(id)
     }
 
+    /// Id of the token that is spelled so, if there is one.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+
     /// What decides the ids of texts.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ use crate::loss_range::{LossChange, LossRange};
 use crate::memory_report::explain;
 use crate::model_flops::ModelFlops;
 use crate::parameter_server::ParameterServer;
+use crate::step_debug::StepDebug;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
@@ -46,6 +47,7 @@ pub struct Trainer {
     /// Where it went on from a checkpoint.
     resumed_at: Option<usize>,
     times: StepTimes,
+    debug: StepDebug,
     /// Of the optimizer on the device, if steps are timed there.
     stopwatch: Option<Stopwatch>,
     /// Whether this rank asks to stop.
@@ -144,7 +146,21 @@ impl Trainer {
         if stage.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
             optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
         }
+        let blocks: Vec<usize> = stage.block_indices().collect();
+        tracing::debug!(
+            "rank {}: stage {} of {}, replica {} of {}, tensor-parallel part {} of {}; blocks {blocks:?}, {} parameters in {} buckets",
+            mesh.world.rank(),
+            mesh.pp.rank(),
+            mesh.pp.world_size(),
+            mesh.dp.rank(),
+            mesh.dp.world_size(),
+            mesh.tp.rank(),
+            mesh.tp.world_size(),
+            stage.params().len(),
+            stage.params().num_buckets()
+        );
         Ok(Self {
+            debug: StepDebug::of(mesh),
             pipeline: Pipeline::new(config.schedule, mesh),
             source,
             optimizer,

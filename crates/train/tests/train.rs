@@ -4,6 +4,8 @@
 mod batches;
 #[path = "train/chat.rs"]
 mod chat;
+#[path = "train/chosen_template.rs"]
+mod chosen_template;
 #[path = "train/conversation_parts.rs"]
 mod conversation_parts;
 #[path = "train/data.rs"]

@@ -29,7 +29,7 @@ const NUMBERS: &[(&str, &[&str], &str)] = &[
     ("--global-batch-size", &["0", "-1"], "a whole number >= 1"),
     ("--seq-len", &["0", "-1"], "a whole number >= 1"),
     ("--steps", &["-1", "1e3"], "a whole number >= 0"),
-    ("--epochs", &["-1", "0.5"], "a whole number >= 0"),
+    ("--epochs", &["-1", "nan", "two"], "a number >= 0"),
     (
         "--seed",
         &["-1", "18446744073709551616"],

@@ -20,7 +20,7 @@ fn help(subcommand: &'static str) -> BTreeMap<String, String> {
         }
         let text: &mut String = flags.entry(name.clone()).or_default();
         text.push_str(line);
-        text.push('\n');
+        text.push(' ');
     }
     flags
 }
@@ -118,7 +118,7 @@ const TRAINING: &[(&str, &[&str])] = &[
         &["[default: 0.9]", "average of the gradients"],
     ),
     ("--adam-beta2", &["[default: 0.95]", "squared gradients"]),
-    ("--adam-eps", &["[default: 0.00000001]", "EPSILON"]),
+    ("--adam-eps", &["[default: 1e-8]", "EPSILON"]),
     ("--max-grad-norm", &["[default: 1]", "NORM", "0: never"]),
     (
         "--loss-scale-init",
@@ -157,7 +157,14 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--rescue-dir",
         &["DIR", "[default: beside the folder of the checkpoints"],
     ),
-    ("--save-every", &["[default: never]", "STEPS", "--save-dir"]),
+    (
+        "--save-every",
+        &[
+            "[default: where the run is stopped only]",
+            "STEPS",
+            "--save-dir",
+        ],
+    ),
     ("--save-dir", &["[default: none]", "step-000015"]),
     ("--keep", &["[default: 2]", "newest"]),
     ("--resume", &["DIR|latest", "any layout", "--save-dir"]),
@@ -190,7 +197,7 @@ fn finetune_explains_its_flags() {
         &["PATH[:WEIGHT]", "hub://datasets", "messages"],
     );
     for (flag, default) in [
-        ("--lr", "0.00002"),
+        ("--lr", "2e-5"),
         ("--weight-decay", "0.01"),
         ("--micro-batch-size", "1"),
     ] {
@@ -261,4 +268,45 @@ fn pretrain_explains_its_flags() {
     assert_says(&help, "--max-positions", &["[default: 512,", "TOKENS"]);
     assert_says(&help, "--untied", &["own weight"]);
     assert_says(&help, "--save-dtype", &["[default: f32]"]);
+}
+
+#[test]
+fn a_short_help_has_the_flags_of_a_first_run_and_an_example() {
+    for (subcommand, num_own) in [("finetune", 0), ("train", 0), ("sft", 0), ("pretrain", 1)] {
+        let said = candle_train(subcommand).switch("-h").succeeds().stdout;
+        let flags = said.lines().filter(|line| line.trim().starts_with("--"));
+        let flags = flags.filter(|line| !line.contains("--help") && !line.contains("--version"));
+        assert_eq!(flags.count(), 25 + num_own, "{said}");
+        for part in [
+            "Example",
+            "candle-train",
+            "--help has all flags",
+            "--epochs",
+            "[default: 2e-5]",
+        ] {
+            assert!(
+                said.contains(part) || subcommand == "pretrain",
+                "{part}: {said}"
+            );
+        }
+        assert!(
+            said.lines().all(|line| line.chars().count() <= 110),
+            "{said}"
+        );
+        assert!(!said.contains("--mpi-reduction"));
+    }
+    let all = candle_train("finetune").switch("--help").succeeds().stdout;
+    assert!(all.lines().all(|line| line.chars().count() <= 110), "{all}");
+    // What people look for comes before what a cluster needs.
+    let place = |heading: &str| all.find(&format!("\n{heading}:")).unwrap();
+    let order = [
+        "Adapters",
+        "Batches",
+        "Optimizer",
+        "Evaluation",
+        "Checkpoints",
+        "Layout",
+        "Ranks",
+    ];
+    assert!(order.is_sorted_by_key(|heading| place(heading)), "{all}");
 }

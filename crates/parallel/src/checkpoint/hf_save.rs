@@ -72,6 +72,21 @@ impl HfSave {
         Ok(claimed)
     }
 
+    /// What [`Self::check_output`] says of the folder for any value of [`Self::run`], before that is known and without claiming the folder: it
+    /// holds an input, other files than a model's, or a model that no run has made.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn check_place(&self) -> Result<()> {
+        let place = self.output.path();
+        let overwrite = self.overwrite || RunFile::read(place).is_some();
+        let any_run = Self {
+            overwrite,
+            ..self.clone()
+        };
+        any_run.check_replaceable(place, &[])
+    }
+
     /// What the model takes, beside the one that it replaces: for [`check_free_space`](super::check_free_space).
     ///
     /// # Errors

@@ -71,6 +71,7 @@ impl Parameters {
         ),
         (mesh, replicas): (&Mesh, DataParallel),
         mut facts: Facts,
+        without_values: bool,
     ) -> Result<Self> {
         if mesh.degrees.cp > 1 {
             bail!(
@@ -138,7 +139,7 @@ impl Parameters {
             }
             let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
             sharded.set(slices).map_err(|_| again())?;
-        } else {
+        } else if !without_values {
             let mut absent = params.iter().filter(|param| !param.is_present());
             absent.try_for_each(|param| param.refill(&initial(param)?))?;
         }
@@ -186,6 +187,11 @@ impl Parameters {
     /// Whether this rank holds no parameter.
     pub fn is_empty(&self) -> bool {
         self.inner.params.is_empty()
+    }
+
+    /// Buckets of parameters, each of which is reduced and gathered as one.
+    pub fn num_buckets(&self) -> usize {
+        self.inner.layout.buckets.len()
     }
 
     /// Parameter `index` of this rank.

@@ -48,6 +48,8 @@ struct State {
     linears: BTreeSet<String>,
     /// See [`ParamStore::building`].
     is_building: bool,
+    /// See [`ParamStore::without_values`].
+    without_values: bool,
 }
 
 /// See [`ParamStore::building`].
@@ -244,6 +246,14 @@ impl ParamStore {
         self
     }
 
+    /// Leaves the values of parameters where they are; call it before the model is built. That is checked as ever, for names, shapes, types,
+    /// adapters and what is frozen, and [`Parameters`] tell what it takes, but nothing can be computed: to see before a run what would
+    /// be wrong with it.
+    pub fn without_values(self) -> Self {
+        self.lock().without_values = true;
+        self
+    }
+
     /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`: tied weights, written twice.
     pub fn allow_alias(&self, alias: &str, name: &str) {
         let mut state = self.lock();
@@ -342,7 +352,7 @@ impl ParamStore {
         let is_frozen = is_frozen.is_some_and(|is_frozen| is_frozen(&request.name));
         // Beside adapters nothing else is trained.
         let trainable = !is_frozen && (request.is_adapter || self.source.lora.is_none());
-        let is_deferred = state.replicas.zero == ZeroStage::Three;
+        let is_deferred = state.replicas.zero == ZeroStage::Three || state.without_values;
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
         let is_packed = request.by_tiles && !trainable;
         let format = state.frozen_format.filter(|_| is_packed);
@@ -471,6 +481,7 @@ impl ParamStore {
             ),
             (mesh, state.replicas),
             facts,
+            state.without_values,
         )?;
         params.check_adapters(&state.linears)?;
         Ok(params)

@@ -28,7 +28,7 @@ const MARKED: &str = " and marks";
 const MAX_STEPS: u64 = 50_000_000;
 
 /// A chat template. It knows the special tokens by their names, such as `bos_token`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
@@ -57,16 +57,28 @@ impl ChatTemplate {
         special_tokens: BTreeMap<String, String>,
     ) -> Result<Option<Self>> {
         let dir = dir.as_ref();
-        let Some(source) = TemplateSource::read(dir)? else {
-            return Ok(None);
-        };
-        match Self::new(source, special_tokens) {
-            Ok(template) => Ok(Some(template)),
-            Err(err) => bail!(
-                "the chat template of {dir:?} is not one that can be rendered: {}",
+        let source = TemplateSource::read(dir)?;
+        let template = source.map(|source| Self::of_source(source, special_tokens));
+        template.transpose()
+    }
+
+    pub(super) fn of_source(
+        source: TemplateSource,
+        special_tokens: BTreeMap<String, String>,
+    ) -> Result<Self> {
+        let path = source.path.clone();
+        tracing::debug!("chat template: {}", path.display());
+        Self::new(source, special_tokens).map_err(|err| {
+            candle_core::Error::msg(format!(
+                "the chat template of {path:?} is not one that can be rendered: {}",
                 explain(&err)
-            ),
-        }
+            ))
+        })
+    }
+
+    /// The template itself, for conversations without tools.
+    pub fn text_of_template(&self) -> &str {
+        &self.source.default
     }
 
     fn new(

@@ -2,6 +2,7 @@
 
 mod assistant_spans;
 mod chat_template;
+mod chosen_template;
 mod conversation;
 mod generation_marks;
 mod loss_masks;
@@ -11,6 +12,7 @@ mod tool_arguments;
 mod unread;
 
 pub use chat_template::{ChatTemplate, Rendered};
+pub use chosen_template::TemplateFit;
 pub use conversation::Chat;
 pub(crate) use conversation::{NO_TEXT, has_content};
 pub(crate) use loss_masks::{MASKS_OF_RECORDS, masks_of_list};

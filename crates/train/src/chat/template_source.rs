@@ -8,6 +8,9 @@ use serde_json::Value;
 
 use crate::json_file::read_json;
 
+/// The file of a checkpoint's template.
+pub(super) const TEMPLATE_FILE: &str = "chat_template.jinja";
+
 /// The templates of a checkpoint. Line endings are `\n`, whether the file has them, `\r\n` or `\r`: Jinja2 reads templates so.
 #[derive(Clone, Debug)]
 pub(super) struct TemplateSource {
@@ -23,7 +26,7 @@ impl TemplateSource {
     /// That of `dir`: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, one or a list of named ones, else that of
     /// `chat_template.json`; `None` if there is none.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
-        let path = dir.join("chat_template.jinja");
+        let path = dir.join(TEMPLATE_FILE);
         if let Some(default) = read_text(&path)? {
             let with_tools = read_text(&dir.join("additional_chat_templates/tool_use.jinja"))?;
             return Ok(Some(Self::new(path, &default, with_tools.as_deref())));
@@ -43,6 +46,11 @@ impl TemplateSource {
             }
         }
         Ok(None)
+    }
+
+    /// That of one text for all conversations.
+    pub fn of_text(path: PathBuf, text: &str) -> Self {
+        Self::new(path, text, None)
     }
 
     fn new(path: PathBuf, default: &str, with_tools: Option<&str>) -> Self {

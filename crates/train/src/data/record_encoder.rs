@@ -67,6 +67,14 @@ impl<'a> RecordEncoder<'a> {
         })
     }
 
+    /// With this chat template in place of the checkpoint's.
+    pub fn with_template(self, template: ChatTemplate) -> Self {
+        Self {
+            template: Some(template),
+            ..self
+        }
+    }
+
     /// With the chat template [on this date](ChatTemplate::with_date).
     pub fn with_date(mut self, date: Date) -> Self {
         self.template = self.template.map(|template| template.with_date(date));

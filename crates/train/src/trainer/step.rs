@@ -117,6 +117,7 @@ impl Trainer {
             // The end of this update is not waited for.
             self.times.optimizer_secs = std::mem::replace(earlier, stopwatch).take_secs()?;
         }
+        self.debug.tell(self.step + 1, &self.times);
         Ok(StepDone {
             report,
             num_positions: self.num_positions(micro_batches)?,

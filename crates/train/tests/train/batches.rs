@@ -317,3 +317,23 @@ fn positions_are_those_of_all_replicas_and_epochs_have_fractions() {
         assert_eq!(epochs, [0.0, 0.4, 0.8, 1.0, 1.4]);
     }
 }
+
+#[test]
+fn the_first_step_from_a_sequence_is_the_one_whose_position_is_not_before_it() {
+    // 15 samples of 8 tokens, 16 of them would be 2 steps of 8 exactly.
+    for (num_tokens, size) in [(115, 6), (115, 15), (115, 20), (128, 8), (128, 1)] {
+        let fresh = || batches((num_tokens, 8), &config(1, size, true), (0, 1));
+        for (first_step, first) in [(0, 0), (3, 7), (1, 15), (2, 40)] {
+            let batches = fresh().continued(first_step, first);
+            for end in 0..70 {
+                let step = batches.first_step_from(end).unwrap();
+                assert!(batches.position(step).unwrap() >= end, "{size} {end}");
+                let is_first = step == first_step || batches.position(step - 1).unwrap() < end;
+                assert!(is_first, "{size} {end} from {first}");
+            }
+        }
+        let most = fresh().continued(usize::MAX, 0).first_step_from(usize::MAX);
+        let reason = most.unwrap_err().to_string();
+        assert!(reason.contains("more than any number of steps"), "{reason}");
+    }
+}

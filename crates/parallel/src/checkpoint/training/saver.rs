@@ -145,6 +145,14 @@ impl CheckpointSaver {
         })
     }
 
+    /// What [`Self::new`] would say of the folder of a run that begins: there are checkpoints in it already.
+    ///
+    /// # Errors
+    /// That, and a folder that cannot be read.
+    pub fn check_empty(dir: &Path) -> Result<()> {
+        check_checkpoints(&CheckpointFolder::new(dir), None)
+    }
+
     /// Gives a run that begins this name, the same on every rank, in place of a random one.
     pub fn with_run(mut self, run: &str) -> Self {
         self.run = run.to_string();
@@ -447,11 +455,17 @@ fn check_checkpoints(
             continue;
         };
         let path = path.display();
-        let Some(resumed) = resumed.filter(|resumed| resumed.run() == manifest.run) else {
+        let Some(resumed) = resumed else {
             bail!(
-                "{path} is a checkpoint of another run\nhint: resume that run, or choose another folder for this one's"
+                "{path} is a checkpoint already, and this run would begin anew\nhint: --resume latest goes on from the newest one; for a \
+                 run that begins choose another --save-dir"
             );
         };
+        if resumed.run() != manifest.run {
+            bail!(
+                "{path} is a checkpoint of another run than the one that goes on\nhint: choose another --save-dir"
+            );
+        }
         if step > resumed.step() && !resumed.is_latest {
             bail!(
                 "{path} is newer than the checkpoint after step {} from which the run goes on\nhint: move it away, or choose \

@@ -1,0 +1,131 @@
+//! `--chat-template`: conversations for a model without a template, from the data to an answer that ends.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::folder::edit_json;
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
+
+/// A base model without a template, and conversations.
+fn workspace() -> Workspace {
+    let workspace = Workspace::new();
+    let _ = fs::remove_file(workspace.model("chat_template.jinja"));
+    let _ = fs::remove_file(workspace.model("generation_config.json"));
+    edit_json(&workspace.model("tokenizer_config.json"), |config| {
+        config.as_object_mut().unwrap().remove("chat_template");
+    });
+    let record = json!({"messages": [
+        {"role": "user", "content": "Begin"}, {"role": "assistant", "content": "one"}
+    ]});
+    fs::write(
+        workspace.path("chat.jsonl"),
+        format!("{record}\n{record}\n{record}\n{record}\n"),
+    )
+    .unwrap();
+    workspace
+}
+
+fn finetune(workspace: &Workspace) -> Program {
+    workspace
+        .finetune()
+        .flag("--tp", 1)
+        .flag("--pp", 1)
+        .flag("--seq-len", 64)
+        .flag("--data", workspace.path("chat.jsonl").display())
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_base_model_learns_conversations_and_keeps_the_template() {
+    let workspace = workspace();
+    let run = finetune(&workspace).flag("--chat-template", "zephyr");
+    let said = run.succeeds_with_warnings().stderr;
+    // Of the markers one warning, and the end of a turn is a token.
+    assert_eq!(said.matches("warning: ").count(), 1, "{said}");
+    assert!(
+        said.contains("<|user|>") && !said.contains("does not stop"),
+        "{said}"
+    );
+    let output = workspace.output();
+    let template = fs::read_to_string(output.join("chat_template.jinja")).unwrap();
+    assert!(
+        template.contains("'<|' + message['role'] + '|>"),
+        "{template}"
+    );
+    let ends = &read_json(&output.join("generation_config.json"))["eos_token_id"];
+    assert!(
+        ends.as_array().is_some_and(|ends| !ends.is_empty()),
+        "{ends}"
+    );
+    let toml = fs::read_to_string(output.join("candle_train.toml")).unwrap();
+    assert!(toml.contains("chat-template = \"zephyr\""), "{toml}");
+    // The model's own template is the chosen one now.
+    let shown = |model: &Path, flags: &[(&str, &str)]| {
+        let program = candle_train("preview")
+            .flag("--model", model.display())
+            .flag("--data", workspace.path("chat.jsonl").display())
+            .flag("--num", 1);
+        let flags = flags.iter();
+        let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+        program.succeeds_with_warnings().stdout
+    };
+    let by_flag = shown(&workspace.path("model"), &[("--chat-template", "zephyr")]);
+    assert_eq!(shown(&output, &[]), by_flag);
+    assert!(by_flag.contains("<|assistant|>"), "{by_flag}");
+    let chat = candle_train("generate")
+        .flag("--model", output.display())
+        .switch("--chat")
+        .flag("--prompt", "Begin")
+        .flag("--max-new-tokens", 4);
+    chat.succeeds();
+}
+
+#[test]
+fn a_template_file_in_place_of_the_models_own_and_what_is_none() {
+    let workspace = workspace();
+    fs::write(
+        workspace.model("chat_template.jinja"),
+        "{{ raise_exception('old') }}",
+    )
+    .unwrap();
+    let own = workspace.path("own.jinja");
+    let text = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}";
+    fs::write(&own, text).unwrap();
+    let run = finetune(&workspace).flag("--chat-template", own.display());
+    run.succeeds();
+    let saved = fs::read_to_string(workspace.output().join("chat_template.jinja")).unwrap();
+    assert_eq!(saved, text);
+    let run = finetune(&workspace);
+    for (choice, parts) in [
+        (
+            "vicuna",
+            [
+                "cannot read the chat template vicuna",
+                "chatml, llama3, qwen, mistral, gemma, zephyr",
+            ],
+        ),
+        ("/", ["cannot read the chat template /", "hint: "]),
+    ] {
+        workspace.run_refused(&run.clone().flag("--chat-template", choice), &parts);
+    }
+}
+
+#[test]
+fn an_end_of_turn_in_pieces_is_warned_of() {
+    let workspace = workspace();
+    let run = finetune(&workspace).flag("--chat-template", "chatml");
+    let said = run.succeeds_with_warnings().stderr;
+    for part in [
+        "<|im_end|>, <|im_start|>",
+        "does not stop by itself",
+        "hint: mistral and zephyr",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
+}
