@@ -68,6 +68,9 @@ fn about_subcommand(command: &Command, said: &mut BTreeMap<String, Place>) -> St
     if !aliases.is_empty() {
         write!(text, "\nAlso called {}.\n", aliases.join(", ")).unwrap();
     }
+    if let Some(example) = command.get_after_long_help() {
+        write!(text, "\n```text\n{example}\n```\n").unwrap();
+    }
     let groups = flags_by_heading(command);
     let place = |heading: &str| Place {
         command: name.to_string(),
@@ -155,48 +158,56 @@ fn about(command: &Command) -> String {
 fn described(arg: &Arg) -> String {
     let help = arg.get_help().unwrap_or_default().to_string();
     let (help, default) = match help.rsplit_once(" [default: ") {
-        Some((help, default)) => (help.to_string(), default.strip_suffix(']').map(in_markdown)),
-        None => (help, None),
+        Some((help, default)) => (help, default.strip_suffix(']').map(in_markdown)),
+        None => (help.as_str(), None),
     };
+    let details = arg.get_long_help().unwrap_or_default().to_string();
+    // It begins with the short help.
+    let details = details.split("\n\n").skip(1).map(in_markdown);
     let takes_values = arg.get_action().takes_values();
     let given = arg.get_default_values().iter();
     let given: Vec<String> = given.map(|value| code(&value.to_string_lossy())).collect();
-    let default = default.or_else(|| (takes_values && !given.is_empty()).then(|| given.join(" ")));
-    let required = if arg.is_required_set() {
-        " *Required.*"
-    } else {
-        ""
-    };
-    let default = default.map_or(String::new(), |default| format!(" *Default:* {default}."));
+    let given = (takes_values && !given.is_empty()).then(|| given.join(" "));
     let others = arg.get_visible_aliases().unwrap_or_default();
-    let others: Vec<String> = others
+    let others = others.iter().map(|alias| code(&format!("--{alias}")));
+    let others: Vec<String> = others.collect();
+    let mut sentences = vec![format!("{}: {}", code(&name_of(arg)), in_markdown(help))];
+    sentences.extend(details);
+    if arg.is_required_set() {
+        sentences.push("*Required*".to_string());
+    }
+    let default = default.or(given);
+    sentences.extend(default.map(|default| format!("*Default:* {default}")));
+    if !others.is_empty() {
+        sentences.push(format!("*Also:* {}", others.join(", ")));
+    }
+    let sentences = sentences
         .iter()
-        .map(|alias| code(&format!("--{alias}")))
-        .collect();
-    let others = match others.is_empty() {
-        true => String::new(),
-        false => format!(" *Also:* {}.", others.join(", ")),
-    };
-    let mut text = format!(
-        "\n{}: {}.{required}{default}{others}\n",
-        code(&name_of(arg)),
-        in_markdown(&help)
-    );
+        .map(|sentence| match sentence.ends_with('.') {
+            true => sentence.clone(),
+            false => format!("{sentence}."),
+        });
+    let sentences: Vec<String> = sentences.collect();
+    format!("\n{}\n{}", sentences.join(" "), values_of(arg))
+}
+
+/// A list of the values of a flag that takes names.
+fn values_of(arg: &Arg) -> String {
     let values = arg.get_possible_values();
+    let is_named = arg.get_action().takes_values() && !values.is_empty();
     let values = values
         .iter()
-        .filter(|value| takes_values && !value.is_hide_set());
-    let values: Vec<String> = values
-        .map(|value| {
-            let help = value.get_help().map(|help| in_markdown(&help.to_string()));
-            let help = help.map_or(String::new(), |help| format!(": {help}"));
-            format!("- {}{help}\n", code(value.get_name()))
-        })
-        .collect();
-    if !values.is_empty() {
-        write!(text, "\n{}", values.concat()).unwrap();
+        .filter(|value| is_named && !value.is_hide_set());
+    let lines = values.map(|value| {
+        let help = value.get_help().map(|help| in_markdown(&help.to_string()));
+        let help = help.map_or(String::new(), |help| format!(": {help}"));
+        format!("- {}{help}\n", code(value.get_name()))
+    });
+    let lines: String = lines.collect();
+    match lines.is_empty() {
+        true => lines,
+        false => format!("\n{lines}"),
     }
-    text
 }
 
 /// The flag with its value, as `--help` spells it.
