@@ -1,11 +1,13 @@
 //! A causal language model as a chain of blocks, of which each pipeline stage builds its own.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
-    Block, ParamBuilder, Recompute, Stage, layer_block, stage_blocks, vocab_parallel_embedding,
+    Block, ParamBuilder, ParamStore, Recompute, Stage, layer_block, stage_blocks,
+    vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
@@ -24,15 +26,30 @@ impl CausalLm {
     pub fn stage(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
         config.validate()?;
         Self::check_degrees(config, &mesh.degrees)?;
-        let store = vb.store();
-        store.allow_unused(".rotary_emb.inv_freq");
-        if config.tie_word_embeddings {
-            store.allow_alias("lm_head.weight", "model.embed_tokens.weight");
-        }
+        allow_more(config, vb.store());
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
         let num_blocks = config.num_hidden_layers + 2;
         Stage::build(mesh, vb, num_blocks, config.hidden_size, |index, vb| {
             Self::block(config, index, &rotary, &mesh.tp, vb)
+        })
+    }
+
+    /// Reads all weights of the checkpoint in `dir`, in the memory of one layer, or of the embedding; how many there are.
+    ///
+    /// # Errors
+    /// A weight that is missing, has another shape than `config` says, is of no type that can be trained or has values that are NaN or
+    /// infinite; a tensor that the model does not have.
+    pub fn check_weights(config: &ModelConfig, dir: &Path) -> Result<usize> {
+        config.validate()?;
+        let open = || {
+            let store = ParamStore::from_pretrained(dir)?;
+            allow_more(config, &store);
+            Ok(store)
+        };
+        let tp = ProcessGroup::single(Device::Cpu);
+        let rotary = Arc::new(RotaryTable::new(config, &Device::Cpu));
+        Stage::check_weights(config.num_hidden_layers + 2, open, |index, vb| {
+            Self::block(config, index, &rotary, &tp, vb)
         })
     }
 
@@ -71,7 +88,18 @@ impl CausalLm {
         tp: usize,
         recompute: Recompute,
     ) -> usize {
-        let (hidden, value) = (config.hidden_size, stage.dtype().size_in_bytes());
+        let blocks = stage.block_indices().skip(stage.num_frozen_blocks());
+        Self::tape_bytes_of_blocks(config, blocks, (stage.dtype(), tp), recompute)
+    }
+
+    /// As [`Self::tape_bytes_per_token`] of these blocks, none of them frozen, of a model that computes in `dtype` on `tp` ranks.
+    pub fn tape_bytes_of_blocks(
+        config: &ModelConfig,
+        blocks: impl Iterator<Item = usize>,
+        (dtype, tp): (DType, usize),
+        recompute: Recompute,
+    ) -> usize {
+        let (hidden, value) = (config.hidden_size, dtype.size_in_bytes());
         let layer = match recompute {
             Recompute::Full => value * hidden,
             Recompute::None | Recompute::Selective => {
@@ -86,8 +114,7 @@ impl CausalLm {
             _ if index <= config.num_hidden_layers => layer,
             _ => 2 * value * hidden,
         };
-        let recorded = stage.block_indices().skip(stage.num_frozen_blocks());
-        recorded.map(of_block).sum()
+        blocks.map(of_block).sum()
     }
 
     /// An error with the numbers if these degrees do not fit the model.
@@ -107,5 +134,13 @@ impl CausalLm {
             }
         }
         Ok(())
+    }
+}
+
+/// What a checkpoint may hold beside the model's weights.
+fn allow_more(config: &ModelConfig, store: &ParamStore) {
+    store.allow_unused(".rotary_emb.inv_freq");
+    if config.tie_word_embeddings {
+        store.allow_alias("lm_head.weight", "model.embed_tokens.weight");
     }
 }

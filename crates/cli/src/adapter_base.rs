@@ -1,13 +1,105 @@
-//! Whether an adapter is used with the model that it was trained on. Layers and shapes that do not fit are errors where its weights are
-//! read; here is what the names and types of the two models tell.
+//! The model that an adapter was trained on: where it is, and whether the adapter is used with it. Layers and shapes that do not fit are
+//! errors where weights are read; here is what the names and types of the two models tell.
 
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use candle_core::{Result, bail};
-use candle_parallel::Adapter;
 use candle_parallel::checkpoint::read_text_file;
+use candle_parallel::{ADAPTER_CONFIG_FILE, Adapter};
 use candle_train::hub::find_model;
 use serde_json::Value;
+
+/// What flags name: a model, and perhaps an adapter of it.
+#[derive(Debug)]
+pub(crate) struct NamedModel {
+    /// A folder, or a name on the hub.
+    pub model: String,
+    pub adapter: Option<PathBuf>,
+}
+
+impl NamedModel {
+    /// What `--model` and `--adapter` name. Where `--model` is an adapter's folder that is the adapter, and the model is the one that it was
+    /// trained on.
+    ///
+    /// # Errors
+    /// That model is not here; two adapters.
+    pub fn of_flags(model: &str, adapter: Option<&Path>) -> Result<Self> {
+        let dir = Path::new(model);
+        let (model, adapter) = match adapter {
+            Some(adapter) => {
+                refuse_adapter(model)?;
+                (model.to_string(), Some(adapter))
+            }
+            None if is_adapter(dir) => (base_of(dir)?, Some(dir)),
+            None => (model.to_string(), None),
+        };
+        Ok(Self {
+            model,
+            adapter: adapter.map(Path::to_path_buf),
+        })
+    }
+}
+
+/// Whether a folder has an adapter and no model.
+pub(crate) fn is_adapter(dir: &Path) -> bool {
+    dir.join(ADAPTER_CONFIG_FILE).is_file() && !dir.join("config.json").is_file()
+}
+
+/// The model that the adapter in `dir` was trained on, as `--model` names it: a folder, which may be noted relative to the adapter's, or what
+/// the hub's cache has.
+///
+/// # Errors
+/// An adapter that cannot be read, or does not say; the model is not here.
+pub(crate) fn base_of(dir: &Path) -> Result<String> {
+    let adapter = Adapter::open(dir)?;
+    let shown = dir.display();
+    let Some(base) = noted_base(&adapter) else {
+        bail!(
+            "the adapter in {shown} does not say which model it was trained on (base_model_name_or_path)\nhint: give that model too: \
+             --model BASE --adapter {shown}"
+        );
+    };
+    match find_base(dir, base) {
+        Some(found) => Ok(found),
+        None => bail!(
+            "the adapter in {shown} was trained on {base}, which is neither a folder here nor in the hub's cache\nhint: give that \
+             model's folder, or its name on the hub, too: --model {base} --adapter {shown}"
+        ),
+    }
+}
+
+/// The model that an adapter notes.
+fn noted_base(adapter: &Adapter) -> Option<&str> {
+    let base = adapter.config().base_model.as_deref();
+    base.filter(|base| !base.is_empty())
+}
+
+/// A model that the adapter in `dir` notes, as `--model` names it, if it is here.
+fn find_base(dir: &Path, base: &str) -> Option<String> {
+    let beside = dir.join(base);
+    if !Path::new(base).is_dir() && beside.join("config.json").is_file() {
+        return beside.to_str().map(str::to_string);
+    }
+    find_model(base).map(|_| base.to_string())
+}
+
+/// An error if `--model` is an adapter's folder where only a model can be meant.
+pub(crate) fn refuse_adapter(model: &str) -> Result<()> {
+    let dir = Path::new(model);
+    if !is_adapter(dir) {
+        return Ok(());
+    }
+    let adapter = Adapter::open(dir)?;
+    let base = noted_base(&adapter).map(|base| {
+        let found = find_base(dir, base);
+        found.unwrap_or_else(|| base.to_string())
+    });
+    let base = base.unwrap_or_else(|| "BASE".to_string());
+    bail!(
+        "--model {model} is an adapter, and no model\nhint: give the model that it was trained on, and the adapter by its own flag: \
+         --model {base} --adapter {model}"
+    )
+}
 
 /// What to warn of before the adapter in `dir` is used with `model`, as its user calls it, whose files are in `model_dir`: its
 /// `adapter_config.json` names a model of another name.
@@ -16,8 +108,7 @@ use serde_json::Value;
 /// An adapter that cannot be read; that model is at hand, a folder or in the hub's cache, and is of another type.
 pub(crate) fn check_base(dir: &Path, model: &str, model_dir: &Path) -> Result<Option<String>> {
     let adapter = Adapter::open(dir)?;
-    let base = adapter.config().base_model.as_deref();
-    let Some(base) = base.filter(|base| !base.is_empty()) else {
+    let Some(base) = noted_base(&adapter) else {
         return Ok(None);
     };
     let shown = dir.display();

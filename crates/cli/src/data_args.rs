@@ -78,6 +78,25 @@ impl DataArgs {
         template.transpose()
     }
 
+    /// The same flags, with the chat template of the adapter that training goes on with, if it is not the model's own and none is given.
+    ///
+    /// # Errors
+    /// A template that cannot be read.
+    pub fn with_template_of(
+        &self,
+        adapter: Option<&Path>,
+        model: &Path,
+        tokenizer: &Tokenizer,
+    ) -> Result<Self> {
+        let mut own = self.clone();
+        if let (Some(adapter), None) = (adapter, &self.chat_template) {
+            let template = ChatTemplate::of_adapter(adapter, model, tokenizer)?;
+            let path = template.and_then(|template| Some(template.path().to_str()?.to_string()));
+            own.chat_template = path;
+        }
+        Ok(own)
+    }
+
     /// An error if what is held out would be trained on, too.
     pub fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
         let repeated = self.data.iter().find(|spec| spec.weight > 1.0);

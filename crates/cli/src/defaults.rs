@@ -6,6 +6,7 @@ use candle_train_models::ModelConfig;
 
 use crate::choices::DTypeChoice;
 use crate::flags::Flags;
+use crate::number::written;
 use crate::run_record::GLOBAL_BATCH_SIZE;
 use crate::training_args::{BatchArgs, TrainingArgs};
 
@@ -92,7 +93,7 @@ impl TrainingArgs {
             if flags.is_given("--lora-rank") || flags.is_given("--adapter") {
                 self.optimizer.lr = LORA_LR;
             }
-            taken.push(format!("--lr {}", self.optimizer.lr));
+            taken.push(format!("--lr {}", written(self.optimizer.lr)));
         }
         taken
     }

@@ -10,6 +10,7 @@ use candle_train::hub::resolve_model;
 use candle_train::{Activity, TrainingRecord};
 use clap::Args;
 
+use crate::adapter_base::{is_adapter, refuse_adapter};
 use crate::choices::StorageChoice;
 use crate::number::num_bytes;
 use crate::output::print_line;
@@ -40,6 +41,15 @@ pub(crate) struct Export {
 impl Export {
     /// Writes the folder.
     pub fn run(&self) -> Result<()> {
+        let (dir, output) = (&self.checkpoint, self.output.display());
+        if is_adapter(dir) {
+            bail!(
+                "{} is an adapter, and no checkpoint of a run\nhint: a model with it folded in is made by candle-train merge --adapter \
+                 {} --output {output}",
+                dir.display(),
+                dir.display()
+            );
+        }
         let world = ProcessGroup::single(Device::Cpu);
         let reading = Activity::start("reading the checkpoint");
         let checkpoint = TrainingCheckpoint::open(&world, &self.checkpoint)?;
@@ -72,7 +82,7 @@ impl Export {
         let writing = Activity::of_bytes("writing the model", None, done);
         checkpoint.export_hf(&save, source.as_ref())?;
         drop(writing);
-        let (step, output) = (checkpoint.step(), self.output.display());
+        let step = checkpoint.step();
         print_line(&format!("the model after step {step} is in {output}"));
         Ok(())
     }
@@ -93,7 +103,10 @@ impl Export {
         }
         let hint = "hint: --model names the folder where the model with which the run began is now";
         let dir = match (&self.model, &checkpoint.manifest().source) {
-            (Some(model), _) => resolve_model(model)?,
+            (Some(model), _) => {
+                refuse_adapter(model)?;
+                resolve_model(model)?
+            }
             (None, Some(dir)) if dir.is_dir() => dir.clone(),
             (None, dir) => bail!(
                 "the run began with the model in {}, which has weights that were not trained, and it is not there\n{hint}",

@@ -10,6 +10,7 @@ use candle_train::hub::resolve_model;
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
 
+use crate::adapter_base::refuse_adapter;
 use crate::choices::StorageChoice;
 use crate::data_args::DataArgs;
 use crate::flags::Flags;
@@ -62,6 +63,7 @@ impl TrainingCommand for Finetune {
         self.lora.validate()?;
         self.data.validate(&training.evaluation)?;
         let ranks = training.run_config_with_defaults()?;
+        refuse_adapter(&self.model)?;
         let model = resolve_model(&self.model)?;
         let config = ModelConfig::from_file(model.join("config.json"))?;
         let taken = training.fill(&flags, Some(&config), &ranks);
@@ -75,6 +77,7 @@ impl TrainingCommand for Finetune {
         training.check_folders(&self.output, read.collect(), &ranks)?;
         let data = self
             .data
+            .with_template_of(self.lora.adapter.as_deref(), &model, &tokenizer)?
             .read(&tokenizer, Some(&model), (&training, &ranks))?;
         let inputs = std::iter::once(&model).chain(&self.lora.adapter);
         let inputs = inputs.chain(&data.inputs).cloned();

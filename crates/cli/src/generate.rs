@@ -1,25 +1,24 @@
 //! `candle-train generate`
 
-use std::io::{BufRead, ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, Write};
 use std::ops::Bound::{Excluded, Included, Unbounded};
-use std::path::PathBuf;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
-use candle_core::{Error, Result, bail};
+use candle_core::{Result, bail};
 use candle_parallel::{Adapter, ParamStore, Stage};
 use candle_train::hub::resolve_model;
-use candle_train::{
-    Chat, ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate,
-};
+use candle_train::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Parser;
 use jiff::civil::Date;
-use serde_json::{Value, json};
 
-use crate::adapter_base::check_base;
+use crate::adapter_base::{NamedModel, check_base};
+use crate::chat::Conversation;
 use crate::choices::DTypeChoice;
-use crate::generation_config::GenerationFile;
+use crate::generation_config::{GENERATION_FILE, GenerationFile};
 use crate::number::{real, whole};
 use crate::rank_args::RankArgs;
 
@@ -28,7 +27,8 @@ const A_WEEK: Duration = Duration::from_secs(604_800);
 /// Let a model continue a text, or answer in a chat
 #[derive(Parser, Debug)]
 pub(crate) struct Generate {
-    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub; or folder of low-rank adapters, with which the model goes that
+    /// they were trained on, if it is here
     #[arg(long, value_name = "DIR|REPO")]
     model: String,
     /// Folder of low-rank adapters that go with it [default: none]
@@ -43,6 +43,10 @@ pub(crate) struct Generate {
     /// What the conversation begins with, as the system's message [default: nothing]
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// Chat template of the conversation: chatml, llama3, qwen, mistral, gemma, zephyr, or a file of Jinja [default: the model's own, or the
+    /// adapter's]
+    #[arg(long, value_name = "FILE|NAME")]
+    chat_template: Option<String>,
     /// What a chat template that asks for the date takes for today [default: today]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
@@ -78,6 +82,7 @@ pub(crate) struct Generate {
 /// What the ranks share.
 struct Model {
     dir: PathBuf,
+    adapter: Option<PathBuf>,
     config: ModelConfig,
     tokenizer: Tokenizer,
     /// Of a conversation.
@@ -89,7 +94,7 @@ struct Model {
 }
 
 /// One rank's model, with which texts are written.
-struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     model: &'a Model,
     mesh: Mesh,
     stage: Stage,
@@ -140,17 +145,29 @@ impl Generate {
         if self.date.is_some() && !self.chat {
             bail!("--date is given without --chat: only a chat template asks for the date");
         }
+        if self.chat_template.is_some() && !self.chat {
+            bail!("--chat-template is given without --chat: a text is not rendered");
+        }
         let mut ranks = self.ranks.config(degrees)?;
         if self.chat {
             // The other ranks wait for the first one, which waits for a person.
             ranks.deadline = ranks.deadline.max(A_WEEK);
         }
-        let model = self.model()?;
+        let named = NamedModel::of_flags(&self.model, self.adapter.as_deref())?;
+        let model = self.model(&named)?;
         CausalLm::check_degrees(&model.config, &degrees)?;
-        let adapter = self.adapter.as_deref();
-        let warning = adapter.map_or(Ok(None), |dir| check_base(dir, &self.model, &model.dir))?;
-        if let Some(warning) = warning.filter(|_| ranks.is_first()) {
-            eprintln!("warning: {warning}");
+        let adapter = named.adapter.as_deref();
+        let warning = adapter.map_or(Ok(None), |dir| check_base(dir, &named.model, &model.dir))?;
+        if ranks.is_first() {
+            if named.model != self.model {
+                eprintln!(
+                    "{} is an adapter: it is used with its model, {}",
+                    self.model, named.model
+                );
+            }
+            if let Some(warning) = warning {
+                eprintln!("warning: {warning}");
+            }
         }
         launch::run(&ranks, |world| {
             let mut writer = self.writer(&model, Mesh::new(world, degrees)?)?;
@@ -158,31 +175,26 @@ impl Generate {
                 None => {
                     let prompt = self.prompt.as_deref().unwrap_or_default();
                     let ids = model.tokenizer.encode_prompt(prompt)?;
-                    writer.write(&ids, true).map(drop)
+                    writer.write(&ids, true, go_on).map(drop)
                 }
-                Some(template) => self.chat(template, &mut writer),
+                Some(template) => Conversation::new(template, self.system.clone())
+                    .hold(self.prompt.as_deref(), &mut writer),
             }
         })?;
         Ok(())
     }
 
-    fn model(&self) -> Result<Model> {
-        let dir = resolve_model(&self.model)?;
+    fn model(&self, named: &NamedModel) -> Result<Model> {
+        let dir = resolve_model(&named.model)?;
         let config = ModelConfig::from_file(dir.join("config.json"))?;
         let tokenizer = Tokenizer::from_dir(&dir)?;
-        let generation = GenerationFile::read(&dir)?;
+        // An adapter has a file of its own where it was trained with another template than the model's.
+        let of_adapter = named.adapter.as_deref();
+        let of_adapter = of_adapter.filter(|dir| dir.join(GENERATION_FILE).is_file());
+        let generation = GenerationFile::read(of_adapter.unwrap_or(&dir))?;
         let template = match self.chat {
             false => None,
-            true => {
-                let special_tokens = tokenizer.named_special_tokens().clone();
-                match ChatTemplate::from_dir(&dir, special_tokens)? {
-                    Some(template) => Some(self.dated(template)?),
-                    None => bail!(
-                        "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone",
-                        dir.display()
-                    ),
-                }
-            }
+            true => Some(self.template(named, &dir, &tokenizer)?),
         };
         let mut eos_ids = match generation.eos_ids.as_slice() {
             [] => config.eos_token_ids.clone(),
@@ -190,8 +202,13 @@ impl Generate {
         };
         // Of a base model the file may not know how a turn of a conversation ends.
         let eos_id = tokenizer.eos_id();
-        if (self.chat || eos_ids.is_empty()) && !eos_ids.contains(&eos_id) {
-            eos_ids.push(eos_id);
+        let end_of_turn = template
+            .as_ref()
+            .and_then(|it| it.fit(&tokenizer).end_of_turn_id);
+        for id in end_of_turn.into_iter().chain([eos_id]) {
+            if (self.chat || eos_ids.is_empty()) && !eos_ids.contains(&id) {
+                eos_ids.push(id);
+            }
         }
         Ok(Model {
             limits: GenerateConfig {
@@ -203,11 +220,38 @@ impl Generate {
             },
             sampling: self.sampling(&generation)?,
             has_own_settings: generation != GenerationFile::default(),
+            adapter: named.adapter.clone(),
             dir,
             config,
             tokenizer,
             template,
         })
+    }
+
+    /// The template of a conversation with the model in `dir`.
+    fn template(
+        &self,
+        named: &NamedModel,
+        dir: &Path,
+        tokenizer: &Tokenizer,
+    ) -> Result<ChatTemplate> {
+        let of_adapter =
+            |adapter: &PathBuf| ChatTemplate::of_adapter(adapter, dir, tokenizer).transpose();
+        let of_model = || {
+            let special_tokens = tokenizer.named_special_tokens().clone();
+            ChatTemplate::from_dir(dir, special_tokens).transpose()
+        };
+        let chosen = self.chat_template.as_deref();
+        let chosen = chosen.map(|choice| ChatTemplate::chosen(choice, tokenizer));
+        let template = chosen.or_else(|| named.adapter.as_ref().and_then(of_adapter));
+        match template.or_else(of_model) {
+            Some(template) => self.dated(template?),
+            None => bail!(
+                "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone; one that was trained \
+                 on conversations elsewhere takes the template of these by --chat-template, such as chatml",
+                dir.display()
+            ),
+        }
     }
 
     /// How tokens are chosen: as the flags say, else the model's file.
@@ -250,7 +294,7 @@ impl Generate {
 
     fn writer<'a>(&self, model: &'a Model, mesh: Mesh) -> Result<Writer<'a>> {
         let store = ParamStore::from_pretrained(&model.dir)?;
-        let store = match &self.adapter {
+        let store = match &model.adapter {
             Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
             None => store,
         };
@@ -266,44 +310,33 @@ impl Generate {
             mesh,
         })
     }
-
-    fn chat(&self, template: &ChatTemplate, writer: &mut Writer<'_>) -> Result<()> {
-        let message = |role: &str, content: &str| json!({"role": role, "content": content});
-        let system = self.system.iter();
-        let mut messages: Vec<Value> = system.map(|text| message("system", text)).collect();
-        let mut first = self.prompt.clone();
-        let mut num_turns = 0;
-        loop {
-            let turn = match first.take() {
-                Some(turn) => Some(turn),
-                None => read_turn(&writer.mesh.world)?,
-            };
-            let Some(turn) = turn else {
-                if num_turns == 0 {
-                    bail!(
-                        "--chat: stdin ended before a line that says something\nhint: ranks that candle-train launch starts have no stdin: \
-                         without it --tp N runs them as threads; or give the first turn as --prompt"
-                    );
-                }
-                return Ok(());
-            };
-            num_turns += 1;
-            messages.push(message("user", &turn));
-            let chat = Chat::from_json(&messages).map_err(Error::msg)?;
-            let ids = writer
-                .model
-                .tokenizer
-                .encode(&template.generation_prompt(&chat)?)?;
-            let answer = writer.write(&ids, false)?;
-            messages.push(message("assistant", answer.trim()));
-        }
-    }
 }
 
 impl Writer<'_> {
-    /// Writes what comes after these tokens, as it comes, and returns it, in both cases after the prompt if that `is_shown`: a decoder may
-    /// leave out the space with which a text of its own would begin.
-    fn write(&mut self, prompt: &[u32], is_shown: bool) -> Result<String> {
+    /// All ranks.
+    pub fn world(&self) -> &ProcessGroup {
+        &self.mesh.world
+    }
+
+    /// Writes what comes after a prompt, as it comes, and returns it; each of its tokens is followed by the question, which all ranks
+    /// must answer alike, whether it `goes_on`.
+    pub fn answer(
+        &mut self,
+        prompt: &str,
+        goes_on: impl FnMut() -> Result<ControlFlow<()>>,
+    ) -> Result<String> {
+        let ids = self.model.tokenizer.encode(prompt)?;
+        self.write(&ids, false, goes_on)
+    }
+
+    /// As [`Self::answer`], of tokens, in both cases after the prompt if that `is_shown`: a decoder may leave out the space with which a
+    /// text of its own would begin.
+    fn write(
+        &mut self,
+        prompt: &[u32],
+        is_shown: bool,
+        mut goes_on: impl FnMut() -> Result<ControlFlow<()>>,
+    ) -> Result<String> {
         let (model, is_first) = (self.model, self.mesh.world.rank() == 0);
         let tokenizer = &model.tokenizer;
         tokenizer.check_vocab(prompt, model.config.vocab_size)?;
@@ -336,7 +369,12 @@ impl Writer<'_> {
             prompt,
             &model.limits,
             &mut self.sampler,
-            |ids| if is_first { show(ids) } else { Ok(()) },
+            |ids| {
+                if is_first {
+                    show(ids)?;
+                }
+                goes_on()
+            },
         )?;
         let text = decode(&ids)?;
         if is_first {
@@ -347,6 +385,11 @@ impl Writer<'_> {
     }
 }
 
+/// A text that nothing ends before its time.
+fn go_on() -> Result<ControlFlow<()>> {
+    Ok(ControlFlow::Continue(()))
+}
+
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -354,25 +397,4 @@ fn write_out(text: &str) -> Result<()> {
         Err(err) if err.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
         written => Ok(written?),
     }
-}
-
-/// The next line of the first rank's stdin that says something, for all ranks.
-fn read_turn(world: &ProcessGroup) -> Result<Option<String>> {
-    let mut line = Vec::new();
-    if world.rank() == 0 {
-        let stdin = std::io::stdin();
-        while line.trim_ascii().is_empty() {
-            if stdin.is_terminal() {
-                eprint!("> ");
-            }
-            line.clear();
-            if stdin.lock().read_until(b'\n', &mut line)? == 0 {
-                break;
-            }
-        }
-    }
-    let lines = world.all_gather_bytes(line.trim_ascii())?;
-    let line = lines.into_iter().next().unwrap_or_default();
-    let line = String::from_utf8_lossy(&line).into_owned();
-    Ok(Some(line).filter(|line| !line.is_empty()))
 }

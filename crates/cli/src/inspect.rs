@@ -5,24 +5,27 @@ use std::path::{Path, PathBuf};
 use candle_comm::message_of;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{
-    CheckpointManifest, FileRecord, checkpoints_in, set_aside_in, size_in_words,
+    CheckpointManifest, FileRecord, ParamRecord, checkpoints_in, set_aside_in, size_in_words,
 };
 use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
 
-use crate::inspect_model::{inspect_model, lora_in_words};
+use crate::inspect_model::{Wanted, inspect_model, lora_in_words};
 use crate::output::print_line;
 
-/// Print what a checkpoint of a run holds, or which checkpoints a folder has; of a model or an adapter what that is
+/// Print what a model is and what training it takes, what an adapter is, what a checkpoint of a run holds, or which checkpoints a folder has
 #[derive(Args, Debug)]
 pub(crate) struct Inspect {
-    /// Checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
+    /// Folder of a model or an adapter; checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
     #[arg(value_name = "CHECKPOINT|DIR")]
     checkpoint: PathBuf,
-    /// Read all files, compare their checksums and look for values that are NaN or infinite
+    /// Read everything: a checkpoint's checksums must be right, a model's tensors those that config.json describes, and no value NaN or infinite
     #[arg(long)]
     verify: bool,
+    /// List the tensors with their shapes and types
+    #[arg(long)]
+    tensors: bool,
 }
 
 impl Inspect {
@@ -43,7 +46,15 @@ impl Inspect {
         match (manifest, is_empty) {
             (Ok(manifest), _) => self.checkpoint(&manifest),
             (Err(err), true) if is_checkpoint => Err(err),
-            (Err(_), true) => inspect_model(dir),
+            (Err(_), true) => {
+                let (tensors, verify) = (self.tensors, self.verify);
+                inspect_model(dir, Wanted { tensors, verify })
+            }
+            (Err(_), false) if self.tensors => bail!(
+                "--tensors is given, and {} has {}\nhint: name one of them",
+                dir.display(),
+                counted(inside.len() + aside.len(), "checkpoint")
+            ),
             (Err(_), false) => self.list(&inside, &aside),
         }
     }
@@ -54,59 +65,13 @@ impl Inspect {
             self.checkpoint.display(),
             summary(manifest)
         ));
-        let CheckpointManifest {
-            layout,
-            program,
-            run,
-            source,
-            lora,
-            params,
-            files,
-            ..
-        } = manifest;
-        let mut zero = format!("ZeRO-{}", layout.zero as u8);
-        if let Some(group) = layout.zero_group {
-            zero += &format!(" in groups of {group}");
-        }
-        let (pp, dp, tp) = (layout.pp, layout.dp, layout.tp);
-        print_line(&format!(
-            "run {run}, candle-train {program}, pp {pp} x dp {dp} x tp {tp}, {zero}"
-        ));
-        if let Some(lora) = lora {
-            print_line(&format!("low-rank adapters: {}", lora_in_words(lora)));
-        }
-        if let Ok(record) = serde_json::from_value::<TrainingRecord>(manifest.record.clone()) {
-            print_record(&record);
-        }
-        if let Some(source) = source {
-            print_line(&format!("began with the weights of {}", source.display()));
-        }
-        let num_values = |trainable| {
-            let params = params.iter().filter(|param| param.trainable == trainable);
-            params
-                .map(|param| param.shape.iter().product::<usize>())
-                .sum::<usize>()
-        };
-        print_line(&format!(
-            "{}, {} values trained, {} frozen:",
-            counted(params.len(), "parameter"),
-            num_values(true),
-            num_values(false)
-        ));
-        for param in params {
-            let trained = if param.trainable { "" } else { " frozen" };
-            print_line(&format!(
-                "  {} {:?} {}{trained}",
-                param.name, param.shape, param.dtype
-            ));
-        }
-        let num_bytes = files.iter().map(|file| file.num_bytes).sum();
-        print_line(&format!(
-            "{}, {}:",
-            counted(files.len(), "file"),
-            size_in_words(num_bytes)
-        ));
-        let damages: Vec<Option<String>> = files
+        print_origin(manifest);
+        self.print_params(&manifest.params);
+        let num_bytes = num_bytes(&manifest.files);
+        let num_files = counted(manifest.files.len(), "file");
+        print_line(&format!("{num_files}, {}:", size_in_words(num_bytes)));
+        let damages: Vec<Option<String>> = manifest
+            .files
             .iter()
             .map(|file| {
                 let damage = self.damage(&self.checkpoint, file);
@@ -122,9 +87,43 @@ impl Inspect {
             })
             .collect();
         let damages: Vec<String> = damages.into_iter().flatten().collect();
-        match damages.is_empty() {
-            true => Ok(()),
-            false => bail!("{}", damages.join("\n  ")),
+        if !damages.is_empty() {
+            bail!("{}", damages.join("\n  "));
+        }
+        self.print_verified(&num_files, num_bytes);
+        Ok(())
+    }
+
+    fn print_params(&self, params: &[ParamRecord]) {
+        let num_values = |trainable| {
+            let params = params.iter().filter(|param| param.trainable == trainable);
+            params
+                .map(|param| param.shape.iter().product::<usize>())
+                .sum::<usize>()
+        };
+        print_line(&format!(
+            "{}, {} values trained, {} frozen{}",
+            counted(params.len(), "parameter"),
+            num_values(true),
+            num_values(false),
+            if self.tensors { ":" } else { "" }
+        ));
+        for param in params.iter().filter(|_| self.tensors) {
+            let trained = if param.trainable { "" } else { " frozen" };
+            print_line(&format!(
+                "  {} {:?} {}{trained}",
+                param.name, param.shape, param.dtype
+            ));
+        }
+    }
+
+    /// Says of how much it is known that nothing is wrong, if that was asked.
+    fn print_verified(&self, what: &str, num_bytes: u64) {
+        if self.verify {
+            print_line(&format!(
+                "verified: {what}, {}: all files have their checksums, and all values are finite",
+                size_in_words(num_bytes)
+            ));
         }
     }
 
@@ -144,22 +143,26 @@ impl Inspect {
         })
     }
 
-    /// What a checkpoint is, or what is wrong with it.
-    fn state(&self, dir: &Path) -> Result<String> {
+    /// What a checkpoint is, if nothing is wrong with it.
+    fn state(&self, dir: &Path) -> Result<CheckpointManifest> {
         let manifest = CheckpointManifest::read(dir)?;
-        let files = manifest.files.iter();
-        match files.filter_map(|file| self.damage(dir, file)).next() {
+        let mut files = manifest.files.iter();
+        match files.find_map(|file| self.damage(dir, file)) {
             Some(damage) => bail!("{damage}"),
-            None => Ok(summary(&manifest)),
+            None => Ok(manifest),
         }
     }
 
     fn list(&self, checkpoints: &[PathBuf], aside: &[PathBuf]) -> Result<()> {
-        let mut num_damaged = 0;
+        let (mut num_damaged, mut num_files, mut bytes) = (0, 0, 0);
         for dir in checkpoints {
             let name = dir.file_name().unwrap_or_default().to_string_lossy();
             print_line(&match self.state(dir) {
-                Ok(summary) => format!("{name}: {summary}"),
+                Ok(manifest) => {
+                    num_files += manifest.files.len();
+                    bytes += num_bytes(&manifest.files);
+                    format!("{name}: {}", summary(&manifest))
+                }
                 // A run that saves here has newer ones.
                 Err(_) if !dir.is_dir() => format!("{name}: removed meanwhile"),
                 Err(err) => {
@@ -170,12 +173,15 @@ impl Inspect {
         }
         for dir in aside {
             let name = dir.file_name().unwrap_or_default().to_string_lossy();
-            let state = self.state(dir);
+            let state = self.state(dir).map(|manifest| summary(&manifest));
             let state = state.unwrap_or_else(|err| format!("NOT VALID: {}", message_of(&err)));
             print_line(&format!("{name}: set aside: {state}"));
         }
         match num_damaged {
-            0 => Ok(()),
+            0 => {
+                self.print_verified(&counted(num_files, "file"), bytes);
+                Ok(())
+            }
             _ => bail!(
                 "{num_damaged} of {} in {} {} not valid",
                 counted(checkpoints.len(), "checkpoint"),
@@ -183,6 +189,39 @@ impl Inspect {
                 if num_damaged == 1 { "is" } else { "are" }
             ),
         }
+    }
+}
+
+fn num_bytes(files: &[FileRecord]) -> u64 {
+    files.iter().map(|file| file.num_bytes).sum()
+}
+
+/// Which run wrote a checkpoint, how, and from what.
+fn print_origin(manifest: &CheckpointManifest) {
+    let CheckpointManifest {
+        layout,
+        program,
+        run,
+        source,
+        lora,
+        ..
+    } = manifest;
+    let mut zero = format!("ZeRO-{}", layout.zero as u8);
+    if let Some(group) = layout.zero_group {
+        zero += &format!(" in groups of {group}");
+    }
+    let (pp, dp, tp) = (layout.pp, layout.dp, layout.tp);
+    print_line(&format!(
+        "run {run}, candle-train {program}, pp {pp} x dp {dp} x tp {tp}, {zero}"
+    ));
+    if let Some(lora) = lora {
+        print_line(&format!("low-rank adapters: {}", lora_in_words(lora)));
+    }
+    if let Ok(record) = serde_json::from_value::<TrainingRecord>(manifest.record.clone()) {
+        print_record(&record);
+    }
+    if let Some(source) = source {
+        print_line(&format!("began with the weights of {}", source.display()));
     }
 }
 
@@ -194,7 +233,6 @@ fn is_named_as_checkpoint(dir: &Path) -> bool {
 }
 
 fn summary(manifest: &CheckpointManifest) -> String {
-    let num_bytes = manifest.files.iter().map(|file| file.num_bytes).sum();
     let saved_at = i64::try_from(manifest.saved_at_secs).unwrap_or_default();
     let saved_at = Timestamp::from_second(saved_at).unwrap_or_default();
     let saved_at = saved_at.strftime("%F %T UTC");
@@ -202,7 +240,7 @@ fn summary(manifest: &CheckpointManifest) -> String {
         "after step {}, {}, {}",
         manifest.step,
         saved_at,
-        size_in_words(num_bytes)
+        size_in_words(num_bytes(&manifest.files))
     );
     if let Some(loss) = manifest.eval_loss {
         summary += &format!(", evaluation loss {loss:.4}");

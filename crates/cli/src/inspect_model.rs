@@ -1,46 +1,42 @@
 //! What `candle-train inspect` says of a folder that holds no checkpoint of a run.
 
+mod facts;
+mod memory_table;
+
 use std::path::Path;
 
+use candle_comm::message_of;
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::Checkpoint;
-use candle_parallel::{ADAPTER_CONFIG_FILE, Adapter, LoraConfig, LoraTargets};
+use candle_parallel::checkpoint::{Checkpoint, TensorEntry, size_in_words};
+use candle_parallel::{
+    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets,
+};
 use candle_train::counted;
+use candle_train_models::{CausalLm, ModelConfig};
 
 use crate::output::print_line;
+use facts::ModelFacts;
+use memory_table::print_memory;
+
+/// What of a folder is wanted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    /// The list of its tensors.
+    pub tensors: bool,
+    /// That all of them are read.
+    pub verify: bool,
+}
 
 /// What is in `dir` if it is a model or an adapter.
 ///
 /// # Errors
-/// It is neither, which the error says with what was looked for; a model or an adapter that cannot be read.
-pub(crate) fn inspect_model(dir: &Path) -> Result<()> {
-    if dir.join(ADAPTER_CONFIG_FILE).is_file() {
-        let adapter = Adapter::open(dir)?;
-        print_line(&format!(
-            "{} is an adapter as peft has it, and no checkpoint of a run: {}",
-            dir.display(),
-            lora_in_words(adapter.config())
-        ));
-        return Ok(());
-    }
+/// It is neither, which the error says with what was looked for; an adapter that cannot be read; what is found wrong where all is read.
+pub(crate) fn inspect_model(dir: &Path, wanted: Wanted) -> Result<()> {
     if dir.join("config.json").is_file() {
-        let model = Checkpoint::open(dir)?;
-        let tensors = model.tensors();
-        let num_values: usize = tensors
-            .values()
-            .map(|tensor| tensor.shape.iter().product::<usize>())
-            .sum();
-        print_line(&format!(
-            "{} is a model as transformers has it, and no checkpoint of a run: {} of {}:",
-            dir.display(),
-            counted(tensors.len(), "tensor"),
-            counted(num_values, "value")
-        ));
-        for (name, tensor) in tensors {
-            let dtype = format!("{:?}", tensor.dtype).to_lowercase();
-            print_line(&format!("  {name} {:?} {dtype}", tensor.shape));
-        }
-        return Ok(());
+        return model(dir, wanted);
+    }
+    if dir.join(ADAPTER_CONFIG_FILE).is_file() {
+        return adapter(dir, wanted);
     }
     let is_empty = std::fs::read_dir(dir)?.next().is_none();
     let what = if is_empty { "is empty" } else { "has none" };
@@ -49,6 +45,73 @@ pub(crate) fn inspect_model(dir: &Path) -> Result<()> {
          steps; until then there are none",
         dir.display()
     )
+}
+
+fn adapter(dir: &Path, wanted: Wanted) -> Result<()> {
+    let adapter = Adapter::open(dir)?;
+    print_line(&format!(
+        "{} is an adapter as peft has it, and no checkpoint of a run: {}",
+        dir.display(),
+        lora_in_words(adapter.config())
+    ));
+    let weights = Checkpoint::open_file(dir, ADAPTER_WEIGHTS_FILE)?;
+    print_tensors(&weights, wanted);
+    if wanted.verify {
+        for (name, tensor) in weights.tensors() {
+            let values = weights.read(name, &tensor.shape, None)?;
+            if !values.iter().all(|value| value.is_finite()) {
+                bail!(
+                    "tensor {name} in {} has values that are NaN or infinite",
+                    dir.display()
+                );
+            }
+        }
+        let tensors = counted(weights.tensors().len(), "tensor");
+        print_line(&format!("verified: {tensors}, all values are finite"));
+    }
+    Ok(())
+}
+
+fn model(dir: &Path, wanted: Wanted) -> Result<()> {
+    let config = ModelConfig::from_file(dir.join("config.json"));
+    let weights = Checkpoint::open(dir);
+    print_line(&format!(
+        "{} is a model as transformers has it",
+        dir.display()
+    ));
+    ModelFacts::of(dir, config.as_ref().ok(), weights.as_ref().ok())?.print();
+    if let Err(err) = &config {
+        print_line(&format!("not supported: {}", message_of(err)));
+    }
+    if let Err(err) = &weights {
+        print_line(&format!("no weights: {}", message_of(err)));
+    }
+    if let (Ok(config), Ok(weights)) = (&config, &weights) {
+        print_memory(config, weights);
+    }
+    if let Ok(weights) = &weights {
+        print_tensors(weights, wanted);
+    }
+    if wanted.verify {
+        let (config, weights) = (config?, weights?);
+        let num_weights = CausalLm::check_weights(&config, dir)?;
+        let num_bytes: usize = weights.tensors().values().map(TensorEntry::num_bytes).sum();
+        print_line(&format!(
+            "verified: {} in {}, {}: all that config.json describes are there, in its shapes, and all values are finite (a model's folder \
+             has no checksums)",
+            counted(num_weights, "tensor"),
+            counted(weights.num_files(), "file"),
+            size_in_words(num_bytes as u64)
+        ));
+    }
+    Ok(())
+}
+
+fn print_tensors(weights: &Checkpoint, wanted: Wanted) {
+    for (name, tensor) in weights.tensors().iter().filter(|_| wanted.tensors) {
+        let dtype = format!("{:?}", tensor.dtype).to_lowercase();
+        print_line(&format!("  {name} {:?} {dtype}", tensor.shape));
+    }
 }
 
 /// What adapters are, in words.

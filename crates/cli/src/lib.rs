@@ -8,6 +8,7 @@ mod adapter_base;
 mod allocator;
 mod announcement;
 mod best_weights;
+mod chat;
 mod checkpoint_args;
 mod choices;
 mod config_file;

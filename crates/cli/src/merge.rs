@@ -10,10 +10,10 @@ use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
 use candle_train::hub::resolve_model;
-use candle_train::{Activity, counted};
+use candle_train::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
 
-use crate::adapter_base::check_base;
+use crate::adapter_base::{base_of, check_base, refuse_adapter};
 use crate::choices::StorageChoice;
 use crate::config_file::CONFIG_FILE;
 use crate::output::{exit_with, print_line};
@@ -21,9 +21,9 @@ use crate::output::{exit_with, print_line};
 /// Fold a low-rank adapter into the model that it was trained on
 #[derive(Args, Debug)]
 pub(crate) struct Merge {
-    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub [default: the model that the adapter notes, if it is here]
     #[arg(long, value_name = "DIR|REPO")]
-    model: String,
+    model: Option<String>,
     /// Folder of the adapter, as finetune --lora-rank or peft saves it
     #[arg(long, value_name = "DIR")]
     adapter: PathBuf,
@@ -45,13 +45,27 @@ impl Merge {
     }
 
     fn merge(&self) -> Result<()> {
-        let model = resolve_model(&self.model)?;
-        if let Some(warning) = check_base(&self.adapter, &self.model, &model)? {
+        let named = match &self.model {
+            Some(model) => {
+                refuse_adapter(model)?;
+                model.clone()
+            }
+            None => base_of(&self.adapter)?,
+        };
+        let model = resolve_model(&named)?;
+        if let Some(warning) = check_base(&self.adapter, &named, &model)? {
             eprintln!("warning: {warning}");
         }
         let dtype = self.save_dtype.map(Into::into);
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        if self.adapter.join("chat_template.jinja").is_file() {
+            let tokenizer = Tokenizer::from_dir(&model)?;
+            let template = ChatTemplate::of_adapter(&self.adapter, &model, &tokenizer)?;
+            if let Some(template) = template {
+                template.save_among(&mut sidecars, &tokenizer)?;
+            }
+        }
         let save = HfSave {
             dtype,
             overwrite: self.overwrite,

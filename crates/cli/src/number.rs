@@ -21,6 +21,14 @@ pub(crate) fn whole<T: FromStr + PartialOrd + Display>(
     move |text| within(&range, text.parse().ok(), "a whole number")
 }
 
+/// A number as people write it on a command line: 2e-5, and not 0.00002.
+pub(crate) fn written(number: f64) -> String {
+    match number != 0.0 && number.abs() < 1e-3 {
+        true => format!("{number:e}"),
+        false => number.to_string(),
+    }
+}
+
 /// A size such as 5GB, 500MiB or 1000000 in bytes.
 pub(crate) fn num_bytes(text: &str) -> Result<usize, String> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');

@@ -7,8 +7,10 @@ use std::sync::Once;
 use candle_core::{Error, Result, bail};
 use candle_train::WholeFile;
 use plotters::coord::Shift;
+
 use plotters::prelude::*;
 use plotters::style::register_font;
+use plotters_backend::{BackendColor, BackendCoord, BackendStyle, DrawingErrorKind};
 
 /// The font of all text.
 pub(crate) const FONT: &str = "sans-serif";
@@ -22,26 +24,35 @@ pub(crate) trait Drawing {
     /// Draws it on `area`, which is of [`Self::size`].
     fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B>;
 
-    /// Width and height in pixels.
+    /// Width and height in units of the drawing.
     fn size(&self) -> (u32, u32);
+
+    /// Units of the drawing in a pixel of the picture, in both directions: with more than one lines have smooth borders.
+    fn scale(&self) -> u32 {
+        1
+    }
 
     /// Writes the picture to a file whose name ends with `.png` or `.svg`.
     ///
     /// # Errors
     /// Another ending, and a file that cannot be written: what was there stays.
     fn write(&self, output: &Path) -> Result<()> {
-        let (width, height) = self.size();
+        let ((width, height), scale) = (self.size(), self.scale());
+        let pixels = (width / scale, height / scale);
         let bytes = match output.extension().and_then(|ending| ending.to_str()) {
             Some("svg") => {
                 let mut svg = String::new();
                 self.draw_with(SVGBackend::with_string(&mut svg, self.size()), output)?;
-                svg.into_bytes()
+                let units = format!("width=\"{width}\" height=\"{height}\" viewBox");
+                let shown = format!("width=\"{}\" height=\"{}\" viewBox", pixels.0, pixels.1);
+                svg.replacen(&units, &shown, 1).into_bytes()
             }
             Some("png") => {
-                let mut pixels = vec![0; width as usize * height as usize * 3];
-                let backend = BitMapBackend::with_buffer(&mut pixels, self.size());
-                self.draw_with(backend, output)?;
-                png_of(&pixels, self.size()).map_err(|err| cannot_write(output, err))?
+                let mut drawn = vec![0; width as usize * height as usize * 3];
+                let backend = BitMapBackend::with_buffer(&mut drawn, self.size());
+                self.draw_with(RoundJoins(backend), output)?;
+                let averaged = averages(&drawn, width as usize, scale as usize);
+                png_of(&averaged, pixels).map_err(|err| cannot_write(output, err))?
             }
             _ => bail!(
                 "cannot draw {}: expected a name that ends with .png or .svg",
@@ -66,6 +77,82 @@ pub(crate) trait Drawing {
         let drawn = area.fill(&WHITE).and_then(|()| self.draw(&area));
         let drawn = drawn.and_then(|()| area.present());
         drawn.map_err(|err| Error::msg(format!("cannot draw {}: {err}", output.display())))
+    }
+}
+
+/// The means of squares of `scale` x `scale` colours in rows of `width`.
+fn averages(colors: &[u8], width: usize, scale: usize) -> Vec<u8> {
+    let mut averages = Vec::with_capacity(colors.len() / (scale * scale));
+    let mut sums = vec![0u32; width / scale * 3];
+    for rows in colors.chunks_exact(width * 3 * scale) {
+        sums.fill(0);
+        for row in rows.chunks_exact(width * 3) {
+            for (place, color) in row.chunks_exact(3).enumerate() {
+                let sums = sums.iter_mut().skip(place / scale * 3);
+                for (sum, part) in sums.zip(color) {
+                    *sum += u32::from(*part);
+                }
+            }
+        }
+        let num_colors = (scale * scale) as u32;
+        averages.extend(sums.iter().map(|sum| (sum / num_colors) as u8));
+    }
+    averages
+}
+
+/// A picture of points whose thick lines are drawn piece by piece, with round ends: as one polygon, which plotters makes of them, a
+/// line that turns back on itself has holes.
+struct RoundJoins<'a>(BitMapBackend<'a>);
+
+type BitMapError = <BitMapBackend<'static> as DrawingBackend>::ErrorType;
+type Painted = std::result::Result<(), DrawingErrorKind<BitMapError>>;
+
+impl DrawingBackend for RoundJoins<'_> {
+    type ErrorType = BitMapError;
+
+    fn get_size(&self) -> (u32, u32) {
+        self.0.get_size()
+    }
+
+    fn ensure_prepared(&mut self) -> Painted {
+        self.0.ensure_prepared()
+    }
+
+    fn present(&mut self) -> Painted {
+        self.0.present()
+    }
+
+    fn draw_pixel(&mut self, point: BackendCoord, color: BackendColor) -> Painted {
+        self.0.draw_pixel(point, color)
+    }
+
+    fn draw_rect<S: BackendStyle>(
+        &mut self,
+        upper_left: BackendCoord,
+        bottom_right: BackendCoord,
+        style: &S,
+        fill: bool,
+    ) -> Painted {
+        self.0.draw_rect(upper_left, bottom_right, style, fill)
+    }
+
+    fn draw_path<S: BackendStyle, I: IntoIterator<Item = BackendCoord>>(
+        &mut self,
+        path: I,
+        style: &S,
+    ) -> Painted {
+        let radius = style.stroke_width() / 2;
+        let mut last: Option<BackendCoord> = None;
+        for point in path {
+            if let Some(last) = last.filter(|last| *last != point) {
+                self.0.draw_line(last, point, style)?;
+            }
+            if radius > 1 {
+                self.0.draw_circle(point, radius, style, true)?;
+            }
+            last = Some(point);
+        }
+        Ok(())
     }
 }
 

@@ -1,118 +1,138 @@
 //! `candle-train plot`: numbers of the steps as a picture.
 
+mod axis;
+mod chart;
 mod curve;
+mod quantity;
+mod smoothing;
 
-use std::ops::Range;
 use std::path::PathBuf;
 
-use candle_core::Result;
-use plotters::coord::Shift;
-use plotters::prelude::*;
+use candle_core::{Result, bail};
 
-use crate::picture::{Drawing, Drawn, FONT};
-use curve::Curve;
+use crate::picture::Drawing;
+use axis::Scale;
+use chart::{Chart, FEW_POINTS, Line};
+use curve::{Curve, MetricsFile};
+use quantity::{Quantity, axis_label};
+use smoothing::Smoothing;
 
-/// Draw a number of the steps of one or several runs
+/// Draw numbers of the steps of one or several runs
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlotArgs {
-    /// Files of --metrics, a curve each
+    /// Files of --metrics, each with a curve for every --metric
     #[arg(required = true, value_name = "METRICS")]
     metrics: Vec<PathBuf>,
     /// The picture, which ends with .png or .svg
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Which number: loss, grad_norm, tokens_per_sec, memory/weights_bytes ..
-    #[arg(long, default_value = "loss", value_name = "NAME")]
-    metric: String,
+    /// Which numbers: loss, eval_loss, grad_norm, tokens_per_sec, memory/weights_bytes .. with commas between, or the flag several times
+    #[arg(
+        long = "metric",
+        default_value = "loss",
+        value_name = "NAMES",
+        value_delimiter = ','
+    )]
+    names: Vec<String>,
+    /// What stands above the picture [default: nothing]
+    #[arg(long, value_name = "TEXT")]
+    title: Option<String>,
+    /// Draw moving averages before faint curves of the numbers themselves: exponential ones, as TensorBoard's and corrected for their start,
+    /// by a factor below 1, such as 0.9, or over a window of points, such as 20, whose factor is 1 - 2 / (20 + 1). Curves of up to 40
+    /// points stay as they are [default: the numbers alone]
+    #[arg(long, value_name = "WINDOW|FACTOR", value_parser = Smoothing::parse)]
+    smooth: Option<Smoothing>,
+    /// A logarithmic y axis, for numbers above 0
+    #[arg(long)]
+    log: bool,
 }
 
 impl PlotArgs {
     /// Draws the picture.
     ///
     /// # Errors
-    /// Files that hold no metrics, or not this one; a picture of another kind, or that cannot be written.
+    /// Files that hold no metrics, or not these; numbers of different units, or none that have a logarithm; a picture of another kind, or
+    /// that cannot be written.
     pub fn run(&self) -> Result<()> {
-        let read = |path: &PathBuf| Curve::read(path, &self.metric);
-        let curves = self.metrics.iter().map(read).collect::<Result<Vec<_>>>()?;
-        let plot = Plot {
-            metric: &self.metric,
-            curves,
+        let names = self.names()?;
+        let files = self.metrics.iter().map(|path| MetricsFile::read(path));
+        let files = files.collect::<Result<Vec<_>>>()?;
+        let mut curves = Vec::new();
+        for file in &files {
+            for name in &names {
+                curves.push(file.curve(name)?);
+            }
+        }
+        let greatest = curves.iter().flat_map(Curve::values).fold(0.0, f64::max);
+        let quantities: Vec<Quantity> = names
+            .iter()
+            .map(|name| Quantity::named(name, greatest))
+            .collect();
+        let chart = Chart {
+            title: self.title.as_deref(),
+            y_label: axis_label(&quantities)?,
+            scale: if self.log { Scale::Log } else { Scale::Linear },
+            lines: self.lines(&files, &quantities, &curves)?,
         };
-        plot.write(&self.output)
-    }
-}
-
-struct Plot<'a> {
-    metric: &'a str,
-    curves: Vec<Curve>,
-}
-
-impl Drawing for Plot<'_> {
-    fn size(&self) -> (u32, u32) {
-        (1200, 700)
+        chart.write(&self.output)
     }
 
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
-        let points = || self.curves.iter().flat_map(|curve| &curve.points);
-        let mut chart = ChartBuilder::on(area)
-            .margin(20)
-            .x_label_area_size(50)
-            .y_label_area_size(90)
-            .build_cartesian_2d(
-                range(points().map(|(step, _)| *step), 0.0),
-                range(points().map(|(_, value)| *value), 0.05),
-            )?;
-        chart
-            .configure_mesh()
-            .x_desc("step")
-            .y_desc(self.metric)
-            .label_style((FONT, 18))
-            .axis_desc_style((FONT, 20))
-            .x_label_formatter(&|step| number(*step))
-            .y_label_formatter(&|value| number(*value))
-            .light_line_style(WHITE)
-            .draw()?;
-        for (index, curve) in self.curves.iter().enumerate() {
-            let color = Palette99::pick(index);
-            // A line through one point is not seen.
-            let radius = if curve.points.len() == 1 { 4 } else { 0 };
-            let line = color.stroke_width(2);
-            let series = LineSeries::new(curve.points.iter().copied(), line).point_size(radius);
-            chart
-                .draw_series(series)?
-                .label(&curve.name)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 24, y)], line));
+    /// The names of numbers, each once.
+    fn names(&self) -> Result<Vec<&str>> {
+        let mut names = Vec::new();
+        for name in self.names.iter().map(|name| name.trim()) {
+            if name.is_empty() {
+                bail!("--metric has a name that is empty\nhint: such as loss,eval_loss");
+            }
+            if !names.contains(&name) {
+                names.push(name);
+            }
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .margin(16)
-            .legend_area_size(32)
-            .label_font((FONT, 18))
-            .background_style(WHITE.mix(0.8))
-            .border_style(BLACK.mix(0.3))
-            .draw()
+        Ok(names)
     }
-}
 
-/// From the least to the greatest value, and that part of it more on each side; never empty.
-fn range(values: impl Iterator<Item = f64> + Clone, margin: f64) -> Range<f64> {
-    let least = values.clone().fold(f64::INFINITY, f64::min);
-    let greatest = values.fold(f64::NEG_INFINITY, f64::max);
-    match greatest - least {
-        width if width > 0.0 => least - margin * width..greatest + margin * width,
-        _ => {
-            let around = if least == 0.0 { 1.0 } else { 0.1 * least.abs() };
-            least - around..least + around
+    /// The lines of the chart: those of the files one after the other, each with one of every quantity.
+    fn lines(
+        &self,
+        files: &[MetricsFile],
+        quantities: &[Quantity],
+        curves: &[Curve],
+    ) -> Result<Vec<Line>> {
+        let mut lines = Vec::new();
+        let of_file = curves.chunks(quantities.len());
+        for (file, curves) in files.iter().zip(of_file) {
+            for (quantity, curve) in quantities.iter().zip(curves) {
+                if self.log {
+                    check_positive(file, quantity, curve)?;
+                }
+                let points = curve.points.iter();
+                let points: Vec<(f64, f64)> = points
+                    .map(|&(step, value)| (step, value / quantity.divisor))
+                    .collect();
+                let smoothing = self.smooth.filter(|_| points.len() > FEW_POINTS);
+                lines.push(Line {
+                    name: match (files.len(), quantities.len()) {
+                        (1, _) => quantity.label.clone(),
+                        (_, 1) => file.shown(),
+                        _ => format!("{}: {}", file.shown(), quantity.label),
+                    },
+                    averages: smoothing.map(|smoothing| smoothing.averages(&points)),
+                    points,
+                });
+            }
         }
+        Ok(lines)
     }
 }
 
-/// Short, for an axis.
-fn number(value: f64) -> String {
-    if value != 0.0 && !(1e-3..1e6).contains(&value.abs()) {
-        return format!("{value:.2e}");
+/// An error if a value has no logarithm.
+fn check_positive(file: &MetricsFile, quantity: &Quantity, curve: &Curve) -> Result<()> {
+    match curve.points.iter().find(|(_, value)| *value <= 0.0) {
+        None => Ok(()),
+        Some((step, value)) => bail!(
+            "{} of step {step} in {} is {value}, and --log draws numbers above 0 only\nhint: leave --log out",
+            quantity.name,
+            file.shown()
+        ),
     }
-    let text = format!("{value:.4}");
-    text.trim_end_matches('0').trim_end_matches('.').to_string()
 }

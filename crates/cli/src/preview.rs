@@ -1,5 +1,7 @@
 //! `candle-train preview`
 
+use std::path::Path;
+
 use candle_core::{Error, Result};
 use candle_train::hub::resolve_tokenizer;
 use candle_train::{Sample, Tokenizer};
@@ -7,6 +9,7 @@ use candle_train_models::ModelConfig;
 use clap::Parser;
 use serde_json::json;
 
+use crate::adapter_base::NamedModel;
 use crate::data_args::DataArgs;
 use crate::defaults::default_seq_len;
 use crate::flags::Flags;
@@ -40,7 +43,12 @@ pub struct Preview {
 impl Preview {
     /// Prints the sequences; `flags` tell which were given.
     pub fn run(&self, flags: &Flags) -> Result<()> {
-        let model = resolve_tokenizer(&self.model)?;
+        // Beside an adapter there is a tokenizer, as a rule.
+        let named = match Path::new(&self.model).join("tokenizer.json").is_file() {
+            true => self.model.clone(),
+            false => NamedModel::of_flags(&self.model, None)?.model,
+        };
+        let model = resolve_tokenizer(&named)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         let mut sequences = self.sequences.clone();
         if !flags.is_given("--seq-len") {

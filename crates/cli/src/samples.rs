@@ -1,6 +1,7 @@
 //! Samples of what the model writes.
 
 use std::ops::Bound::{Excluded, Included};
+use std::ops::ControlFlow;
 
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
@@ -73,7 +74,8 @@ impl TrainingRun<'_> {
         })?;
         let is_first = mesh.world.rank() == 0;
         let sampling = is_first.then(|| Activity::start("writing a sample"));
-        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler, |_| Ok(()))?;
+        let go_on = |_: &[u32]| Ok(ControlFlow::Continue(()));
+        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler, go_on)?;
         drop(sampling);
         if is_first {
             let text = tokenizer.decode(&[prompt, ids].concat())?;

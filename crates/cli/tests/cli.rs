@@ -1,6 +1,8 @@
 //! The command as a user runs it: what it prints, what it writes, how it refuses bad input, and which processes it starts and ends.
 
 mod cli {
+    mod adapter_base;
+    mod chat;
     mod chosen_template;
     mod config;
     mod config_file;
@@ -16,6 +18,7 @@ mod cli {
         mod pages;
         mod reference;
     }
+    mod early_checks;
     mod evaluation;
     mod export;
     mod flags;

@@ -4,6 +4,7 @@
 mod control;
 mod error;
 mod fingerprint;
+mod interrupts;
 pub mod launcher;
 mod rank_env;
 mod secret;
@@ -17,6 +18,7 @@ pub use control::{
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
+pub use interrupts::Interrupts;
 pub use launcher::{
     CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
     WOULD_FAIL_AGAIN_EXIT_CODE,

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use nix::sys::signal::{self, SaFlags, SigAction, SigHandler, SigSet, Signal};
 
 /// Where the handlers of each watcher write; -1 before they are set.
-static PIPES: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+static PIPES: [AtomicI32; 5] = [const { AtomicI32::new(-1) }; 5];
 
 /// Who watches signals, once each.
 #[derive(Clone, Copy)]
@@ -22,6 +22,8 @@ pub(crate) enum Watcher {
     Launcher,
     /// A program that leaves nothing behind when it is ended.
     Cleaner,
+    /// A program of which one answer is ended.
+    Interrupts,
 }
 
 impl Watcher {
@@ -31,6 +33,7 @@ impl Watcher {
             Self::Control => on_signal_of::<{ Self::Control as usize }>,
             Self::Launcher => on_signal_of::<{ Self::Launcher as usize }>,
             Self::Cleaner => on_signal_of::<{ Self::Cleaner as usize }>,
+            Self::Interrupts => on_signal_of::<{ Self::Interrupts as usize }>,
         }
     }
 }

@@ -108,7 +108,10 @@ pub use layers::{
 pub use lora::{
     ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
 };
-pub use memory::{Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, count_memory_with};
+pub use memory::{
+    Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, PlannedParam, count_memory_with,
+    planned_memory,
+};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Offload, Optimizer, OptimizerState,
     ParamGroup, ParamSlice, SliceWeight, StepReport, UpdateStep,

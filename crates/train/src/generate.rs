@@ -1,5 +1,7 @@
 //! Text from a model in training, through the same stages on the same ranks.
 
+use std::ops::ControlFlow;
+
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_parallel::{KeyValueCache, MicroBatch, Pipeline, Stage};
@@ -23,7 +25,8 @@ pub struct GenerateConfig {
 
 /// Continues `prompt` and returns the new tokens, without the final end-of-text token.
 ///
-/// `on_token` sees the new tokens so far after each of them. Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
+/// `on_token` sees the new tokens so far after each of them, and says whether the text goes on; it must say the same on every rank.
+/// Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
 /// With a cache the prompt takes one forward pass and each new token one of a token alone; without, each token one over the whole context.
 pub fn generate(
     stage: &Stage,
@@ -31,7 +34,7 @@ pub fn generate(
     prompt: &[u32],
     config: &GenerateConfig,
     sampler: &mut Sampler,
-    mut on_token: impl FnMut(&[u32]) -> Result<()>,
+    mut on_token: impl FnMut(&[u32]) -> Result<ControlFlow<()>>,
 ) -> Result<Vec<u32>> {
     if prompt.is_empty() {
         bail!("the prompt has no tokens; expected at least one");
@@ -65,7 +68,9 @@ pub fn generate(
             break;
         }
         ids.push(id);
-        on_token(&ids[prompt.len()..])?;
+        if on_token(&ids[prompt.len()..])?.is_break() {
+            break;
+        }
     }
     Ok(ids.split_off(prompt.len()))
 }

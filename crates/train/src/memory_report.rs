@@ -60,7 +60,7 @@ fn report(stage: &Stage) -> Result<Option<String>> {
         "{}\n  this rank: {}; the rest, {}, is workspaces, what is being computed and other ranks on this GPU",
         of_gpu(&gpu),
         in_words(|category| held.of(category).now),
-        size(gpu.used.saturating_sub(known)),
+        memory_in_words(gpu.used.saturating_sub(known)),
     )))
 }
 
@@ -81,8 +81,8 @@ pub fn warning_of_memory(
     (needed > available).then(|| {
         format!(
             "warning: this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",
-            size(needed),
-            size(available)
+            memory_in_words(needed),
+            memory_in_words(available)
         )
     })
 }
@@ -95,7 +95,7 @@ pub fn peaks_in_words(memory: &MemoryReport) -> String {
 fn in_words(bytes_of: impl Fn(MemoryCategory) -> u64) -> String {
     let bytes = MemoryCategory::ALL.map(|category| (category, bytes_of(category)));
     let bytes = bytes.iter().filter(|(_, bytes)| *bytes > 0);
-    let words = bytes.map(|(category, bytes)| format!("{category} {}", size(*bytes)));
+    let words = bytes.map(|(category, bytes)| format!("{category} {}", memory_in_words(*bytes)));
     words.collect::<Vec<_>>().join(", ")
 }
 
@@ -103,14 +103,14 @@ fn of_gpu(gpu: &GpuState) -> String {
     format!(
         "  {}: {} in all, {} free, {} in tensors of this process",
         gpu.name,
-        size(gpu.total),
-        size(gpu.free),
-        size(gpu.used),
+        memory_in_words(gpu.total),
+        memory_in_words(gpu.free),
+        memory_in_words(gpu.used),
     )
 }
 
-/// In the unit that leaves less than 1024.
-fn size(bytes: u64) -> String {
+/// Bytes of memory in the unit that leaves less than 1024, as `1.2 GiB`.
+pub fn memory_in_words(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["bytes", "KiB", "MiB", "GiB"];
     let power = (1..UNITS.len())
         .take_while(|&power| bytes >> (10 * power) > 0)

@@ -1,5 +1,6 @@
 //! Texts that are generated with a cache are those generated without, on every layout.
 
+use std::ops::ControlFlow;
 use std::sync::Mutex;
 
 use candle_comm::Mesh;
@@ -38,7 +39,7 @@ fn text(
         let mut seen = Vec::new();
         let ids = generate(&stage, &mesh.pp, &PROMPT, &config, &mut sampler, |ids| {
             seen.push(ids.len());
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         })?;
         if mesh.world.rank() == 0 {
             *text.lock().unwrap() = Some((ids, seen));

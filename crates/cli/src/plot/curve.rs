@@ -1,60 +1,99 @@
-//! A number of the steps of a run, from its metrics file.
+//! Numbers of the steps of a run, from its metrics file.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
 use serde_json::Value;
 
-/// A curve and its name.
+/// The lines of a metrics file.
+pub(super) struct MetricsFile {
+    path: PathBuf,
+    /// Step, counted from 1 as in the progress of a run, and everything else of each line.
+    lines: Vec<(f64, Value)>,
+}
+
+/// A number of the steps.
 pub(super) struct Curve {
-    pub(super) name: String,
     /// Steps and values.
     pub(super) points: Vec<(f64, f64)>,
 }
 
-impl Curve {
-    /// The number `metric` of each step in a metrics file that has it; a part of a number's group as `memory/weights_bytes`. The last
-    /// line may be half of one: a run writes it.
+impl MetricsFile {
+    /// Reads all lines. The last one may be half of one: a run writes it.
     ///
     /// # Errors
-    /// A file that cannot be read, a line that is no step, no step with that number.
-    pub(super) fn read(path: &Path, metric: &str) -> Result<Self> {
+    /// A file that cannot be read, a line that is no step.
+    pub(super) fn read(path: &Path) -> Result<Self> {
         let shown = path.display();
         let text = std::fs::read_to_string(path)
             .map_err(|err| Error::msg(format!("cannot read the metrics file {shown}: {err}")))?;
-        let mut points = Vec::new();
-        let mut names = Vec::new();
+        let mut lines = Vec::new();
         for (index, line) in text.split_inclusive('\n').enumerate() {
-            let step = serde_json::from_str::<Value>(line).ok();
-            let number = step.as_ref().and_then(|step| step["step"].as_f64());
-            let (Some(step), Some(number)) = (step, number) else {
+            let read = serde_json::from_str::<Value>(line).ok();
+            let number = read.as_ref().and_then(|read| read["step"].as_f64());
+            let number = number.map(|from_0| from_0 + 1.0);
+            let (Some(read), Some(number)) = (read, number) else {
                 if !line.ends_with('\n') {
                     break;
                 }
                 bail!("line {} of {shown} is no step of a metrics file", index + 1);
             };
-            if let Some(value) = step.pointer(&format!("/{metric}")).and_then(Value::as_f64) {
-                points.push((number, value));
-            }
-            names = numbers(&step);
-        }
-        if points.is_empty() {
-            bail!(
-                "{shown} has no step with the number {metric:?}\nhint: its last step has {}",
-                names.join(", ")
-            );
+            lines.push((number, read));
         }
         Ok(Self {
-            name: shown.to_string(),
-            points,
+            path: path.to_path_buf(),
+            lines,
         })
+    }
+
+    /// What the file is called.
+    pub(super) fn shown(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// The number `name` of each line that has it; a part of a number's group as `memory/weights_bytes`.
+    ///
+    /// # Errors
+    /// No line has that number.
+    pub(super) fn curve(&self, name: &str) -> Result<Curve> {
+        let pointer = format!("/{name}");
+        let points = self.lines.iter().filter_map(|(step, line)| {
+            let value = line.pointer(&pointer)?.as_f64()?;
+            Some((*step, value))
+        });
+        let points: Vec<(f64, f64)> = points.collect();
+        if !points.is_empty() {
+            return Ok(Curve { points });
+        }
+        let shown = self.path.display();
+        let names: BTreeSet<String> = self
+            .lines
+            .iter()
+            .flat_map(|(_, line)| names(line))
+            .collect();
+        if names.is_empty() {
+            bail!("{shown} has no step with the number {name:?}: it has no step at all");
+        }
+        let names: Vec<String> = names.into_iter().collect();
+        bail!(
+            "{shown} has no step with the number {name:?}\nhint: it has {}",
+            names.join(", ")
+        )
     }
 }
 
-/// The names of a step's numbers.
-fn numbers(step: &Value) -> Vec<String> {
+impl Curve {
+    /// Its values alone.
+    pub(super) fn values(&self) -> impl Iterator<Item = f64> {
+        self.points.iter().map(|(_, value)| *value)
+    }
+}
+
+/// The names of a line's numbers.
+fn names(line: &Value) -> Vec<String> {
     let mut names = Vec::new();
-    for (name, value) in step.as_object().into_iter().flatten() {
+    for (name, value) in line.as_object().into_iter().flatten() {
         match value {
             Value::Number(_) => names.push(name.clone()),
             Value::Object(parts) => {

@@ -129,3 +129,51 @@ fn an_end_of_turn_in_pieces_is_warned_of() {
         assert!(said.contains(part), "{said}");
     }
 }
+
+#[test]
+fn an_adapter_brings_its_template_to_the_chat_the_merge_and_the_next_run() {
+    let workspace = workspace();
+    let run = finetune(&workspace).flag("--lora-rank", 2);
+    run.flag("--chat-template", "zephyr")
+        .succeeds_with_warnings();
+    let adapter = workspace.output();
+    let template = fs::read_to_string(adapter.join("chat_template.jinja")).unwrap();
+    assert!(adapter.join("generation_config.json").is_file());
+    let chat = candle_train("chat")
+        .flag("--model", adapter.display())
+        .flag("--prompt", "Begin")
+        .flag("--max-new-tokens", 4);
+    chat.succeeds();
+    let merged = workspace.path("merged");
+    let merge = candle_train("merge").flag("--adapter", adapter.display());
+    merge.flag("--output", merged.display()).succeeds();
+    assert_eq!(
+        fs::read_to_string(merged.join("chat_template.jinja")).unwrap(),
+        template
+    );
+    let ends = &read_json(&merged.join("generation_config.json"))["eos_token_id"];
+    assert!(
+        ends.as_array().is_some_and(|ends| !ends.is_empty()),
+        "{ends}"
+    );
+    let further = workspace.path("further");
+    let run = finetune(&workspace).flag("--adapter", adapter.display());
+    run.flag("--output", further.display())
+        .succeeds_with_warnings();
+    assert_eq!(
+        fs::read_to_string(further.join("chat_template.jinja")).unwrap(),
+        template
+    );
+    // The base model alone has none, and one can be named.
+    let base = candle_train("chat").flag("--model", workspace.path("model").display());
+    let base = base.flag("--prompt", "Begin").flag("--max-new-tokens", 4);
+    base.run()
+        .assert_error(&["has no chat template", "--chat-template"]);
+    base.clone().flag("--chat-template", "mistral").succeeds();
+    let text = base.flag("--chat-template", "vicuna").run();
+    text.assert_error(&["cannot read the chat template vicuna"]);
+    let text = candle_train("generate").flag("--model", workspace.path("model").display());
+    let text = text.flag("--prompt", "a").flag("--chat-template", "chatml");
+    text.run()
+        .assert_error(&["--chat-template is given without --chat"]);
+}

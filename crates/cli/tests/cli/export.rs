@@ -1,9 +1,9 @@
 //! `candle-train export` and `inspect`.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use super::folder::{Snapshot, names, read_checkpoint, snapshot};
+use super::folder::{Snapshot, Tensors, names, read_checkpoint, snapshot};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
@@ -141,6 +141,8 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
     let (_, saves) = save(&workspace, run);
     let inspect = candle_train("inspect").argument(saves.join("step-000002").display());
     let said = inspect.succeeds().stdout;
+    assert!(!said.contains("model.norm.weight"), "{said}");
+    let said = inspect.clone().switch("--tensors").succeeds().stdout;
     for part in [
         "step-000002: after step 2, 20",
         "evaluation loss ",
@@ -159,10 +161,22 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
     assert!(!said.contains("verified"), "{said}");
     let said = inspect.clone().switch("--verify").succeeds().stdout;
     assert!(said.contains(" verified"), "{said}");
+    let line = said.lines().last().unwrap();
+    let (what, found) = line.split_once(": all files").unwrap();
+    assert!(
+        what.starts_with("verified: 1") && what.contains(" files, "),
+        "{line}"
+    );
+    assert_eq!(found, " have their checksums, and all values are finite");
     let folder = candle_train("inspect").argument(saves.display());
     let list = folder.succeeds().stdout;
     let lines: Vec<&str> = list.lines().collect();
     assert_eq!(lines.len(), 3, "{list}");
+    let all = folder.clone().switch("--verify").succeeds().stdout;
+    let line = all.lines().last().unwrap();
+    assert!(line.starts_with("verified: "), "{all}");
+    let tensors = folder.clone().switch("--tensors").run();
+    tensors.assert_error(&["--tensors", "has 3 checkpoints", "hint: "]);
     assert!(
         lines[0].starts_with("step-000003: after step 3, "),
         "{list}"
@@ -198,12 +212,198 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         let inspect = candle_train("inspect").argument(workspace.path(argument).display());
         inspect.run().assert_error(&[part]);
     }
-    let model = candle_train("inspect").argument(workspace.path("model").display());
-    let said = model.succeeds().stdout;
-    for part in [
-        "is a model as transformers has it, and no checkpoint of a run: 39 tensors of 53728 values:",
-        "  model.norm.weight [32] f32\n",
-    ] {
+}
+
+fn inspect(workspace: &Workspace) -> Program {
+    candle_train("inspect").argument(workspace.path("model").display())
+}
+
+#[track_caller]
+fn says(said: &str, parts: &[&str]) {
+    for part in parts {
         assert!(said.contains(part), "{part:?} is not in: {said}");
+    }
+}
+
+#[test]
+fn inspect_tells_what_a_model_is() {
+    let workspace = Workspace::new();
+    let said = inspect(&workspace).succeeds().stdout;
+    let facts = [
+        "model is a model as transformers has it\n",
+        "family         llama (LlamaForCausalLM)\n",
+        "parameters     53728\n",
+        "layers         4, hidden size 32, 4 heads and 2 of keys and values\n",
+        "weights        f32, 214.9 kB in 1 file, 39 tensors\n",
+        "embeddings     not tied: the head has a weight of its own\n",
+        "tokenizer      307 tokens\n",
+    ];
+    says(&said, &facts);
+    assert!(!said.contains("model.norm.weight"), "{said}");
+    let said = inspect(&workspace).switch("--tensors").succeeds().stdout;
+    says(&said, &["  model.norm.weight [32] f32\n"]);
+    fs::write(workspace.model("chat_template.jinja"), "{{ messages }}").unwrap();
+    let said = inspect(&workspace).succeeds().stdout;
+    says(&said, &["chat template  in chat_template.jinja\n"]);
+    fs::write(workspace.model("chat_template.jinja"), "{{ messages").unwrap();
+    fs::remove_file(workspace.model("tokenizer.json")).unwrap();
+    let said = inspect(&workspace).succeeds().stdout;
+    let parts = [
+        "chat template  none that can be used: the chat template of",
+        "tokenizer      none that can be read: cannot read the tokenizer",
+    ];
+    says(&said, &parts);
+}
+
+#[test]
+fn inspect_verifies_a_model() {
+    let verified = |name: &str, tensors: &str| {
+        let workspace = Workspace::with_model(name);
+        let said = inspect(&workspace).switch("--verify").succeeds().stdout;
+        let line = said.lines().last().unwrap();
+        let said = format!("verified: {tensors}, ");
+        assert!(line.starts_with(&said), "{line}");
+        assert!(line.contains("all values are finite"), "{line}");
+    };
+    verified("gqa", "39 tensors in 1 file");
+    verified("bf16_sharded", "30 tensors in 5 files");
+    verified("tied_bias", "82 tensors in 1 file");
+    let name = "model.layers.1.input_layernorm.weight";
+    let refuses = |edit: &dyn Fn(&mut Tensors), parts: &[&str]| {
+        let workspace = Workspace::new();
+        workspace.edit_weights(|tensors| edit(tensors));
+        inspect(&workspace).succeeds();
+        let verify = inspect(&workspace).switch("--verify");
+        verify.run().assert_error(parts);
+    };
+    refuses(
+        &|tensors| drop(tensors.remove(name)),
+        &[name, "is missing from the checkpoint"],
+    );
+    refuses(
+        &|tensors| {
+            let norm = tensors.get_mut(name).unwrap();
+            norm.1 = vec![16];
+            norm.2.truncate(64);
+        },
+        &[name, "[16]", "expected [32]"],
+    );
+    refuses(
+        &|tensors| {
+            let norm = tensors.get_mut(name).unwrap();
+            norm.2[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        },
+        &[name, "NaN or infinite"],
+    );
+    refuses(
+        &|tensors| {
+            let norm = tensors[name].clone();
+            tensors.insert("model.more.weight".to_string(), norm);
+        },
+        &[
+            "1 tensors that the configured model does not use",
+            "model.more.weight",
+        ],
+    );
+}
+
+#[test]
+fn inspect_tells_what_it_can_of_models_that_are_not_supported() {
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| {
+        config["model_type"] = "mamba".into();
+        config["architectures"] = serde_json::json!(["MambaForCausalLM"]);
+    });
+    let said = inspect(&workspace).succeeds().stdout;
+    let parts = [
+        "family         mamba (MambaForCausalLM)\n",
+        "parameters     53728\n",
+        "layers         4, hidden size 32",
+        "not supported: ",
+        "model_type is \"mamba\"; supported: model_type \"llama\"",
+    ];
+    says(&said, &parts);
+    let verify = inspect(&workspace).switch("--verify");
+    verify.run().assert_error(&["model_type is \"mamba\""]);
+    fs::remove_file(workspace.model("model.safetensors")).unwrap();
+    let said = inspect(&workspace).succeeds().stdout;
+    says(
+        &said,
+        &[
+            "layers         4",
+            "no weights: ",
+            "has neither model.safetensors",
+        ],
+    );
+    fs::write(workspace.model("config.json"), "{").unwrap();
+    inspect(&workspace).run().assert_error(&["config.json"]);
+}
+
+/// In KiB, of a line that begins with these words: `weights 1.2 MiB, ..` or `1.2 MiB  2.3 KiB`.
+fn numbers(stdout: &str, beginning: &str) -> Vec<f64> {
+    let mut lines = stdout
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix(beginning));
+    let words: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
+    let pairs = words.windows(2).filter_map(|pair| {
+        let number: f64 = pair[0].parse().ok()?;
+        match pair[1].trim_end_matches(',') {
+            "KiB" => Some(number),
+            "MiB" => Some(number * 1024.0),
+            _ => None,
+        }
+    });
+    pairs.collect()
+}
+
+/// What a run of the same flags says before its first step, which is what it then holds.
+#[test]
+fn the_memory_that_inspect_tells_is_that_of_a_run() {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/assets");
+    let model = assets.join("shakespeare-llama").display().to_string();
+    let told = candle_train("inspect").argument(&model).succeeds().stdout;
+    let workspace = Workspace::new();
+    for (flags, line) in [
+        (&[("--dtype", "f32")][..], "--dtype f32 "),
+        (&[("--dtype", "bf16")], "--dtype bf16  "),
+        (
+            &[("--dtype", "bf16"), ("--lora-rank", "16")],
+            "--dtype bf16 --lora-rank 16  ",
+        ),
+        (
+            &[
+                ("--dtype", "bf16"),
+                ("--lora-rank", "16"),
+                ("--base-dtype", "q4k"),
+            ],
+            "--dtype bf16 --lora-rank 16 --base-dtype q4k ",
+        ),
+    ] {
+        let run = candle_train("finetune")
+            .flag("--model", &model)
+            .flag("--data", workspace.path("text.txt").display())
+            .flag("--output", workspace.path("new").display())
+            .switch("--overwrite")
+            .flag("--steps", 1)
+            .flag("--seq-len", 512)
+            .flag("--micro-batch-size", 1)
+            .flag("--global-batch-size", 1)
+            .flag("--sample-tokens", 0);
+        let run = flags
+            .iter()
+            .fold(run, |run, (flag, value)| run.flag(flag, value));
+        let said = run.succeeds().stdout;
+        let mut expected = numbers(&said, "memory of the largest rank, expected: ");
+        expected.push(expected.iter().sum());
+        let got = numbers(&told, line);
+        assert_eq!(got.len(), 5, "{told}");
+        for (got, expected) in got.iter().zip(&expected) {
+            // Of two roundings.
+            let difference = (got - expected).abs();
+            assert!(
+                difference <= 0.02 * expected,
+                "{line}: {got} of {expected}: {told}{said}"
+            );
+        }
     }
 }

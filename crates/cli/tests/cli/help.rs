@@ -9,14 +9,14 @@ fn help(subcommand: &'static str) -> BTreeMap<String, String> {
     let outcome = candle_train(subcommand).switch("--help").succeeds();
     let mut flags = BTreeMap::new();
     let mut name = String::new();
-    for line in outcome.stdout.lines().map(str::trim) {
-        let line = line.strip_prefix("-h, ").unwrap_or(line);
-        if let Some(flag) = line
-            .split_whitespace()
-            .next()
-            .filter(|word| word.starts_with("--"))
-        {
-            name = flag.to_string();
+    for line in outcome.stdout.lines() {
+        // What follows a flag is indented further.
+        let starts = ["      --", "  -h, --", "  -V, --"];
+        let is_flag = starts.iter().any(|start| line.starts_with(start));
+        let line = line.trim();
+        if is_flag {
+            let flag = line.split_whitespace().find(|word| word.starts_with("--"));
+            name = flag.unwrap_or_default().to_string();
         }
         let text: &mut String = flags.entry(name.clone()).or_default();
         text.push_str(line);

@@ -160,7 +160,7 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
     let curves = workspace.path("text.txt/curves");
     for (program, error) in [
         (
-            program.clone().flag("--data", "nowhere.txt"),
+            fresh.clone().flag("--data", "nowhere.txt"),
             "nowhere.txt".to_string(),
         ),
         (program.clone().flag("--lr", "x"), "--lr".to_string()),
@@ -168,10 +168,7 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
             fresh.clone().flag("--freeze", "nothing.has.this.name"),
             "nothing.has.this.name".to_string(),
         ),
-        (
-            program.clone(),
-            "is a checkpoint of another run".to_string(),
-        ),
+        (program.clone(), "is a checkpoint already".to_string()),
         (
             fresh.clone().flag("--tensorboard", curves.display()),
             "cannot write TensorBoard's events".to_string(),

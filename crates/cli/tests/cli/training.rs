@@ -48,7 +48,7 @@ fn default_flags_fit_the_model_and_the_machine() {
     if cfg!(not(feature = "cuda")) {
         for part in [
             "sequences of 2048 tokens; 1 rank as a thread: pp 1 x dp 1 x tp 1\n",
-            "chosen for you: --dp 1 --seq-len 2048 --global-batch-size 16 --lr 0.00002",
+            "chosen for you: --dp 1 --seq-len 2048 --global-batch-size 16 --lr 2e-5",
         ] {
             assert!(out.contains(part), "{part:?} is not in: {out}");
         }

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 /// As [`check_file`], and what the file system says.
 pub fn open_file(path: &Path) -> Result<File> {
     check_file(path)?;
+    tracing::debug!("{} is read", path.display());
     File::open(path)
 }
 

@@ -43,6 +43,18 @@ pub struct TensorEntry {
     end: usize,
 }
 
+impl TensorEntry {
+    /// Size in the file.
+    pub fn num_bytes(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Number of its values.
+    pub fn num_values(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
 #[derive(serde::Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
@@ -179,6 +191,11 @@ impl Checkpoint {
     /// The folder that was opened.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// How many files the tensors are in.
+    pub fn num_files(&self) -> usize {
+        self.maps.len()
     }
 
     /// All tensors, by name.

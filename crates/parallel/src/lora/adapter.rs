@@ -50,10 +50,12 @@ impl Adapter {
                 path.display()
             ))
         })?;
+        let of_file = |err: candle_core::Error| err.context(path.display().to_string());
+        // Before the weights, which are others in other kinds of adapters.
+        let fields = adapter_config::supported(&text).map_err(of_file)?;
         let weights = Checkpoint::open_file(dir, ADAPTER_WEIGHTS_FILE)?;
         let modules = modules(&weights)?;
-        let config = adapter_config::from_json(&text, &modules);
-        let config = config.map_err(|err| err.context(path.display().to_string()))?;
+        let config = adapter_config::from_fields(&fields, &modules).map_err(of_file)?;
         Ok(Self { config, weights })
     }
 

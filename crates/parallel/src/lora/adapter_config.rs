@@ -48,18 +48,75 @@ fn is_nothing(value: &Value) -> bool {
     }
 }
 
-/// The configuration of an adapter whose file has these layers.
-pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraConfig> {
+/// How an adapter that this crate does not have becomes a model that it has.
+const MERGE_HINT: &str = "hint: peft folds such an adapter into its model: merge_and_unload(), then save_pretrained() of that, whose folder is a \
+    model like any other";
+
+/// What fields that are not supported ask for, in words.
+const UNSUPPORTED: [(&str, &str); 9] = [
+    (
+        "use_dora",
+        "DoRA (weights as sizes and directions) is not supported",
+    ),
+    (
+        "modules_to_save",
+        "the adapter holds whole modules that were trained beside it, which is not supported",
+    ),
+    (
+        "bias",
+        "biases that were trained beside the adapter are not supported",
+    ),
+    (
+        "rank_pattern",
+        "layers with ranks of their own are not supported",
+    ),
+    (
+        "alpha_pattern",
+        "layers with an alpha of their own are not supported",
+    ),
+    (
+        "trainable_token_indices",
+        "rows of the embedding that were trained beside the adapter are not supported",
+    ),
+    (
+        "layer_replication",
+        "a model whose layers are repeated is not supported",
+    ),
+    (
+        "target_parameters",
+        "adapters of parameters that are no linear layers are not supported",
+    ),
+    (
+        "alora_invocation_tokens",
+        "an adapter that is active from some tokens on only (aLoRA) is not supported",
+    ),
+];
+
+/// An error if a configuration asks for what this crate does not have; the file's fields.
+pub(super) fn supported(text: &str) -> Result<Map<String, Value>> {
     let file: Map<String, Value> = serde_json::from_str(text).map_err(Error::wrap)?;
     let peft_type = file.get("peft_type").cloned().unwrap_or(json!("LORA"));
     if peft_type != json!("LORA") {
-        bail!("peft_type is {peft_type}; supported: \"LORA\"");
+        let name = peft_type.as_str().unwrap_or_default().to_uppercase();
+        // These put tokens or values before a text, and have no weights to be added to the model's.
+        let is_prompt = ["PROMPT", "PREFIX", "P_TUNING", "ADAPTION"];
+        let hint = match is_prompt.iter().any(|kind| name.contains(kind)) {
+            true => "hint: train low-rank adapters instead, as finetune --lora-rank 16 does",
+            false => MERGE_HINT,
+        };
+        bail!("peft_type is {peft_type}; supported: \"LORA\"\n{hint}");
+    }
+    let asks = |field: &str| file.get(field).filter(|value| !is_nothing(value));
+    for (field, why) in UNSUPPORTED {
+        if let Some(value) = asks(field) {
+            bail!("{field} is {value}: {why}\n{MERGE_HINT}");
+        }
     }
     let is_unknown =
         |(field, value): &(&String, &Value)| !KNOWN.contains(&field.as_str()) && !is_nothing(value);
     if let Some((field, value)) = file.iter().find(is_unknown) {
         bail!(
-            "{field} is {value}, which is not supported; expected an adapter of linear layers without it"
+            "{field} is {value}, which is not supported; expected an adapter of linear layers without it\n{MERGE_HINT}"
         );
     }
     let init = file.get("init_lora_weights").and_then(Value::as_str);
@@ -72,6 +129,14 @@ pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraCo
             "init_lora_weights is {init:?}, which changes the model's own weights; expected an adapter of the model as it is\nhint: peft's save_pretrained converts it, with path_initial_model_for_weight_conversion"
         );
     }
+    Ok(file)
+}
+
+/// The configuration of an adapter with these [fields](supported), whose file has these layers.
+pub(super) fn from_fields(
+    file: &Map<String, Value>,
+    modules: &BTreeSet<String>,
+) -> Result<LoraConfig> {
     let number = |field: &str| match file.get(field).and_then(Value::as_f64) {
         Some(number) => Ok(number),
         None => bail!("{field} is missing or not a number"),
@@ -86,7 +151,7 @@ pub(super) fn from_json(text: &str, modules: &BTreeSet<String>) -> Result<LoraCo
         dropout: file
             .get("lora_dropout")
             .map_or(Ok(0.0), |_| number("lora_dropout"))?,
-        targets: targets(&file, modules),
+        targets: targets(file, modules),
         use_rslora: flag("use_rslora"),
         seed: 0,
         base_model: file

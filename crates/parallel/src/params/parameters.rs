@@ -99,7 +99,8 @@ impl Parameters {
             param.is_tiled = ranks.is_tiled(&param.name);
         }
         if let Some(checkpoint) = source.checkpoint() {
-            allowance.check_all_used(checkpoint, &catalog)?;
+            let used = catalog.iter().map(|entry| entry.name.as_str()).collect();
+            allowance.check_all_used(checkpoint, &used)?;
         }
         let ties = ties(&params, &ranks, mesh)?;
         let stage = mesh.pp.rank();

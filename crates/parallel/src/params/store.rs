@@ -9,7 +9,6 @@ use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
 
 use super::builder::ParamBuilder;
-use super::catalog::CatalogEntry;
 use super::data_parallel::{DataParallel, ZeroStage};
 use super::param::{Asker, Param, asked_twice};
 use super::parameters::Parameters;
@@ -74,7 +73,7 @@ pub(crate) struct Allowance {
 
 impl Allowance {
     /// An error if the checkpoint has tensors that are neither the model's nor allowed, or has other values for a second name.
-    pub fn check_all_used(&self, checkpoint: &Checkpoint, catalog: &[CatalogEntry]) -> Result<()> {
+    pub fn check_all_used(&self, checkpoint: &Checkpoint, used: &BTreeSet<&str>) -> Result<()> {
         for (alias, name) in &self.aliases {
             let tensors = checkpoint.tensors();
             if tensors.contains_key(alias)
@@ -88,7 +87,6 @@ impl Allowance {
                 );
             }
         }
-        let used: BTreeSet<&str> = catalog.iter().map(|entry| entry.name.as_str()).collect();
         let is_allowed = |name: &str| {
             self.aliases.contains_key(name)
                 || self.suffixes.iter().any(|suffix| name.ends_with(suffix))
@@ -264,6 +262,20 @@ impl ParamStore {
     /// Accepts that a checkpoint holds constants, which the model does not read, whose names end in `suffix`.
     pub fn allow_unused(&self, suffix: &str) {
         self.lock().allowance.suffixes.push(suffix.to_string());
+    }
+
+    /// The names of the parameters that layers have asked for.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.lock().params.keys().cloned().collect()
+    }
+
+    /// An error if the checkpoint has tensors that are not among these parameters and that are not allowed.
+    pub(crate) fn check_all_used(&self, used: &BTreeSet<String>) -> Result<()> {
+        let used = used.iter().map(String::as_str).collect();
+        match self.source.checkpoint() {
+            Some(checkpoint) => self.lock().allowance.check_all_used(checkpoint, &used),
+            None => Ok(()),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

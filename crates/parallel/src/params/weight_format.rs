@@ -66,6 +66,16 @@ impl WeightFormat {
     }
 }
 
+impl WeightFormat {
+    /// Bytes of a frozen weight (rows, columns) that is held whole in this form; `is_inner`: it is neither of the first block nor of the last.
+    pub(crate) fn num_bytes(self, [rows, columns]: [usize; 2], is_inner: bool) -> usize {
+        rows * match self.form(columns, is_inner) {
+            Form::Floats(dtype) => columns * dtype.size_in_bytes(),
+            Form::Blocks(blocks) => row_bytes(blocks, columns),
+        }
+    }
+}
+
 impl Packing {
     /// Of weight `name`, of whose columns this rank may have a part, `shard`, and of whose values it has `dims`; `None` if the form
     /// is that of the values.

@@ -14,6 +14,7 @@ mod recompute;
 mod schedule;
 mod segment;
 mod stage;
+mod weight_check;
 
 pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
 pub use eval_sums::EvalSums;

@@ -380,7 +380,7 @@ fn two_runs_and_one_folder() {
     save(dir, &[1], 1);
     assert_says(
         &message(saver(None)),
-        &["step-000001 is a checkpoint of another run", "hint:"],
+        &["step-000001 is a checkpoint already", "hint:"],
     );
     let checkpoint = TrainingCheckpoint::open(&alone(), &dir.join("step-000001")).unwrap();
     saver(Some(&checkpoint)).unwrap();

@@ -125,6 +125,11 @@ impl ChatTemplate {
         self
     }
 
+    /// The file that it is in.
+    pub fn path(&self) -> &Path {
+        &self.source.path
+    }
+
     /// The date of the texts, if the template asks for it.
     pub fn date(&self) -> Option<Date> {
         let TemplateSource {

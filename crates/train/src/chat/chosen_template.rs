@@ -68,6 +68,20 @@ impl ChatTemplate {
         Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
+    /// The template in the folder of an adapter, if it is another one than that of the model in `model`: it was chosen when the adapter was
+    /// trained.
+    ///
+    /// # Errors
+    /// As [`Self::from_dir`].
+    pub fn of_adapter(adapter: &Path, model: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let tokens = tokenizer.named_special_tokens();
+        let [own, base] = [adapter, model].map(|dir| Self::from_dir(dir, tokens.clone()));
+        let (own, base) = (own?, base?);
+        let is_of_base =
+            |own: &Self| (base.as_ref()).is_some_and(|base| base.identity() == own.identity());
+        Ok(own.filter(|own| !is_of_base(own)))
+    }
+
     /// How the template goes together with the tokenizer, from what it makes of a short conversation.
     pub fn fit(&self, tokenizer: &Tokenizer) -> TemplateFit {
         let message = |role: &str, content: &str| -> Message {

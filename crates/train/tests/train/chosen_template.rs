@@ -243,7 +243,7 @@ fn what_is_saved_is_the_template_and_the_end_of_its_turns() {
         )
     };
     let of = saved(vec![
-        file("config.json", r#"{"eos_token_id": 2}"#),
+        file("config.json", r#"{"eos_token_id": 5}"#),
         file(
             "generation_config.json",
             r#"{"eos_token_id": [7, 8], "temperature": 0.5}"#,
@@ -267,10 +267,10 @@ fn what_is_saved_is_the_template_and_the_end_of_its_turns() {
     let expected = (serde_json::json!([7, 8, id]), serde_json::json!(0.5));
     assert_eq!(ends(of("generation_config.json")), expected);
     // Without the file: the ends of config.json, else the tokenizer's.
-    let of = saved(vec![file("config.json", r#"{"eos_token_id": 2}"#)]);
+    let of = saved(vec![file("config.json", r#"{"eos_token_id": 5}"#)]);
     assert_eq!(
         ends(of("generation_config.json")).0,
-        serde_json::json!([2, id])
+        serde_json::json!([5, id])
     );
     assert_eq!(of("tokenizer_config.json"), None);
     let of = saved(Vec::new());
@@ -307,15 +307,16 @@ fn a_file_is_a_template_and_anything_else_says_what_there_is() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     fs::write(
         path("own.jinja"),
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\r\n{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\r\n{% endfor %}",
     )
     .unwrap();
+    let eos = &tokenizer.named_special_tokens()["eos_token"];
     let template = ChatTemplate::chosen(&path("own.jinja"), &tokenizer).unwrap();
     let (text, said) = rendered(
         &template,
         &[message("user", "a"), message("assistant", "b")],
     );
-    assert_eq!(text, "<user>a</s>\n<assistant>b</s>\n");
+    assert_eq!(text, format!("<user>a{eos}\n<assistant>b{eos}\n"));
     assert_eq!(said.len(), 1);
     let fit = template.fit(&tokenizer);
     assert_eq!(fit.split_markers, ["<assistant>", "<user>"]);
