@@ -47,3 +47,5 @@ mod recompute;
 mod reference;
 #[path = "end_to_end/saving.rs"]
 mod saving;
+#[path = "end_to_end/what_fits.rs"]
+mod what_fits;

@@ -73,7 +73,11 @@ pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<O
         let others = others.filter(|other| is_typed(other, given));
         let is_overruled = |other: &Arg| contradict(command, arg, other);
         // Of the data and the model in the file.
-        let is_of_others = arg.get_long() == Some("date") && (given("data") || given("model"));
+        let is_of_others = match arg.get_long() {
+            Some("date") => given("data") || given("model"),
+            Some("columns") => given("data"),
+            _ => false,
+        };
         if is_of_others || is_typed(arg, given) || others.into_iter().any(is_overruled) {
             continue;
         }

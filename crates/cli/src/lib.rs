@@ -73,7 +73,7 @@ pub use loss_scale::LossScaleArgs;
 pub use output::{exit_as_rank, exit_with};
 pub use pretrain::Pretrain;
 pub use program::{
-    FlagDefault, TrainingCommand, candle_train, parse_with_defaults, run_with_defaults,
+    FlagDefault, TrainingCommand, candle_train, command, parse_with_defaults, run_with_defaults,
 };
 pub use rank_args::RankArgs;
 pub use samples::SampleArgs;

@@ -89,8 +89,8 @@ pub struct FlagDefault {
     pub unless: Option<&'static str>,
 }
 
-/// What clap knows of `candle-train`.
-pub(crate) fn command() -> Command {
+/// The command line of `candle-train`: its subcommands, and their flags with defaults and help.
+pub fn command() -> Command {
     let command = CandleTrain::command();
     let of_pretrain = Pretrain::defaults();
     command

@@ -11,6 +11,13 @@ mod cli {
     mod date;
     mod disk_full;
     mod divergence;
+    mod docs {
+        mod commands;
+        mod links;
+        mod messages;
+        mod pages;
+        mod reference;
+    }
     mod early_checks;
     mod evaluation;
     mod export;

@@ -1,12 +1,13 @@
-//! The README's Rust is this file's, so that it compiles.
+//! The Rust of README.md and of docs/custom-models.md is this file's, so that it compiles.
 
 use std::path::Path;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{
-    DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline, Stage, ZeroStage,
+    AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradients, MicroBatch,
+    ParamBuilder, ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule, Stage, ZeroStage,
 };
 use candle_train::{Batches, TrainConfig, Trainer};
 use candle_train_models::{CausalLm, ModelConfig};
@@ -35,24 +36,60 @@ fn with_a_loop_of_ones_own(
     Ok(report.loss.mean)
 }
 
+#[expect(dead_code, reason = "compiled, not run")]
+struct Mlp {
+    up: ColumnParallelLinear,
+    down: RowParallelLinear,
+}
+
+impl PlainBlock for Mlp {
+    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+        xs + self.down.forward(&self.up.forward(xs)?.gelu()?)?
+    }
+}
+
+type BuildBlock = fn(usize, &ProcessGroup, ParamBuilder) -> Result<Box<dyn Block>>;
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_a_model_of_ones_own(
+    world: ProcessGroup, num_blocks: usize, hidden_size: usize, block: BuildBlock, batches: Vec<Vec<MicroBatch>>,
+) -> Result<()> {
+    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, cp: 1, tp: 2 })?;
+    let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
+    let stage = Stage::build(&mesh, &vb, num_blocks, hidden_size, |index, vb| block(index, &mesh.tp, vb))?;
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+    let mut gradients = Gradients::new(stage.params(), &mesh)?;
+    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+    for micro_batches in batches {
+        pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+        println!("loss {}", optimizer.step(&mut gradients, 3e-4, Some(1.0))?.loss.mean);
+    }
+    Ok(())
+}
+
 fn without_indent(text: &str) -> String {
     text.lines()
         .map(|line| format!("{}\n", line.trim()))
         .collect()
 }
 
+/// A page of the documents, and how many blocks of Rust it has.
+const PAGES: [(&str, usize); 2] = [
+    (include_str!("../../../README.md"), 2),
+    (include_str!("../../../docs/custom-models.md"), 2),
+];
+
 #[test]
-fn the_rust_of_the_readme_is_compiled() {
+fn the_rust_of_the_documents_is_compiled() {
     let source = without_indent(include_str!("readme.rs"));
-    let readme = include_str!("../../../README.md");
-    let blocks: Vec<&str> = readme
-        .split("```rust\n")
-        .skip(1)
-        .filter_map(|rest| rest.split("```").next())
-        .collect();
-    assert_eq!(blocks.len(), 2);
-    for block in blocks {
-        assert!(source.contains(&without_indent(block)), "{block}");
+    for (page, num_blocks) in PAGES {
+        let blocks = page.split("```rust\n").skip(1);
+        let blocks: Vec<&str> = blocks.filter_map(|rest| rest.split("```").next()).collect();
+        assert_eq!(blocks.len(), num_blocks);
+        for block in blocks {
+            assert!(source.contains(&without_indent(block)), "{block}");
+        }
     }
 }
 
@@ -71,5 +108,43 @@ fn the_test_command_of_the_readme_is_that_of_ci() {
         include_str!("../../../.ci/run"),
     ] {
         assert!(text.contains(&format!("\n{command} ")), "{command}");
+    }
+}
+
+/// A stranger reads it in a few minutes.
+#[test]
+fn the_readme_is_short() {
+    let readme = include_str!("../../../README.md");
+    let (num_lines, num_words) = (readme.lines().count(), readme.split_whitespace().count());
+    assert!(num_lines <= 130, "{num_lines} lines");
+    assert!(num_words <= 1300, "{num_words} words");
+}
+
+/// What stands between bars of the rows of a table that begins with this line.
+fn table(page: &str, beginning: &str) -> Vec<Vec<String>> {
+    let lines = page.lines().skip_while(|line| *line != beginning);
+    let rows = lines.skip(2).take_while(|line| line.starts_with('|'));
+    let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_string()).collect();
+    rows.map(cells).collect()
+}
+
+#[test]
+fn the_speed_that_the_readme_tells_is_that_of_the_measurements() {
+    let readme = include_str!("../../../README.md");
+    let measured = table(
+        include_str!("../../../docs/performance.md"),
+        "| case | precision | tokens/s | step / products alone | PyTorch | ratio |",
+    );
+    let told = table(readme, "| model | f32 | bf16 |");
+    for (precision, column) in [("f32", 2), ("bf16", 3)] {
+        let of_precision = measured.iter().filter(|row| row[2] == precision);
+        let ratios = of_precision.map(|row| row[6].trim_matches('*').to_string());
+        let ratios: Vec<String> = ratios.collect();
+        let of_readme: Vec<String> = told.iter().map(|row| row[column].clone()).collect();
+        assert!(!ratios.is_empty());
+        assert_eq!(of_readme, ratios, "{precision}");
+        let (least, most) = (ratios.iter().min().unwrap(), ratios.iter().max().unwrap());
+        let range = format!("{least} to {most}");
+        assert!(readme.contains(&range), "{precision}: {range}");
     }
 }
