@@ -43,18 +43,20 @@ fn reference() -> String {
     let mut command = candle_train_cli::command();
     command.build();
     let mut page = BEGINNING.to_string();
-    let subcommands = || {
-        let all = command.get_subcommands();
-        all.filter(|subcommand| !subcommand.is_hide_set() && subcommand.get_name() != "help")
-    };
+    let subcommands = command.get_subcommands();
+    let mut subcommands: Vec<&Command> = subcommands
+        .filter(|subcommand| !subcommand.is_hide_set() && subcommand.get_name() != "help")
+        .collect();
+    // Others take some of their flags.
+    subcommands.sort_by_key(|subcommand| !matches!(subcommand.get_name(), "finetune" | "pretrain"));
     page += "| command | what it does |\n|---|---|\n";
-    for subcommand in subcommands() {
+    for subcommand in &subcommands {
         let name = subcommand.get_name();
         writeln!(page, "| [`{name}`](#{name}) | {} |", about(subcommand)).unwrap();
     }
     // What is said of flags, with the place where it is said first.
     let mut said = BTreeMap::new();
-    for subcommand in subcommands() {
+    for subcommand in subcommands {
         page += &about_subcommand(subcommand, &mut said);
     }
     page
@@ -174,7 +176,7 @@ fn described(arg: &Arg) -> String {
     let mut sentences = vec![format!("{}: {}", code(&name_of(arg)), in_markdown(help))];
     sentences.extend(details);
     if arg.is_required_set() {
-        sentences.push("*Required*".to_string());
+        sentences.push("*Required.*".to_string());
     }
     let default = default.or(given);
     sentences.extend(default.map(|default| format!("*Default:* {default}")));
@@ -183,7 +185,7 @@ fn described(arg: &Arg) -> String {
     }
     let sentences = sentences
         .iter()
-        .map(|sentence| match sentence.ends_with('.') {
+        .map(|sentence| match sentence.ends_with(['.', '*']) {
             true => sentence.clone(),
             false => format!("{sentence}."),
         });
