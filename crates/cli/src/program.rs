@@ -93,11 +93,12 @@ pub struct FlagDefault {
 pub fn command() -> Command {
     let command = CandleTrain::command();
     let of_pretrain = Pretrain::defaults();
-    command
-        .mut_subcommand("finetune", with_short_help)
-        .mut_subcommand("pretrain", |pretrain| {
-            with_short_help(with_defaults(pretrain, &of_pretrain))
-        })
+    // In their order, which mut_subcommand changes.
+    command.mut_subcommands(|command| match command.get_name() {
+        "finetune" => with_short_help(command),
+        "pretrain" => with_short_help(with_defaults(command, &of_pretrain)),
+        _ => command,
+    })
 }
 
 /// Runs `candle-train` with the arguments of this process.

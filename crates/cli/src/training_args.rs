@@ -39,7 +39,7 @@ pub struct TrainingArgs {
     /// Take flags from this TOML file, such as the candle_train.toml of a trained model [default: none]
     ///
     /// A line is `lr = 1e-4` or `no-shuffle = true`. Flags of the command line win.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = None)]
     pub(crate) config: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Batches")]
     pub(crate) batches: BatchArgs,

@@ -107,7 +107,8 @@ impl InitialWeights {
     ) -> Result<()> {
         let store = self.store(training, lora, None)?.without_values();
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
-        let vb = store.builder(training.layout.dtype.into(), &Device::Cpu);
+        // Zeros of this type cost nothing until they are written to.
+        let vb = store.builder(DType::F32, &Device::Cpu);
         let stage = CausalLm::stage(config, &mesh, &vb)?;
         training.optimizer.freeze.check(stage.params())
     }
