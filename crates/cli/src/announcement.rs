@@ -23,6 +23,9 @@ impl TrainingRun<'_> {
             print_line(&format!("flags of {}", config.display()));
         }
         print_line(&format!("{}: {described}", self.title));
+        if let Some(template) = &self.data.chosen_template {
+            print_line(&format!("chat template: {}", template.path().display()));
+        }
         if let Some(idle) = training.without_effect(flags, ranks) {
             print_line(&idle);
         }

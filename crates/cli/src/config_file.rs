@@ -5,12 +5,14 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::read_text_file;
 use clap::{Arg, ArgMatches, Command};
 use toml::{Table, Value};
 
 use crate::flags_of_others::tip;
 use crate::idle_flags::{is_idle, is_idled_by};
 use crate::program::FlagDefault;
+use crate::spellings::Spelled;
 
 /// The file in a model's folder that says how the model was made.
 pub(crate) const CONFIG_FILE: &str = "candle_train.toml";
@@ -35,9 +37,16 @@ const NOT_STORED: [&str; 11] = [
 ///
 /// # Errors
 /// A file that cannot be read, a key that is no flag, a value that no flag has.
-pub(crate) fn with_config(whole: &Command, words: Vec<OsString>) -> Result<Vec<OsString>> {
+pub(crate) fn with_config(
+    whole: &Command,
+    Spelled {
+        words,
+        switched_off,
+    }: Spelled,
+) -> Result<Vec<OsString>> {
     let (command, place) = meant(whole, &words);
-    let given = |name: &str| is_given(name, &words[place..]);
+    let given =
+        |name: &str| is_given(name, &words[place..]) || switched_off.iter().any(|off| off == name);
     if !command
         .get_arguments()
         .any(|arg| arg.get_long() == Some("config"))
@@ -175,7 +184,7 @@ fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
 }
 
 fn read(path: &Path) -> Result<Table> {
-    let text = std::fs::read_to_string(path).map_err(|err| {
+    let text = read_text_file(path).map_err(|err| {
         Error::msg(format!(
             "cannot read the configuration {}: {err}",
             path.display()

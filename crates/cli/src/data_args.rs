@@ -60,9 +60,21 @@ pub(crate) struct TrainingData {
     pub chosen_template: Option<ChatTemplate>,
 }
 
+/// The model that data is read for.
+#[derive(Clone, Copy)]
+pub(crate) struct DataModel<'a> {
+    pub tokenizer: &'a Tokenizer,
+    /// Its folder, with its chat template.
+    pub dir: Option<&'a Path>,
+    /// Folder of the adapter that training goes on with.
+    pub adapter: Option<&'a Path>,
+}
+
 /// How records are read.
 struct Reader<'a> {
     encoder: RecordEncoder<'a>,
+    /// The chat template, if it is not the model's own.
+    chosen_template: Option<ChatTemplate>,
     columns: Columns,
     sequences: &'a SequenceArgs,
     seed: u64,
@@ -79,35 +91,6 @@ impl DataArgs {
         self.columns.clone().unwrap_or_default()
     }
 
-    /// The chat template that is chosen in place of the model's, if one is.
-    ///
-    /// # Errors
-    /// It cannot be read.
-    fn chosen_template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
-        let choice = self.chat_template.as_deref();
-        let template = choice.map(|choice| ChatTemplate::chosen(choice, tokenizer));
-        template.transpose()
-    }
-
-    /// The same flags, with the chat template of the adapter that training goes on with, if it is not the model's own and none is given.
-    ///
-    /// # Errors
-    /// A template that cannot be read.
-    pub fn with_template_of(
-        &self,
-        adapter: Option<&Path>,
-        model: &Path,
-        tokenizer: &Tokenizer,
-    ) -> Result<Self> {
-        let mut own = self.clone();
-        if let (Some(adapter), None) = (adapter, &self.chat_template) {
-            let template = ChatTemplate::of_adapter(adapter, model, tokenizer)?;
-            let path = template.and_then(|template| Some(template.path().to_str()?.to_string()));
-            own.chat_template = path;
-        }
-        Ok(own)
-    }
-
     /// An error if what is held out would be trained on, too.
     pub fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
         let repeated = self.data.iter().find(|spec| spec.weight > 1.0);
@@ -119,11 +102,10 @@ impl DataArgs {
         }
     }
 
-    /// The samples of a run; `model` has the chat template, whose date is that of the checkpoint from which the run goes on, if it does.
+    /// The samples of a run. The date of the chat template is that of the checkpoint from which the run goes on, if it does.
     pub fn read(
         &self,
-        tokenizer: &Tokenizer,
-        model: Option<&Path>,
+        model: DataModel,
         (training, ranks): (&TrainingArgs, &RunConfig),
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
@@ -131,7 +113,7 @@ impl DataArgs {
         let is_restart = ranks.env.num_restarts() > 0;
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);
-        let reader = self.reader((tokenizer, model), (&batches.sequences, seed), date)?;
+        let reader = self.reader(model, (&batches.sequences, seed), date)?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
@@ -146,50 +128,52 @@ impl DataArgs {
             read.inputs.extend(of_evaluation.inputs);
         }
         self.check(&batches.sequences, &read)?;
-        self.note_template(tokenizer, &mut read)?;
+        reader.note_template(model.tokenizer, &mut read);
         Ok(read)
     }
 
     /// The samples that are shown where nothing is trained.
     pub fn preview(
         &self,
-        model: (&Tokenizer, Option<&Path>),
+        model: DataModel,
         sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
         let reader = self.reader(model, sequences, self.date)?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         self.check(sequences.0, &read)?;
-        self.note_template(model.0, &mut read)?;
+        reader.note_template(model.tokenizer, &mut read);
         Ok(read)
     }
 
-    /// What reads records with the chat template that these flags choose.
+    /// What reads records, with the chat template that these flags choose, or that of the adapter.
     fn reader<'a>(
         &self,
-        (tokenizer, model): (&'a Tokenizer, Option<&Path>),
-        sequences: (&'a SequenceArgs, u64),
+        DataModel {
+            tokenizer,
+            dir,
+            adapter,
+        }: DataModel<'a>,
+        (sequences, seed): (&'a SequenceArgs, u64),
         date: Option<Date>,
     ) -> Result<Reader<'a>> {
-        let chosen = self.chosen_template(tokenizer)?;
-        // The model's own is not asked for, as it may be why another one is chosen.
-        let model = model.filter(|_| chosen.is_none());
-        let mut reader = Reader::new((tokenizer, model), sequences)?.with_columns(self.columns());
-        if let Some(template) = chosen {
-            reader.encoder = reader.encoder.with_template(template);
+        let choice = self.chat_template.as_deref();
+        let chosen_template = ChatTemplate::in_place_of_own(dir, choice, adapter, tokenizer)?;
+        // The model's own is not asked for then, as it may be why another one is chosen.
+        let dir = dir.filter(|_| chosen_template.is_none());
+        let mut encoder = RecordEncoder::new(tokenizer, dir, sequences.encoder_config())?;
+        if let Some(template) = chosen_template.clone() {
+            encoder = encoder.with_template(template);
         }
         if let Some(date) = date {
-            reader.encoder = reader.encoder.with_date(date);
+            encoder = encoder.with_date(date);
         }
-        Ok(reader)
-    }
-
-    /// Adds the chat template that these flags choose to what was read, and what to warn of it.
-    fn note_template(&self, tokenizer: &Tokenizer, read: &mut TrainingData) -> Result<()> {
-        read.chosen_template = self.chosen_template(tokenizer)?;
-        let template = read.chosen_template.as_ref();
-        let warning = template.and_then(|template| template.fit(tokenizer).warning());
-        read.warnings.extend(warning);
-        Ok(())
+        Ok(Reader {
+            encoder,
+            chosen_template,
+            columns: self.columns(),
+            sequences,
+            seed,
+        })
     }
 
     /// An error if a flag about conversations is given, and has nothing to do with what was read.
@@ -208,21 +192,13 @@ impl DataArgs {
     }
 }
 
-impl<'a> Reader<'a> {
-    fn new(
-        (tokenizer, model): (&'a Tokenizer, Option<&Path>),
-        (sequences, seed): (&'a SequenceArgs, u64),
-    ) -> Result<Self> {
-        Ok(Self {
-            encoder: RecordEncoder::new(tokenizer, model, sequences.encoder_config())?,
-            columns: Columns::default(),
-            sequences,
-            seed,
-        })
-    }
-
-    fn with_columns(self, columns: Columns) -> Self {
-        Self { columns, ..self }
+impl Reader<'_> {
+    /// Adds the chat template to what was read, if it is not the model's own, and what to warn of it.
+    fn note_template(self, tokenizer: &Tokenizer, read: &mut TrainingData) {
+        read.chosen_template = self.chosen_template;
+        let template = read.chosen_template.as_ref();
+        let warning = template.and_then(|template| template.fit(tokenizer).warning());
+        read.warnings.extend(warning);
     }
 
     /// The samples of what is named.

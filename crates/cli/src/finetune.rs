@@ -12,7 +12,7 @@ use clap::Parser;
 
 use crate::adapter_base::refuse_adapter;
 use crate::choices::StorageChoice;
-use crate::data_args::DataArgs;
+use crate::data_args::{DataArgs, DataModel};
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::program::TrainingCommand;
@@ -38,7 +38,7 @@ pub struct Finetune {
     )]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
-    #[arg(long, help_heading = "Output")]
+    #[arg(long, ignore_case = true, help_heading = "Output")]
     save_dtype: Option<StorageChoice>,
     #[command(flatten, next_help_heading = "Adapters")]
     lora: LoraArgs,
@@ -73,14 +73,17 @@ impl TrainingCommand for Finetune {
         self.samples.check(&tokenizer, &config)?;
         let weights = InitialWeights::Checkpoint(model.clone());
         weights.check(&config, &training, &self.lora)?;
-        let read = std::iter::once(&model).chain(&self.lora.adapter).cloned();
-        training.check_folders(&self.output, read.collect(), &ranks)?;
-        let data = self
-            .data
-            .with_template_of(self.lora.adapter.as_deref(), &model, &tokenizer)?
-            .read(&tokenizer, Some(&model), (&training, &ranks))?;
-        let inputs = std::iter::once(&model).chain(&self.lora.adapter);
-        let inputs = inputs.chain(&data.inputs).cloned();
+        let adapter = self.lora.adapter.as_deref();
+        let mut inputs: Vec<PathBuf> = vec![model.clone()];
+        inputs.extend(self.lora.adapter.clone());
+        training.check_folders(&self.output, inputs.clone(), &ranks)?;
+        let of_model = DataModel {
+            tokenizer: &tokenizer,
+            dir: Some(&model),
+            adapter,
+        };
+        let data = self.data.read(of_model, (&training, &ranks))?;
+        inputs.extend(data.inputs.iter().cloned());
         TrainingRun {
             training: &training,
             taken,
@@ -89,7 +92,7 @@ impl TrainingCommand for Finetune {
             tokenizer,
             title: format!("{} on {}", model.display(), self.data),
             sidecars: sidecar_files(&model)?,
-            inputs: inputs.collect(),
+            inputs,
             data,
             lora: self.lora.clone(),
             base_model: Some(&self.model),

@@ -92,8 +92,8 @@ pub(crate) fn parse_command<T: FromArgMatches>(
     let mut command = settled(command).mut_subcommands(settled);
     // Defaults of arguments that are not built have no text.
     command.build();
-    let words = as_spelled_here(&command, std::env::args_os().collect());
-    let words = match with_config(&command, words) {
+    let spelled = as_spelled_here(&command, std::env::args_os().collect());
+    let words = match with_config(&command, spelled) {
         Ok(words) => with_free_defaults(&command, words, defaults),
         Err(err) => exit_with_message(&in_words(&err), is_training(&command)),
     };
@@ -149,7 +149,7 @@ fn with_tip(mut err: clap::Error, whole: &Command, words: &[OsString]) -> clap::
 
 /// Whether the processes that run the command may be ranks of one run.
 fn is_training(command: &Command) -> bool {
-    let first = std::env::args().nth(1).unwrap_or_default();
+    let first = std::env::args_os().nth(1).unwrap_or_default();
     let subcommand = command.find_subcommand(first).map(Command::get_name);
     !command.has_subcommands() || matches!(subcommand, Some("finetune" | "pretrain"))
 }

@@ -73,7 +73,7 @@ pub(crate) struct Generate {
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     tp: usize,
     /// Type of weights and activations
-    #[arg(long, default_value = "f32")]
+    #[arg(long, ignore_case = true, default_value = "f32")]
     dtype: DTypeChoice,
     #[command(flatten, next_help_heading = "Ranks")]
     ranks: RankArgs,
@@ -165,7 +165,10 @@ impl Generate {
                     self.model, named.model
                 );
             }
-            if let Some(warning) = warning {
+            // Other markers in several tokens are no trouble to a model that has learned them so.
+            let fit = model.template.as_ref().map(|it| it.fit(&model.tokenizer));
+            let fit = fit.filter(|fit| fit.end_of_turn_id.is_none());
+            for warning in warning.into_iter().chain(fit.and_then(|fit| fit.warning())) {
                 eprintln!("warning: {warning}");
             }
         }
@@ -235,16 +238,13 @@ impl Generate {
         dir: &Path,
         tokenizer: &Tokenizer,
     ) -> Result<ChatTemplate> {
-        let of_adapter =
-            |adapter: &PathBuf| ChatTemplate::of_adapter(adapter, dir, tokenizer).transpose();
         let of_model = || {
             let special_tokens = tokenizer.named_special_tokens().clone();
             ChatTemplate::from_dir(dir, special_tokens).transpose()
         };
-        let chosen = self.chat_template.as_deref();
-        let chosen = chosen.map(|choice| ChatTemplate::chosen(choice, tokenizer));
-        let template = chosen.or_else(|| named.adapter.as_ref().and_then(of_adapter));
-        match template.or_else(of_model) {
+        let (choice, adapter) = (self.chat_template.as_deref(), named.adapter.as_deref());
+        let template = ChatTemplate::in_place_of_own(Some(dir), choice, adapter, tokenizer);
+        match template.transpose().or_else(of_model) {
             Some(template) => self.dated(template?),
             None => bail!(
                 "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone; one that was trained \

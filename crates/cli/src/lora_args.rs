@@ -42,7 +42,7 @@ pub(crate) struct LoraArgs {
     ///
     /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
     /// in bf16 then. Needs --lora-rank or --adapter.
-    #[arg(long, value_name = "FORM")]
+    #[arg(long, ignore_case = true, value_name = "FORM")]
     pub base_dtype: Option<BaseChoice>,
     /// Go on training the adapter in this folder, with its own rank, alpha, dropout and layers [default: none]
     #[arg(long, value_name = "DIR", conflicts_with = "freeze")]

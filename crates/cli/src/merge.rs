@@ -31,7 +31,7 @@ pub(crate) struct Merge {
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the checkpoint]
-    #[arg(long)]
+    #[arg(long, ignore_case = true)]
     save_dtype: Option<StorageChoice>,
     /// Replace a model in the folder of --output
     #[arg(long)]
@@ -59,12 +59,12 @@ impl Merge {
         let dtype = self.save_dtype.map(Into::into);
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);
-        if self.adapter.join("chat_template.jinja").is_file() {
-            let tokenizer = Tokenizer::from_dir(&model)?;
-            let template = ChatTemplate::of_adapter(&self.adapter, &model, &tokenizer)?;
-            if let Some(template) = template {
-                template.save_among(&mut sidecars, &tokenizer)?;
-            }
+        let tokenizer = Tokenizer::from_dir(&model);
+        let template = tokenizer.as_ref().ok().map(|tokenizer| {
+            ChatTemplate::in_place_of_own(Some(&model), None, Some(&self.adapter), tokenizer)
+        });
+        if let (Some(template), Ok(tokenizer)) = (template.transpose()?.flatten(), tokenizer) {
+            template.save_among(&mut sidecars, &tokenizer)?;
         }
         let save = HfSave {
             dtype,

@@ -11,7 +11,7 @@ use clap::Parser;
 use serde_json::json;
 
 use crate::choices::StorageChoice;
-use crate::data_args::DataArgs;
+use crate::data_args::{DataArgs, DataModel};
 use crate::flags::Flags;
 use crate::lora_args::LoraArgs;
 use crate::number::whole;
@@ -43,7 +43,12 @@ pub struct Pretrain {
     #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
     /// Type of the saved weights
-    #[arg(long, default_value = "f32", help_heading = "Output")]
+    #[arg(
+        long,
+        ignore_case = true,
+        default_value = "f32",
+        help_heading = "Output"
+    )]
     save_dtype: StorageChoice,
     #[command(flatten)]
     training: TrainingArgs,
@@ -127,8 +132,12 @@ impl TrainingCommand for Pretrain {
         let config = self.model.config(Some(&tokenizer), seq_len)?;
         training.check_model(&config)?;
         self.samples.check(&tokenizer, &config)?;
-        let model = self.tokenizer.as_deref();
-        let data = self.data.read(&tokenizer, model, (&training, &ranks))?;
+        let of_model = DataModel {
+            tokenizer: &tokenizer,
+            dir: self.tokenizer.as_deref(),
+            adapter: None,
+        };
+        let data = self.data.read(of_model, (&training, &ranks))?;
         let inputs = self.tokenizer.iter().chain(&data.inputs).cloned();
         TrainingRun {
             training: &training,

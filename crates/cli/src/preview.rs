@@ -10,7 +10,7 @@ use clap::Parser;
 use serde_json::json;
 
 use crate::adapter_base::NamedModel;
-use crate::data_args::DataArgs;
+use crate::data_args::{DataArgs, DataModel};
 use crate::defaults::default_seq_len;
 use crate::flags::Flags;
 use crate::number::whole;
@@ -56,9 +56,12 @@ impl Preview {
             let config = ModelConfig::from_file(model.join("config.json"));
             sequences.seq_len = default_seq_len(config.ok().as_ref());
         }
-        let data = self
-            .data
-            .preview((&tokenizer, Some(&model)), (&sequences, self.seed))?;
+        let of_model = DataModel {
+            tokenizer: &tokenizer,
+            dir: Some(&model),
+            adapter: None,
+        };
+        let data = self.data.preview(of_model, (&sequences, self.seed))?;
         for warning in &data.warnings {
             eprintln!("warning: {warning}");
         }

@@ -6,9 +6,18 @@ use clap::{Arg, Command};
 
 use crate::config_file::{find, meant};
 
+/// A command line as clap knows it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Spelled {
+    pub words: Vec<OsString>,
+    /// Names of the switches that are given as false.
+    pub switched_off: Vec<String>,
+}
+
 /// The words of a command line as clap knows them. In names of flags `_` stands for `-`; a switch may be followed by `true` or `false`; and
 /// `chat` is `generate --chat`. What a command passes on to another program stays as it is.
-pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Vec<OsString> {
+pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Spelled {
+    let mut switched_off = Vec::new();
     if words.get(1).is_some_and(|word| word == "chat")
         && whole.find_subcommand("generate").is_some()
     {
@@ -46,10 +55,14 @@ pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Vec<
                 let name: OsString = format!("--{}", flag.name).into();
                 match said {
                     None => words.push(flag.word()),
-                    Some(true) => words.push(name),
+                    Some(true) => {
+                        switched_off.retain(|off| *off != flag.name);
+                        words.push(name);
+                    }
                     Some(false) => {
                         let given = words.split_off(place);
                         words.extend(given.into_iter().filter(|word| *word != name));
+                        switched_off.push(flag.name);
                     }
                 }
             }
@@ -65,7 +78,10 @@ pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Vec<
         }
     }
     words.extend(rest);
-    words
+    Spelled {
+        words,
+        switched_off,
+    }
 }
 
 /// A word of a command line that names a flag, perhaps with its value.
@@ -108,8 +124,8 @@ mod tests {
     /// What becomes of a command line.
     fn spelled(line: &str) -> String {
         let words = line.split(' ').map(OsString::from).collect();
-        let words = as_spelled_here(&command(), words);
-        let words = words.iter().map(|word| word.to_string_lossy());
+        let spelled = as_spelled_here(&command(), words);
+        let words = spelled.words.iter().map(|word| word.to_string_lossy());
         words.collect::<Vec<_>>().join(" ")
     }
 
@@ -171,6 +187,6 @@ mod tests {
             "--data".into(),
             path,
         ];
-        assert_eq!(as_spelled_here(&command(), words.clone()), words);
+        assert_eq!(as_spelled_here(&command(), words.clone()).words, words);
     }
 }

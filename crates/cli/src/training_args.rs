@@ -82,7 +82,7 @@ pub struct LayoutArgs {
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_group: Option<usize>,
     /// Type in which gradients move between replicas
-    #[arg(long, default_value = "f32")]
+    #[arg(long, ignore_case = true, default_value = "f32")]
     pub grad_reduce_dtype: ReduceChoice,
     /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
     #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
@@ -104,7 +104,7 @@ pub struct LayoutArgs {
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
     /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
-    #[arg(long, default_value = "f32", hide_default_value = true, default_value_ifs = [
+    #[arg(long, ignore_case = true, default_value = "f32", hide_default_value = true, default_value_ifs = [
         ("bf16", ArgPredicate::IsPresent, "bf16"),
         ("fp16", ArgPredicate::IsPresent, "f16"),
     ])]
@@ -291,7 +291,9 @@ impl BatchArgs {
 
     /// Sequences of all epochs, where one has so many.
     pub fn end_of_epochs(&self, num_samples: usize) -> usize {
-        (self.epochs * num_samples as f64).ceil() as usize
+        let end = self.epochs * num_samples as f64;
+        // 1.1 x 100 is a little more than 110.
+        (end * (1.0 - 1e-12)).ceil() as usize
     }
 
     pub fn config(&self) -> BatchConfig {

@@ -1,6 +1,6 @@
 //! Where the lines of a conversation come from: a terminal, where they can be edited, or any other stdin.
 
-use std::io::{BufRead, IsTerminal};
+use std::io::{BufRead, ErrorKind, IsTerminal};
 
 use candle_core::{Error, Result};
 use candle_launch::Interrupts;
@@ -46,6 +46,10 @@ impl Keyboard {
                     Err(ReadlineError::Eof) => return Ok(Some("/exit".to_string())),
                     Err(ReadlineError::Interrupted) => {
                         eprintln!("/exit or Ctrl-D ends the conversation");
+                        continue;
+                    }
+                    Err(ReadlineError::Io(err)) if err.kind() == ErrorKind::InvalidData => {
+                        eprintln!("that line is no text in UTF-8, and is left out");
                         continue;
                     }
                     Err(err) => return Err(cannot_read(&err)),

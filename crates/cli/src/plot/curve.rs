@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::read_text_file;
 use serde_json::Value;
 
 /// The lines of a metrics file.
@@ -26,7 +27,7 @@ impl MetricsFile {
     /// A file that cannot be read, a line that is no step.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let shown = path.display();
-        let text = std::fs::read_to_string(path)
+        let text = read_text_file(path)
             .map_err(|err| Error::msg(format!("cannot read the metrics file {shown}: {err}")))?;
         let mut lines = Vec::new();
         for (index, line) in text.split_inclusive('\n').enumerate() {

@@ -177,3 +177,39 @@ fn an_adapter_brings_its_template_to_the_chat_the_merge_and_the_next_run() {
     text.run()
         .assert_error(&["--chat-template is given without --chat"]);
 }
+
+#[test]
+fn an_adapters_template_counts_wherever_it_is() {
+    let workspace = workspace();
+    let run = finetune(&workspace).flag("--lora-rank", 2);
+    run.flag("--chat-template", "zephyr")
+        .succeeds_with_warnings();
+    let adapter = workspace.path("older");
+    fs::rename(workspace.output(), &adapter).unwrap();
+    // As older versions of transformers save it.
+    let text = fs::read_to_string(adapter.join("chat_template.jinja")).unwrap();
+    fs::remove_file(adapter.join("chat_template.jinja")).unwrap();
+    edit_json(&adapter.join("tokenizer_config.json"), |config| {
+        config["chat_template"] = json!([
+            {"name": "default", "template": text},
+            {"name": "tool_use", "template": "{{ 'tools' }}"}
+        ]);
+    });
+    let run = finetune(&workspace).flag("--adapter", adapter.display());
+    let said = run.succeeds_with_warnings().stdout;
+    assert!(
+        said.contains("chat template: ") && said.contains("tokenizer_config.json"),
+        "{said}"
+    );
+    let merge = candle_train("merge").flag("--adapter", adapter.display());
+    let merged = workspace.path("merged");
+    merge.flag("--output", merged.display()).succeeds();
+    for folder in [workspace.output(), merged] {
+        assert_eq!(
+            fs::read_to_string(folder.join("chat_template.jinja")).unwrap(),
+            text
+        );
+        let tools = folder.join("additional_chat_templates/tool_use.jinja");
+        assert_eq!(fs::read_to_string(tools).unwrap(), "{{ 'tools' }}");
+    }
+}

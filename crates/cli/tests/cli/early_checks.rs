@@ -86,7 +86,7 @@ fn the_same_command_again_is_told_how_to_go_on() {
         .clone()
         .flag("--data", workspace.path("missing.txt").display());
     let parts = [
-        "step-000001 is a checkpoint already",
+        "is a checkpoint already, and this run would begin anew",
         "hint: --resume latest goes on",
     ];
     workspace.run_refused(&again, &parts);

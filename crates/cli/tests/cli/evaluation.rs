@@ -230,7 +230,6 @@ fn the_best_checkpoint_is_kept_whatever_the_steps_between_saves() {
 fn flags_that_contradict_each_other_are_refused() {
     let workspace = Workspace::new();
     let run = workspace.finetune();
-    let saves = workspace.path("saves").display().to_string();
     for (flags, parts) in [
         (
             vec![("--eval-every", "1")],
@@ -256,10 +255,6 @@ fn flags_that_contradict_each_other_are_refused() {
         (
             vec![("--eval-data", "a.txt"), ("--eval-fraction", "0.5")],
             vec!["--eval-data", "cannot be used with"],
-        ),
-        (
-            vec![("--save-dir", &saves)],
-            vec!["--save-dir", "without --save-every", "hint:"],
         ),
     ] {
         let run = flags

@@ -79,6 +79,28 @@ fn the_last_of_two_equal_flags_wins_and_data_adds_up() {
 }
 
 #[test]
+fn a_switch_that_is_given_as_false_wins_over_the_file() {
+    let workspace = Workspace::new();
+    let file = workspace.path("run.toml");
+    fs::write(&file, "no-shuffle = true\nbf16 = true\n").unwrap();
+    let run = workspace.finetune().flag("--config", file.display());
+    let of = |run: &Program| {
+        run.succeeds();
+        fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap()
+    };
+    let toml = of(&run);
+    assert!(
+        toml.contains("no-shuffle = true") && toml.contains("dtype = \"bf16\""),
+        "{toml}"
+    );
+    let toml = of(&run.flag("--bf16", "false").flag("--no_shuffle", "False"));
+    assert!(
+        !toml.contains("no-shuffle = true") && toml.contains("dtype = \"f32\""),
+        "{toml}"
+    );
+}
+
+#[test]
 fn parts_of_epochs_are_trained() {
     let workspace = Workspace::new();
     let num_steps = |program: Program, epochs: &str| -> usize {
@@ -114,9 +136,9 @@ fn parts_of_epochs_are_trained() {
         .flag("--lr", 0)
         .succeeds();
     assert!(
-        outcome.stdout.contains(&format!("step {more}/{more} ")),
+        outcome.stderr.contains(&format!("step {more}/{more} ")),
         "{}",
-        outcome.stdout
+        outcome.stderr
     );
 }
 

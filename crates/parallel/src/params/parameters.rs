@@ -128,7 +128,9 @@ impl Parameters {
             let values = source.values(&param.wanted())?;
             param.initial(values)?.to_device(mesh.world.device())
         };
-        if groups.shards_weights() {
+        if without_values {
+            // They stay where they are.
+        } else if groups.shards_weights() {
             let again = || {
                 candle_core::Error::msg(
                     "a second model is built from a parameter store whose weights replicas divide (ZeRO-3)\nhint: open a store \
@@ -140,7 +142,7 @@ impl Parameters {
             }
             let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
             sharded.set(slices).map_err(|_| again())?;
-        } else if !without_values {
+        } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
             absent.try_for_each(|param| param.refill(&initial(param)?))?;
         }

@@ -81,6 +81,11 @@ impl ChatTemplate {
         &self.source.default
     }
 
+    /// That for conversations with tools, where it is another one.
+    pub(super) fn text_with_tools(&self) -> Option<&str> {
+        self.source.with_tools.as_deref()
+    }
+
     fn new(
         source: TemplateSource,
         special_tokens: BTreeMap<String, String>,
@@ -125,7 +130,7 @@ impl ChatTemplate {
         self
     }
 
-    /// The file that it is in.
+    /// The file that it is in, or the name by which it was chosen.
     pub fn path(&self) -> &Path {
         &self.source.path
     }
@@ -176,11 +181,6 @@ impl ChatTemplate {
             assistant,
             masked,
         })
-    }
-
-    /// The file that it is in.
-    pub(super) fn place(&self) -> &Path {
-        &self.source.path
     }
 
     /// What the template makes of `messages` in place of those of `chat`, perhaps with the header of the assistant's turn.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-use super::template_source::{TEMPLATE_FILE, TemplateSource};
+use super::template_source::{TEMPLATE_FILE, TOOLS_FILE, TemplateSource};
 use crate::Tokenizer;
 use crate::few::few;
 
@@ -68,18 +68,31 @@ impl ChatTemplate {
         Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
-    /// The template in the folder of an adapter, if it is another one than that of the model in `model`: it was chosen when the adapter was
-    /// trained.
+    /// The template in place of that of the model in `model`: the one that `choice` names, else the one in the folder of an adapter, if it is
+    /// another than the model's, as it was chosen when the adapter was trained.
     ///
     /// # Errors
-    /// As [`Self::from_dir`].
-    pub fn of_adapter(adapter: &Path, model: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+    /// As [`Self::chosen`] and [`Self::from_dir`].
+    pub fn in_place_of_own(
+        model: Option<&Path>,
+        choice: Option<&str>,
+        adapter: Option<&Path>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Option<Self>> {
+        if let Some(choice) = choice {
+            return Self::chosen(choice, tokenizer).map(Some);
+        }
+        let Some(adapter) = adapter else {
+            return Ok(None);
+        };
         let tokens = tokenizer.named_special_tokens();
-        let [own, base] = [adapter, model].map(|dir| Self::from_dir(dir, tokens.clone()));
-        let (own, base) = (own?, base?);
-        let is_of_base =
-            |own: &Self| (base.as_ref()).is_some_and(|base| base.identity() == own.identity());
-        Ok(own.filter(|own| !is_of_base(own)))
+        let Some(of_adapter) = Self::from_dir(adapter, tokens.clone())? else {
+            return Ok(None);
+        };
+        let own = model.map(|model| Self::from_dir(model, tokens.clone()));
+        let own = own.transpose()?.flatten();
+        let is_own = own.is_some_and(|own| own.identity() == of_adapter.identity());
+        Ok((!is_own).then_some(of_adapter))
     }
 
     /// How the template goes together with the tokenizer, from what it makes of a short conversation.
@@ -134,10 +147,13 @@ impl ChatTemplate {
             is_named || ["chat_template.json", TEMPLATE_FILE].contains(&name)
         };
         sidecars.retain(|(name, _)| !is_of_another(name));
-        sidecars.push((
-            TEMPLATE_FILE.to_string(),
-            self.text_of_template().as_bytes().to_vec(),
-        ));
+        let mut write = |name: &str, text: &str| {
+            sidecars.push((name.to_string(), text.as_bytes().to_vec()));
+        };
+        write(TEMPLATE_FILE, self.text_of_template());
+        if let Some(text) = self.text_with_tools() {
+            write(TOOLS_FILE, text);
+        }
         let tokenizer_config = "tokenizer_config.json";
         if let Some(mut config) = object(sidecars, tokenizer_config)?
             && config.contains_key("chat_template")

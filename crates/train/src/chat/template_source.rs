@@ -11,6 +11,9 @@ use crate::json_file::read_json;
 /// The file of a checkpoint's template.
 pub(super) const TEMPLATE_FILE: &str = "chat_template.jinja";
 
+/// The file of its template for conversations with tools, where that is another one.
+pub(super) const TOOLS_FILE: &str = "additional_chat_templates/tool_use.jinja";
+
 /// The templates of a checkpoint. Line endings are `\n`, whether the file has them, `\r\n` or `\r`: Jinja2 reads templates so.
 #[derive(Clone, Debug)]
 pub(super) struct TemplateSource {
@@ -28,7 +31,7 @@ impl TemplateSource {
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(TEMPLATE_FILE);
         if let Some(default) = read_text(&path)? {
-            let with_tools = read_text(&dir.join("additional_chat_templates/tool_use.jinja"))?;
+            let with_tools = read_text(&dir.join(TOOLS_FILE))?;
             return Ok(Some(Self::new(path, &default, with_tools.as_deref())));
         }
         for name in ["tokenizer_config.json", "chat_template.json"] {

@@ -101,7 +101,7 @@ impl ChatTemplate {
     fn not_shown(&self, chat: &Chat, index: usize) -> String {
         format!(
             "the chat template in {} does not show message {index}, of the role {:?}",
-            self.place().display(),
+            self.path().display(),
             chat.role(index)
         )
     }

@@ -153,7 +153,7 @@ fn calls_of(text: &str) -> Result<Value, RecordError> {
     match calls.filter(|calls| !calls.is_empty()) {
         Some(calls) => Ok(calls.into()),
         None => Err(format!(
-            "is a {FUNCTION_CALL} with the value {text:?}, expected JSON such as {{\"name\": \"f\", \"arguments\": {{\"x\": 1}}}}"
+            "is a {FUNCTION_CALL} whose value is no call, expected JSON such as {{\"name\": \"f\", \"arguments\": {{\"x\": 1}}}}"
         )
         .into()),
     }

@@ -89,12 +89,26 @@ fn records_of(value: Value, columns: &Columns) -> Vec<Value> {
     }
 }
 
-/// The records of an object such as `{"version": "1", "data": [{..}, ..]}`: its only list of objects, if it has no field of a record.
+/// What a list of records is called that an object holds beside notes such as a version.
+const LISTS: [&str; 8] = [
+    "data",
+    "train",
+    "records",
+    "rows",
+    "examples",
+    "samples",
+    "instances",
+    "items",
+];
+
+/// The records of an object such as `{"version": "1", "data": [{..}, ..]}`: its only list of objects, if it has no field of a record, and the
+/// list is its only field or has a name for such lists.
 fn list_of(value: &Value, columns: &Columns) -> Option<Value> {
     let is_object = |value: Value| value.kind() == ValueKind::Map;
     if !is_object(value.clone()) {
         return None;
     }
+    let is_alone = value.len() == Some(1);
     let mut lists = Vec::new();
     for name in value.try_iter().ok()? {
         let text = name.as_str().unwrap_or_default();
@@ -108,9 +122,9 @@ fn list_of(value: &Value, columns: &Columns) -> Option<Value> {
         let field = value.get_item(&name).unwrap_or_default();
         let is_list = field.kind() == ValueKind::Seq && field.is_true();
         if is_list && field.try_iter().ok()?.all(is_object) {
-            lists.push(field);
+            lists.push((text.to_string(), field));
         }
     }
-    let [list] = lists.try_into().ok()?;
-    Some(list)
+    let [(name, list)] = lists.try_into().ok()?;
+    (is_alone || LISTS.contains(&name.as_str())).then_some(list)
 }

@@ -18,8 +18,8 @@ pub(super) fn refuse_preferences(fields: &RecordFields<'_>) -> Result<(), Record
     let (what, hint) = match there.is_empty() {
         false => (there.join(" and "), hint_of_chosen(fields)),
         true if is_labelled(fields) => (
-            "a label that is true or false".to_string(),
-            "keep the records whose label is true, and leave the field out".to_string(),
+            "a label that is true or false, or 1 or 0".to_string(),
+            "keep the records whose label is true or 1, and leave the field out".to_string(),
         ),
         true => return Ok(()),
     };
@@ -52,5 +52,7 @@ fn is_labelled(fields: &RecordFields<'_>) -> bool {
         text.eq_ignore_ascii_case("true") || text.eq_ignore_ascii_case("false")
     });
     let answers = ["completion", "messages", "conversations", "output"];
-    (label.kind() == ValueKind::Bool || is_said) && answers.iter().any(|name| fields.has(name))
+    let is_bit = [0, 1].map(Value::from).contains(&label);
+    (label.kind() == ValueKind::Bool || is_said || is_bit)
+        && answers.iter().any(|name| fields.has(name))
 }

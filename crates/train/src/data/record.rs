@@ -195,7 +195,12 @@ fn parse(
 
 /// Of two texts, or of two lists of messages.
 fn completion(fields: &mut RecordFields<'_>) -> Result<(RecordFormat, Record), RecordError> {
-    let is_list = ["prompt", "completion"].map(|name| fields.peek(name).kind() == ValueKind::Seq);
+    let names = ["prompt", "completion"];
+    let is_list = match names.map(|name| fields.has_messages_as_text(name)) {
+        // Cells of a table.
+        [true, true] => [true; 2],
+        _ => names.map(|name| fields.peek(name).kind() == ValueKind::Seq),
+    };
     match is_list {
         [false, false] => {
             let record = Record::Completion {

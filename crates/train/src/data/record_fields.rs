@@ -100,6 +100,27 @@ impl<'a> RecordFields<'a> {
         Ok(text.filter(|text| !text.is_empty()))
     }
 
+    /// Whether a field is a text that is a list of messages as JSON.
+    pub fn has_messages_as_text(&self, name: &str) -> bool {
+        let field = self.peek(name);
+        let text = field.as_str().filter(|text| text.starts_with('['));
+        let list = text.and_then(|text| serde_json::from_str::<Value>(text).ok());
+        let mut messages = list
+            .iter()
+            .flat_map(|list| list.try_iter())
+            .flatten()
+            .peekable();
+        let is_message = |message: Value| {
+            let has = |name: &str| {
+                message
+                    .get_attr(name)
+                    .is_ok_and(|value| !value.is_undefined())
+            };
+            has("role") || has("from")
+        };
+        messages.peek().is_some() && messages.all(is_message)
+    }
+
     /// A list, which may be JSON in a text, as cells of a table have it.
     pub fn list(&mut self, name: &'static str) -> Result<Vec<Value>, String> {
         let mut value = self.value(name).unwrap_or_default();

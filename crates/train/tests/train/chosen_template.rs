@@ -329,7 +329,7 @@ fn a_file_is_a_template_and_anything_else_says_what_there_is() {
         (path("none.jinja"), vec!["none.jinja", "cannot read"]),
         (
             path("broken.jinja"),
-            vec!["broken.jinja", "cannot be rendered"],
+            vec!["broken.jinja", "is not one that can be rendered"],
         ),
         (path(""), vec!["cannot read the chat template"]),
     ] {

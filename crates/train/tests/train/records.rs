@@ -244,7 +244,7 @@ fn calls_of_tools_in_share_gpt_are_calls_of_the_assistant() {
         r#"{"name": 1, "arguments": {}}"#,
     ] {
         let parts = [
-            "line 1: turn 1 is a function_call with the value",
+            "line 1: turn 1 is a function_call whose value is no call",
             r#"expected JSON such as {"name": "#,
         ];
         assert_error(read(call), &parts);

@@ -93,9 +93,6 @@ impl TrainingCheckpoint {
 
     /// Compares the sizes of all files and the checksums of this rank's share of them, and opens them.
     fn verify(world: &ProcessGroup, dir: &Path) -> Result<Self> {
-        if !dir.is_dir() {
-            bail!("the checkpoint folder {} does not exist", dir.display());
-        }
         let manifest = CheckpointManifest::read(dir)?;
         manifest.check_files(dir)?;
         let records = manifest.files.iter();

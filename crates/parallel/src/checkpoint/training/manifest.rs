@@ -230,6 +230,9 @@ impl CheckpointManifest {
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST_FILE);
         let name = path.display();
+        if !dir.is_dir() {
+            bail!("the checkpoint folder {} does not exist", dir.display());
+        }
         let text = match read_text_file(&path) {
             Ok(text) => text,
             Err(err) if err.kind() == ErrorKind::NotFound => {
