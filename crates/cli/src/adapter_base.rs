@@ -76,8 +76,11 @@ fn noted_base(adapter: &Adapter) -> Option<&str> {
 
 /// A model that the adapter in `dir` notes, as `--model` names it, if it is here.
 fn find_base(dir: &Path, base: &str) -> Option<String> {
-    let beside = dir.join(base);
-    if !Path::new(base).is_dir() && beside.join("config.json").is_file() {
+    // Of a relative path the folder is not known: the adapter's own, or the one that it lies in.
+    let places = [Some(dir), dir.parent()].into_iter().flatten();
+    let mut beside = places.map(|place| place.join(base));
+    let beside = beside.find(|place| place.join("config.json").is_file());
+    if let Some(beside) = beside.filter(|_| !Path::new(base).is_dir()) {
         return beside.to_str().map(str::to_string);
     }
     find_model(base).map(|_| base.to_string())

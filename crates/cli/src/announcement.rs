@@ -61,10 +61,11 @@ impl TrainingRun<'_> {
             print_line(&format!("chosen for you: {}", self.taken.join(" ")));
         }
         if let Some(samples) = &self.data.eval_samples {
-            print_line(&format!(
-                "evaluation on {} not trained on",
-                samples.summary()
-            ));
+            let held_out = match self.training.evaluation.eval_fraction {
+                Some(_) => " not trained on",
+                None => "",
+            };
+            print_line(&format!("evaluation on {}{held_out}", samples.summary()));
         }
     }
 

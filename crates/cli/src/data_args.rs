@@ -183,6 +183,16 @@ impl DataArgs {
                 "--mask-history is given, and the data has no conversations, which alone have a history"
             );
         }
+        if let Some(choice) = self
+            .chat_template
+            .as_ref()
+            .filter(|_| !read.has_conversations)
+        {
+            bail!(
+                "--chat-template {choice} is given, and the data has no conversations: texts, and prompts with completions, are learned as they \
+                 are\nhint: --columns instruction=question,output=answer makes conversations of such columns"
+            );
+        }
         match (self.date, read.date) {
             (Some(date), None) => bail!(
                 "--date {date} is given, and nothing asks for the date: the data has no conversations, or the chat template prints none"

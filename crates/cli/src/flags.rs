@@ -140,7 +140,9 @@ fn with_tip(mut err: clap::Error, whole: &Command, words: &[OsString]) -> clap::
     let name = unknown.trim_start_matches("--");
     let name = name.split('=').next().unwrap_or_default();
     if let Some(tip) = tip(meant(whole, words).0, name) {
+        // The usage would have the flag that is spelled nearly so.
         err.remove(ContextKind::SuggestedArg);
+        err.remove(ContextKind::Usage);
         let tips = vec![StyledStr::from(tip)];
         err.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
     }

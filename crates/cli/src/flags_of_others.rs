@@ -58,7 +58,13 @@ const TABLE: &[Others] = &[
         "the environment variable HF_HOME names the cache",
     ),
     others(
-        &["hf-token", "hf-hub-token", "token", "use-auth-token"],
+        &[
+            "hf-token",
+            "hub-token",
+            "hf-hub-token",
+            "token",
+            "use-auth-token",
+        ],
         "the environment variable HF_TOKEN has the token",
     ),
     others(
@@ -92,6 +98,7 @@ const TABLE: &[Others] = &[
             "torch-compile",
             "compile",
             "use-liger-kernel",
+            "liger-kernel",
             "enable-liger-kernel",
         ],
         FUSED,
@@ -371,6 +378,8 @@ const TABLE: &[Others] = &[
     others(
         &[
             "lora-r",
+            "lora",
+            "rank",
             "lora-dim",
             "use-lora",
             "use-peft",
@@ -571,7 +580,7 @@ const TABLE: &[Others] = &[
         "models are saved as safetensors, and checkpoints to resume from beside them; leave it out",
     ),
     others(
-        &["push-to-hub", "hub-model-id", "hub-strategy", "hub-token"],
+        &["push-to-hub", "hub-model-id", "hub-strategy"],
         "nothing is sent to a hub; huggingface_hub's command uploads the folder of --output",
     ),
     // Evaluation and logs
@@ -636,15 +645,41 @@ const TABLE: &[Others] = &[
         "--trace writes what Perfetto shows",
     ),
     others(
+        &["do-train", "task", "do-predict", "predict-with-generate"],
+        "fine-tuning is what this command does; leave it out",
+    ),
+    others(
         &[
             "stage",
-            "do-train",
-            "task",
-            "do-predict",
-            "predict-with-generate",
-            "remove-unused-columns",
+            "dpo",
+            "pref-beta",
+            "pref-loss",
+            "beta",
+            "rl",
+            "reward-model",
         ],
-        "fine-tuning is what this command does; leave it out",
+        "supervised fine-tuning is what there is, and no DPO, KTO or reward models; leave it out",
+    ),
+    others(
+        &[
+            "remove-unused-columns",
+            "rope-scaling",
+            "max-prompt-length",
+            "ddp-bucket-cap-mb",
+        ],
+        "there is no need for it: what the data and config.json say holds; leave it out",
+    ),
+    others(
+        &[
+            "no-cuda",
+            "cpu",
+            "use-cpu",
+            "gpus",
+            "gpu",
+            "device-map",
+            "devices",
+        ],
+        "where a run computes is --device cpu, cuda or cuda:N here",
     ),
     // Writing texts
     others(

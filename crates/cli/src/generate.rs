@@ -166,7 +166,11 @@ impl Generate {
                 );
             }
             // Other markers in several tokens are no trouble to a model that has learned them so.
-            let fit = model.template.as_ref().map(|it| it.fit(&model.tokenizer));
+            let chosen = model
+                .template
+                .as_ref()
+                .filter(|_| self.chat_template.is_some());
+            let fit = chosen.map(|template| template.fit(&model.tokenizer));
             let fit = fit.filter(|fit| fit.end_of_turn_id.is_none());
             for warning in warning.into_iter().chain(fit.and_then(|fit| fit.warning())) {
                 eprintln!("warning: {warning}");

@@ -49,7 +49,7 @@ fn a_base_model_learns_conversations_and_keeps_the_template() {
     // Of the markers one warning, and the end of a turn is a token.
     assert_eq!(said.matches("warning: ").count(), 1, "{said}");
     assert!(
-        said.contains("<|user|>") && !said.contains("does not stop"),
+        said.contains("<|user|>") && !said.contains("do not end"),
         "{said}"
     );
     let output = workspace.output();
@@ -123,7 +123,7 @@ fn an_end_of_turn_in_pieces_is_warned_of() {
     let said = run.succeeds_with_warnings().stderr;
     for part in [
         "<|im_end|>, <|im_start|>",
-        "does not stop by itself",
+        "do not end by themselves",
         "hint: mistral and zephyr",
     ] {
         assert!(said.contains(part), "{said}");
@@ -176,6 +176,24 @@ fn an_adapter_brings_its_template_to_the_chat_the_merge_and_the_next_run() {
     let text = text.flag("--prompt", "a").flag("--chat-template", "chatml");
     text.run()
         .assert_error(&["--chat-template is given without --chat"]);
+}
+
+#[test]
+fn a_template_for_data_without_conversations_is_refused() {
+    let workspace = workspace();
+    fs::write(workspace.path("pairs.csv"), "prompt,completion\na,b\n").unwrap();
+    let run = finetune(&workspace)
+        .flag("--data", workspace.path("pairs.csv").display())
+        .flag("--chat-template", "zephyr");
+    let parts = [
+        "--chat-template zephyr is given",
+        "no conversations",
+        "instruction=question",
+    ];
+    workspace.run_refused(&run, &parts);
+    let run = run.flag("--columns", "instruction=prompt,output=completion");
+    let said = run.succeeds_with_warnings().stdout;
+    assert!(said.contains("chat template: zephyr"), "{said}");
 }
 
 #[test]

@@ -150,11 +150,27 @@ impl HfSave {
             )),
             (true, false) => Ok(()),
             (true, true) if self.overwrite || self.is_of_this_run(place) => Ok(()),
-            (true, true) => refuse(
-                "it holds a model already, which is not that of an earlier run of this command\nhint: --overwrite replaces it, \
-                 --output chooses another folder"
-                    .to_string(),
-            ),
+            (true, true) => refuse(format!(
+                "it holds a model already{}\nhint: --overwrite replaces it, --output chooses another folder",
+                self.difference_to(place)
+            )),
+        }
+    }
+
+    /// Why the model in `place` is not replaced by itself, as a part of a sentence.
+    fn difference_to(&self, place: &Path) -> String {
+        let Some(run) = &self.run else {
+            return String::new();
+        };
+        let note = RunFile::read(place);
+        let is_of_run =
+            |note: &RunFile| RunFile::of(place, run, note.steps).is_ok_and(|now| now == *note);
+        match note.filter(is_of_run) {
+            Some(RunFile {
+                steps: Some(steps), ..
+            }) => format!(", that of this command after step {steps}, and this run has done less"),
+            Some(_) => ", that of this command at its end, and this run has done less".to_string(),
+            None => ", which is not that of an earlier run of this command".to_string(),
         }
     }
 

@@ -68,6 +68,16 @@ impl ChatTemplate {
         Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
+    /// The name of a template whose turns end with one token of `tokenizer`, chatml before others.
+    pub(crate) fn suggested(tokenizer: &Tokenizer) -> &'static str {
+        let fits = |name: &&str| {
+            let template = Self::chosen(name, tokenizer);
+            template.is_ok_and(|template| template.fit(tokenizer).end_of_turn_id.is_some())
+        };
+        let mut names = NAMED.iter().map(|(name, _)| *name);
+        names.find(fits).unwrap_or("zephyr")
+    }
+
     /// The template in place of that of the model in `model`: the one that `choice` names, else the one in the folder of an adapter, if it is
     /// another than the model's, as it was chosen when the adapter was trained.
     ///
@@ -195,12 +205,12 @@ impl TemplateFit {
             return None;
         }
         let mut warning = format!(
-            "the tokenizer writes what the chat template takes for tokens in several: {}",
+            "of the chat template these are no single tokens of this tokenizer: {}",
             few(&self.split_markers)
         );
         if self.end_of_turn_id.is_none() {
-            warning += ", and with what ends a turn among it generation does not stop by itself\nhint: mistral and zephyr end a turn with the \
-                        tokenizer's own end of a text";
+            warning += ", and what ends a turn is among them, so that answers do not end by themselves\nhint: mistral and zephyr end a turn \
+                        with the tokenizer's own end of a text";
         }
         Some(warning)
     }

@@ -186,7 +186,7 @@ fn parse(
         Some(RecordFormat::Text) => Ok((RecordFormat::Text, Record::Text(fields.text("text")?))),
         None => Err(format!(
             "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of \
-             other names, as in --columns prompt=question,completion=answer",
+             other names, as in --columns prompt=question,completion=answer, or with a chat template instruction=question,output=answer",
             fields.names()
         )
         .into()),

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::Result;
 use jiff::civil::Date;
@@ -45,6 +45,8 @@ pub struct RecordEncoder<'a> {
     template: Option<ChatTemplate>,
     special_tokens: Vec<String>,
     config: EncoderConfig,
+    /// Name of a template for a checkpoint that has none.
+    suggested: OnceLock<&'static str>,
 }
 
 impl<'a> RecordEncoder<'a> {
@@ -64,6 +66,7 @@ impl<'a> RecordEncoder<'a> {
             template: template.transpose()?.flatten(),
             special_tokens: tokenizer.special_tokens(),
             config,
+            suggested: OnceLock::new(),
         })
     }
 
@@ -108,11 +111,11 @@ impl<'a> RecordEncoder<'a> {
             (Record::Instruction { prompt, output, .. }, None) => {
                 Ok(self.completion(prompt, output)?)
             }
-            (Record::Chat(_), None) => Err(
-                "it is a conversation, and the checkpoint has no chat template\nhint: --chat-template chatml (or another name, or a file) gives it one"
-                    .to_string()
-                    .into(),
-            ),
+            (Record::Chat(_), None) => Err(format!(
+                "it is a conversation, and the checkpoint has no chat template\nhint: --chat-template {} (or another name, or a file) gives it one",
+                self.suggested.get_or_init(|| ChatTemplate::suggested(self.tokenizer))
+            )
+            .into()),
         }
     }
 

@@ -232,7 +232,7 @@ impl<'a> Fetch<'a> {
                 format!("{what}: the hub answered with status {status}\nhint: try again later")
             }
             Failure::Other(reason) => format!(
-                "{what}: {reason}\nhint: check the network and HF_ENDPOINT and run again (a broken download is continued); HF_HUB_OFFLINE=1 uses what is in {:?}",
+                "{what}: {reason}; and there is no folder {repo_id:?} here\nhint: check the network and HF_ENDPOINT and run again (a broken download is continued); HF_HUB_OFFLINE=1 uses what is in {:?}",
                 self.config.cache_dir
             ),
         })

@@ -75,6 +75,11 @@ fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
             "model {spec:?} is a file, expected the folder of a checkpoint\nhint: give the folder that holds config.json"
         );
     }
+    if path.join("manifest.json").is_file() && !path.join(REQUIRED_FILES[0]).is_file() {
+        bail!(
+            "model {spec:?} is a checkpoint of a run, and no model\nhint: candle-train export {spec} DIR writes the model that it has"
+        );
+    }
     Ok(path.is_dir().then(|| path.to_path_buf()))
 }
 

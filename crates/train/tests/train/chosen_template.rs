@@ -199,7 +199,7 @@ fn what_ends_a_turn_is_found_and_markers_without_tokens_are_named() {
         "<|start_header_id|>",
         "<|end_header_id|>",
         "<|eot_id|>",
-        "does not stop",
+        "do not end",
         "hint: ",
     ] {
         assert!(warning.contains(part), "{warning}");

@@ -29,11 +29,12 @@ fn an_array_is_read_as_its_records_in_both_formats() {
         ]
     };
     let mut contents = spelled(&list).to_vec();
-    for name in ["data", "train", "examples", "rows", "anything"] {
+    for name in ["data", "train", "examples", "rows"] {
         contents.extend(spelled(
             &json!({"version": "2", "empty": [], "names": ["a"], name: list}),
         ));
     }
+    contents.extend(spelled(&json!({"anything": list})));
     contents.push(
         two.each_ref()
             .map(|record| spelled(record)[2].clone())
@@ -141,5 +142,20 @@ fn a_damaged_first_line_leaves_the_other_lines_what_they_are() {
                 )]
             );
         }
+    }
+}
+
+#[test]
+fn a_list_beside_other_fields_is_a_part_of_a_record() {
+    // The fields of these records have other names, and their passages are none.
+    let record =
+        json!({"question": "q", "answer": "a", "passages": [{"text": "one"}, {"text": "two"}]});
+    for name in ["a.json", "a.jsonl"] {
+        let read = records(name, &record.to_string());
+        let reason = read.unwrap_err().to_string();
+        assert!(
+            reason.contains("question") && reason.contains("--columns"),
+            "{reason}"
+        );
     }
 }
