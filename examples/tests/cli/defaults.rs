@@ -42,9 +42,11 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
     }
     assert!(!said.contains("--- before"), "{said}");
     // The folder of the output is in the way, so nothing is written: here.
-    let in_the_way = finetune.flag("--output", "/dev/null");
+    let in_the_way = finetune.clone().flag("--output", "/dev/null");
     in_the_way.run().assert_error(&["/dev/null"]);
-    let missing = in_the_way.clone().flag("--data", "no/such/text.txt");
+    let third = output.path().join("third");
+    let missing = finetune.flag("--output", third.display());
+    let missing = missing.flag("--data", "no/such/text.txt");
     missing.run().assert_error(&["no/such/text.txt"]);
     // Samples of another model want a prompt.
     let missing = in_the_way
