@@ -68,11 +68,11 @@ impl ChatTemplate {
         Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
-    /// The name of a template whose turns end with one token of `tokenizer`, chatml before others.
+    /// The name of a template of which all markers are tokens of `tokenizer`, else zephyr, whose turns end with any tokenizer's end of a text.
     pub(crate) fn suggested(tokenizer: &Tokenizer) -> &'static str {
         let fits = |name: &&str| {
-            let template = Self::chosen(name, tokenizer);
-            template.is_ok_and(|template| template.fit(tokenizer).end_of_turn_id.is_some())
+            let fit = Self::chosen(name, tokenizer).map(|template| template.fit(tokenizer));
+            fit.is_ok_and(|fit| fit.end_of_turn_id.is_some() && fit.split_markers.is_empty())
         };
         let mut names = NAMED.iter().map(|(name, _)| *name);
         names.find(fits).unwrap_or("zephyr")

@@ -87,7 +87,7 @@ fn rows_that_are_none_are_told_with_their_lines() {
             [
                 "skipped a.csv line 5: it has 3 cells, expected 2, one for each column of the first row",
                 "skipped a.csv line 6: it has 1 cell, expected 2, one for each column of the first row",
-                "skipped a.csv line 7: its fields are [\"id\"], expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of other names, as in --columns prompt=question,completion=answer",
+                "skipped a.csv line 7: its fields are [\"id\"], expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of other names, as in --columns prompt=question,completion=answer, or with a chat template instruction=question,output=answer",
             ]
         );
         assert!(

@@ -151,7 +151,7 @@ fn a_list_beside_other_fields_is_a_part_of_a_record() {
     let record =
         json!({"question": "q", "answer": "a", "passages": [{"text": "one"}, {"text": "two"}]});
     for name in ["a.json", "a.jsonl"] {
-        let read = records(name, &record.to_string());
+        let read = records(name, record.to_string());
         let reason = read.unwrap_err().to_string();
         assert!(
             reason.contains("question") && reason.contains("--columns"),
