@@ -351,7 +351,7 @@ fn records_that_are_too_long_follow_the_flag_and_nothing_left_is_an_error() {
     outcome.assert_error(&[
         "skipped 6 records, the first ",
         "chat.jsonl line 1: it is a conversation, and the checkpoint has no chat template",
-        "hint: --chat-template zephyr",
+        "hint: --chat-template llama3",
     ]);
     assert_eq!(outcome.stderr.matches("no chat template").count(), 1);
 }

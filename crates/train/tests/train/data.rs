@@ -247,7 +247,7 @@ fn a_reason_that_many_records_have_is_told_once() {
     let err = reading.read("a.jsonl", "").unwrap_err().to_string();
     let place = reading.path("a.jsonl");
     let reason = "it is a conversation, and the checkpoint has no chat template";
-    let hint = "hint: --chat-template zephyr (or another name, or a file) gives it one";
+    let hint = "hint: --chat-template llama3 (or another name, or a file) gives it one";
     assert_eq!(
         err.lines().take(2).collect::<Vec<_>>(),
         [
