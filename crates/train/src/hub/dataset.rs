@@ -32,7 +32,7 @@ pub fn resolve_dataset(name: &str, usage: DataUse) -> Result<DatasetFiles> {
     resolve_dataset_with(name, usage, &HubConfig::from_env()?)
 }
 
-/// Files with data, by [their endings](ENDINGS), of the data set `datasets/org/name[@revision][/path]`, fetched into the cache unless they are
+/// Files with data, by their endings, of the data set `datasets/org/name[@revision][/path]`, fetched into the cache unless they are
 /// there already. `path` is a file or a glob, which gives the files that it names, or a folder, of which, as of the whole data set, come the files
 /// for this [`DataUse`]. A revision has no `/`.
 ///
