@@ -129,6 +129,13 @@ fn turns_are_where_each_family_has_them() {
         let chat = Chat::new(turns.to_vec(), None).unwrap();
         assert_eq!(template.generation_prompt(&chat).unwrap(), expected + asked);
     }
+    for name in NAMES {
+        let template = ChatTemplate::chosen(name, &tokenizer).unwrap();
+        let turns = vec![message("user", "a"), message("asistant", "b")];
+        let refused = template.render(&Chat::new(turns, None).unwrap(), &[]);
+        let refused = refused.unwrap_err();
+        assert!(refused.contains("of the role asistant"), "{refused}");
+    }
     for name in ["mistral", "gemma"] {
         let template = ChatTemplate::chosen(name, &tokenizer).unwrap();
         let chat = Chat::new(vec![message("user", "a"), message("tool", "b")], None).unwrap();

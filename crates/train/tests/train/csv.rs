@@ -50,6 +50,12 @@ fn lists_in_cells_are_read_as_json() {
         let content = format!("{name},tools\n{turns},\n");
         assert_eq!(records("a.csv", content).unwrap(), want);
     }
+    let pair = r#""[{""role"": ""user"", ""content"": ""the cat""}]","[{""role"": ""assistant"", ""content"": ""sat""}]""#;
+    let content = format!("prompt,completion\n{pair}\n");
+    assert_eq!(records("a.csv", content).unwrap(), want);
+    // A list of something else is text.
+    let content = "prompt,completion\n[1],\"[{\"\"a\"\": 2}]\"\n";
+    assert_eq!(records("a.csv", content).unwrap(), ["[1]⟦[{\"a\": 2}]⟧"]);
     let history = "instruction,output,history\non,mat,\"[[\"\"the cat\"\",\"\"sat\"\"]]\"\n";
     assert_eq!(
         records("a.csv", history).unwrap(),

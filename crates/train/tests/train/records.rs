@@ -268,6 +268,10 @@ fn preference_data_is_refused_with_a_way_out() {
         ),
         (r#"{"messages": [], "label": true}"#, "whose label is true"),
         (
+            r#"{"prompt": "p", "completion": "c", "label": 0}"#,
+            "whose label is true or 1",
+        ),
+        (
             r#"{"instruction": "i", "output": "c", "label": "True"}"#,
             "whose label is true",
         ),
