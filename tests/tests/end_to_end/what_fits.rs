@@ -1,11 +1,10 @@
-//! What README.md and docs/memory.md say fits in which memory. Small models are built as the large ones would be; the meter counts what their
-//! parameters hold, and then the sizes of the large ones take the place of theirs.
+//! What README.md and docs/memory.md say fits in which memory: of models that are built without their values, by the formula that
+//! `candle-train inspect` prints and that a test compares with what runs expect.
 
-use candle_comm::{Degrees, Mesh, launch};
+use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result};
 use candle_parallel::{
-    AdamWConfig, CatalogEntry, DistributedOptimizer, Gradients, LoraConfig, MemoryCategory,
-    ParamStore, Recompute, Stage, WeightFormat,
+    LoraConfig, MemoryCategory, ParamStore, PlannedParam, Recompute, WeightFormat, planned_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use serde_json::json;
@@ -62,20 +61,6 @@ const LARGE: [Sizes; 3] = [
 ];
 
 impl Sizes {
-    /// A small model that is built in the same way, of so many layers. Each of its sizes is another number, and rows fit blocks of 256.
-    fn small(&self, layers: usize) -> Self {
-        Self {
-            vocab: 96,
-            hidden: 256,
-            intermediate: 768,
-            layers,
-            heads: 8,
-            kv_heads: 2,
-            head_dim: 64,
-            ..*self
-        }
-    }
-
     fn config(&self) -> Result<ModelConfig> {
         let config = json!({
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": self.vocab, "hidden_size": self.hidden,
@@ -84,12 +69,6 @@ impl Sizes {
             "max_position_embeddings": 131_072,
         });
         ModelConfig::from_json(&config.to_string())
-    }
-
-    /// What a dim of a weight may be.
-    fn dims(&self) -> [usize; 5] {
-        let (queries, keys) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        [self.vocab, self.hidden, self.intermediate, queries, keys]
     }
 }
 
@@ -102,6 +81,11 @@ enum Method {
 }
 
 impl Method {
+    /// The form of weights that are not trained, if it is not that of the others.
+    fn frozen_format(self) -> Option<WeightFormat> {
+        matches!(self, Self::LoraOnBlocks).then_some(WeightFormat::Q4K)
+    }
+
     fn store(self) -> Result<ParamStore> {
         let store = ParamStore::init(0);
         let lora = LoraConfig {
@@ -110,8 +94,7 @@ impl Method {
         };
         match self {
             Self::All => Ok(store),
-            Self::Lora => store.with_lora(lora),
-            Self::LoraOnBlocks => Ok(store.with_lora(lora)?.with_frozen_format(WeightFormat::Q4K)),
+            Self::Lora | Self::LoraOnBlocks => store.with_lora(lora),
         }
     }
 }
@@ -125,93 +108,33 @@ struct Bytes {
     activations: [f64; 2],
 }
 
-/// Bytes of a parameter with the sizes of another model in place of the small one's.
-fn bytes_of(entry: &CatalogEntry, small: &Sizes, large: &Sizes) -> f64 {
-    let sizes: Vec<(usize, usize)> = small.dims().into_iter().zip(large.dims()).collect();
-    let in_large = |dim: &usize| {
-        let size = sizes.iter().find(|(of_small, _)| of_small == dim);
-        size.map_or(*dim, |(_, of_large)| *of_large)
-    };
-    let values: usize = entry.shape.iter().map(in_large).product();
-    let held = match entry.form.as_str() {
-        "bf16" => 2.0,
-        // Blocks of 256 values take 144 bytes.
-        "q4k" => 144.0 / 256.0,
-        form => panic!("{}: {form}", entry.name),
-    };
-    // The gradient, two moments and the other half of the master.
-    let trained = if entry.trainable {
-        4.0 + 8.0 + 2.0
-    } else {
-        0.0
-    };
-    values as f64 * (held + trained)
-}
-
-/// Bytes that a stage of a small model would take with the sizes of a large one, but for the number of layers.
-fn scaled(small: &Sizes, large: &Sizes, stage: &Stage) -> Result<Bytes> {
-    let catalog = stage.params().catalog();
-    let sum = |sizes: &Sizes| -> f64 {
-        let bytes = catalog.iter().map(|entry| bytes_of(entry, small, sizes));
-        bytes.sum()
-    };
-    let report = stage.params().expected_memory(0);
-    let counted: u64 = MemoryCategory::ALL
-        .map(|category| report.of(category).peak)
+fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
+    let config = large.config()?;
+    let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
+    let builder = method
+        .store()?
+        .without_values()
+        .builder(DType::F32, &Device::Cpu);
+    let stage = CausalLm::stage(&config, &mesh, &builder)?;
+    let params = stage.params().catalog().iter().map(|entry| PlannedParam {
+        shape: &entry.shape,
+        is_trained: entry.trainable,
+        is_inner: entry.name.starts_with("model.layers."),
+    });
+    let formats = (DType::BF16, method.frozen_format());
+    let state = planned_memory(params, formats, 0);
+    let state: u64 = MemoryCategory::ALL
+        .map(|category| state.of(category).peak)
         .iter()
         .sum();
-    let ratio = counted as f64 / sum(small);
-    assert!((ratio - 1.0).abs() < 1e-3, "{}: {ratio}", large.name);
-    let config = Sizes {
-        layers: small.layers,
-        ..*large
-    }
-    .config()?;
     let activations = [Recompute::None, Recompute::Full].map(|recompute| {
-        (NUM_TOKENS * CausalLm::tape_bytes_per_token(&config, stage, 1, recompute)) as f64
+        let blocks = stage.block_indices().skip(stage.num_frozen_blocks());
+        let of_token = CausalLm::tape_bytes_of_blocks(&config, blocks, (DType::BF16, 1), recompute);
+        (NUM_TOKENS * of_token) as f64
     });
     Ok(Bytes {
-        state: sum(large),
+        state: state as f64,
         activations,
-    })
-}
-
-/// With so many layers as the small model has.
-fn bytes_with_layers(large: &Sizes, method: Method, layers: usize) -> Result<Bytes> {
-    let small = large.small(layers);
-    let config = small.config()?;
-    let bytes = launch::threads(1, |world| {
-        let mesh = Mesh::new(
-            world,
-            Degrees {
-                pp: 1,
-                dp: 1,
-                cp: 1,
-                tp: 1,
-            },
-        )?;
-        let builder = method.store()?.builder(DType::BF16, &Device::Cpu);
-        let stage = CausalLm::stage(&config, &mesh, &builder)?;
-        let gradients = Gradients::new(stage.params(), &mesh)?;
-        let adamw = AdamWConfig::default();
-        let optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, adamw)?;
-        let bytes = scaled(&small, large, &stage)?;
-        drop((gradients, optimizer));
-        Ok(bytes)
-    })?;
-    Ok(bytes[0])
-}
-
-/// Every layer takes as much as another.
-fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
-    let (one, two) = (
-        bytes_with_layers(large, method, 1)?,
-        bytes_with_layers(large, method, 2)?,
-    );
-    let of_all = |one: f64, two: f64| one + (two - one) * (large.layers - 1) as f64;
-    Ok(Bytes {
-        state: of_all(one.state, two.state),
-        activations: [0, 1].map(|index| of_all(one.activations[index], two.activations[index])),
     })
 }
 
